@@ -1,0 +1,32 @@
+"""What all tests share: one thread for each worker, and a fresh seed for each test, printed when the test fails."""
+
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: more threads than cores only slow them down
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("torch_dpbayes", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("torch_dpbayes")
+
+seed_key = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # a fresh process always starts torch's generator from the same built-in number: without this, that is a chosen seed
+    item.stash[seed_key] = torch.seed()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed and seed_key in item.stash:
+        report.sections.append(("seed", f"to run it again as it was: torch.manual_seed({item.stash[seed_key]})"))
+    return report

@@ -1,0 +1,93 @@
+"""Choosing a clip norm: the count that is charged, and the norms that are free."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+
+def private(rows=400, batch_size=100, **accountant):
+    net = nn.Linear(5, 1, bias=False)
+    x = torch.randn(rows, 5)
+    loader = DataLoader(TensorDataset(x, torch.randn(rows, 1)), batch_size=batch_size)
+    engine = dpb.PrivacyEngine(dpb.PrivacyAccountant(**accountant))
+    return engine, *engine.make_private(module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.1), data_loader=loader, max_grad_norm=1.0)
+
+
+def true_norms(net, loader):
+    x, y = loader.dataset.tensors
+    return (2 * (net(x) - y) * x).norm(dim=1).detach()
+
+
+def test_the_share_is_right_up_to_noise_that_is_charged():
+    engine, net, optimizer, loader = private()
+    norms = true_norms(net, loader)
+    z, draws = 4.0, 200
+    for quantile in (0.1, 0.5, 0.9):
+        bound = norms.quantile(quantile).item()
+        shares = torch.tensor(
+            [
+                dpb.private_clipped_fraction(
+                    net, optimizer, loader, noise_multiplier=z, max_grad_norm=bound, criterion=nn.functional.mse_loss
+                )
+                for _ in range(draws)
+            ]
+        )
+        truth = (norms > bound).float().mean().item()
+        # each record of ±1/2 joins with probability 1/4; then the noise z/2; all over B = 100
+        deviation = math.sqrt(400 * 0.25 * 0.25 * 0.75 + (z / 2) ** 2) / 100
+        assert abs(shares.mean() - truth) < 5 * deviation / math.sqrt(draws)
+        assert 0.6 < shares.std() / deviation < 1.4
+    (charge,) = engine.accountant.history
+    assert charge.count == 3 * draws and charge.label == "private_clipped_fraction"
+    assert charge.event.sampling_probability == 0.25 and charge.event.event.noise_multiplier == z
+
+
+def test_the_count_leaves_training_alone():
+    _, net, optimizer, loader = private()
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+        if i == 1:
+            dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=5.0, criterion=nn.functional.mse_loss)
+    assert len(optimizer.accountant) == len(loader) + 1
+
+
+def test_a_budget_stops_it_before_anything_is_released():
+    _, net, optimizer, loader = private(epsilon=0.5, delta=1e-5)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=0.1, criterion=nn.functional.mse_loss)
+    assert len(optimizer.accountant) == 0
+
+
+@pytest.mark.parametrize("options", [{"noise_multiplier": 0.0}, {"noise_multiplier": math.nan}, {"max_grad_norm": -1.0}, {"max_grad_norm": math.inf}])
+def test_bad_arguments(options):
+    _, net, optimizer, loader = private()
+    with pytest.raises(ValueError, match="must be positive"):
+        dpb.private_clipped_fraction(net, optimizer, loader, **{"noise_multiplier": 1.0, **options})
+
+
+def test_the_three_must_belong_together():
+    _, net, optimizer, loader = private()
+    _, other, _, _ = private()
+    for arguments in ((other, optimizer, loader), (nn.Linear(5, 1), optimizer, loader), (net, optimizer, DataLoader(loader.dataset))):
+        with pytest.raises(ValueError, match="make_private"):
+            dpb.private_clipped_fraction(*arguments, noise_multiplier=1.0)
+
+
+def test_simulated_norms_are_the_norms_and_cost_nothing():
+    engine, net, _, loader = private()
+    public = DataLoader(TensorDataset(torch.randn(30, 5), torch.randn(30, 1)), batch_size=7)
+    for module in (net, nn.Linear(5, 1, bias=False)):
+        norms = dpb.simulate_gradient_norms(module, public, criterion=nn.functional.mse_loss)
+        torch.testing.assert_close(norms, true_norms(module, public), rtol=1e-4, atol=1e-5)
+        assert module.weight.grad is None
+    assert not hasattr(module.weight, "grad_sample") and len(engine.accountant) == 0
+    with pytest.raises(ValueError, match="private loader"):
+        dpb.simulate_gradient_norms(net, loader)

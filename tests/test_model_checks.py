@@ -1,0 +1,249 @@
+"""Thirty small modules that make_private must take, or refuse with a message that names the module and the remedy."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+
+class Wrapped(nn.Module):
+    """A linear layer before and after ``function``."""
+
+    def __init__(self, function, width=6):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, width), nn.Linear(width, 3)
+        self.function = function
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+class Reused(Wrapped):
+    def forward(self, x):
+        return self.last(F.linear(self.first(x), self.first.weight))
+
+
+class TiedByModule(Wrapped):
+    def forward(self, x):
+        return self.last(self.first(self.first(x)))
+
+
+class OwnParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class Unused(Wrapped):
+    def forward(self, x):
+        return self.first(x)
+
+
+class Counting(Wrapped):
+    def __init__(self):
+        super().__init__(torch.relu)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += x.detach().sum()
+        return super().forward(x)
+
+
+class BatchSize(Wrapped):
+    def forward(self, x):
+        return super().forward(x) / len(x)
+
+
+class Reshaping(Wrapped):
+    def forward(self, x):
+        return super().forward(x.view(x.shape[0], -1))
+
+
+class Returning(Wrapped):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+
+class Residual(Wrapped):
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + F.gelu(h))
+
+
+class Noisy(Wrapped):
+    def forward(self, x):
+        return super().forward(F.dropout(x, 0.3, self.training))
+
+
+class Detached(Wrapped):
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h - h.mean(0).detach())
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = DPLSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.last = DPMultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.attention(x, x, x)[0].mean(1))
+
+
+def image(*layers):
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *layers, nn.Flatten(1), nn.Linear(4 * 16, 3))
+
+
+FLAT, IMAGE, SEQUENCE = (6,), (2, 4, 4), (5, 6)
+
+ALLOWED = {
+    "mlp": (lambda: Wrapped(torch.relu), FLAT),
+    "tanh": (lambda: Wrapped(torch.tanh), FLAT),
+    "layer norm": (lambda: Wrapped(nn.LayerNorm(6)), FLAT),
+    "rms norm": (lambda: Wrapped(nn.RMSNorm(6)), FLAT),
+    "softmax over features": (lambda: Wrapped(partial(torch.softmax, dim=1)), FLAT),
+    "dropout": (lambda: Wrapped(nn.Dropout(0.5)), FLAT),
+    "functional dropout": (lambda: Noisy(torch.relu), FLAT),
+    "residual": (lambda: Residual(None), FLAT),
+    "no bias": (lambda: nn.Sequential(nn.Linear(6, 3, bias=False)), FLAT),
+    "one module twice": (lambda: TiedByModule(None), FLAT),
+    "cnn": (lambda: image(nn.ReLU()), IMAGE),
+    "group norm": (lambda: image(nn.GroupNorm(2, 4)), IMAGE),
+    "max pooling": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten(1), nn.Linear(16, 3)), IMAGE),
+    "sequence": (lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Flatten(1), nn.Linear(20, 3)), SEQUENCE),
+    "lstm": (Recurrent, SEQUENCE),
+    "own parameter beside a layer": (OwnParameter, FLAT),
+}
+
+REFUSED = {
+    "batch norm": (lambda: image(nn.BatchNorm2d(4)), IMAGE, ["'1'", "ModuleValidator.fix", "GroupNorm"]),
+    "batch norm without affine": (lambda: image(nn.BatchNorm2d(4, affine=False)), IMAGE, ["'1'", "ModuleValidator.fix"]),
+    "batch norm without statistics": (
+        lambda: image(nn.BatchNorm2d(4, affine=False, track_running_stats=False)),
+        IMAGE,
+        ["module '1'", "another record"],
+    ),
+    "tracked instance norm": (lambda: image(nn.InstanceNorm2d(4, track_running_stats=True)), IMAGE, ["'1", "ModuleValidator.fix"]),
+    "centring": (lambda: Wrapped(lambda h: h - h.mean(0)), FLAT, ["Wrapped", "before module 'last'", "another record"]),
+    "centring, detached": (lambda: Detached(None), FLAT, ["Detached", "before module 'last'", "another record"]),
+    "softmax over the batch": (lambda: Wrapped(partial(torch.softmax, dim=0)), FLAT, ["another record"]),
+    "sorting the batch": (lambda: Wrapped(lambda h: h.sort(0).values), FLAT, ["another record"]),
+    "division by the batch size": (lambda: BatchSize(torch.relu), FLAT, ["BatchSize", "number of records"]),
+    "weight reused by F.linear": (lambda: Reused(None), FLAT, ["'first.weight'", "not through torch.nn.functional"]),
+    "parameter not used": (lambda: Unused(None), FLAT, ["'last.weight'", "not used", "requires_grad_"]),
+    "buffer changed": (Counting, FLAT, ["'Counting'", "'seen'", "without noise"]),
+    "view on empty batches": (lambda: Reshaping(torch.relu), FLAT, ["empty batch", "flatten(1)"]),
+    "instance norm, which torch cannot run backward on empty batches": (
+        lambda: image(nn.InstanceNorm2d(4, affine=True)),
+        IMAGE,
+        ["empty batch", "GroupNorm"],
+    ),
+    "attention, whose Opacus layer cannot take empty batches": (Attention, SEQUENCE, ["empty batch"]),
+    "loss inside the model": (lambda: Returning(torch.relu), FLAT, ["one row per record"]),
+}
+
+
+def make_private(module, shape, **options):
+    data = TensorDataset(torch.randn(20, *shape), torch.randint(3, (20,)))
+    factory = partial(dpb.optim.DPSGLD, lr=0.1)
+    return dpb.PrivacyEngine().make_private(
+        module=module, optimizer=factory, data_loader=DataLoader(data, batch_size=4), max_grad_norm=1.0, **options
+    )
+
+
+def test_there_are_at_least_thirty():
+    assert len(ALLOWED) + len(REFUSED) >= 30
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_allowed(name):
+    make, shape = ALLOWED[name]
+    net = make()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    returned, optimizer, loader = make_private(net, shape)
+    assert returned is net
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items()) and net.state_dict().keys() == before.keys()
+    assert all(p.grad is None for p in net.parameters())
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == len(loader)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    make, shape, words = REFUSED[name]
+    net = make()
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(ValueError) as error:
+        make_private(net, shape)
+    for word in words:
+        assert word in str(error.value)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    assert not any(hasattr(p, "grad_sample") for p in net.parameters())  # no hooks are left behind
+
+
+def test_refused_in_eval_mode():
+    with pytest.raises(ValueError, match=r"model.train\(\)"):
+        make_private(Wrapped(torch.relu).eval(), FLAT)
+
+
+def test_the_check_leaves_the_random_numbers_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    net = Wrapped(nn.Dropout(0.5))
+    data = DataLoader(TensorDataset(torch.zeros(20, 6), torch.zeros(20, dtype=torch.long)), batch_size=4)
+    torch.manual_seed(5)
+    dpb.PrivacyEngine().make_private(module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.1), data_loader=data, max_grad_norm=1.0)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_existing_gradients_survive_the_check():
+    net = Wrapped(torch.relu)
+    net.first.weight.grad = torch.ones(6, 6)
+    make_private(net, FLAT)
+    assert torch.equal(net.first.weight.grad, torch.ones(6, 6))
+
+
+def test_integer_inputs():
+    net = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(1), nn.Linear(12, 3))
+    data = TensorDataset(torch.randint(50, (20, 3)), torch.randint(3, (20,)))
+    factory = partial(dpb.optim.DPSGLD, lr=0.1)
+    dpb.PrivacyEngine().make_private(module=net, optimizer=factory, data_loader=DataLoader(data, batch_size=4), max_grad_norm=1.0)
+
+
+def test_models_that_take_something_else():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+
+        def forward(self, batch):
+            return self.linear(batch["features"])
+
+    records = [{"features": torch.randn(6), "label": torch.tensor(1)} for _ in range(20)]
+    factory = partial(dpb.optim.DPSGLD, lr=0.1)
+    arguments = {"optimizer": factory, "data_loader": DataLoader(records, batch_size=4), "max_grad_norm": 1.0}
+    dpb.PrivacyEngine().make_private(module=Pair(), **arguments)  # a mapping is the one input
+    with pytest.raises(ValueError, match="example_inputs"):
+        dpb.PrivacyEngine().make_private(module=nn.Linear(6, 3), **arguments)
+    dpb.PrivacyEngine().make_private(module=nn.Linear(6, 3), **arguments, example_inputs=(torch.zeros(2, 6),))

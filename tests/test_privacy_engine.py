@@ -1,0 +1,299 @@
+"""The front door: loaders, optimizers, budgets and plans; misuse is impossible or loud."""
+
+import logging
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.data_loader import DPDataLoader
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting import events
+from torch_dpbayes.poisson_loader import PoissonLoader, PoissonSampler
+
+FACTORY = partial(dpb.optim.DPSGLD, lr=0.1)
+
+
+def data(rows=60):
+    return TensorDataset(torch.randn(rows, 4), torch.randint(3, (rows,)))
+
+
+def make(engine=None, *, module=None, optimizer=FACTORY, loader=None, **options):
+    engine = dpb.PrivacyEngine() if engine is None else engine
+    module = nn.Linear(4, 3) if module is None else module
+    loader = DataLoader(data(), batch_size=12, shuffle=True) if loader is None else loader
+    return engine, *engine.make_private(module=module, optimizer=optimizer, data_loader=loader, **{"max_grad_norm": 1.0, **options})
+
+
+def epoch(net, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), y).backward()
+        optimizer.step()
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_told(caplog):
+    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
+        _, _, optimizer, loader = make(loader=DataLoader(data(1000), batch_size=64, shuffle=True, drop_last=True))
+    assert "Poisson" in caplog.text and "0.064" in caplog.text
+    assert isinstance(loader, DPDataLoader) and loader.sample_rate == 64 / 1000
+    assert optimizer.num_data == 1000 and optimizer.expected_batch_size == pytest.approx(64) and optimizer.sampling == "poisson"
+    assert len(loader) == 15
+    sizes = torch.tensor([float(len(x)) for _ in range(20) for x, _ in loader])
+    assert abs(sizes.mean() - 64) < 5 * math.sqrt(64 * 0.936 / len(sizes))
+    assert 0.5 < sizes.var() / (64 * 0.936) < 1.7  # binomial sizes; the bounds are five standard errors of a variance of 300 sizes
+
+
+def test_records_join_independently_at_the_rate_in_force():
+    sampler = PoissonSampler(50, 0.3, torch.Generator().manual_seed(torch.seed() % 2**31), num_workers=0)
+    sampler.steps = 4000
+    joined = torch.zeros(4000, 50, dtype=torch.float64)
+    for row, indices in zip(joined, sampler):
+        row[indices] = 1.0
+    assert (joined.mean(0) - 0.3).abs().max() < 6 * math.sqrt(0.3 * 0.7 / 4000)
+    correlation = torch.corrcoef(joined.T) - torch.eye(50)
+    assert correlation.abs().max() < 6.5 / math.sqrt(4000)
+
+
+@given(st.integers(1, 10**6), st.floats(1e-6, 1.0))
+@settings(max_examples=200)
+def test_the_rate_in_force_never_exceeds_the_declared_one(num_data, rate):
+    sampler = PoissonSampler(num_data, rate, torch.Generator(), 0)
+    assert 0 < sampler.sample_rate <= rate
+    assert rate - sampler.sample_rate < 2**-24
+    assert sampler.sample_rate * 2**24 == int(sampler.sample_rate * 2**24)  # exactly what 24-bit uniform numbers can realise
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield torch.zeros(4), 0
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (lambda: DataLoader(Stream(), batch_size=4), "iterable data set.*amplification"),
+        (lambda: DataLoader(data(), batch_sampler=BatchSampler(RandomSampler(range(60)), 4, False)), None),
+        (lambda: DataLoader(data(), batch_sampler=[[0, 1], [2, 3]]), "batch sampler decides"),
+        (lambda: DataLoader(data(), batch_size=None), "batch sampler decides"),
+        (lambda: DataLoader(data(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 60, 60)), "WeightedRandomSampler"),
+        (lambda: DataLoader(data(), batch_size=4, sampler=SubsetRandomSampler(range(10))), "SubsetRandomSampler.*Subset"),
+        (lambda: DataLoader(data(), batch_size=4, sampler=RandomSampler(data(), replacement=True)), "RandomSampler"),
+        (lambda: DataLoader(data(), batch_size=4, sampler=RandomSampler(data(), num_samples=10)), "RandomSampler"),
+        (lambda: DataLoader(data(), batch_size=61), "larger than the data set"),
+        (lambda: [(torch.zeros(4, 4), torch.zeros(4))], "must be a torch.utils.data.DataLoader"),
+    ],
+)
+def test_loaders(loader, message):
+    if message is None:  # an ordinary batch sampler over all records is what DataLoader makes itself; without a batch size it says nothing
+        message = "batch sampler decides"
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(loader=loader())
+
+
+def test_private_loaders_keep_their_rate():
+    ready = DPDataLoader(data(), sample_rate=0.25)
+    _, _, optimizer, loader = make(loader=ready)
+    assert type(loader) is PoissonLoader and loader.sample_rate == 0.25 and optimizer.expected_batch_size == 15
+    _, net, again, other = make(loader=loader)
+    assert other is not loader and other.sample_rate == 0.25
+    epoch(net, again, other)
+
+
+def test_empty_batches_keep_the_structure_of_a_batch():
+    records = [{"x": torch.randn(4), "y": 1} for _ in range(30)]
+    loader = PoissonLoader(DataLoader(records, batch_size=1), 1e-6)
+    batch = loader.collate_fn([])
+    assert batch["x"].shape == (0, 4) and batch["y"].shape == (0,) and batch["y"].dtype == torch.int64
+
+
+def test_noise_and_sampling_never_share_a_stream():
+    shared = torch.Generator().manual_seed(torch.seed())
+    equal = [torch.Generator().manual_seed(torch.seed() % 2**31) for _ in range(2)]
+    equal[1].set_state(equal[0].get_state())
+    for noise, draws in ((shared, shared), equal):
+        with pytest.raises(ValueError, match="different seeds"):
+            make(optimizer=partial(dpb.optim.DPSGLD, lr=0.1, generator=noise), loader=DataLoader(data(), batch_size=12, generator=draws))
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------------------
+
+
+def test_built_optimizers_keep_their_values_and_differing_arguments_raise():
+    net = nn.Linear(4, 3)
+    built = dpb.optim.DPSGLD(net.named_parameters(), 0.1, num_data=60, expected_batch_size=12, max_grad_norm=0.7)
+    engine, _, optimizer, loader = make(module=net, optimizer=built, max_grad_norm=None)
+    assert optimizer is built and built.sampling == "poisson" and engine.accountant is built.accountant
+    epoch(net, optimizer, loader)
+    for options, message in (
+        ({"max_grad_norm": 1.0}, "max_grad_norm = 0.7"),
+        ({"max_grad_norm": None, "noise_multiplier": 2.0}, "noise_multiplier = 0.0"),
+        ({"max_grad_norm": None, "loader": DataLoader(data(61), batch_size=12)}, "num_data = 60"),
+        ({"max_grad_norm": None, "loader": DataLoader(data(), batch_size=6)}, "expected_batch_size = 12"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(module=net, optimizer=built, **options)
+    with pytest.raises(ValueError, match="different accountants"):
+        make(dpb.PrivacyEngine(accountant=dpb.PrivacyAccountant()), module=net, optimizer=built, max_grad_norm=None)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        (lambda net: torch.optim.SGD(net.parameters(), 0.3), TypeError, r"SGD is not private: pass partial\(torch_dpbayes.optim.DPSGLD, lr=0.3\)"),
+        (lambda net: lambda parameters, **_: torch.optim.SGD([p for _, p in parameters], 0.3), TypeError, "the factory made a SGD"),
+        (lambda net: partial(dpb.optim.DPSGLD, lr=0.1, max_grad_norm=2.0), ValueError, "max_grad_norm = 2.0 in the optimizer factory"),
+        (lambda net: partial(dpb.optim.DPSGLD, lr=0.1, num_data=7), ValueError, "num_data = 7 in the optimizer factory"),
+        (lambda net: lambda p, **options: dpb.optim.DPSGLD([net.weight], 0.1, **options), ValueError, "exactly the model's trainable parameters"),
+        (lambda net: lambda p, **options: dpb.optim.DPSGLD(nn.Linear(4, 3).parameters(), 0.1, **options), ValueError, "exactly the model's"),
+    ],
+)
+def test_optimizers(optimizer, error, message):
+    net = nn.Linear(4, 3)
+    with pytest.raises(error, match=message):
+        make(module=net, optimizer=optimizer(net))
+
+
+def test_frozen_models_and_unknown_modes():
+    net = nn.Linear(4, 3).requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen"):
+        make(module=net)
+    with pytest.raises(ValueError, match="grad_sample_mode"):
+        make(grad_sample_mode="ghost")
+    with pytest.raises(ValueError, match="loss_reduction"):
+        make(loss_reduction="none")
+
+
+def test_parameter_groups_from_a_factory():
+    net = nn.Linear(4, 3)
+    groups = lambda _, **options: dpb.optim.DPSGLD([{"params": [net.weight]}, {"params": [net.bias], "lr": 0.5}], 0.1, **options)  # noqa: E731
+    _, _, optimizer, loader = make(module=net, optimizer=groups)
+    epoch(net, optimizer, loader)
+    assert optimizer.accountant.history[0].event.event.noise_multiplier == pytest.approx(12 * math.sqrt(2 / (0.5 * 60)))
+
+
+def test_two_chains_on_one_model_one_after_the_other():
+    engine, net, first, loader = make()
+    epoch(net, first, loader)
+    _, net, second, again = make(engine, module=net)
+    assert second.accountant is first.accountant
+    epoch(net, second, again)
+    assert len(engine.accountant) == 10
+
+
+def test_sum_losses():
+    nets = [nn.Linear(4, 3) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    full = data()
+    for net, reduction in zip(nets, ("mean", "sum")):
+        still = partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.0)
+        _, _, optimizer, loader = make(module=net, optimizer=still, loader=DataLoader(full, batch_size=60), loss_reduction=reduction)
+        for x, y in loader:
+            nn.functional.cross_entropy(net(x), y, reduction=reduction).backward()
+            optimizer.step()
+    torch.testing.assert_close(nets[0].weight, nets[1].weight)
+
+
+# -- budgets and plans -------------------------------------------------------------------------------------------------------------
+
+
+def with_epsilon(engine, **options):
+    arguments = {"module": nn.Linear(4, 3), "optimizer": partial(dpb.optim.DPSGLD, lr=20.0), "data_loader": DataLoader(data(), batch_size=12)}
+    return engine.make_private_with_epsilon(**{**arguments, "max_grad_norm": 1.0, "target_delta": 1e-5, **options})
+
+
+def test_the_target_is_met_history_included_and_cannot_be_overrun():
+    engine = dpb.PrivacyEngine()
+    net, optimizer, loader = with_epsilon(engine, target_epsilon=2.0, epochs=3)
+    for _ in range(3):
+        epoch(net, optimizer, loader)
+    assert 1.9 < engine.accountant.get_epsilon() <= 2.0
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        epoch(net, optimizer, loader)
+    with pytest.raises(ValueError, match="exceeds the accountant's budget"):
+        with_epsilon(engine, target_epsilon=3.0, epochs=3)
+
+    shared = dpb.PrivacyAccountant(3.0, 1e-5)
+    shared.compose(events.GaussianDpEvent(3.0))
+    engine = dpb.PrivacyEngine(accountant=shared)
+    net, optimizer, loader = with_epsilon(engine, target_epsilon=3.0, epochs=2)
+    for _ in range(2):
+        epoch(net, optimizer, loader)
+    assert 2.8 < shared.get_epsilon() <= 3.0
+
+
+def test_a_built_optimizer_with_too_low_a_floor():
+    net = nn.Linear(4, 3)
+    built = dpb.optim.DPSGLD(net.parameters(), 20.0, num_data=60, expected_batch_size=12, max_grad_norm=1.0, noise_multiplier=0.3)
+    with pytest.raises(ValueError, match=r"noise_multiplier = 0.3.*needs at least"):
+        with_epsilon(dpb.PrivacyEngine(), module=net, optimizer=built, target_epsilon=1.0, epochs=1)
+
+
+@pytest.mark.parametrize("bad", [{"epochs": 0}, {"epochs": 1.5}, {"target_epsilon": 0.0}, {"target_epsilon": -1.0}, {"target_delta": 0.0}, {"target_delta": 1.5}])
+def test_bad_targets(bad):
+    with pytest.raises(ValueError):
+        with_epsilon(dpb.PrivacyEngine(), **{"target_epsilon": 1.0, "epochs": 1, **bad})
+
+
+def test_plan_says_what_will_happen_and_changes_nothing(capsys):
+    net, loader = nn.Linear(4, 3), DataLoader(data(), batch_size=12)
+    arguments = {"module": net, "data_loader": loader, "max_grad_norm": 1.0, "target_delta": 1e-5, "epochs": 4, "target_epsilon": 5.0}
+    engine = dpb.PrivacyEngine()
+    cold = engine.plan(optimizer=partial(dpb.optim.DPSGLD, lr=0.05), **arguments)
+    text = capsys.readouterr().out
+    assert str(cold) in text
+    assert cold.langevin_noise_multiplier > cold.noise_multiplier and cold.effective_noise_multiplier == cold.langevin_noise_multiplier
+    assert cold.epsilon < 1.0 and "would use the rest" in text and f"lr = {cold.free_lr:.4g}" in text
+    assert not hasattr(net.weight, "grad_sample")
+
+    colder = cold.temperature * (cold.noise_multiplier / cold.langevin_noise_multiplier) ** 2
+    for options in ({"lr": cold.free_lr}, {"lr": 0.05, "temperature": colder}):  # what it advises uses the rest of the target
+        advised = engine.plan(optimizer=partial(dpb.optim.DPSGLD, **options), **arguments)
+        assert 4.8 < advised.epsilon <= 5.0
+
+    engine = dpb.PrivacyEngine()
+    net, optimizer, private = engine.make_private_with_epsilon(optimizer=partial(dpb.optim.DPSGLD, lr=0.05), **arguments)
+    assert optimizer.effective_noise_multiplier == pytest.approx(cold.effective_noise_multiplier)
+    assert optimizer.effective_temperature == pytest.approx(cold.effective_temperature)
+    for _ in range(4):
+        epoch(net, optimizer, private)
+    assert len(engine.accountant) == cold.steps
+    assert engine.accountant.get_epsilon() == pytest.approx(cold.epsilon, rel=1e-6)
+
+
+def test_plan_without_a_target():
+    accountant = dpb.PrivacyAccountant()
+    accountant.compose(events.GaussianDpEvent(5.0))
+    before = accountant.get_epsilon(1e-5)
+    arguments = {"module": nn.Linear(4, 3), "optimizer": FACTORY, "data_loader": DataLoader(data(), batch_size=12), "max_grad_norm": 1.0}
+    plan = dpb.PrivacyEngine(accountant).plan(**arguments, noise_multiplier=8.0, epochs=1, target_delta=1e-5)
+    assert plan.epsilon > before and len(accountant) == 1
+    with pytest.raises(ValueError, match="target_delta"):
+        dpb.PrivacyEngine(accountant).plan(**arguments, epochs=1)
+    with pytest.raises(ValueError, match="leave out noise_multiplier"):
+        dpb.PrivacyEngine().plan(**arguments, noise_multiplier=8.0, epochs=1, target_delta=1e-5, target_epsilon=1.0)
+
+
+def test_the_engine_has_its_accountant_after_make_private():
+    engine = dpb.PrivacyEngine()
+    with pytest.raises(RuntimeError, match="make_private"):
+        _ = engine.accountant
+    make(engine)
+    assert isinstance(engine.accountant, dpb.PrivacyAccountant)
+
+
+def test_a_failed_make_private_leaves_the_engine_as_it_was():
+    engine = dpb.PrivacyEngine()
+    with pytest.raises(ValueError):
+        make(engine, module=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
+    with pytest.raises(RuntimeError):
+        _ = engine.accountant
+    make(engine)

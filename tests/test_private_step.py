@@ -1,0 +1,659 @@
+"""The step that all optimizers share: what is clipped, what noise is added, what is charged, and what is refused."""
+
+import copy
+import io
+import math
+import subprocess
+import sys
+import warnings
+from functools import partial
+
+import dp_accounting
+import pytest
+import torch
+from dp_accounting.pld import PLDAccountant
+from opacus.grad_sample import GradSampleModule
+from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from scipy import stats
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting import events
+from torch_dpbayes.clipping.gradient_source import HooksGradientSource
+
+SIGNIFICANCE = 1e-5  # of each Kolmogorov-Smirnov test; there are fewer than ten in this file
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def cnn():
+    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(1), nn.Linear(4 * 36, 3))
+
+
+def batch_for(net, rows):
+    shape = (rows, 1, 6, 6) if isinstance(net[0], nn.Conv2d) else (rows, 6)
+    return 3 * torch.randn(shape), torch.randint(3, (rows,))
+
+
+def bare(parameters, **options):
+    options = {"num_data": 100, "expected_batch_size": 10, "max_grad_norm": 1.0, "sampling": "poisson", **options}
+    return dpb.optim.DPSGLD(parameters, options.pop("lr", 0.1), **options)
+
+
+def private(net=None, rows=60, batch_size=12, loader_options=None, **options):
+    net = mlp() if net is None else net
+    x, y = batch_for(net, rows)
+    loader = DataLoader(TensorDataset(x, y), batch_size=batch_size, **(loader_options or {}))
+    factory = partial(dpb.optim.DPSGLD, lr=options.pop("lr", 0.05), **options)
+    engine = dpb.PrivacyEngine()
+    return engine, *engine.make_private(module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5)
+
+
+def train(net, optimizer, loader, steps):
+    done = 0
+    while done < steps:
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            done += 1
+            if done == steps:
+                break
+
+
+# -- clipping ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [mlp, cnn])
+@pytest.mark.parametrize("max_grad_norm", [0.5, 3.0, 1e3])  # all, some and no records clipped
+def test_clipped_sum_equals_opacus(make, max_grad_norm):
+    net = make()
+    x, y = batch_for(net, 32)
+    reference = GradSampleModule(copy.deepcopy(net))
+    theirs = DPOptimizer(
+        torch.optim.SGD(reference.parameters(), 0.1), noise_multiplier=0.0, max_grad_norm=max_grad_norm, expected_batch_size=32
+    )
+    nn.functional.cross_entropy(reference(x), y).backward()
+    theirs.clip_and_accumulate()
+    hooked = GradSampleModule(net)
+    nn.functional.cross_entropy(hooked(x), y).backward()
+    named = list(net.named_parameters())
+    out = [torch.zeros(p.numel()) for _, p in named]
+    assert HooksGradientSource().add_clipped_sum(named, max_grad_norm, out) == 32
+    for ours, p in zip(out, reference.parameters()):
+        torch.testing.assert_close(ours.view(p.shape), p.summed_grad, rtol=1e-4, atol=1e-5)  # Opacus divides by norm + 1e-6
+
+
+@pytest.mark.parametrize("max_grad_norm", [1e-3, 1.0, 1e4])
+def test_clipped_sum_by_hand(max_grad_norm):
+    a, b = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(()))
+    a.grad_sample, b.grad_sample = torch.randn(7, 2, 3), torch.randn(7)
+    out = [torch.zeros(6), torch.zeros(1)]
+    HooksGradientSource().add_clipped_sum([("a", a), ("b", b)], max_grad_norm, out)
+    expected = torch.zeros(7)
+    for g, s in zip(a.grad_sample, b.grad_sample):
+        record = torch.cat([g.flatten(), s[None]]).double()
+        expected = expected + record * min(1.0, max_grad_norm / record.norm().item())
+    torch.testing.assert_close(torch.cat(out).double(), expected, rtol=1e-5, atol=1e-6 * max_grad_norm)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e30])  # the last one's square overflows
+def test_a_record_that_is_not_finite_counts_as_zero_and_is_not_reported(broken):
+    p = nn.Parameter(torch.zeros(3))
+    p.grad_sample = torch.tensor([[0.1, 0.0, 0.0], [broken, 1.0, 0.0], [0.0, 0.2, 0.0]])
+    optimizer = bare([p], temperature=0.0, prior_std=math.inf, lr=1.0)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), -torch.tensor([0.1, 0.2, 0.0]) / 10)
+
+
+def test_half_precision_is_clipped_and_noised_in_float32():
+    p = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    p.grad_sample = torch.full((1, 1000), 300.0, dtype=torch.float16)  # its norm, 9487, squares beyond float16
+    optimizer = bare([p], temperature=0.0, prior_std=math.inf, lr=1.0, expected_batch_size=1)
+    optimizer.step()
+    assert p.dtype == torch.bfloat16
+    torch.testing.assert_close(p.detach().float(), torch.full((1000,), -1 / math.sqrt(1000)), rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("make", [mlp, cnn])
+def test_two_physical_batches_make_one_logical_step(make):
+    whole, split = make(), make()
+    split.load_state_dict(whole.state_dict())
+    x, y = batch_for(whole, 24)
+    for net, physical in ((whole, None), (split, 7)):
+        loader = DataLoader(TensorDataset(x, y), batch_size=24)  # rate 1: every draw is the whole data set
+        factory = partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.0)
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5)
+        if physical is None:
+            train(net, optimizer, loader, 1)
+            continue
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as parts:
+            sizes = []
+            for a, b in parts:
+                sizes.append(len(a))
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(a), b).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert sizes == [6, 6, 6, 6]
+        assert len(optimizer.accountant) == 1
+    for p, q in zip(whole.parameters(), split.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+# -- noise -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_the_noise_added_is_the_noise_charged(rows):
+    """S − Σ clip(g) over all parameters against N(0, (zC)²), on an empty batch too; the multiplier is read off the accountant."""
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in [(300, 400), (5000,), ()]]
+    optimizer = bare(parameters, prior_std=math.inf, noise_multiplier=2.5, max_grad_norm=0.7, lr=0.01, num_data=10_000)
+    for p in parameters:
+        p.grad_sample = torch.randn(rows, *p.shape, dtype=torch.float64)
+    clipped = [torch.zeros(p.numel(), dtype=torch.float64) for p in parameters]
+    HooksGradientSource().add_clipped_sum([(str(i), p) for i, p in enumerate(parameters)], 0.7, clipped)
+    optimizer.step()
+    (charge,) = optimizer.accountant.history
+    assert charge.event.sampling_probability == 10 / 10_000
+    released = torch.cat([-p.detach().flatten() for p in parameters]) * 10 / 0.01
+    noise = (released - torch.cat(clipped)) / (charge.event.event.noise_multiplier * 0.7)
+    assert stats.kstest(noise.numpy(), "norm").pvalue > SIGNIFICANCE
+    assert stats.kstest(1.05 * noise.numpy(), "norm").pvalue < SIGNIFICANCE  # the test would see 5 %
+
+
+def test_groups_have_their_own_noise_and_the_smallest_is_charged():
+    a, b = (nn.Parameter(torch.zeros(20_000, dtype=torch.float64)) for _ in range(2))
+    optimizer = bare([{"params": [a], "lr": 0.4}, {"params": [b]}], prior_std=math.inf, lr=0.1, expected_batch_size=5)
+    for p in (a, b):
+        p.grad_sample = torch.zeros(3, 20_000, dtype=torch.float64)
+    optimizer.step()
+    multipliers = [5 * math.sqrt(2 / (lr * 100)) for lr in (0.4, 0.1)]
+    for p, lr, z in zip((a, b), (0.4, 0.1), multipliers):
+        noise = p.detach().numpy() * 5 / lr / z
+        assert stats.kstest(noise, "norm").pvalue > SIGNIFICANCE
+    (charge,) = optimizer.accountant.history
+    assert charge.event.event.noise_multiplier == pytest.approx(min(multipliers))
+    assert optimizer.effective_noise_multiplier == pytest.approx(min(multipliers))
+
+
+def test_zero_lr_uses_the_floor_and_releases_nothing_without_one():
+    p = nn.Parameter(torch.ones(4))
+    for floor, charges in ((1.5, 1), (0.0, 0)):
+        optimizer = bare([p], noise_multiplier=floor, accountant=dpb.PrivacyAccountant(8.0, 1e-5))
+        optimizer.param_groups[0]["lr"] = 0.0
+        p.grad_sample = torch.ones(3, 4)
+        optimizer.step()
+        assert len(optimizer.accountant) == charges
+        torch.testing.assert_close(p.detach(), torch.ones(4))
+
+
+def noise_of(optimizer, p):
+    before = p.detach().clone()
+    p.grad_sample = torch.zeros(0, *p.shape, dtype=p.dtype)
+    optimizer.step()
+    return p.detach() - before
+
+
+def test_copies_resumes_and_equal_seeds_never_repeat_noise():
+    p = nn.Parameter(torch.zeros(50, dtype=torch.float64))
+    seeded = torch.Generator().manual_seed(torch.seed())
+    state = seeded.get_state()
+    original = bare([p], prior_std=math.inf, generator=seeded)
+    seen = [noise_of(original, p)]
+    duplicate = copy.deepcopy(original)
+    assert duplicate.accountant is original.accountant
+    q = duplicate.param_groups[0]["params"][0]
+    seen += [noise_of(duplicate, q), noise_of(original, p)]
+    plain = bare([p], prior_std=math.inf)
+    seen += [noise_of(plain, p)]
+    resumed = bare([p], prior_std=math.inf)
+    resumed.load_state_dict(plain.state_dict())
+    seen += [noise_of(resumed, p), noise_of(plain, p)]
+    for i, a in enumerate(seen):
+        assert all(not torch.equal(a, b) for b in seen[:i])
+    with pytest.raises(ValueError, match="already drawn"):
+        bare([p], generator=torch.Generator().manual_seed(seeded.initial_seed()))
+    late = torch.Generator()
+    rewound = bare([p], generator=late)
+    late.set_state(state)
+    before, spent = p.detach().clone(), len(rewound.accountant)
+    p.grad_sample = torch.zeros(0, 50, dtype=torch.float64)
+    with pytest.raises(ValueError, match="already drawn"):
+        rewound.step()
+    assert torch.equal(p.detach(), before) and len(rewound.accountant) == spent
+
+
+def test_seeds_beyond_32_bits_do_not_alias():
+    """On the CPU torch uses the low 32 bits of a seed: two different seeds are then one stream."""
+    p = nn.Parameter(torch.zeros(5))
+    seed = torch.seed() % 2**31
+    noise_of(bare([p], generator=torch.Generator().manual_seed(seed)), p)
+    with pytest.raises(ValueError, match="already drawn"):
+        bare([p], generator=torch.Generator().manual_seed(seed + 2**32))
+
+
+RESUME = """
+import sys, torch, torch_dpbayes as dpb
+from functools import partial
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+first, last, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(3)
+net = nn.Linear(4, 3)
+data = TensorDataset(torch.randn(40, 4), torch.randint(3, (40,)))
+loader = DataLoader(data, batch_size=8, generator=torch.Generator().manual_seed(11))
+net, opt, loader = dpb.PrivacyEngine().make_private(
+    module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.1, generator=torch.Generator().manual_seed(12)), data_loader=loader, max_grad_norm=1.0)
+if first:
+    saved = torch.load(path, weights_only=True)
+    net.load_state_dict(saved["net"]); opt.load_state_dict(saved["opt"])
+step = first
+while step < last:
+    for x, y in loader:
+        opt.zero_grad(); nn.functional.cross_entropy(net(x), y).backward(); opt.step()
+        step += 1
+        if step == last:
+            break
+torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, path)
+print(net.weight.double().sum().item().hex(), len(opt.accountant))
+"""
+
+
+def test_with_generators_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
+    def run(first, last, name):
+        command = [sys.executable, "-W", "ignore", "-c", RESUME, str(first), str(last), str(tmp_path / name)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    whole = run(0, 12, "a")
+    run(0, 7, "b")
+    assert run(7, 12, "b") == whole
+    assert whole.split()[1] == "12"
+
+
+# -- charges -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_epsilon_of_a_run_is_that_of_the_composed_event():
+    engine, net, optimizer, loader = private(noise_multiplier=1.5, lr=2.0, rows=120)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    reference = PLDAccountant(value_discretization_interval=1e-4)
+    for _ in range(3):
+        z = optimizer.effective_noise_multiplier
+        train(net, optimizer, loader, len(loader))
+        reference.compose(dp_accounting.PoissonSampledDpEvent(12 / 120, dp_accounting.GaussianDpEvent(float(z))), len(loader))
+        schedule.step()
+    truth = reference.get_epsilon(1e-5)
+    assert truth * (1 - 1e-3) <= engine.accountant.get_epsilon(1e-5) <= truth * 1.02
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_full_batches_are_recognised_and_their_length_is_checked(neighboring):
+    p = nn.Parameter(torch.zeros(3))
+    accountant = dpb.PrivacyAccountant(neighboring=neighboring)
+    optimizer = bare([p], num_data=10, sampling=None, accountant=accountant)
+    for rows in (10, 9, 11):  # neighbouring data sets must not be told apart by an error
+        p.grad_sample = torch.zeros(rows, 3)
+        optimizer.step()
+    assert [type(c.event) for c in accountant.history] == [events.GaussianDpEvent]
+    p.grad_sample = torch.zeros(5, 3)
+    with pytest.raises(RuntimeError, match="not all of the data"):
+        optimizer.step()
+    assert len(accountant) == 3
+
+
+def test_unknown_batches_are_charged_without_amplification_with_one_warning():
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = bare([p], sampling=None)
+    p.grad_sample = torch.zeros(4, 3)
+    with pytest.warns(UserWarning, match=r"make_private\(module=model, optimizer=partial\(DPSGLD"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        p.grad_sample = torch.zeros(4, 3)
+        optimizer.step()
+    (charge,) = optimizer.accountant.history
+    assert charge.count == 2 and isinstance(charge.event, events.UnspecifiedBatchGaussianDpEvent)
+
+
+def test_an_exhausted_budget_stops_before_anything_changes():
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5)
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = bare([p], accountant=accountant, noise_multiplier=4.0, lr=100.0, num_data=40)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        for _ in range(100_000):
+            before = p.detach().clone()
+            p.grad_sample = torch.ones(4, 3)
+            optimizer.step()
+    assert torch.equal(p.detach(), before)
+    assert 0 < accountant.get_epsilon() <= 1.0
+    assert accountant.remaining(accountant.history[0].event) == 0
+    assert p.grad is None and p.grad_sample is None
+
+
+def test_no_noise_is_charged_as_non_private_and_refused_with_a_budget():
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = bare([p], temperature=0.0)
+    p.grad_sample = torch.ones(4, 3)
+    optimizer.step()
+    assert math.isinf(optimizer.accountant.get_epsilon(1e-5))
+    optimizer = bare([p], temperature=0.0, accountant=dpb.PrivacyAccountant(5.0, 1e-5))
+    before = p.detach().clone()
+    p.grad_sample = torch.ones(4, 3)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        optimizer.step()
+    assert torch.equal(p.detach(), before)
+
+
+# -- torch's contract --------------------------------------------------------------------------------------------------------------
+
+
+def test_closures_hooks_schedulers_and_frozen_parameters():
+    _, net, optimizer, loader = private()
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    net[0].weight.requires_grad_(False)
+    frozen = net[0].weight.detach().clone()
+    x, y = next(iter(loader))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(net(x), y)
+    assert torch.equal(optimizer.step(closure), expected)
+    assert seen == ["before", "after"]
+    assert torch.equal(net[0].weight, frozen)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_zero_grad_between_forward_and_backward():
+    _, net, optimizer, loader = private()
+    for x, y in loader:
+        loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == len(loader)
+
+
+def test_one_parameter_model_and_empty_batches():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(1, 1, bias=False)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    loader = DataLoader(TensorDataset(torch.ones(50, 1), torch.randn(50, 1)), batch_size=1)
+    factory = partial(dpb.optim.DPSGLD, lr=0.1)
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(module=Mean(), optimizer=factory, data_loader=loader, max_grad_norm=1.0)
+    sizes = []
+    for x, y in loader:
+        sizes.append(len(x))
+        before = net.linear.weight.item()
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+        assert net.linear.weight.item() != before
+    assert 0 in sizes  # fails with probability (1 − 0.98^50)^50 = 2e-10
+    assert len(optimizer.accountant) == len(sizes)
+
+
+def test_state_dict_round_trip_and_refusals():
+    engine, net, optimizer, loader = private(noise_multiplier=1.0)
+    train(net, optimizer, loader, 3)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    assert "noise" not in state["private_step"]  # no generator= was passed
+    engine, net, fresh, loader = private(lr=0.5)
+    fresh.load_state_dict(state)
+    assert fresh.param_groups[0]["lr"] == 0.05
+    assert fresh.accountant.get_epsilon(1e-5) == optimizer.accountant.get_epsilon(1e-5)
+    train(net, fresh, loader, 2)
+    assert len(fresh.accountant) == 5
+    other = bare([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="another number or other shapes"):
+        other.load_state_dict(state)
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(2))], 0.1)
+    with pytest.raises(ValueError, match="non-private optimizer"):
+        other.load_state_dict(sgd.state_dict())
+    _, net, behind, loader = private(noise_multiplier=2.0)
+    train(net, behind, loader, 1)
+    with pytest.raises(ValueError, match="does not know"):
+        behind.load_state_dict(state)
+    with pytest.raises(TypeError, match="state_dict"):
+        torch.save(optimizer, io.BytesIO())
+
+
+def test_a_deep_copied_pair_needs_make_private_again():
+    _, net, optimizer, loader = private()
+    optimizer_loader = loader
+    net2, optimizer2 = copy.deepcopy((net, optimizer))
+    assert optimizer2.param_groups[0]["params"][0] is net2[0].weight
+    train(net, optimizer, loader, 1)
+    x, _ = next(iter(loader))
+    with torch.no_grad():
+        net2(x)
+    with pytest.raises(RuntimeError, match="make_private"):
+        net2(x)
+    loader = DataLoader(loader.dataset, batch_size=12)
+    factory = partial(dpb.optim.DPSGLD, lr=0.05)
+    net2, optimizer2, loader = dpb.PrivacyEngine().make_private(module=net2, optimizer=factory, data_loader=loader, max_grad_norm=0.5)
+    train(net2, optimizer2, loader, 2)
+    train(net, optimizer, optimizer_loader, 1)
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": 0.0}, "lr must be positive"),
+        ({"lr": -1.0}, "lr must be positive"),
+        ({"lr": math.nan}, "lr must be positive"),
+        ({"lr": math.inf}, "lr must be positive"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be positive"),
+        ({"max_grad_norm": math.inf}, "max_grad_norm must be positive and finite"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be positive"),
+        ({"max_grad_norm": 1e-20}, "float32"),
+        ({"num_data": 0}, "num_data"),
+        ({"num_data": -5}, "num_data"),
+        ({"num_data": math.nan}, "num_data"),
+        ({"num_data": 12.5}, "num_data"),
+        ({"expected_batch_size": 0}, "expected_batch_size"),
+        ({"expected_batch_size": 101}, "larger than num_data"),
+        ({"noise_multiplier": -0.1}, "noise_multiplier"),
+        ({"noise_multiplier": math.inf}, "noise_multiplier"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"prior_std": 0.0}, "prior_std"),
+        ({"prior_std": math.nan}, "prior_std"),
+        ({"prior_mean": math.inf}, "prior_mean"),
+        ({"sampling": "shuffle"}, "sampling"),
+        ({"log_prior": lambda p: 0.0}, "named_parameters"),
+        ({"log_prior": lambda p: 0.0, "prior_std": 2.0}, "leave out prior_std"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        bare([nn.Parameter(torch.zeros(2))], **options)
+
+
+def test_a_bad_group_is_not_added():
+    optimizer = bare([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "lr": -1.0})
+    assert len(optimizer.param_groups) == 1
+
+
+def stepping(optimizer, parameters, error, message):
+    before = [p.detach().clone() for p in parameters]
+    spent = len(optimizer.accountant)
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert len(optimizer.accountant) == spent
+    for p, b in zip(parameters, before):
+        assert torch.equal(p.detach(), b) or not torch.isfinite(b).all()
+
+
+def test_missing_gradients_are_named():
+    used, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = bare([("used", used), ("unused", unused)])
+    used.grad_sample = torch.zeros(3, 2)
+    unused.grad = torch.zeros(2)
+    stepping(optimizer, [used, unused], RuntimeError, "'unused'.*not hooked")
+    used.grad_sample, unused.grad_sample = torch.zeros(3, 2), None
+    stepping(optimizer, [used, unused], RuntimeError, "'unused'.*not used by the last forward")
+    used.grad_sample, unused.grad_sample = torch.zeros(3, 2), torch.zeros(4, 2)
+    stepping(optimizer, [used, unused], RuntimeError, "disagree on the number of records")
+    used.grad_sample, unused.grad_sample = [torch.zeros(3, 2)] * 2, torch.zeros(3, 2)
+    stepping(optimizer, [used, unused], RuntimeError, "2 backward passes")
+    used.grad_sample, unused.grad_sample = torch.zeros(3, 2), torch.zeros(3, 2)
+    optimizer.step()
+    assert len(optimizer.accountant) == 1
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_parameters_that_are_not_finite(broken):
+    p = nn.Parameter(torch.tensor([0.0, broken]))
+    optimizer = bare([("weight", p)])
+    p.grad_sample = torch.zeros(3, 2)
+    stepping(optimizer, [p], ValueError, "'weight' is not finite")
+
+
+def test_options_broken_later():
+    p = nn.Parameter(torch.zeros(2))
+    for name, value in (("lr", math.nan), ("lr", -0.1), ("prior_mean", math.inf)):
+        optimizer = bare([p])
+        optimizer.param_groups[0][name] = value
+        p.grad_sample = torch.zeros(3, 2)
+        stepping(optimizer, [p], ValueError, name)
+
+
+def test_a_log_prior_that_does_not_work():
+    p = nn.Parameter(torch.zeros(2))
+    for prior, message in ((lambda q: q["w"], "scalar"), (lambda q: (q["w"] / 0.0).sum(), "not finite")):
+        optimizer = bare([("w", p)], log_prior=prior)
+        p.grad_sample = torch.zeros(3, 2)
+        stepping(optimizer, [p], ValueError, message)
+
+
+def test_a_forward_pass_without_backward_is_explained_and_the_next_step_is_clean():
+    _, net, optimizer, loader = private()
+    batches = iter(loader)
+    x, y = next(batches)
+    net(x)
+    nn.functional.cross_entropy(net(x), y).backward()
+    with pytest.raises(RuntimeError, match="no backward pass"):
+        optimizer.step()
+    x, y = next(batches)
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    assert len(optimizer.accountant) == 1
+
+
+# -- one step on each draw ---------------------------------------------------------------------------------------------------------
+
+
+def one(net, optimizer, x, y):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+def test_a_draw_is_used_once():
+    _, net, optimizer, loader = private()
+    x, y = next(iter(loader))
+    one(net, optimizer, x, y)
+    with pytest.raises(RuntimeError, match="no new batch"):
+        one(net, optimizer, x, y)
+    assert len(optimizer.accountant) == 1
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x]), lambda x: x.repeat_interleave(2, 0)])
+def test_a_draw_is_used_whole_and_every_record_once(change):
+    _, net, optimizer, loader = private(batch_size=50)
+    x, y = next(iter(loader))
+    with pytest.raises(RuntimeError, match="do not belong to the batch"):
+        one(net, optimizer, change(x), change(y))
+    assert len(optimizer.accountant) == 0
+
+
+def test_skipping_a_batch_is_refused():
+    _, net, optimizer, loader = private()
+    with pytest.raises(RuntimeError, match="got no step"):
+        for i, (x, y) in enumerate(loader):
+            if i != 1:
+                one(net, optimizer, x, y)
+    assert len(optimizer.accountant) == 1
+    train(net, optimizer, loader, 2)  # a new pass starts afresh
+    assert len(optimizer.accountant) == 3
+
+
+def test_passes_without_steps_are_harmless():
+    _, net, optimizer, loader = private()
+    with torch.no_grad():
+        for x, _ in loader:
+            net(x)
+    train(net, optimizer, loader, len(loader))
+    assert len(optimizer.accountant) == len(loader)
+
+
+def test_parts_of_two_draws_never_mix():
+    _, net, optimizer, loader = private(batch_size=30, temperature=0.0, prior_std=math.inf)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+        for x, y in parts:  # leave in the middle of a draw
+            one(net, optimizer, x, y)
+            break
+        assert len(optimizer.accountant) == 0 and optimizer._pending is not None
+    before = [p.detach().clone() for p in net.parameters()]
+    x, y = next(iter(loader))
+    twin = mlp()
+    twin.load_state_dict(net.state_dict())
+    one(net, optimizer, x, y)
+    hooked = GradSampleModule(twin)
+    nn.functional.cross_entropy(hooked(x), y).backward()
+    out = [torch.zeros(p.numel()) for p in twin.parameters()]
+    HooksGradientSource().add_clipped_sum(list(twin.named_parameters()), 0.5, out)
+    for p, b, s in zip(net.parameters(), before, out):
+        torch.testing.assert_close(p.detach(), b - 0.05 / 30 * s.view(p.shape), rtol=1e-4, atol=1e-7)
+
+
+def test_a_skipped_part_is_refused():
+    _, net, optimizer, loader = private(batch_size=30)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+        with pytest.raises(RuntimeError, match="got no step"):
+            for i, (x, y) in enumerate(parts):
+                if i != 1:
+                    one(net, optimizer, x, y)
+    assert len(optimizer.accountant) == 0
+
+
+def test_batch_memory_manager_needs_the_private_loader():
+    p = nn.Parameter(torch.zeros(2))
+    optimizer = bare([p])
+    with pytest.raises(RuntimeError, match="make_private"):
+        optimizer.signal_skip_step(True)
+
+
+def test_worker_processes_deliver_in_order():
+    _, net, optimizer, loader = private(rows=200, batch_size=20, loader_options={"num_workers": 2})
+    train(net, optimizer, loader, 2 * len(loader))
+    assert len(optimizer.accountant) == 2 * len(loader)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+        with pytest.raises(RuntimeError, match="num_workers=0"):
+            next(iter(parts))

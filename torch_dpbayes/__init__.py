@@ -1,0 +1,50 @@
+"""Differentially private Bayesian deep learning for PyTorch.
+
+The public names are loaded on first use (PEP 562): ``import torch_dpbayes`` alone imports neither torch nor Opacus.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# public name -> the module that defines it; a value equal to "" means that the name is a submodule itself
+_HOME = {
+    "optim": "",
+    "metrics": "",
+    "PrivacyAccountant": "accounting.accountant",
+    "PrivacyBudgetExceeded": "accounting.accountant",
+    "get_noise_multiplier": "accounting.calibration",
+    "get_num_steps": "accounting.calibration",
+    "PrivacyEngine": "privacy_engine",
+    "PosteriorSamples": "posterior",
+    "private_clipped_fraction": "clip_norm",
+    "simulate_gradient_norms": "clip_norm",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from . import metrics as metrics
+    from . import optim as optim
+    from .accounting.accountant import PrivacyAccountant as PrivacyAccountant
+    from .accounting.accountant import PrivacyBudgetExceeded as PrivacyBudgetExceeded
+    from .accounting.calibration import get_noise_multiplier as get_noise_multiplier
+    from .accounting.calibration import get_num_steps as get_num_steps
+    from .clip_norm import private_clipped_fraction as private_clipped_fraction
+    from .clip_norm import simulate_gradient_norms as simulate_gradient_norms
+    from .posterior import PosteriorSamples as PosteriorSamples
+    from .privacy_engine import PrivacyEngine as PrivacyEngine
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOME[name]
+    value = getattr(import_module(f".{home}", __name__), name) if home else import_module(f".{name}", __name__)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

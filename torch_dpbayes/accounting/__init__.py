@@ -1,0 +1,14 @@
+"""What a release costs and what is left: events, accountant, calibration."""
+
+from .accountant import Charge, EpsilonBounds, PrivacyAccountant, PrivacyBudgetExceeded
+from .calibration import get_noise_multiplier, get_num_steps, noise_multiplier_for
+
+__all__ = [
+    "Charge",
+    "EpsilonBounds",
+    "PrivacyAccountant",
+    "PrivacyBudgetExceeded",
+    "get_noise_multiplier",
+    "get_num_steps",
+    "noise_multiplier_for",
+]

@@ -1,0 +1,163 @@
+"""Noise and numbers of steps that meet a target, by privacy loss distributions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from . import events, privacy_loss
+from .accountant import check_delta, check_epsilon, largest
+from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from .privacy_loss import Neighboring, Pair
+
+_PRECISION = 5e-4  # relative; the result lies on the safe side
+_SMALLEST_NOISE = 1e-2
+_LARGEST_NOISE = 1e7
+
+
+def noise_multiplier_for(
+    make_event: Callable[[float], DpEvent],
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    steps: int,
+    neighboring: Neighboring = "add_or_remove_one",
+    history: Iterable[tuple[Any, ...]] = (),
+) -> float:
+    """The smallest noise multiplier z such that ``history`` and ``steps`` times ``make_event(z)`` meet the target.
+
+    Args:
+        make_event: from a noise multiplier to what one step charges.
+        target_epsilon: for everything together.
+        target_delta: likewise.
+        steps: how many steps are planned.
+        neighboring: the accountant's relation.
+        history: what was charged before: ``accountant.history``, or pairs (event, count).
+
+    Returns:
+        z, at most 0.05 percent above the smallest that meets the target.
+
+    Raises:
+        ValueError: the history alone passes the target, or no noise up to 1e7 meets it.
+    """
+    epsilon, delta, steps = check_epsilon(target_epsilon), check_delta(target_delta), events.positive_count(steps, "steps")
+    before: dict[Pair, int] = {}
+    for event, count, *_ in history:
+        _add(before, event, events.positive_count(count), neighboring)
+    if before and privacy_loss.upper_epsilon(before, delta) > epsilon:
+        raise ValueError(
+            f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g} alone: no noise is large "
+            "enough for another step."
+        )
+
+    def excess(log_noise: float) -> float:
+        counts = dict(before)
+        _add(counts, make_event(math.exp(log_noise)), steps, neighboring)
+        return privacy_loss.upper_epsilon(counts, delta) - epsilon
+
+    return math.exp(_smallest(excess))
+
+
+def _add(counts: dict[Pair, int], event: DpEvent, count: int, neighboring: Neighboring) -> None:
+    for part, times in events.elementary(event, count):
+        pair = privacy_loss.dominating_pair(part, neighboring)
+        counts[pair] = counts.get(pair, 0) + times
+
+
+def _smallest(excess: Callable[[float], float]) -> float:
+    """Where the falling function turns non-positive, within ``_PRECISION`` above: false position, safe end returned."""
+    low, high = 0.0, 0.0
+    above = below = excess(0.0)
+    step = 0.7
+    while below > 0:
+        low, above = high, below
+        high, step = high + step, 2 * step
+        if high > math.log(_LARGEST_NOISE):
+            raise ValueError(
+                f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a smaller sampling rate, or a "
+                "larger epsilon."
+            )
+        below = excess(high)
+    while above <= 0:
+        high, below = low, above
+        if low <= math.log(_SMALLEST_NOISE):
+            return math.log(_SMALLEST_NOISE)
+        low, step = max(low - step, math.log(_SMALLEST_NOISE)), 2 * step
+        above = excess(low)
+    kept = 0
+    while high - low > _PRECISION:
+        # Illinois variant of false position; aims a little to the safe side, so that the bracket closes from both ends.
+        share = above / (above - below) if math.isfinite(above) and kept < 3 else 0.5
+        middle = low + (high - low) * share + 0.3 * _PRECISION
+        middle = min(max(middle, low + 0.02 * (high - low)), high - 0.02 * (high - low))
+        value = excess(middle)
+        if value <= 0:
+            high, below, kept = middle, value, max(kept, 0) + 1
+            above = above / 2 if kept > 1 else above
+        else:
+            low, above, kept = middle, value, min(kept, 0) - 1
+            below = below / 2 if kept < -1 else below
+    return high
+
+
+def get_noise_multiplier(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    neighboring: Neighboring = "add_or_remove_one",
+    history: Iterable[tuple[Any, ...]] = (),
+) -> float:
+    """The smallest noise multiplier at which ``steps`` Poisson-sampled steps, after ``history``, meet the target.
+
+    Args:
+        target_epsilon: for everything together.
+        target_delta: likewise.
+        sample_rate: expected batch size / number of records; 1 for full batches.
+        steps: how many steps are planned.
+        neighboring: ``"add_or_remove_one"`` or ``"replace_one"``.
+        history: what was charged before: ``accountant.history``, or pairs (event, count).
+
+    Returns:
+        Noise standard deviation / clip bound, at most 0.05 percent above the smallest that meets the target.
+    """
+    rate = events.sampling_rate(sample_rate)
+    return noise_multiplier_for(
+        lambda noise: PoissonSampledDpEvent(rate, GaussianDpEvent(noise)),
+        target_epsilon=target_epsilon,
+        target_delta=target_delta,
+        steps=steps,
+        neighboring=neighboring,
+        history=history,
+    )
+
+
+def get_num_steps(
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    target_epsilon: float,
+    target_delta: float,
+    neighboring: Neighboring = "add_or_remove_one",
+    history: Iterable[tuple[Any, ...]] = (),
+) -> int:
+    """The largest number of Poisson-sampled steps that, after ``history``, meets the target; 0 if not one does.
+
+    Args: as in :func:`get_noise_multiplier`.
+    """
+    epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
+    event = PoissonSampledDpEvent(
+        events.sampling_rate(sample_rate), GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
+    )
+    before: dict[Pair, int] = {}
+    for past, count, *_ in history:
+        _add(before, past, events.positive_count(count), neighboring)
+
+    def fits(steps: int) -> bool:
+        counts = dict(before)
+        _add(counts, event, steps, neighboring)
+        return privacy_loss.upper_epsilon(counts, delta) <= epsilon
+
+    return largest(fits)

@@ -1,0 +1,199 @@
+"""What can be charged: the vocabulary of releases.
+
+dp_accounting's event classes are used where they exist; the ones it lacks stand beside them in the same frozen form.
+An event describes one release and nothing else. ``noise_multiplier`` is **noise standard deviation / clip bound**
+everywhere; the neighbouring relation belongs to the accountant, which turns the clip bound into a sensitivity.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator
+from typing import Any
+
+import attr
+from dp_accounting.dp_event import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+    ZCDpEvent,
+)
+
+__all__ = [
+    "BoundedRangeDpEvent",
+    "ComposedDpEvent",
+    "DpEvent",
+    "GaussianDpEvent",
+    "MuGaussianDpEvent",
+    "NoOpDpEvent",
+    "NonPrivateDpEvent",
+    "PoissonSampledDpEvent",
+    "PureDpEvent",
+    "SampledWithoutReplacementDpEvent",
+    "SelfComposedDpEvent",
+    "ShuffledEpochDpEvent",
+    "UnspecifiedBatchGaussianDpEvent",
+    "ZCDpEvent",
+]
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class UnspecifiedBatchGaussianDpEvent(DpEvent):
+    """A Gaussian sum over a batch about which nothing is known.
+
+    The batch may depend on the order and the number of the records, so adding, removing or replacing one record may
+    swap one batch member for another: sensitivity 2C under both neighbouring relations, and no amplification.
+    """
+
+    noise_multiplier: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class ShuffledEpochDpEvent(DpEvent):
+    """One pass over an ordinary shuffled loader, in which every record is used at most once.
+
+    Valid under replace-one only: the replaced record moves one batch sum by at most 2C, the other batches not at all.
+    Under add-or-remove-one an added record displaces others from their batches. A started epoch counts as a whole, so
+    charge the event when the epoch begins, with the smallest noise multiplier that the epoch will use.
+    """
+
+    noise_multiplier: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class MuGaussianDpEvent(DpEvent):
+    """A release that is mu-Gaussian differentially private (Dong, Roth, Su 2022) under the accountant's relation."""
+
+    mu: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class PureDpEvent(DpEvent):
+    """A release that is epsilon-differentially private, delta = 0, under the accountant's relation."""
+
+    epsilon: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class BoundedRangeDpEvent(DpEvent):
+    """A release whose log-likelihood ratios span at most ``epsilon``: the exponential mechanism (Dong, Durfee, Rogers
+    2020). It is epsilon-differentially private under the accountant's relation, and composes better than that."""
+
+    epsilon: float
+
+
+def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> float:
+    """``value`` as a positive finite ``float``, or the error that says what to write instead."""
+    multiplier = _real(value, what)
+    if multiplier == 0:
+        raise ValueError(
+            f"{what} is 0: a sum without noise is not private at any epsilon. Charge NonPrivateDpEvent() (epsilon "
+            "becomes infinite), or use a positive noise multiplier."
+        )
+    if not 0 < multiplier < math.inf:
+        raise ValueError(f"{what} must be positive and finite (noise standard deviation / clip bound), got {value!r}.")
+    return multiplier
+
+
+def sampling_rate(value: Any, what: str = "sample_rate") -> float:
+    """``value`` as a ``float`` in (0, 1]."""
+    rate = _real(value, what)
+    if not 0 < rate <= 1:
+        raise ValueError(
+            f"{what} must lie in (0, 1] (it is expected batch size / number of records, both public), got {value!r}."
+        )
+    return rate
+
+
+def positive_count(value: Any, what: str = "count") -> int:
+    """``value`` as a positive ``int``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"{what} must be a positive whole number, got {value!r}.")
+    return int(value)
+
+
+def _real(value: Any, what: str) -> float:
+    # float(): dp_accounting drops multipliers that are not Python floats when they stand inside a composed event.
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{what} must be a number, got {value!r}.") from None
+
+
+def _non_negative(value: Any, what: str) -> float:
+    number = _real(value, what)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{what} must be finite and at least 0, got {value!r}.")
+    return number
+
+
+def _sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
+    if type(event) is NonPrivateDpEvent:
+        raise TypeError(f"{sampler} of a non-private release is not private: charge NonPrivateDpEvent() itself.")
+    if type(event) is not GaussianDpEvent:
+        raise TypeError(
+            f"{sampler} must hold one GaussianDpEvent, got {event!r}. Amplification by sampling is proved for a single "
+            "Gaussian sum per drawn batch; for k releases from one batch charge one Gaussian with multiplier "
+            "1 / sqrt(sum of 1 / z_i^2)."
+        )
+    return GaussianDpEvent(gaussian_noise_multiplier(event.noise_multiplier))
+
+
+def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
+    """The releases that ``event`` consists of, validated, with plain ``float`` parameters.
+
+    Yields:
+        Pairs (elementary event, how often). ``NoOpDpEvent`` and sampling at rate 0 yield nothing.
+
+    Raises:
+        TypeError: the event is of a kind that this library does not account for.
+        ValueError: a parameter is out of range.
+    """
+    kind = type(event)
+    if event.__class__ is NoOpDpEvent:
+        return
+    if isinstance(event, ComposedDpEvent):
+        for part in event.events:
+            yield from elementary(part, count)
+    elif isinstance(event, SelfComposedDpEvent):
+        if event.count != 0:
+            yield from elementary(event.event, count * positive_count(event.count, "SelfComposedDpEvent.count"))
+    elif kind is NonPrivateDpEvent:
+        yield event, count
+    elif isinstance(event, GaussianDpEvent | UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent):
+        yield type(event)(gaussian_noise_multiplier(event.noise_multiplier)), count
+    elif isinstance(event, PoissonSampledDpEvent):
+        gaussian = _sampled_gaussian(event.event, "PoissonSampledDpEvent")
+        if _real(event.sampling_probability, "sampling_probability") != 0:
+            yield PoissonSampledDpEvent(sampling_rate(event.sampling_probability, "sampling_probability"), gaussian), count
+    elif isinstance(event, SampledWithoutReplacementDpEvent):
+        gaussian = _sampled_gaussian(event.event, "SampledWithoutReplacementDpEvent")
+        size = positive_count(event.source_dataset_size, "source_dataset_size")
+        batch = positive_count(event.sample_size, "sample_size")
+        if batch > size:
+            raise ValueError(f"sample_size {batch} is larger than source_dataset_size {size}.")
+        yield SampledWithoutReplacementDpEvent(size, batch, gaussian), count
+    elif isinstance(event, MuGaussianDpEvent):
+        if mu := _non_negative(event.mu, "mu"):
+            yield MuGaussianDpEvent(mu), count
+    elif isinstance(event, PureDpEvent | BoundedRangeDpEvent):
+        if epsilon := _non_negative(event.epsilon, "epsilon"):
+            yield type(event)(epsilon), count
+    elif isinstance(event, ZCDpEvent):
+        rho, xi = _non_negative(event.rho, "rho"), _non_negative(event.xi, "xi")
+        if rho or xi:
+            yield ZCDpEvent(rho, xi), count
+    elif isinstance(event, DpEvent):
+        raise TypeError(
+            f"{kind.__name__} is not accounted for here. If the release is epsilon-differentially private under the "
+            "accountant's neighbouring relation (Laplace noise is, with epsilon = sensitivity / scale) charge "
+            "PureDpEvent(epsilon); if it is mu-Gaussian differentially private charge MuGaussianDpEvent(mu)."
+        )
+    else:
+        raise TypeError(f"an event from torch_dpbayes.accounting.events is needed, got {event!r}.")

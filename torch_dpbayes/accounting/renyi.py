@@ -1,0 +1,121 @@
+"""Renyi differential privacy: from releases to one curve, and from the curve to (epsilon, delta).
+
+The curve of a release is that of the pair which dominates it (:func:`privacy_loss.dominating_pair`): every Renyi
+divergence is a positive combination of hockey-stick divergences, so it can only grow from the release to its dominating
+pair. Curves add up under composition, also when parameters are chosen adaptively, for as long as the sum at one order
+fixed in advance stays below a limit fixed in advance (Feldman, Zrnic 2021).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+from scipy import special
+
+from .privacy_loss import Array, BoundedRange, Concentrated, Gaussian, Pair, Pure, Sampled, log_mixture, merge, pieces
+
+ORDERS: tuple[float, ...] = (
+    *(1 + i / 10 for i in range(1, 100)),
+    *range(11, 65),
+    *(80, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096),
+)
+# Quadrature follows the integrand to x = order; beyond this order it would cost more than it brings.
+_LARGEST_QUADRATURE_ORDER = 256
+_RATIO = 1.005
+_MARGIN = 1e-9  # relative error of the quadrature, by far
+
+
+@lru_cache(maxsize=4096)
+def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
+    alpha = np.array(orders, dtype=np.float64)
+    theta = alpha - 1
+    if isinstance(pair, Gaussian):
+        return alpha * pair.mu**2 / 2
+    if isinstance(pair, Concentrated):
+        return pair.xi + pair.rho * alpha
+    if isinstance(pair, Pure):
+        # log E exp(theta L) for L = e with probability e^e / (1 + e^e), else -e
+        e = pair.epsilon
+        return np.logaddexp(alpha * e - np.logaddexp(0, e), -theta * e - np.logaddexp(0, e)) / theta
+    if isinstance(pair, BoundedRange):
+        # density exp((l - b) / 2) / (2 (1 - e^-b)) on [-b, b]
+        b, slope = pair.epsilon, theta + 0.5
+        log_moment = (slope - 0.5) * b + np.log(-np.expm1(-2 * slope * b) / (2 * slope)) - math.log(-math.expm1(-b))
+        return log_moment / theta
+    if isinstance(pair, Sampled):
+        return np.array([_sampled(pair, a) for a in orders]) * (1 + _MARGIN)
+    return np.full(len(alpha), math.inf)
+
+
+def _sampled(pair: Sampled, order: float) -> float:
+    if pair.kind == "directed" and float(order).is_integer():
+        return _binomial(pair.rate, pair.noise, int(order))
+    if order > _LARGEST_QUADRATURE_ORDER:
+        return math.inf
+    q, z = pair.rate, pair.noise
+    start = 0.5 if pair.kind == "symmetric" else -12 * z
+    # Right of the centre the log ratio grows at most as x / z^2 per order; for the antipodal pair twice that.
+    end = (2 if pair.kind == "antipodal" else 1) * order + 12 * z
+    x, weight = pieces(np.linspace(start, end, 2 + int((end - start) / (0.1 * z * min(1.0, 2 * z)))), 5)
+    base = np.log(weight) - x**2 / (2 * z**2) - math.log(z * math.sqrt(2 * math.pi))
+    up = log_mixture(x, q, z)
+    if pair.kind == "directed":
+        # For a Gaussian the divergence of the removed record is the larger one (Mironov, Talwar, Zhang 2019, Thm 5).
+        return float(special.logsumexp(base + order * up)) / (order - 1)
+    if pair.kind == "antipodal":
+        return float(special.logsumexp(base + order * up - (order - 1) * log_mixture(-x, q, z))) / (order - 1)
+    central = 1 - float(np.sum(np.exp(base) + np.exp(base + up)))
+    terms = np.concatenate([base + order * up, base - (order - 1) * up, [math.log(max(central, 1e-300))]])
+    return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
+
+
+def _binomial(q: float, z: float, order: int) -> float:
+    """Mironov, Talwar, Zhang 2019, section 3.3."""
+    k = np.arange(order + 1)
+    log_binomial = special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
+    terms = log_binomial + k * math.log(q) + (order - k) * math.log1p(-q) + k * (k - 1) / (2 * z**2)
+    return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
+
+
+def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array:
+    """The Renyi divergence of the composition, in the worse direction, at each order."""
+    total = np.zeros(len(orders))
+    for pair, count in merge(counts, _RATIO, concentrated=True, fixed=True).items():
+        total = total + count * _curve(pair, tuple(orders))
+    return total
+
+
+def epsilon(divergences: Array, delta: float, orders: Sequence[float] = ORDERS) -> float:
+    """Epsilon at ``delta``: Canonne, Kamath, Steinke 2020, Proposition 12, at the best order."""
+    alpha = np.asarray(orders, dtype=np.float64)
+    return max(0.0, float(np.min(divergences - _conversion(alpha, delta))))
+
+
+def best_order(divergences: Array, delta: float, orders: Sequence[float] = ORDERS) -> int:
+    """Index of the order that decides :func:`epsilon`."""
+    return int(np.argmin(divergences - _conversion(np.asarray(orders, dtype=np.float64), delta)))
+
+
+def delta(divergences: Array, epsilon: float, orders: Sequence[float] = ORDERS) -> float:
+    """Delta at ``epsilon``, by the same bound."""
+    alpha = np.asarray(orders, dtype=np.float64)
+    log_delta = (alpha - 1) * (divergences - epsilon + np.log1p(-1 / alpha)) - np.log(alpha)
+    return math.exp(min(0.0, float(np.min(log_delta))))
+
+
+def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
+    """The divergence at each order up to which (epsilon, delta) is kept."""
+    return epsilon + _conversion(np.asarray(orders, dtype=np.float64), delta)
+
+
+def _conversion(alpha: Array, delta: float) -> Array:
+    return np.asarray((math.log(delta) + np.log(alpha)) / (alpha - 1) - np.log1p(-1 / alpha))
+
+
+def filter_order(epsilon: float, delta: float) -> float:
+    """The order at which a Renyi filter for this budget lets a Gaussian run longest: a function of the budget only."""
+    orders = 1 + np.geomspace(1e-3, 1e6, 2000)
+    return float(orders[np.argmax(allowed(epsilon, delta, orders.tolist()) / orders)])

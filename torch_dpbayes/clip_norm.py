@@ -1,0 +1,117 @@
+"""Two ways to choose a clip norm: a count on the private data that is paid for, and norms on public data that are free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .accounting import events
+from .clipping.gradient_source import HooksGradientSource
+from .optim.base import PrivateOptimizer
+from .poisson_loader import PoissonLoader
+
+Criterion = Callable[[Any, Any], Tensor]
+
+
+def private_clipped_fraction(
+    module: nn.Module,
+    optimizer: PrivateOptimizer,
+    data_loader: PoissonLoader,
+    *,
+    noise_multiplier: float,
+    max_grad_norm: float | None = None,
+    criterion: Criterion = nn.functional.cross_entropy,
+) -> float:
+    """Share of the records whose gradient is longer than the clip norm, at the current parameters; charged.
+
+    One Poisson draw of the data is taken and ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B`` released, ξ ~ N(0, 1), clamped to [0, 1].
+    Its noise has the standard deviation z/(2B) and the size of the draw adds at most as much as the sampling of the records themselves.
+
+    Args:
+        module, optimizer, data_loader: as ``PrivacyEngine.make_private`` returned them. A batch is a tuple of the model's inputs and the target.
+        noise_multiplier: z > 0.
+        max_grad_norm: C to ask about; None asks about the optimizer's.
+        criterion: ``criterion(module(*inputs), target)`` reduces over the batch as the model was made private for.
+
+    Returns:
+        The noisy share, between 0 and 1.
+
+    Raises:
+        PrivacyBudgetExceeded: the count does not fit into the budget; nothing is released.
+        ValueError: an argument is out of range, or the three do not belong together.
+
+    **Privacy.** A record contributes ±½, so the clip bound of the sum is ½: adding or removing a record moves it by ½, replacing one by
+    at most 1 = 2·½. Event: ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, on the optimizer's accountant.
+    """
+    source = HooksGradientSource.attached_to(module)
+    if source is None or not isinstance(data_loader, PoissonLoader) or optimizer._source is not source:
+        raise ValueError("pass the model, optimizer and loader that one PrivacyEngine.make_private call returned")
+    if not 0 < noise_multiplier < float("inf"):
+        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}")
+    bound = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
+    if not 0 < bound < float("inf"):
+        raise ValueError(f"max_grad_norm must be positive and finite, got {bound}")
+    draw = PoissonLoader(data_loader, data_loader.sample_rate)  # a draw of its own: the caller's pass over the data goes on undisturbed
+    norms = _norms(module, source, next(iter(draw)), criterion)
+    if len(norms) != draw.sampler_of_draws.size:
+        raise ValueError("a record of the draw appears not exactly once in the gradients: pass each batch whole through the model once")
+    total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
+    noise = optimizer._noise.standard_normal(1, dtype=torch.float64, device=norms.device)
+    rate = optimizer.expected_batch_size / optimizer.num_data
+    gaussian = events.GaussianDpEvent(float(noise_multiplier))
+    event = gaussian if rate == 1.0 else events.PoissonSampledDpEvent(rate, gaussian)
+    optimizer.accountant.compose(event, label="private_clipped_fraction")
+    share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / optimizer.expected_batch_size
+    return float(share.clamp(0.0, 1.0))
+
+
+def simulate_gradient_norms(
+    module: nn.Module, public_or_synthetic_loader: Iterable[Any], *, criterion: Criterion = nn.functional.cross_entropy
+) -> Tensor:
+    """Every record's gradient norm on data that is nobody's secret: pick a clip norm near the median.
+
+    Args:
+        module: the model, in training mode, private already or not; it is left as it was.
+        public_or_synthetic_loader: batches as tuples of the model's inputs and the target.
+        criterion: ``criterion(module(*inputs), target)``, the mean over the batch unless the model was made private for sums.
+
+    Returns:
+        ‖g_i‖₂ of all records, a float32 tensor.
+
+    Raises:
+        ValueError: the loader is a private one.
+
+    **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged.
+    """
+    if isinstance(public_or_synthetic_loader, PoissonLoader):
+        raise ValueError(
+            "this is the private loader: gradient norms of its records are private data. Use private_clipped_fraction, or a loader over public or "
+            "made-up records."
+        )
+    attached = HooksGradientSource.attached_to(module)
+    source = HooksGradientSource(module) if attached is None else attached
+    try:
+        return torch.cat([_norms(module, source, batch, criterion) for batch in public_or_synthetic_loader])
+    finally:
+        if attached is None:
+            source.remove()
+
+
+def _norms(module: nn.Module, source: HooksGradientSource, batch: Any, criterion: Criterion) -> Tensor:
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    device = parameters[0].device
+    *inputs, target = (x.to(device) for x in batch)
+    grads = [p.grad for p in parameters]
+    source.discard(parameters)
+    try:
+        with torch.enable_grad():
+            criterion(module(*inputs), target).backward()
+        return source.norms(named)
+    finally:
+        source.discard(parameters)
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad

@@ -1,0 +1,1 @@
+"""batch -> Σ clipped per-record gradients."""

@@ -1,0 +1,195 @@
+"""One interface to the sum of clipped per-record gradients, and its implementation on Opacus' hooks.
+
+This is one of the three places where data is touched. What leaves it is the vector Σ_i g_i·min(1, C/‖g_i‖), which one record
+changes by at most C, and the number of records in the batch, which only the checks of ``optim/base.py`` see.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from opacus.grad_sample import GradSampleHooks
+from torch import Tensor, nn
+
+# The first layer's input needs no gradient; Opacus' hooks are right there, and torch warns all the same.
+_HARMLESS_WARNING = "Full backward hook is firing when gradients are computed with respect to module outputs"
+_ATTRIBUTE = "_dpbayes_gradient_source"
+
+
+class GradientSource(ABC):
+    """Where Σ_i clip(g_i) comes from. An implementation belongs to the forward and backward passes of one model."""
+
+    @abstractmethod
+    def add_clipped_sum(
+        self, named_parameters: Sequence[tuple[str, Tensor]], max_grad_norm: float, out: Sequence[Tensor]
+    ) -> int:
+        """Add the last backward pass' Σ_i g_i·min(1, C/‖g_i‖₂) to ``out``.
+
+        The norm runs over all parameters together. A record whose gradient or norm is not finite contributes exactly 0.
+
+        Args:
+            named_parameters: the trainable parameters θ_1 … θ_P and their names for error messages.
+            max_grad_norm: C > 0.
+            out: P one-dimensional tensors, float32 or better; the p-th has ``θ_p.numel()`` entries.
+
+        Returns:
+            The number of records in the batch. It depends on the data: it must not leave the library.
+
+        Raises:
+            RuntimeError: a parameter has no per-record gradients, or more than one backward pass was made.
+        """
+
+    @abstractmethod
+    def zero_grad(self, parameters: Iterable[Tensor]) -> None:
+        """Forget the gradients of the last backward pass; a forward pass that waits for its backward pass stays intact."""
+
+    @abstractmethod
+    def discard(self, parameters: Iterable[Tensor]) -> None:
+        """Forget everything that forward and backward passes left behind."""
+
+
+class HooksGradientSource(GradientSource):
+    """Per-record gradients as Opacus' ``GradSampleHooks`` leave them in ``p.grad_sample``.
+
+    Args:
+        module: the model to hook; it stays the user's own object. None: the hooks are the caller's.
+        loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
+
+    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that record i's gradient depends on record i
+    alone. ``PrivacyEngine.make_private`` checks what can be checked of that.
+    """
+
+    def __init__(self, module: nn.Module | None = None, *, loss_reduction: str = "mean") -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
+        self.loss_reduction = loss_reduction
+        self._hooks: GradSampleHooks | None = None
+        if module is not None:
+            before = HooksGradientSource.attached_to(module)
+            if before is not None:
+                before.remove()
+            warnings.filterwarnings("ignore", message=_HARMLESS_WARNING)
+            self._hooks = _Hooks(module, loss_reduction=loss_reduction, strict=False)
+            module.__dict__[_ATTRIBUTE] = self  # on the module, so that a copy of it can be made private again
+
+    @staticmethod
+    def attached_to(module: nn.Module) -> HooksGradientSource | None:
+        """The source whose hooks ``module`` carries."""
+        source: HooksGradientSource | None = module.__dict__.get(_ATTRIBUTE)
+        return source
+
+    def add_clipped_sum(
+        self, named_parameters: Sequence[tuple[str, Tensor]], max_grad_norm: float, out: Sequence[Tensor]
+    ) -> int:
+        gradients, norm = _records_and_norms(named_parameters)
+        finite = torch.isfinite(norm)
+        factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)  # 0/0 does not occur: C/0 = inf, clamped
+        if not finite.all():  # 0·inf is nan: such a record has to be cut out, not scaled away
+            gradients = [torch.where(finite[:, None], g, 0.0) for g in gradients]
+        for g, o in zip(gradients, out, strict=True):
+            o.addmv_(g.to(o.dtype).T, factor.to(o.dtype))
+        return len(norm)
+
+    def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
+        """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the library unless the records are public."""
+        return _records_and_norms(named_parameters)[1].float()
+
+    def zero_grad(self, parameters: Iterable[Tensor]) -> None:
+        for p in parameters:
+            if hasattr(p, "grad_sample"):
+                p.grad_sample = None
+
+    def discard(self, parameters: Iterable[Tensor]) -> None:
+        for p in parameters:
+            if hasattr(p, "grad_sample"):
+                p.grad_sample = None
+                p._forward_counter = 0  # type: ignore[attr-defined]
+            if hasattr(p, "_current_grad_sample"):
+                del p._current_grad_sample
+        if self._hooks is not None:
+            for module in self._hooks._module.modules():
+                for left_behind in ("activations", "max_batch_len"):
+                    if hasattr(module, left_behind):
+                        delattr(module, left_behind)
+
+    def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
+        """What the hooks recorded for one parameter, for the checks on made-up records."""
+        records: Tensor | list[Tensor] | None = getattr(parameter, "grad_sample", None)
+        return records[0] if isinstance(records, list) else records
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No per-record gradients are recorded inside."""
+        if self._hooks is None:
+            yield
+            return
+        self._hooks.disable_hooks()
+        try:
+            yield
+        finally:
+            self._hooks.enable_hooks()
+
+    def remove(self) -> None:
+        """Take the hooks off the model again."""
+        if self._hooks is not None:
+            self._hooks.cleanup()
+            self._hooks._module.__dict__.pop(_ATTRIBUTE, None)
+
+
+class _Hooks(GradSampleHooks):
+    """Opacus' hooks, which a deep copy of the model takes along without what they keep on the parameters."""
+
+    def capture_activations_hook(self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor) -> None:
+        recording = self.hooks_enabled and module.training and torch.is_grad_enabled()
+        if recording and any(p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()):
+            raise RuntimeError(
+                "no per-record gradients can be recorded for this model: it is a copy of a private one, or a parameter was added or unfrozen "
+                "since. Call make_private on it again; for predictions use model.eval() and torch.no_grad()."
+            )
+        super().capture_activations_hook(module, forward_input, _forward_output)
+
+
+def _records_and_norms(named_parameters: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], Tensor]:
+    """Per-record gradients of each parameter as (records, numel) matrices, and their norms over all parameters."""
+    gradients = [_records_of(name, p) for name, p in named_parameters]
+    if len({len(g) for g in gradients}) > 1:
+        raise RuntimeError(
+            "the parameters disagree on the number of records in the batch: a layer saw its batch reshaped (time or patches folded "
+            "into the first dimension?), so one record would be clipped as if it were several. Keep records in dimension 0."
+        )
+    norms = [torch.linalg.vector_norm(g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
+    return gradients, torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]), dim=0)
+
+
+def _records_of(name: str, parameter: Tensor) -> Tensor:
+    """The parameter's per-record gradients as a (records, numel) matrix, or an error that says what is wrong."""
+    if not hasattr(parameter, "grad_sample"):
+        raise RuntimeError(
+            f"parameter {name!r} has no per-record gradients: its module is not hooked, and an ordinary p.grad, which is not clipped, "
+            "would release its records. Build model, optimizer and loader with "
+            "torch_dpbayes.PrivacyEngine().make_private(module=..., optimizer=..., data_loader=...)."
+        )
+    records = parameter.grad_sample
+    if isinstance(records, list):
+        if len(records) > 1:
+            raise RuntimeError(
+                f"{len(records)} backward passes were made since the last step: a record in two of them would count twice and exceed the "
+                "clip bound. Call step() after every backward(); for batches that do not fit into memory use Opacus' BatchMemoryManager."
+            )
+        records = records[0] if records else None
+    if records is None:
+        raise RuntimeError(
+            f"parameter {name!r} has no per-record gradient in this step: it was not used by the last forward pass (freeze it with "
+            "requires_grad_(False), or use it through its module), backward() was not called, or a forward pass in training mode had no "
+            "backward pass (evaluate under model.eval() or torch.no_grad())."
+        )
+    if records.shape[1:] != parameter.shape:
+        raise RuntimeError(
+            f"the per-record gradient of parameter {name!r} has shape {tuple(records.shape)}; expected (records, *{tuple(parameter.shape)})"
+        )
+    return records.detach().reshape(len(records), parameter.numel())

@@ -1,0 +1,283 @@
+"""Does a model treat every record by itself? Found out on two made-up records; no data is touched.
+
+A clip bound limits what one record does to *its own* gradient. It says nothing where another record's gradient depends on it as well, or where
+per-record gradients miss a part of the real one. Both are tested here by running the model, not by its list of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from opacus.validators import ModuleValidator
+from torch import Tensor, nn
+
+from .clipping.gradient_source import HooksGradientSource
+
+_FIX = (
+    "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
+    "untracks InstanceNorm."
+)
+
+
+def made_up_inputs(batch: Any) -> tuple[Any, ...]:
+    """Arguments for two made-up records, with the shapes and types of ``batch`` and none of its values.
+
+    A tuple or list is taken as the model's inputs followed by the target; anything else as the one input.
+    """
+    inputs = (batch[:-1] if len(batch) > 1 else batch) if isinstance(batch, (tuple, list)) else (batch,)
+    return tuple(_map(lambda t: _rows_like(t, 2), inputs))
+
+
+def check_layers(module: nn.Module) -> None:
+    """Raise where the kind of a layer, or eval mode, already rules out per-record gradients.
+
+    Args:
+        module: the model, before any hooks are attached.
+
+    Raises:
+        ValueError: with the layer's name and the remedy.
+    """
+    if not module.training:
+        raise ValueError("the model is in eval mode, in which no per-record gradients are recorded: call model.train() first")
+    for name, layer in module.named_modules():
+        validate = ModuleValidator.VALIDATORS.get(type(layer))
+        errors = validate(layer) if validate is not None and any(p.requires_grad for p in layer.parameters()) else []
+        if errors:
+            raise ValueError(f"module {name or type(module).__name__!r} cannot be trained privately: {errors[0]} {_FIX}")
+
+
+def check_model(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
+    """Raise unless per-record gradients of ``module`` are what clipping takes them for.
+
+    Args:
+        module: the model, with ``source``'s hooks attached. It is left as it was found, buffers and ``p.grad`` included.
+        source: its gradient source.
+        inputs: positional arguments of ``module`` for two records, records in dimension 0.
+
+    Raises:
+        ValueError: a record's output depends on another record or on their number, per-record gradients are not the gradients of the
+            records, a buffer changed, or the forward pass cannot take an empty batch. The message names the module and the remedy.
+    """
+    with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)):
+        _check_independence(module, source, inputs)
+        _check_gradients(module, source, inputs)
+        _check_empty_batch(module, source, inputs)
+
+
+# -- the three questions -----------------------------------------------------------------------------------------------------------
+
+
+def _check_independence(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    other = tuple(_map(lambda t: torch.cat([t[:1], _rows_like(t, 1, shift=3.0)]), inputs))
+    alone = tuple(_map(lambda t: t[:1], inputs))
+    with source.paused():
+        try:
+            first = _trace(module, inputs)
+        except Exception as error:
+            shapes = [list(t.shape) for t in _tensors(inputs)]
+            raise ValueError(
+                f"the model cannot be run on two made-up records of shapes {shapes}: {error}. Pass example_inputs=, the positional arguments of the "
+                "model for two made-up records (no real ones)."
+            ) from error
+        second = _trace(module, other)
+        _require_same_rows(module, first, second, "another record in the batch")
+        try:
+            third = _trace(module, alone)
+        except Exception as error:
+            raise ValueError(f"the model fails on a batch of one record, which Poisson sampling delivers: {error}. {_FIX}") from error
+        _require_same_rows(module, first, third, "the number of records in the batch")
+    for name, b in module.named_buffers():
+        if name not in buffers or not torch.equal(b, buffers[name]):
+            owner = name.rpartition(".")[0] or type(module).__name__
+            raise ValueError(
+                f"module {owner!r} changes its buffer {name!r} in the forward pass: statistics of the records would leave without noise. {_FIX}"
+            )
+
+
+def _check_gradients(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    weights: list[Tensor] = []
+
+    def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
+        torch.manual_seed(0)
+        outputs = [t.float().flatten(1) for t in _tensors(module(*arguments)) if t.is_floating_point()]
+        if not weights:
+            generator = torch.Generator().manual_seed(1)
+            weights.extend(torch.randn(t.shape, generator=generator).to(t.device) for t in outputs)
+        return torch.stack([(t * w).sum(1) for t, w in zip(outputs, weights, strict=True)]).sum(0)
+
+    def gradients(loss: Tensor) -> tuple[Tensor | None, ...]:
+        if not loss.requires_grad:
+            return (None,) * len(parameters)
+        return torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
+
+    source.discard(parameters)
+    losses = loss_per_record(inputs)
+    (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
+    recorded = [source.per_record_gradients(p) for p in parameters]
+    source.discard(parameters)
+    with source.paused():
+        losses = loss_per_record(inputs)
+        truth = [gradients(losses[i]) for i in range(2)]
+    largest = max((float(g.norm()) for t in truth for g in t if g is not None), default=0.0)
+    for k, ((name, p), records) in enumerate(zip(named, recorded, strict=True)):
+        true = torch.stack([torch.zeros_like(p) if g is None else g for g in (t[k] for t in truth)])
+        if records is None:
+            if truth[0][k] is None and truth[1][k] is None:
+                raise ValueError(
+                    f"parameter {name!r} is not used by the forward pass: it would be given noise only. Use it, or freeze it with "
+                    "requires_grad_(False)."
+                )
+            raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
+        if records.shape != true.shape:
+            raise ValueError(_wrong_gradient(name, f"got per-record gradients of shape {tuple(records.shape)}, expected {tuple(true.shape)}"))
+        tolerance = 1e-2 if p.dtype in (torch.float16, torch.bfloat16) else 1e-3
+        scale = max(float(true.norm()), 1e-3 * largest)  # a gradient that cancels is rounding error
+        if not float((records - true).norm()) <= tolerance * scale:
+            raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
+
+
+def _check_empty_batch(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
+    empty = tuple(_map(lambda t: t[:0], inputs))
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    try:
+        outputs = [t for t in _tensors(module(*empty)) if t.requires_grad]
+        torch.stack([t.float().sum() for t in outputs]).sum().backward()
+        complete = all(source.per_record_gradients(p) is not None for p in parameters)
+    except Exception as error:
+        raise ValueError(
+            f"the model cannot take an empty batch, which Poisson sampling delivers now and then and which must get its noise too: {error}. "
+            "Write x.flatten(1) instead of x.view(len(x), -1) or x.reshape(len(x), -1); in place of a library's layer that fails on zero rows "
+            "(torch's InstanceNorm, Opacus' DPMultiheadAttention) take another one, as GroupNorm."
+        ) from error
+    finally:
+        source.discard(parameters)
+    if not complete:
+        raise ValueError("an empty batch leaves parameters without gradients: no shortcut for empty inputs may leave the forward pass early")
+
+
+# -- running and comparing ---------------------------------------------------------------------------------------------------------
+
+
+def _trace(module: nn.Module, arguments: tuple[Any, ...]) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """Run and note (module, inputs, outputs) in the order in which modules finish; the model itself comes last."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+    handles = [
+        layer.register_forward_hook(
+            lambda _, given, output, name=name: calls.append((name, _detached(given), _detached(output)))
+        )
+        for name, layer in module.named_modules()
+    ]
+    try:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            module(*arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _require_same_rows(
+    module: nn.Module,
+    first: list[tuple[str, list[Tensor], list[Tensor]]],
+    second: list[tuple[str, list[Tensor], list[Tensor]]],
+    on_what: str,
+) -> None:
+    final = first[-1][2]
+    if not final or any(t.dim() == 0 or len(t) != 2 for t in final):
+        raise ValueError(
+            "the model's output must be a tensor with one row per record in dimension 0 (a loss computed inside the model mixes records)"
+        )
+    if _same_first_row(final, second[-1][2]):
+        return
+    where = f"the forward pass of {type(module).__name__!r}"
+    for (name, given, output), (_, other_given, other_output) in zip(first, second, strict=False):  # the runs may take different paths
+        if not _same_first_row(given, other_given):
+            parent = name.rpartition(".")[0]
+            where = f"the forward pass of {parent or type(module).__name__!r}, before module {name!r},"
+            break
+        if not _same_first_row(output, other_output):
+            where = f"module {name!r}" if name else where
+            break
+    raise ValueError(
+        f"{where} makes a record's output depend on {on_what}: clipping each record's gradient does not bound what one record does. {_FIX}"
+    )
+
+
+def _same_first_row(a: list[Tensor], b: list[Tensor]) -> bool:
+    if len(a) != len(b):
+        return False
+    for s, t in zip(a, b, strict=True):
+        if s.dim() == 0 or t.dim() == 0 or len(s) == 0 or len(t) == 0:
+            continue
+        s, t = s[0].double(), t[0].double()
+        if s.shape != t.shape or not torch.allclose(s, t, rtol=1e-3, atol=1e-5 + 1e-4 * float(s.abs().max() if s.numel() else 0)):
+            return False
+    return True
+
+
+def _wrong_gradient(name: str, what: str) -> str:
+    return (
+        f"parameter {name!r} {what}: clipping would miss a part of what a record contributes. Use every parameter through the forward pass "
+        "of the module that owns it, not through torch.nn.functional, and change nothing in place."
+    )
+
+
+@contextmanager
+def _left_as_found(module: nn.Module) -> Iterator[None]:
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    grads = [(p, p.grad) for p in module.parameters()]
+    try:
+        for p, _ in grads:
+            p.grad = None
+        yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        with torch.no_grad():
+            for name, b in module.named_buffers():
+                if name in buffers and b.shape == buffers[name].shape:
+                    b.copy_(buffers[name])
+
+
+def _rows_like(t: Tensor, rows: int, shift: float = 0.0) -> Tensor:
+    """Made-up rows: Gaussian numbers, or zeros and ones where integers may be indices."""
+    generator = torch.Generator().manual_seed(17 + int(shift))
+    shape = (rows, *t.shape[1:])
+    if t.is_floating_point():
+        return (torch.randn(shape, generator=generator) * (1 + shift) + shift).to(t.dtype).to(t.device)
+    return torch.randint(0, 2, shape, generator=generator).to(t.dtype).to(t.device)
+
+
+def _map(function: Any, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {k: _map(function, v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(function, v) for v in value)
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, (tuple, list)):
+        return [t for v in value for t in _tensors(v)]
+    return []
+
+
+def _detached(value: Any) -> list[Tensor]:
+    return [t.detach().clone() for t in _tensors(value)]
+
+
+def _cuda_devices(module: nn.Module) -> list[torch.device]:
+    return list({p.device for p in module.parameters() if p.device.type == "cuda"})

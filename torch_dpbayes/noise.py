@@ -1,0 +1,93 @@
+"""Where Gaussian noise comes from: the only module that draws it.
+
+A noise vector that is used twice protects nothing: subtracting the two releases removes it. A :class:`GaussianNoise` therefore
+draws from a stream of its own. By default that is seeded with the full state from the operating system; torch's own
+``Generator.seed()`` keeps 32 bits on the CPU, few enough to try them all. With a generator of the caller's, every position of its
+stream is used at most once in a process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import torch
+from torch import Tensor
+
+# Positions of callers' streams from which noise was already drawn in this process.
+_used_positions: set[bytes] = set()
+
+_CPU_STATE_BYTES = 5056  # torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
+_CPU_WORDS = slice(24, 24 + 8 * 624)
+
+
+def stream_position(generator: torch.Generator) -> bytes:
+    """Digest of where ``generator`` stands in its stream; equal digests mean equal numbers to come."""
+    state = generator.get_state()
+    if state.numel() == _CPU_STATE_BYTES:
+        state = state[8:]  # the seed as given, of which the stream uses 32 bits only
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+
+
+def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator whose state comes from the operating system's entropy."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
+    state = generator.get_state()
+    if state.numel() == _CPU_STATE_BYTES:
+        words = torch.frombuffer(bytearray(os.urandom(4 * 624)), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+        state[_CPU_WORDS] = words.view(torch.uint8)
+        generator.set_state(state)
+    return generator
+
+
+class GaussianNoise:
+    """Independent standard Gaussian vectors, none of them ever drawn twice.
+
+    Args:
+        generator: the caller's source of randomness, for runs that can be repeated bit for bit. None: fresh entropy from the operating
+            system, on the device where the noise is needed.
+
+    Raises:
+        ValueError: the generator stands where this process already drew noise from an equal one.
+
+    **Privacy.** Nothing is released here. Whoever knows the seed of a generator of the caller's can subtract the noise: treat the seed as
+    secret, or leave it out.
+    """
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.generator = generator
+        self._own: torch.Generator | None = None
+        self._pid = os.getpid()
+        if generator is not None:
+            _refuse_used(stream_position(generator))
+
+    def standard_normal(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A fresh N(0, I) vector of length ``size``."""
+        if os.getpid() != self._pid:
+            if self.generator is not None:
+                raise RuntimeError(
+                    "this noise generator was made in another process: a forked copy draws the same noise as its parent, and the "
+                    "difference of two releases then has none. Build the optimizer inside the worker, or leave out generator=."
+                )
+            self._own, self._pid = None, os.getpid()
+        if self.generator is None:
+            if self._own is None or self._own.device != device:
+                self._own = fresh_generator(device)
+            return torch.randn(size, dtype=dtype, device=device, generator=self._own)
+        if self.generator.device.type != device.type:
+            raise ValueError(
+                f"generator= lives on {self.generator.device}, the parameters on {device}: pass torch.Generator(device={str(device)!r})"
+            )
+        position = stream_position(self.generator)
+        _refuse_used(position)
+        _used_positions.add(position)
+        return torch.randn(size, dtype=dtype, device=device, generator=self.generator)
+
+
+def _refuse_used(position: bytes) -> None:
+    if position in _used_positions:
+        raise ValueError(
+            "noise was already drawn from a generator in this very state in this process: the same noise in two releases cancels in "
+            "their difference and protects neither. Leave out generator=, seed it differently, or resume in a fresh process."
+        )

@@ -1,0 +1,504 @@
+"""The private step that all optimizers share: collect, charge, add one Gaussian, hand over.
+
+Each step releases one vector and nothing else::
+
+    S = Σ_{i in batch} g_i·min(1, C/‖g_i‖) + z·C·ξ,   ξ ~ N(0, I)          the only access to the data
+    ĝ = S/B + ∇r(θ)/N                                                     noisy gradient of the mean potential
+
+with N = ``num_data``, B = ``expected_batch_size``, C = ``max_grad_norm`` and r = −log prior. The noise that the sampler wants *is* the privacy
+noise: the sampler asks for ``z_L``, the user for at least ``noise_multiplier``, and z is the larger of the two. Whatever the algorithm does with ĝ
+is post-processing. Parameter groups with different step sizes have their own z: the gradient is clipped over all groups together, and
+the smallest z is charged, which bounds the release whose groups are scaled to equal noise.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..accounting import events
+from ..accounting.accountant import PrivacyAccountant
+from ..clipping.gradient_source import GradientSource, HooksGradientSource
+from ..noise import GaussianNoise
+from ..poisson_loader import PoissonSampler
+
+LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the trainable parameters of one step live in the flat buffer."""
+
+    parameters: list[Tensor]
+    names: list[str]
+    offsets: list[int]  # of each parameter, and the total length
+    groups: list[tuple[dict[str, Any], slice, slice]]  # group, its parameters, its part of the buffer
+
+
+class PrivateOptimizer(Optimizer):
+    """Base of the private samplers. A subclass says how much noise it wants and what it does with the noisy gradient.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for every torch optimizer. ``lr``, ``prior_std`` and ``prior_mean`` may
+            differ between groups.
+        defaults: the options that a group may override.
+        num_data: number of records N, a public constant.
+        expected_batch_size: B, a public constant; under Poisson sampling B/N is the sampling rate.
+        max_grad_norm: clip norm C of one record's gradient, over all parameters together; at least 1e-12.
+        noise_multiplier: floor of the noise std on the clipped sum, in units of C.
+        temperature: T of the target ∝ exp(−U/T).
+        log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs named parameters. It must not
+            look at data.
+        sampling: ``"poisson"`` asserts that every batch is an independent Poisson draw at rate B/N, stepped on once
+            (``PrivacyEngine.make_private`` sets this and verifies it). None charges each step at sensitivity 2C without amplification,
+            unless B = N: full batches are charged as such, and their length is checked.
+        accountant: where the steps are charged. None: an accountant of its own.
+        generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret. None: operating-system entropy.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        num_data: int,
+        expected_batch_size: float,
+        max_grad_norm: float,
+        noise_multiplier: float,
+        temperature: float,
+        log_prior: LogPrior | None,
+        sampling: str | None,
+        accountant: PrivacyAccountant | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        if isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1:
+            raise ValueError(f"num_data must be a positive integer, the public number of records; got {num_data!r}")
+        _require_positive("expected_batch_size", expected_batch_size)
+        if expected_batch_size > num_data:
+            raise ValueError(
+                f"expected_batch_size = {expected_batch_size} is larger than num_data = {num_data}: their ratio is the sampling rate"
+            )
+        _require_positive("max_grad_norm", max_grad_norm)
+        if max_grad_norm < 1e-12:
+            raise ValueError(f"max_grad_norm = {max_grad_norm} is below what float32 norms can resolve; use at least 1e-12")
+        _require_not_negative("noise_multiplier", noise_multiplier)
+        _require_not_negative("temperature", temperature)
+        if sampling not in (None, "poisson"):
+            raise ValueError(f'sampling must be "poisson" or None, got {sampling!r}')
+        if log_prior is not None and not math.isinf(defaults["prior_std"]) and defaults["prior_std"] != 1.0:
+            raise ValueError("log_prior replaces the Gaussian prior: leave out prior_std")
+        self._num_data = num_data
+        self._expected_batch_size = float(expected_batch_size)
+        self._max_grad_norm = float(max_grad_norm)
+        self._noise_multiplier = float(noise_multiplier)
+        self._temperature = float(temperature)
+        self._log_prior = log_prior
+        self._sampling = sampling
+        self.accountant = PrivacyAccountant() if accountant is None else accountant
+        self._noise = GaussianNoise(generator)
+        self._source: GradientSource = HooksGradientSource()
+        self._sampler: PoissonSampler | None = None
+        self._sampler_is_reproducible = False
+        self._start_afresh()
+        super().__init__(params, defaults)
+        if log_prior is not None and any("param_names" not in group for group in self.param_groups):
+            raise ValueError("log_prior takes parameters by name: construct the optimizer with model.named_parameters()")
+
+    def _start_afresh(self) -> None:
+        self._layout: _Layout | None = None
+        self._pending: Tensor | None = None  # clipped sum of the parts seen so far of a draw that BatchMemoryManager splits
+        self._pending_records = 0
+        self._pending_draw = -1
+        self._warned = False
+
+    # -- what an algorithm's file provides ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
+        """z_L of a group whose ``lr`` is positive."""
+
+    @abstractmethod
+    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        """Temperature at which the Gaussian noise alone would sample."""
+
+    @abstractmethod
+    def _free_lr(self) -> float:
+        """The largest lr whose Langevin noise is at least the floor."""
+
+    @abstractmethod
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """New parameters from the noisy gradient ĝ of the mean potential, in place."""
+
+    # -- public constants and reports --------------------------------------------------------------------------------
+
+    @property
+    def num_data(self) -> int:
+        """N, the public number of records."""
+        return self._num_data
+
+    @property
+    def expected_batch_size(self) -> float:
+        """B, the public expected batch size."""
+        return self._expected_batch_size
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, the clip norm of one record's gradient."""
+        return self._max_grad_norm
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z_min, the floor under the noise multiplier."""
+        return self._noise_multiplier
+
+    @property
+    def temperature(self) -> float:
+        """T of the target ∝ exp(−U/T)."""
+        return self._temperature
+
+    @property
+    def sampling(self) -> str | None:
+        """``"poisson"``, or None for batches of which nothing is assumed."""
+        return self._sampling
+
+    @property
+    def langevin_noise_multiplier(self) -> float:
+        """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite where every lr is 0."""
+        return min(self._langevin(group) for group in self.param_groups)
+
+    @property
+    def effective_noise_multiplier(self) -> float:
+        """z in force, which is what a step is charged for; the smallest over the groups."""
+        return min(self._multiplier(group) for group in self.param_groups)
+
+    @property
+    def effective_temperature(self) -> float:
+        """Temperature of the Gaussian noise in force; the largest over the groups.
+
+        For q < 1 the minibatch noise comes on top, so this is a lower bound on the temperature of the samples.
+        """
+        return max(self._group_temperature(g, self._multiplier(g)) if g["lr"] > 0 else 0.0 for g in self.param_groups)
+
+    @property
+    def free_lr(self) -> float:
+        """The largest lr at which privacy is free: the sampler's own noise reaches the floor. Infinite without a floor."""
+        return math.inf if self._noise_multiplier == 0 else self._free_lr()
+
+    # -- the private step ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Charge one release to the accountant, draw it, and move the parameters.
+
+        Args:
+            closure: evaluates the model and calls ``backward()``, as in torch; its value is returned as it is.
+
+        Raises:
+            PrivacyBudgetExceeded: the step does not fit into the budget; parameters, state and history are as they were.
+            RuntimeError: a parameter has no per-record gradients, the batch is not a fresh draw of the private loader, or is not complete.
+            ValueError: parameters or options are not finite.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        layout = self._current_layout()
+        try:
+            clipped_sum = self._collect(layout)
+            if clipped_sum is not None:
+                self._release(layout, clipped_sum)
+        except BaseException:
+            self._pending = None
+            raise
+        finally:
+            self._source.discard(layout.parameters)
+            for p in layout.parameters:
+                p.grad = None  # not private: hooks leave the ordinary gradient there
+        return loss
+
+    def _collect(self, layout: _Layout) -> Tensor | None:
+        """Σ clip(g_i) over the draw; None while parts of it are outstanding."""
+        self._require_finite(layout)
+        is_last = True
+        if self._sampler is not None:
+            is_last = self._sampler.use()
+            if self._sampler.draw != self._pending_draw:  # parts of another draw never join this one
+                self._pending, self._pending_draw = None, self._sampler.draw
+        if self._pending is None:
+            first = layout.parameters[0]
+            self._pending = torch.zeros(layout.offsets[-1], dtype=_noise_dtype(layout.parameters), device=first.device)
+            self._pending_records = 0
+        parts = [self._pending[a:b] for a, b in pairwise(layout.offsets)]
+        self._pending_records += self._source.add_clipped_sum(
+            list(zip(layout.names, layout.parameters, strict=True)), self._max_grad_norm, parts
+        )
+        if not is_last:
+            return None
+        self._require_complete(self._pending_records)
+        clipped_sum, self._pending = self._pending, None
+        return clipped_sum
+
+    def _release(self, layout: _Layout, clipped_sum: Tensor) -> None:
+        """Charge, add the one Gaussian, and hand ĝ to the algorithm. ``clipped_sum`` turns into ĝ."""
+        multipliers = [self._multiplier(group) for group, _, _ in layout.groups]
+        priors = self._prior_gradients(layout)
+        noise = self._noise.standard_normal(len(clipped_sum), dtype=clipped_sum.dtype, device=clipped_sum.device)
+        smallest = min(multipliers)
+        if math.isfinite(smallest):  # infinite: every lr is 0, so nothing of the sum is used
+            self.accountant.compose(self._event(smallest), label=type(self).__name__)
+        for (_, _, part), z in zip(layout.groups, multipliers, strict=True):
+            if math.isfinite(z):
+                clipped_sum[part].add_(noise[part], alpha=z * self._max_grad_norm)
+            else:
+                clipped_sum[part].zero_()
+        clipped_sum.div_(self._expected_batch_size)
+        gradients = [
+            clipped_sum[a:b].view(p.shape) for (a, b), p in zip(pairwise(layout.offsets), layout.parameters, strict=True)
+        ]
+        for group, members, _ in layout.groups:
+            if priors is not None:
+                torch._foreach_add_(gradients[members], priors[members], alpha=1.0 / self._num_data)
+            elif math.isfinite(group["prior_std"]):
+                weight = 1.0 / (group["prior_std"] ** 2 * self._num_data)
+                torch._foreach_add_(gradients[members], layout.parameters[members], alpha=weight)
+                if group["prior_mean"] != 0.0:
+                    torch._foreach_add_(gradients[members], -weight * group["prior_mean"])
+            self._update(group, layout.parameters[members], gradients[members])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the last backward pass, per-record ones included."""
+        self._source.zero_grad(p for group in self.param_groups for p in group["params"])
+        super().zero_grad(set_to_none)
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Called by Opacus' ``BatchMemoryManager`` before each part of a draw; ``do_skip`` says that more parts follow."""
+        if self._sampler is None:
+            raise RuntimeError(
+                "BatchMemoryManager needs the loader that PrivacyEngine.make_private returns: without it the parts of two batches cannot be "
+                "told apart, and a record in both would exceed the clip bound."
+            )
+        self._sampler.delivered_part(is_last=not do_skip)
+
+    # -- what a step is charged for ------------------------------------------------------------------------------------
+
+    def _event(self, noise_multiplier: float) -> events.DpEvent:
+        """The event of one step, in noise std / clip bound; the accountant turns it into noise / sensitivity."""
+        z = float(noise_multiplier)
+        rate = self._expected_batch_size / self._num_data
+        if z == 0.0:
+            return events.NonPrivateDpEvent()
+        if rate == 1.0:
+            return events.GaussianDpEvent(z)
+        if self._sampling == "poisson":
+            return events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(z))
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "steps are charged at sensitivity 2C and without amplification, for nothing is known about how batches are drawn. Poisson "
+                "batches cost far less: model, optimizer, loader = torch_dpbayes.PrivacyEngine().make_private(module=model, "
+                f"optimizer=partial({type(self).__name__}, lr=...), data_loader=loader, max_grad_norm=...)",
+                stacklevel=5,
+            )
+        return events.UnspecifiedBatchGaussianDpEvent(z)
+
+    def _langevin(self, group: dict[str, Any]) -> float:
+        return self._group_langevin_noise_multiplier(group) if group["lr"] > 0 else math.inf
+
+    def _multiplier(self, group: dict[str, Any]) -> float:
+        """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a floor nothing is released."""
+        for name in ("lr", "prior_mean"):
+            if not math.isfinite(group[name]):
+                raise ValueError(f"{name} = {group[name]} is not finite")
+        if group["lr"] < 0:
+            raise ValueError(f"lr = {group['lr']} is negative")
+        if group["lr"] == 0:
+            return self._noise_multiplier or math.inf
+        return max(self._langevin(group), self._noise_multiplier)
+
+    def _require_complete(self, records: int) -> None:
+        if self._sampler is not None:
+            if records != self._sampler.size:
+                raise RuntimeError(
+                    "the gradients of this step do not belong to the batch that the private loader delivered: a record must appear once, "
+                    "and all records of the draw must be there. Pass each batch whole through the model once, then step()."
+                )
+        elif self._expected_batch_size == self._num_data:
+            # neighbouring data sets may be one record longer or shorter, and must not be told apart by an error
+            if abs(records - self._num_data) > 1:
+                raise RuntimeError(
+                    f"expected_batch_size = num_data = {self._num_data} declares full batches, but this batch is not all of the data: it would be "
+                    "charged too little. State the batch size, or use PrivacyEngine.make_private."
+                )
+
+    def _require_finite(self, layout: _Layout) -> None:
+        norms = torch._foreach_norm(layout.parameters, 2, dtype=_noise_dtype(layout.parameters))
+        if not bool(torch.isfinite(torch.stack(list(norms))).all()):
+            broken = [name for name, norm in zip(layout.names, norms, strict=True) if not bool(torch.isfinite(norm))]
+            raise ValueError(
+                f"parameter {broken[0]!r} is not finite: every record's gradient would count as zero. The lr is probably too large; go back to "
+                "a saved state. Nothing was charged for this step."
+            )
+
+    def _prior_gradients(self, layout: _Layout) -> list[Tensor] | None:
+        """∇r for a ``log_prior``; the Gaussian prior is added in place instead."""
+        if self._log_prior is None:
+            return None
+        with torch.enable_grad():
+            named = {name: p.detach().requires_grad_() for name, p in zip(layout.names, layout.parameters, strict=True)}
+            value = self._log_prior(named)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                raise ValueError("log_prior must return a scalar tensor, the log density of the parameters")
+            gradients = torch.autograd.grad(value, list(named.values()), allow_unused=True)
+        found = [torch.zeros_like(p) if g is None else -g for p, g in zip(layout.parameters, gradients, strict=True)]
+        if not all(bool(torch.isfinite(g).all()) for g in found):
+            raise ValueError("the gradient of log_prior is not finite at the current parameters")
+        return found
+
+    # -- groups, copies, checkpoints -----------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _require_positive("lr", group["lr"])
+            _require_positive("prior_std", group["prior_std"], allow_infinite=True)
+            if not math.isfinite(group["prior_mean"]):
+                raise ValueError(f"prior_mean must be finite, got {group['prior_mean']}")
+            for p in group["params"]:
+                if not p.is_floating_point():
+                    raise TypeError(f"parameters must be real floating-point tensors, got {p.dtype}")
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._layout = None
+        self._pending = None
+
+    def _current_layout(self) -> _Layout:
+        trainable = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
+        parameters = [p for members in trainable for p in members]
+        if not parameters:
+            raise RuntimeError("every parameter is frozen: there is nothing to sample")
+        if self._layout is not None and len(self._layout.parameters) == len(parameters):
+            if all(a is b for a, b in zip(self._layout.parameters, parameters, strict=True)):
+                return self._layout
+        if len({p.device for p in parameters}) > 1:
+            raise RuntimeError("the parameters live on several devices; one norm per record needs them on one")
+        offsets: list[int] = [0]
+        names: list[str] = []
+        groups: list[tuple[dict[str, Any], slice, slice]] = []
+        for i, (group, members) in enumerate(zip(self.param_groups, trainable, strict=True)):
+            start, first = offsets[-1], len(names)
+            given = group.get("param_names", [f"{j} of group {i}" for j in range(len(group["params"]))])
+            for name, p in zip(given, group["params"], strict=True):
+                if p.requires_grad:
+                    names.append(name)
+                    offsets.append(offsets[-1] + p.numel())
+            if members:
+                groups.append((group, slice(first, len(names)), slice(start, offsets[-1])))
+        self._pending = None
+        self._layout = _Layout(parameters, names, offsets, groups)
+        return self._layout
+
+    def _bind(self, source: GradientSource, sampler: PoissonSampler, *, reproducible: bool) -> None:
+        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler``."""
+        self._source, self._sampler, self._sampler_is_reproducible = source, sampler, reproducible
+        self._sampling = "poisson"
+        self._pending = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrivateOptimizer:
+        """A copy that charges the same accountant and draws its own noise."""
+        copy = object.__new__(type(self))
+        memo[id(self)] = copy
+        shared = {k: v for k, v in self.__dict__.items() if k.startswith("_") and not k.startswith("_optimizer_")}
+        copy.__dict__.update(shared, accountant=self.accountant)
+        Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
+        copy._noise = GaussianNoise()
+        copy._source = HooksGradientSource()
+        copy._start_afresh()
+        return copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} cannot be pickled: a copy would draw the same noise and charge another accountant. Save state_dict()."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's state, the accountant's history, and the streams of noise and sampling if the caller passed ``generator=``."""
+        state = super().state_dict()
+        private: dict[str, Any] = {
+            "algorithm": type(self).__name__,
+            "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
+            "accountant": self.accountant.state_dict(),
+        }
+        if self._noise.generator is not None:
+            private["noise"] = self._noise.generator.get_state()
+        if self._sampler is not None and self._sampler_is_reproducible:
+            private["sampler"] = self._sampler.generator.get_state()
+        state["private_step"] = private
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume. What the saved run was charged must be on this accountant: an empty one takes it over.
+
+        Raises:
+            ValueError: the state belongs to another optimizer or to other parameters, or this accountant has seen less than the saved run.
+        """
+        private = state_dict.get("private_step")
+        if private is None or private["algorithm"] != type(self).__name__:
+            other = "a non-private optimizer" if private is None else private["algorithm"]
+            raise ValueError(f"this is the state of {other}, not of {type(self).__name__}")
+        if private["shapes"] != [[list(p.shape) for p in group["params"]] for group in self.param_groups]:
+            raise ValueError("the state belongs to parameters of another number or other shapes than this optimizer's")
+        self._resume_accountant(private["accountant"])
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
+        self._start_afresh()
+        if "noise" in private and self._noise.generator is not None:
+            self._noise.generator.set_state(private["noise"])
+        if "sampler" in private and self._sampler is not None and self._sampler_is_reproducible:
+            self._sampler.generator.set_state(private["sampler"])
+
+    def _resume_accountant(self, saved: dict[str, Any]) -> None:
+        if len(self.accountant) == 0:
+            self.accountant.load_state_dict(saved)
+            return
+        known = PrivacyAccountant(method=self.accountant.method, neighboring=self.accountant.neighboring)
+        known.load_state_dict({**saved, "budget": []})
+        if _counts(known) - _counts(self.accountant):
+            raise ValueError(
+                "the saved run was charged for steps that this optimizer's accountant does not know: resuming would forget them. Load "
+                "the accountant first (accountant.load_state_dict), or resume with an empty one."
+            )
+
+
+def _counts(accountant: PrivacyAccountant) -> Counter[events.DpEvent]:
+    counts: Counter[events.DpEvent] = Counter()
+    for charge in accountant.history:
+        counts[charge.event] += charge.count
+    return counts
+
+
+def _noise_dtype(parameters: list[Tensor]) -> torch.dtype:
+    """float64 where a parameter has it, else float32: norms and noise of half-precision parameters are computed in float32."""
+    return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+
+
+def _require_positive(name: str, value: float, *, allow_infinite: bool = False) -> None:
+    if not value > 0 or (math.isinf(value) and not allow_infinite):
+        raise ValueError(f"{name} must be positive{'' if allow_infinite else ' and finite'}, got {value}")
+
+
+def _require_not_negative(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be zero or positive and finite, got {value}")

@@ -1,0 +1,98 @@
+"""DP-SGLD: stochastic gradient Langevin dynamics whose noise is the privacy noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..accounting.accountant import PrivacyAccountant
+from .base import LogPrior, PrivateOptimizer
+
+
+class DPSGLD(PrivateOptimizer):
+    r"""Differentially private stochastic gradient Langevin dynamics.
+
+    .. math::
+        S = \sum_{i \in \mathrm{batch}} g_i \min(1, C / \|g_i\|) + z C \xi, \qquad
+        \hat g = S / B + \nabla r(\theta) / N, \qquad
+        \theta \leftarrow \theta - \eta \hat g
+
+    with z = max(``noise_multiplier``, z_L) and z_L = (B/C)·√(2T/(ηN)): at z_L the noise has the variance 2Tη/N that Langevin dynamics
+    (Welling and Teh 2011) needs to sample ∝ exp(−U/T), U = −log prior − Σ_i log p(x_i | θ). A larger z samples the temperature
+    ηN z²C²/(2B²). On a quadratic U/N of curvature κ, full batch, nothing clipped, the variance is T/(κN)·1/(1 − ηκ/2).
+
+    Source: Wang, Fienberg and Smola (2015), Algorithm 2. Their (4.1) pairs a drift of η with a noise variance of η, which samples temperature
+    ½; here it is 2Tη/N for a drift of η on the mean.
+
+    Args:
+        params: parameters, ``model.named_parameters()`` or parameter groups.
+        lr: step size η on the *mean* loss, the one that SGD would take.
+        num_data: number of records N, a public constant.
+        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of records that came.
+        max_grad_norm: clip norm C of one record's gradient of −log p.
+        noise_multiplier: floor z_min of the noise std on the sum, in units of C.
+        temperature: T. 0 turns the sampler's own noise off.
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's ``weight_decay`` λ is 1/√(Nλ).
+        prior_mean: its mean.
+        log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
+        sampling: ``"poisson"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
+        accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
+        generator: source of the noise; None: operating-system entropy.
+
+    Raises:
+        ValueError: an argument is out of range; the message says what would do.
+
+    **Privacy.** One step releases S. Adding or removing a record moves the clipped sum by at most C, replacing one by at most 2C. The event is
+    ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling, ``GaussianDpEvent(z)`` on full batches,
+    ``UnspecifiedBatchGaussianDpEvent(z)`` on any others, ``NonPrivateDpEvent()`` at z = 0.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        num_data: int,
+        expected_batch_size: float,
+        max_grad_norm: float,
+        noise_multiplier: float = 0.0,
+        temperature: float = 1.0,
+        prior_std: float = 1.0,
+        prior_mean: float = 0.0,
+        log_prior: LogPrior | None = None,
+        sampling: str | None = None,
+        accountant: PrivacyAccountant | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
+            num_data=num_data,
+            expected_batch_size=expected_batch_size,
+            max_grad_norm=max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            temperature=temperature,
+            log_prior=log_prior,
+            sampling=sampling,
+            accountant=accountant,
+            generator=generator,
+        )
+
+    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
+        scale = self.expected_batch_size / self.max_grad_norm
+        return scale * math.sqrt(2 * self.temperature / (group["lr"] * self.num_data))
+
+    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
+        return group["lr"] * self.num_data * ratio**2 / 2
+
+    def _free_lr(self) -> float:
+        ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
+        return 2 * self.temperature * ratio**2 / self.num_data
+
+    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        torch._foreach_add_(parameters, gradients, alpha=-float(group["lr"]))

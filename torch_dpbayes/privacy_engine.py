@@ -1,0 +1,377 @@
+"""The front door: model, optimizer and loader in, their private versions out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from opacus.data_loader import DPDataLoader
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from .accounting.accountant import PrivacyAccountant
+from .accounting.calibration import get_noise_multiplier
+from .clipping.gradient_source import HooksGradientSource
+from .model_checks import check_layers, check_model, made_up_inputs
+from .noise import stream_position
+from .optim.base import PrivateOptimizer
+from .poisson_loader import PoissonLoader
+
+OptimizerFactory = Callable[..., PrivateOptimizer]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_log = logging.getLogger("torch_dpbayes")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will cost and sample, known before anything is spent."""
+
+    langevin_noise_multiplier: float
+    noise_multiplier: float
+    effective_noise_multiplier: float
+    effective_temperature: float
+    temperature: float
+    sample_rate: float
+    steps: int
+    epsilon: float
+    delta: float
+    target_epsilon: float | None
+    lr: float
+    free_lr: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"noise multiplier      z_L = {self.langevin_noise_multiplier:.4g} (the sampler's own), z_min = {self.noise_multiplier:.4g} (the floor); "
+            f"in force: {self.effective_noise_multiplier:.4g}",
+            f"temperature           {self.effective_temperature:.4g} from the Gaussian noise; asked for: {self.temperature:.4g}",
+            f"steps                 {self.steps} at sampling rate {self.sample_rate:.6g}",
+            f"privacy               ({self.epsilon:.4g}, {self.delta:.3g}) at the end, what was spent before included",
+            f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})",
+        ]
+        if self.target_epsilon is not None and self.langevin_noise_multiplier > self.noise_multiplier > 0:
+            colder = self.temperature * (self.noise_multiplier / self.langevin_noise_multiplier) ** 2
+            lines.append(
+                f"epsilon = {self.target_epsilon:.4g} was asked for, but at temperature {self.temperature:.4g} the sampler's own noise decides. "
+                f"lr = {self.free_lr:.4g} or temperature = {colder:.3g} would use the rest."
+            )
+        return "\n".join(lines)
+
+
+class PrivacyEngine:
+    """Makes a model, an optimizer and a data loader private, and holds the accountant they share.
+
+    Args:
+        accountant: where everything is charged. None: one is made by the first ``make_private``; ``make_private_with_epsilon`` gives it the target
+            as a budget that cannot be overrun.
+    """
+
+    def __init__(self, accountant: PrivacyAccountant | None = None) -> None:
+        self._accountant = accountant
+
+    @property
+    def accountant(self) -> PrivacyAccountant:
+        """The accountant that all optimizers of this engine charge."""
+        if self._accountant is None:
+            raise RuntimeError("the accountant is made by make_private; pass PrivacyEngine(accountant=...) to have it earlier")
+        return self._accountant
+
+    def make_private(
+        self,
+        *,
+        module: ModuleT,
+        optimizer: OptimizerFactory | PrivateOptimizer,
+        data_loader: DataLoader[Any],
+        max_grad_norm: float | None = None,
+        noise_multiplier: float | None = None,
+        grad_sample_mode: str | None = None,
+        loss_reduction: str = "mean",
+        example_inputs: tuple[Any, ...] | None = None,
+    ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
+        """Attach per-record gradients to the model, Poisson sampling to the loader, and both to the optimizer.
+
+        The model is checked on two made-up records first: a record's output must not depend on other records, and the recorded gradients must be
+        the gradients of the records. The loader is replaced by one that draws every record independently at rate q = batch size / number
+        of records.
+
+        Args:
+            module: the model, in training mode. The same object is returned, with hooks attached.
+            optimizer: what makes the optimizer, as ``partial(dpb.optim.DPSGLD, lr=0.25)``; called with the named trainable parameters and
+                ``num_data=, expected_batch_size=, max_grad_norm=, noise_multiplier=, sampling="poisson", accountant=``. Or a built optimizer,
+                whose values hold.
+            data_loader: a loader over a map-style data set with a fixed batch size; its order of records is not used.
+            max_grad_norm: clip norm C of one record's gradient.
+            noise_multiplier: floor of the noise std on the clipped sum, in units of C.
+            grad_sample_mode: ``"hooks"``, which is also the default.
+            loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the batch. A mean loss must divide by the number of records in the
+                batch, as torch's criteria do.
+            example_inputs: positional arguments of the model for two made-up records, where the first items of a batch are not
+                what the model takes. No real records.
+
+        Returns:
+            The model, the optimizer and the private loader.
+
+        Raises:
+            ValueError, TypeError: what is wrong with the model, the loader or the arguments, and what to write instead.
+
+        **Privacy.** Nothing is released. Of the data, the number of records is used, which is a public constant, and shapes and types of the first
+        record. Every later ``optimizer.step()`` charges ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``.
+        """
+        loader = _poisson_loader(data_loader)
+        built = _build(module, optimizer, loader, self._accountant, max_grad_norm, noise_multiplier)
+        return self._attach(module, built, loader, data_loader, grad_sample_mode, loss_reduction, example_inputs)
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: ModuleT,
+        optimizer: OptimizerFactory | PrivateOptimizer,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | None = None,
+        grad_sample_mode: str | None = None,
+        loss_reduction: str = "mean",
+        example_inputs: tuple[Any, ...] | None = None,
+    ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
+        """:meth:`make_private` with the noise floor that meets (``target_epsilon``, ``target_delta``) after ``epochs`` passes.
+
+        What the accountant was charged before counts. lr and temperature are never changed: where the sampler's own noise exceeds the floor,
+        less than the target is spent (:meth:`plan` shows it beforehand).
+
+        Args:
+            target_epsilon: ε of everything on the accountant after the last epoch.
+            target_delta: its δ.
+            epochs: passes over the loader.
+            module, optimizer, data_loader, max_grad_norm, grad_sample_mode, loss_reduction, example_inputs: as in :meth:`make_private`.
+
+        Raises:
+            ValueError: nothing is left of the target, the target exceeds the accountant's budget, or a built optimizer's floor is too low.
+        """
+        accountant = self._accountant
+        if accountant is None:
+            if isinstance(optimizer, PrivateOptimizer):
+                accountant = optimizer.accountant
+            else:
+                accountant = PrivacyAccountant(target_epsilon, target_delta)
+        loader = _poisson_loader(data_loader)
+        floor = _calibrated(accountant, loader, target_epsilon, target_delta, epochs)
+        if isinstance(optimizer, PrivateOptimizer):
+            if optimizer.noise_multiplier < floor:
+                raise ValueError(
+                    f"the optimizer was built with noise_multiplier = {optimizer.noise_multiplier}; epsilon = {target_epsilon} after "
+                    f"{epochs} epochs needs at least {floor:.4f}: build it with that, or pass a factory"
+                )
+            built = _build(module, optimizer, loader, accountant, max_grad_norm, None)
+        else:
+            built = _build(module, optimizer, loader, accountant, max_grad_norm, floor)
+        return self._attach(module, built, loader, data_loader, grad_sample_mode, loss_reduction, example_inputs)
+
+    def plan(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: OptimizerFactory | PrivateOptimizer,
+        data_loader: DataLoader[Any],
+        epochs: int,
+        target_delta: float | None = None,
+        target_epsilon: float | None = None,
+        max_grad_norm: float | None = None,
+        noise_multiplier: float | None = None,
+    ) -> Plan:
+        """What :meth:`make_private` (or, with ``target_epsilon``, :meth:`make_private_with_epsilon`) will do; printed and returned.
+
+        Nothing is spent and nothing is changed. lr is taken to stay what it is.
+
+        Args:
+            target_delta: δ; None takes the accountant's.
+            module, optimizer, data_loader, epochs, target_epsilon, max_grad_norm, noise_multiplier: as for those two.
+        """
+        accountant = self._accountant
+        if accountant is None:
+            accountant = PrivacyAccountant() if target_epsilon is None else PrivacyAccountant(target_epsilon, target_delta)
+        delta = accountant.delta if target_delta is None else target_delta
+        if delta is None:
+            raise ValueError("target_delta is needed: the accountant has no budget to take it from")
+        loader = _poisson_loader(data_loader)
+        if target_epsilon is not None:
+            if noise_multiplier is not None:
+                raise ValueError("target_epsilon sets the floor: leave out noise_multiplier")
+            floor = _calibrated(accountant, loader, target_epsilon, delta, epochs)
+            noise_multiplier = None if isinstance(optimizer, PrivateOptimizer) else floor
+        built = _build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
+        steps = epochs * len(loader)
+        z = built.effective_noise_multiplier
+        after = PrivacyAccountant(method=accountant.method, neighboring=accountant.neighboring)
+        for charge in accountant.history:
+            after.compose(charge.event, charge.count, adaptive=charge.adaptive)
+        if math.isfinite(z):
+            after.compose(built._event(z), steps)
+        result = Plan(
+            langevin_noise_multiplier=built.langevin_noise_multiplier,
+            noise_multiplier=built.noise_multiplier,
+            effective_noise_multiplier=z,
+            effective_temperature=built.effective_temperature,
+            temperature=built.temperature,
+            sample_rate=loader.sample_rate,
+            steps=steps,
+            epsilon=after.get_epsilon(delta),
+            delta=delta,
+            target_epsilon=target_epsilon,
+            lr=max(float(group["lr"]) for group in built.param_groups),
+            free_lr=built.free_lr,
+        )
+        print(result)
+        return result
+
+    def _attach(
+        self,
+        module: ModuleT,
+        optimizer: PrivateOptimizer,
+        loader: PoissonLoader,
+        data_loader: DataLoader[Any],
+        grad_sample_mode: str | None,
+        loss_reduction: str,
+        example_inputs: tuple[Any, ...] | None,
+    ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
+        """Check the model, then tie model, optimizer and loader together."""
+        if grad_sample_mode not in (None, "hooks"):
+            raise ValueError(f'grad_sample_mode must be "hooks" or None, got {grad_sample_mode!r}')
+        _require_own_streams(optimizer, loader)
+        if example_inputs is None:
+            example_inputs = _to_device_of(module, made_up_inputs(loader.collate_fn([loader.dataset[0]])))
+        check_layers(module)
+        source = HooksGradientSource(module, loss_reduction=loss_reduction)
+        try:
+            check_model(module, source, example_inputs)
+        except BaseException:
+            source.remove()
+            raise
+        module._dpbayes_buffers = {name: b.detach().clone() for name, b in module.named_buffers()}  # type: ignore[assignment]
+        optimizer._bind(source, loader.sampler_of_draws, reproducible=loader.has_user_generator)
+        self._accountant = optimizer.accountant
+        if not isinstance(data_loader, PoissonLoader):
+            _log.warning(
+                "the data loader now draws Poisson batches: each of %d records joins a batch with probability %.6g, %d batches a pass",
+                optimizer.num_data,
+                loader.sample_rate,
+                len(loader),
+            )
+        return module, optimizer, loader
+
+
+def _build(
+    module: nn.Module,
+    optimizer: OptimizerFactory | PrivateOptimizer,
+    loader: PoissonLoader,
+    accountant: PrivacyAccountant | None,
+    max_grad_norm: float | None,
+    noise_multiplier: float | None,
+) -> PrivateOptimizer:
+    """The optimizer that a factory makes for this model and loader, or the built one if its values agree."""
+    given = {"max_grad_norm": max_grad_norm, "noise_multiplier": noise_multiplier}
+    stated = {name: value for name, value in given.items() if value is not None}
+    declared: dict[str, float] = {
+        "num_data": loader.sampler_of_draws.num_samples,
+        "expected_batch_size": loader.expected_batch_size,
+    }
+    if isinstance(optimizer, PrivateOptimizer):
+        built = optimizer
+        if accountant is not None and accountant is not built.accountant:
+            raise ValueError("engine and optimizer have different accountants: build the optimizer with accountant=engine.accountant")
+        for name, value in {**stated, **declared}.items():
+            if not math.isclose(getattr(built, name), value, rel_tol=1e-9):
+                raise ValueError(f"the optimizer was built with {name} = {getattr(built, name)}, but here it is {value}")
+    else:
+        if isinstance(optimizer, Optimizer):
+            lr = optimizer.param_groups[0]["lr"]
+            raise TypeError(f"{type(optimizer).__name__} is not private: pass partial(torch_dpbayes.optim.DPSGLD, lr={lr})")
+        if isinstance(optimizer, partial):
+            for name, value in {**stated, **declared}.items():
+                if optimizer.keywords.get(name, value) != value:
+                    raise ValueError(f"{name} = {optimizer.keywords[name]} in the optimizer factory, but here it is {value}")
+        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError("every parameter of the model is frozen: there is nothing to sample")
+        if accountant is None:
+            accountant = PrivacyAccountant()
+        built = optimizer(parameters, **declared, **stated, sampling="poisson", accountant=accountant)
+        if not isinstance(built, PrivateOptimizer):
+            raise TypeError(f"the factory made a {type(built).__name__}, which is not one of torch_dpbayes.optim")
+    mine = {id(p) for group in built.param_groups for p in group["params"] if p.requires_grad}
+    theirs = {id(p) for p in module.parameters() if p.requires_grad}
+    if mine != theirs:
+        raise ValueError(
+            "the optimizer must have exactly the model's trainable parameters, for a record's gradient is clipped over all of them: use "
+            "parameter groups for different settings, and requires_grad_(False) to freeze"
+        )
+    return built
+
+
+def _poisson_loader(data_loader: DataLoader[Any]) -> PoissonLoader:
+    """A private loader in place of the user's, or an error that says why there is none."""
+    if not isinstance(data_loader, DataLoader):
+        raise TypeError(f"data_loader must be a torch.utils.data.DataLoader, got {type(data_loader).__name__}")
+    if isinstance(data_loader.dataset, IterableDataset):
+        raise ValueError(
+            "an iterable data set hands out records in its own order, so no record can be left out at random, and amplification by sampling "
+            "does not hold. Use a map-style data set (__len__ and __getitem__)."
+        )
+    if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
+        return PoissonLoader(data_loader, float(data_loader.sample_rate))
+    if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
+        raise ValueError(
+            "a batch sampler decides itself which records share a batch; amplification holds only for records drawn independently. Pass "
+            "DataLoader(dataset, batch_size=...): it is redrawn by Poisson sampling at that expected size."
+        )
+    dataset: Any = data_loader.dataset
+    num_data = len(dataset)
+    sampler = data_loader.sampler
+    if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False) or len(sampler) != num_data:
+        raise ValueError(
+            f"{type(sampler).__name__} does not visit every record once a pass: the sampling rate of a record would not be batch size / number of "
+            "records. Use torch.utils.data.Subset for a part of the data, and no sampler."
+        )
+    if data_loader.batch_size > num_data:
+        raise ValueError(f"batch_size = {data_loader.batch_size} is larger than the data set ({num_data} records): use batch_size={num_data}")
+    return PoissonLoader(data_loader, data_loader.batch_size / num_data)
+
+
+def _calibrated(accountant: PrivacyAccountant, loader: PoissonLoader, epsilon: float, delta: float, epochs: int) -> float:
+    """The smallest floor with which ``epochs`` passes on top of the accountant's history stay within (epsilon, delta)."""
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise ValueError(f"epochs must be a positive integer, got {epochs!r}")
+    if accountant.epsilon is not None and accountant.delta is not None:
+        if epsilon > accountant.epsilon or delta > accountant.delta:
+            raise ValueError(
+                f"the target ({epsilon}, {delta}) exceeds the accountant's budget ({accountant.epsilon}, {accountant.delta}), which includes "
+                "what was spent before"
+            )
+    return get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=delta,
+        sample_rate=loader.sample_rate,
+        steps=epochs * len(loader),
+        neighboring=accountant.neighboring,
+        history=accountant.history,
+    )
+
+
+def _require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
+    noise, draws = optimizer._noise.generator, loader.sampler_of_draws.generator
+    if noise is not None and (noise is draws or (noise.device == draws.device and stream_position(noise) == stream_position(draws))):
+        raise ValueError(
+            "noise and sampling would use the same random numbers, so the noise could be read off the batches: give the DataLoader and the "
+            "optimizer generators with different seeds"
+        )
+
+
+def _to_device_of(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    device = next(module.parameters()).device
+    return tuple(x.to(device) if hasattr(x, "to") else x for x in inputs)
