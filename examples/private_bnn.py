@@ -1,13 +1,13 @@
-"""Trains a Bayesian neural network with differential privacy and reports how good and how calibrated its predictions are.
+"""Trains a Bayesian neural network with differential privacy and says how good and how well calibrated its predictions are.
 
-    python examples/private_bnn.py                                   # scikit-learn's digits, under a minute
-    python examples/private_bnn.py --dataset mnist --plot mnist.png  # downloads MNIST and Fashion-MNIST
-    python examples/private_bnn.py --task regression                 # scikit-learn's diabetes
-    python examples/private_bnn.py --epsilon inf                     # the same without noise: what privacy costs
+    python examples/private_bnn.py                                    # scikit-learn's digits, well under a minute
+    python examples/private_bnn.py --dataset mnist --plot mnist.png   # downloads MNIST and Fashion-MNIST
+    python examples/private_bnn.py --task regression                  # scikit-learn's diabetes
+    python examples/private_bnn.py --epsilon inf                      # the same network without noise: what privacy costs
 
-DP-SGLD draws one Gaussian a step, which is both the privacy noise and the noise of the sampler. The iterates of the second half of the run are the
-posterior samples, free post-processing of what was paid for. Inputs are scaled by public constants, never by statistics of the records. What is
-printed is computed on the test records, whose disclosure is accepted here; no loss or accuracy on the training records is ever shown.
+Each step of DP-SGLD draws one Gaussian, which is the privacy noise and the sampler's noise at once. The iterates of the last part of the run are
+the posterior samples: free post-processing of what was paid for. Inputs and targets are scaled by public constants, never by statistics of the
+private records. What is printed is computed on the test records, taken to be public here; no loss or accuracy on the training records is shown.
 """
 
 from __future__ import annotations
@@ -16,147 +16,299 @@ import argparse
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import torch_dpbayes as dpb
+from torch_dpbayes import metrics
 
-# Defaults of each problem. Temperature 1 is the Bayesian posterior and needs more noise than these budgets ask for; the temperatures here are
-# just below the one whose own noise would be the noise that epsilon needs.
-SETTINGS: dict[str, dict[str, float]] = {
-    "digits": dict(epsilon=5.0, epochs=60, lr=2.0, temperature=0.01, batch_size=512, max_grad_norm=0.5),
-    "mnist": dict(epsilon=3.0, epochs=40, lr=4.0, temperature=0.01, batch_size=2048, max_grad_norm=0.1),
-    "fashion-mnist": dict(epsilon=3.0, epochs=40, lr=4.0, temperature=0.01, batch_size=2048, max_grad_norm=0.1),
-    "diabetes": dict(epsilon=5.0, epochs=100, lr=0.2, temperature=0.1, batch_size=128, max_grad_norm=1.0),
+# The temperatures are just below those whose own noise would be the noise that epsilon needs: the whole epsilon is used, and at temperature 1, the
+# posterior itself, less would be. lr is large because it multiplies gradients clipped to max_grad_norm.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "digits": dict(epsilon=5.0, epochs=100, lr=4.0, temperature=0.05, batch_size=512, max_grad_norm=0.5),
+    "mnist": dict(epsilon=3.0, epochs=40, lr=24.0, temperature=0.004, batch_size=2048, max_grad_norm=0.1),
+    "fashion-mnist": dict(epsilon=3.0, epochs=40, lr=24.0, temperature=0.004, batch_size=2048, max_grad_norm=0.1),
+    "diabetes": dict(epsilon=5.0, epochs=100, lr=0.5, temperature=0.05, batch_size=128, max_grad_norm=1.0),
 }
+BURN_IN = 0.6  # of the steps; the samples are spread over the rest
+NUM_SAMPLES = 50
+
+# mean and standard deviation of a pixel, published for each data set; the other one is out of distribution
+PIXELS = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
-MEAN_AND_STD = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}  # published with the data sets
-MAX_SAMPLES = 100
+
+# age, sex, body mass index, blood pressure and six blood values: round figures for the middle and the spread of an adult population
+PATIENT_MIDDLE = (50.0, 1.5, 25.0, 95.0, 190.0, 115.0, 50.0, 4.0, 4.6, 90.0)
+PATIENT_SPREAD = (15.0, 0.5, 5.0, 15.0, 35.0, 30.0, 15.0, 1.5, 0.5, 15.0)
+# the documented range of the score, 25 to 346, taken as four standard deviations
+SCORE_MIDDLE, SCORE_UNIT = 185.0, 80.0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Records to learn from, records to test on, and what the network and its likelihood are."""
+    """What to learn: the records, the network, and the loss, which is −log p(record) up to a constant, averaged over the batch."""
 
     name: str
     likelihood: str
+    network: nn.Module
+    loss: nn.Module
     train: TensorDataset
     test_x: Tensor
     test_y: Tensor
-    network: nn.Module
-    loss: nn.Module  # mean over the batch of −log p(record), up to a constant
     outside_name: str = ""
     outside_x: Tensor | None = None
+
+
+def load(name: str, data_root: Path | None, seed: int) -> Problem:
+    """The problem of that name. ``seed`` decides the split into training and test records where the data set has none."""
+    if name == "digits":
+        return digits(seed)
+    if name == "diabetes":
+        return diabetes(seed)
+    return images(name, data_root)
 
 
 def digits(seed: int) -> Problem:
     from sklearn.datasets import load_digits, load_sample_images
 
-    images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16  # pixels are 0..16
+    pixels, labels = load_digits(return_X_y=True)
+    x = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1  # 0..16 to -1..1
     y = torch.tensor(labels)
     train, test = split(len(x), seed)
-    photographs = np.concatenate([photo[:424, :640].mean(2).reshape(53, 8, 80, 8).swapaxes(1, 2).reshape(-1, 8, 8) for photo in load_sample_images().images])
-    patches = torch.tensor(photographs, dtype=torch.float32)[:, None] / 255
-    network = nn.Sequential(
-        nn.Flatten(1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)
-    )
+    photographs = torch.stack([torch.tensor(photograph) for photograph in load_sample_images().images])  # [2, 427, 640, 3]
+    patches = photographs.float().mean(3).unfold(1, 8, 8).unfold(2, 8, 8).reshape(-1, 1, 8, 8) / 127.5 - 1
+    network = nn.Sequential(nn.Flatten(1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
     return Problem(
-        "digits", "categorical", TensorDataset(x[train], y[train]), x[test], y[test], network, nn.CrossEntropyLoss(),
-        "patches of photographs", patches,
-    )
+        name="digits", likelihood="categorical", network=network, loss=nn.CrossEntropyLoss(),
+        train=TensorDataset(x[train], y[train]), test_x=x[test], test_y=y[test],
+        outside_name="patches of photographs", outside_x=patches,
+    )  # fmt: skip
 
 
-def mnist_like(name: str, data_root: Path | None) -> Problem:
-    train_x, train_y = torchvision_images(name, data_root, train=True)
-    test_x, test_y = torchvision_images(name, data_root, train=False)
-    outside_x, _ = torchvision_images(OTHER[name], data_root, train=False)
-    mean, std = MEAN_AND_STD[name]
-    network = nn.Sequential(  # the network of Tramèr and Boneh (2021), with the tanh of Papernot et al. (2021)
+def images(name: str, data_root: Path | None) -> Problem:
+    from torchvision import datasets
+
+    def read(name: str, *, train: bool) -> tuple[Tensor, Tensor]:
+        data_set = datasets.MNIST if name == "mnist" else datasets.FashionMNIST
+        try:
+            read = data_set(data_root or Path.home() / ".cache" / "torch_dpbayes", train=train, download=data_root is None)
+        except RuntimeError:
+            if data_root is None:
+                raise
+            raise ValueError(
+                f"{data_root} has no {data_set.__name__}/raw with the files that torchvision keeps there. Both MNIST and Fashion-MNIST are needed; "
+                "without --data-root they are downloaded."
+            ) from None
+        return read.data[:, None].float() / 255, read.targets
+
+    mean, std = PIXELS[name]
+    train_x, train_y = read(name, train=True)
+    test_x, test_y = read(name, train=False)
+    outside_x, _ = read(OTHER[name], train=False)
+    network = nn.Sequential(  # Papernot et al. (2021), "Tempered sigmoid activations for deep learning with differential privacy", table 1
         nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, stride=1),
         nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),
         nn.Flatten(1), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10),
     )  # fmt: skip
     return Problem(
-        name, "categorical", TensorDataset((train_x - mean) / std, train_y), (test_x - mean) / std, test_y, network, nn.CrossEntropyLoss(),
-        OTHER[name], (outside_x - mean) / std,
-    )
+        name=name, likelihood="categorical", network=network, loss=nn.CrossEntropyLoss(),
+        train=TensorDataset((train_x - mean) / std, train_y), test_x=(test_x - mean) / std, test_y=test_y,
+        outside_name=OTHER[name], outside_x=(outside_x - mean) / std,
+    )  # fmt: skip
 
 
-def torchvision_images(name: str, data_root: Path | None, *, train: bool) -> tuple[Tensor, Tensor]:
-    from torchvision.datasets import MNIST, FashionMNIST
+def diabetes(seed: int) -> Problem:
+    from sklearn.datasets import load_diabetes
 
-    data_set = {"mnist": MNIST, "fashion-mnist": FashionMNIST}[name]
-    if data_root is None:
-        loaded = data_set(Path.home() / ".cache" / "torch_dpbayes", train=train, download=True)
-    else:
-        try:
-            loaded = data_set(data_root, train=train)
-        except RuntimeError:
-            raise ValueError(f"--data-root {data_root} has no {data_set.__name__}/raw in torchvision's layout; without --data-root it is downloaded") from None
-    return loaded.data[:, None].float() / 255, loaded.targets
+    values, scores = load_diabetes(return_X_y=True, scaled=False)  # scaled=True would use the mean and spread of the records
+    x = (torch.tensor(values, dtype=torch.float32) - torch.tensor(PATIENT_MIDDLE)) / torch.tensor(PATIENT_SPREAD)
+    y = (torch.tensor(scores, dtype=torch.float32)[:, None] - SCORE_MIDDLE) / SCORE_UNIT
+    train, test = split(len(x), seed)
+    return Problem(
+        name="diabetes",
+        likelihood=f"Gaussian, variance 1/2 (which is what MSELoss means) in units of {SCORE_UNIT:g}: standard deviation {SCORE_UNIT * 0.5**0.5:.1f}",
+        network=nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)), loss=nn.MSELoss(),
+        train=TensorDataset(x[train], y[train]), test_x=x[test], test_y=y[test],
+    )  # fmt: skip
 
 
 def split(num_records: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Four fifths to learn from, one fifth to test on."""
+    """Positions of the training records, four fifths, and of the test records."""
     order = torch.randperm(num_records, generator=torch.Generator().manual_seed(seed))
-    num_test = num_records // 5
-    return order[num_test:], order[:num_test]
+    return order[num_records // 5 :], order[: num_records // 5]
 
 
-PROBLEMS: dict[str, Callable] = {}
-
-
-def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--dataset", default="digits")
-    p.add_argument("--data-root", type=Path)
-    for n in ("epsilon", "lr", "temperature", "max-grad-norm"):
-        p.add_argument("--" + n, type=float)
-    p.add_argument("--delta", type=float, default=1e-5)
-    p.add_argument("--prior-std", type=float, default=1.0)
-    for n in ("epochs", "batch-size"):
-        p.add_argument("--" + n, type=int)
-    p.add_argument("--seed", type=int, default=0)
-    a = p.parse_args()
-    for k, v in SETTINGS[a.dataset].items():
-        if getattr(a, k) is None:
-            setattr(a, k, v)
-    torch.manual_seed(a.seed)
-    logging.basicConfig(format="%(message)s")
-    pr = digits(a.seed) if a.dataset == "digits" else mnist_like(a.dataset, a.data_root)
+def prepare(problem: Problem, options: argparse.Namespace) -> tuple[dpb.PrivacyEngine, Any, Any, int]:
+    """Print the plan, make network, optimizer and loader private; the engine, the last two and the number of steps."""
     engine = dpb.PrivacyEngine()
-    kw = dict(module=pr.network, optimizer=partial(dpb.optim.DPSGLD, lr=a.lr, temperature=a.temperature, prior_std=a.prior_std),
-              data_loader=DataLoader(pr.train, batch_size=a.batch_size), max_grad_norm=a.max_grad_norm)
-    plan = engine.plan(**kw, target_epsilon=a.epsilon, target_delta=a.delta, epochs=a.epochs)
-    net, opt, loader = engine.make_private_with_epsilon(**kw, target_epsilon=a.epsilon, target_delta=a.delta, epochs=a.epochs)
-    S = dpb.PosteriorSamples(burn_in=plan.steps // 2, thin=max(1, plan.steps // 2 // MAX_SAMPLES))
-    m = dpb.metrics
-    t = time.time()
-    for epoch in range(a.epochs):
-        for x, y in loader:
-            opt.zero_grad(); pr.loss(net(x), y).backward(); opt.step()
-            S.collect(net)
-        if a.dataset != "digits" and epoch % 5 == 4 or epoch == a.epochs - 1:
-            net.eval()
-            with torch.no_grad():
-                last = net(pr.test_x).softmax(1)
-            net.train()
-            print(epoch, f"{time.time()-t:.0f}s", "last", m.accuracy(last, pr.test_y), m.negative_log_likelihood(last, pr.test_y), m.expected_calibration_error(last, pr.test_y), flush=True)
-    t1 = time.time()
-    av = S.predict(net, pr.test_x)
-    print("avg", len(S), m.accuracy(av, pr.test_y), m.negative_log_likelihood(av, pr.test_y), m.expected_calibration_error(av, pr.test_y))
-    ent = lambda q: torch.special.entr(q).sum(1)
-    print("auroc", m.area_under_roc(ent(av), S.predictive_entropy(net, pr.outside_x)), "mi", m.area_under_roc(S.mutual_information(net,pr.test_x), S.mutual_information(net, pr.outside_x)), "last", m.area_under_roc(ent(last), ent(net(pr.outside_x).softmax(1).detach())))
-    print("eps", engine.accountant.get_epsilon(a.delta), "predict", time.time() - t1, "param norm", sum(p.pow(2).sum() for p in net.parameters()).sqrt().item(), "acc T", opt.effective_temperature)
+    run: dict[str, Any] = dict(
+        module=problem.network,
+        optimizer=partial(dpb.optim.DPSGLD, lr=options.lr, temperature=options.temperature),
+        data_loader=DataLoader(problem.train, batch_size=options.batch_size),
+        max_grad_norm=options.max_grad_norm,
+    )
+    if options.epsilon == math.inf:
+        plan = engine.plan(**run, epochs=options.epochs, target_delta=options.delta)
+        _, optimizer, loader = engine.make_private(**run)
+    else:
+        target = dict(epochs=options.epochs, target_epsilon=options.epsilon, target_delta=options.delta)
+        plan = engine.plan(**run, **target)
+        _, optimizer, loader = engine.make_private_with_epsilon(**run, **target)
+    return engine, optimizer, loader, plan.steps
+
+
+def train(
+    problem: Problem, engine: dpb.PrivacyEngine, optimizer: Any, loader: Any, steps: int, options: argparse.Namespace
+) -> tuple[dpb.PosteriorSamples, float]:
+    """The posterior samples, and the epsilon spent."""
+    network, epochs = problem.network, options.epochs
+    burn_in = int(BURN_IN * steps)
+    samples = dpb.PosteriorSamples(burn_in=burn_in, thin=math.ceil((steps - burn_in) / NUM_SAMPLES))
+    spent, left = 0.0, options.epsilon
+    with tqdm(total=steps, unit="step") as bar:
+        for epoch in range(epochs):
+            bar.set_description(refresh=False, desc=f"epoch {epoch + 1}/{epochs}, epsilon {spent:.3f} spent, {left:.3f} left")
+            for x, y in loader:
+                optimizer.zero_grad()
+                problem.loss(network(x), y).backward()
+                optimizer.step()
+                samples.collect(network)
+                bar.update()
+            spent = engine.accountant.get_epsilon(options.delta)
+            left = max(0.0, options.epsilon - spent) if math.isfinite(spent) else 0.0
+        bar.set_description(f"epoch {epochs}/{epochs}, epsilon {spent:.3f} spent, {left:.3f} left")
+    return samples, spent
+
+
+def show_classification(problem: Problem, samples: dict[str, dpb.PosteriorSamples], plot: Path | None) -> None:
+    assert problem.outside_x is not None
+    inside = {name: s.predict(problem.network, problem.test_x) for name, s in samples.items()}
+    outside = {name: s.predict(problem.network, problem.outside_x) for name, s in samples.items()}
+    print(f"{'':32}{'test accuracy':>15}{'NLL':>9}{'ECE':>9}{'OOD AUROC':>12}")
+    for name, probabilities in inside.items():
+        print(
+            f"{name:32}{metrics.accuracy(probabilities, problem.test_y):15.2%}"
+            f"{metrics.negative_log_likelihood(probabilities, problem.test_y):9.4f}"
+            f"{metrics.expected_calibration_error(probabilities, problem.test_y):9.4f}"
+            f"{metrics.area_under_roc(entropy(probabilities), entropy(outside[name])):12.3f}"
+        )
+    print(f"OOD AUROC: how well predictive entropy tells {problem.outside_name} from test records ({problem.name}); 0.5 is chance")
+    if plot is not None:
+        draw(problem, inside, outside, plot)
+
+
+def show_regression(problem: Problem, samples: dict[str, dpb.PosteriorSamples]) -> None:
+    print(f"{'':32}{'test RMSE':>12}{'NLL':>9}{'in 90 % interval':>19}")
+    for name, s in samples.items():
+        means = s.outputs(problem.network, problem.test_x)
+        low, high = s.predictive_quantiles(problem.network, problem.test_x, (0.05, 0.95), noise_std=math.sqrt(0.5))
+        print(
+            f"{name:32}{SCORE_UNIT * metrics.root_mean_squared_error(means.mean(0), problem.test_y):12.1f}"
+            f"{metrics.gaussian_mixture_negative_log_likelihood(means, problem.test_y, math.sqrt(0.5)) + math.log(SCORE_UNIT):9.3f}"
+            f"{metrics.interval_coverage(low, high, problem.test_y):19.1%}"
+        )
+
+
+def entropy(probabilities: Tensor) -> Tensor:
+    """In nats, of each row."""
+    return torch.special.entr(probabilities).sum(1)
+
+
+def draw(problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor], path: Path) -> None:
+    """Reliability diagram of all predictions, beside the entropy of the posterior average's in and out of distribution."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    reliability, entropies = figure.subplots(1, 2)
+    reliability.plot([0, 1], [0, 1], color="0.7", linestyle="--", label="perfectly calibrated")
+    for (name, probabilities), style in zip(inside.items(), ("o-", "s-"), strict=True):
+        curve = metrics.reliability_curve(probabilities, problem.test_y, num_bins=10)
+        enough = curve.num_records >= 10
+        reliability.plot(curve.confidence[enough], curve.accuracy[enough], style, label=name.split(" of ")[0])
+    reliability.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="confidence", ylabel="accuracy", title=f"{problem.name}: reliability")
+    reliability.legend(loc="upper left", frameon=False)
+    average = next(iter(inside))
+    bins = [i * math.log(10) / 40 for i in range(41)]
+    for name, x in ((f"{problem.name} test", inside[average]), (f"{problem.outside_name}", outside[average])):
+        entropies.hist(entropy(x).tolist(), bins=bins, density=True, alpha=0.6, label=name)
+    entropies.set(xlabel="predictive entropy (nats)", ylabel="density", yscale="log", title="posterior average: entropy")
+    entropies.legend(frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def parser() -> argparse.ArgumentParser:
+    defaults = "".join(f"\n  {name:14} " + "  ".join(f"{k.replace('_', '-')} {v:g}" for k, v in settings.items()) for name, settings in SETTINGS.items())
+    result = argparse.ArgumentParser(
+        description=__doc__, epilog=f"defaults:{defaults}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = result.add_argument
+    add("--task", choices=("classification", "regression"), default="classification", help="default: classification")
+    add("--dataset", choices=("digits", "mnist", "fashion-mnist", "diabetes"), help="default: digits, or diabetes for regression")
+    add("--data-root", type=Path, metavar="PATH", help="folder in torchvision's layout with MNIST and FashionMNIST; without it they are downloaded")
+    add("--epsilon", type=float, help="what may be spent; inf: no noise at all, only the clipping stays")
+    add("--delta", type=float, default=1e-5, help="default: 1e-5")
+    add("--epochs", type=int, help="passes over the training records")
+    add("--lr", type=float, help="step size on the mean of the clipped gradients")
+    add("--temperature", type=float, help="of the posterior that is sampled; at 1 the sampler's own noise may spend less than epsilon, see the plan")
+    add("--batch-size", type=int, help="expected size of the Poisson batches")
+    add("--max-grad-norm", type=float, help="clip norm of one record's gradient")
+    add(
+        "--seed", type=int, default=0,
+        help="of the initial weights and of the split into training and test records; noise and batches always come from the operating system's "
+        "entropy, so no two runs are equal; default: 0",
+    )  # fmt: skip
+    add("--plot", type=Path, metavar="FILE.png", help="draw reliability and predictive entropy (classification)")
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments_of = parser()
+    options = arguments_of.parse_args(arguments)
+    name = options.dataset or ("diabetes" if options.task == "regression" else "digits")
+    if (name == "diabetes") != (options.task == "regression"):
+        arguments_of.error(f"--dataset {name} is not for --task {options.task}")
+    if options.plot is not None and (options.task == "regression" or not options.plot.parent.is_dir()):
+        arguments_of.error("--plot is for classification" if options.task == "regression" else f"--plot: there is no folder {options.plot.parent}")
+    if options.epsilon == math.inf:
+        if options.temperature:
+            arguments_of.error("--epsilon inf adds no noise, so there is no temperature: leave out --temperature")
+        options.temperature = 0.0
+    for option, value in SETTINGS[name].items():
+        if getattr(options, option) is None:
+            setattr(options, option, value)
+
+    logging.basicConfig(format="%(message)s")  # the engine says that batches are now drawn at random
+    torch.manual_seed(options.seed)
+    try:
+        problem = load(name, options.data_root, options.seed)
+        num_parameters = sum(p.numel() for p in problem.network.parameters())
+        print(f"{name}: {len(problem.train)} training and {len(problem.test_x)} test records, {num_parameters} parameters")
+        print(f"likelihood            {problem.likelihood}")
+        engine, optimizer, loader, steps = prepare(problem, options)
+    except ValueError as error:
+        arguments_of.error(str(error))
+    start = time.perf_counter()
+    samples, spent = train(problem, engine, optimizer, loader, steps, options)
+    seconds = time.perf_counter() - start
+    last = dpb.PosteriorSamples()
+    last.collect(problem.network)
+
+    print()
+    collected = {f"posterior average, {len(samples)} samples": samples, "last iterate": last}
+    if options.task == "classification":
+        show_classification(problem, collected, options.plot)
+    else:
+        show_regression(problem, collected)
+    print(f"epsilon               {spent:.4g} at delta = {options.delta:g}, for adding or removing one training record")
+    print(f"temperature           {optimizer.effective_temperature:.4g} from the Gaussian noise; asked for: {options.temperature:g}")
+    print(f"training took         {seconds:.0f} seconds")
 
 
 if __name__ == "__main__":

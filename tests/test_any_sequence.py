@@ -26,6 +26,7 @@ from torch_dpbayes.poisson_loader import PoissonSampler
 
 RECORDS, FEATURES, CLIP = 30, 3, 0.5
 WAYS = ["whole", "twice", "half", "all data", "two backward passes", "forward only"]
+SLIPS = ["none", "none", "skip a batch", "step again", "leave in the middle of a draw", "seeded copies"]
 CLUMSY = (RuntimeError, ValueError, TypeError, IndexError, StopIteration)  # PrivacyBudgetExceeded is a RuntimeError
 
 
@@ -100,21 +101,35 @@ class AnySequence(RuleBasedStateMachine):
                 if way == "two backward passes":
                     nn.functional.mse_loss(self.net(x), y).backward()
 
-    @rule(way=st.sampled_from(WAYS), zero=st.booleans(), steps=st.integers(1, 2), skip=st.booleans())
-    def train(self, way, zero, steps, skip):
-        """Batch, backward, step, as people write it, or with a slip in the last one."""
-        for k in range(steps):
-            self.batch = None
+    def one_step(self, way):
+        self.batch = None
+        self.next_batch()
+        if self.batch is None:
+            self.new_pass()
             self.next_batch()
-            if self.batch is None:
-                self.new_pass()
-                self.next_batch()
-            if skip and k == 0 and steps == 2:
-                continue
-            if zero:
-                self.optimizer.zero_grad()
-            self.backward(way if k == steps - 1 else "whole")
+        self.backward(way)
+        self.step(False)
+
+    @rule(way=st.sampled_from(WAYS), slip=st.sampled_from(SLIPS), zero=st.booleans())
+    def train(self, way, slip, zero):
+        """A few steps as people write them, with a slip in between."""
+        self.one_step("whole")
+        if slip == "skip a batch":
+            self.next_batch()
+        elif slip == "step again":
+            self.backward("whole")
             self.step(False)
+        elif slip == "leave in the middle of a draw":
+            self.new_pass_in_parts(2)
+            self.one_step("whole")
+            self.new_pass()
+        elif slip == "seeded copies":
+            self.go_on_with_a_copy()
+            self.one_step("whole")
+            self.go_on_with_a_copy()
+        if zero:
+            self.optimizer.zero_grad()
+        self.one_step(way)
 
     @rule(closure=st.booleans())
     def step(self, closure):

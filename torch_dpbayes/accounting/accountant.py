@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import os
 import threading
@@ -15,7 +13,7 @@ import numpy as np
 
 from . import events, privacy_loss, renyi
 from .events import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-from .privacy_loss import Concentrated, Gaussian, Neighboring, NonPrivate, Pair, Sampled
+from .privacy_loss import Concentrated, Gaussian, Neighboring, NonPrivate, Pair, Sampled, added
 
 Method = Literal["pld", "rdp"]
 
@@ -32,7 +30,7 @@ class Charge(NamedTuple):
     """One line of an accountant's history: ``count`` releases of one elementary event."""
 
     event: DpEvent
-    count: int = 1
+    count: int = 1  # type: ignore[assignment]
     label: str | None = None
     adaptive: bool = False
 
@@ -84,9 +82,9 @@ class _Reserve:
 
 
 class PrivacyAccountant:
-    r"""Records releases, and says what they cost together: the smallest :math:`\varepsilon` such that
+    r"""Records releases, and says what they cost together: epsilon such that for all neighbours D, D' and all S
 
-    .. math:: \Pr[M(D) \in S] \le e^\varepsilon \Pr[M(D') \in S] + \delta \quad\text{for all } S \text{ and neighbours } D, D'.
+    .. math:: \Pr[M(D) \in S] \le e^\varepsilon \Pr[M(D') \in S] + \delta.
 
     With a budget it also refuses: a charge that would pass the budget raises :class:`PrivacyBudgetExceeded` and leaves
     the accountant as it was. Charge first, release second.
@@ -133,7 +131,7 @@ class PrivacyAccountant:
         self._process = os.getpid()
         self._lock = threading.RLock()
 
-    # --- reading -------------------------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------------
 
     @property
     def epsilon(self) -> float | None:
@@ -166,7 +164,7 @@ class PrivacyAccountant:
         return sum(self._charges.values())
 
     def __bool__(self) -> bool:
-        # Without this an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would drop a budget.
+        # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would drop a budget.
         return True
 
     def __repr__(self) -> str:
@@ -189,15 +187,15 @@ class PrivacyAccountant:
             return_bounds: also return a lower bound, to see how tight the guarantee is.
 
         Returns:
-            An upper bound on epsilon. Under an adaptive filter it is what the filter guarantees, spent or not: a run that
-            may stop depending on its outputs has no smaller guarantee.
+            An upper bound on epsilon. Under an adaptive filter it is what the filter guarantees, spent or not: a run
+            that may stop depending on its outputs has no smaller guarantee.
         """
         delta = self._default_delta(delta)
         with self._lock:
             upper = self._upper(delta)
             if not return_bounds:
                 return upper
-            known = {pair: n for pair, n in self._counts.items() if not isinstance(pair, Concentrated)}
+            known: dict[Pair, int] = {pair: n for pair, n in self._counts.items() if not isinstance(pair, Concentrated)}
             lower = privacy_loss.lower_epsilon(known, delta) if known else 0.0
             return EpsilonBounds(min(lower, upper), upper)
 
@@ -216,14 +214,14 @@ class PrivacyAccountant:
             return privacy_loss.upper_delta(self._counts, epsilon)
 
     def remaining(self, event: DpEvent) -> int | float:
-        """How many times ``event`` still fits into the budget. ``math.inf`` without a budget, or if it costs nothing."""
+        """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it costs nothing."""
         need = self._need(self._parts(event, 1))
         with self._lock:
             if self._epsilon is None or not need:
                 return math.inf
             if any(isinstance(pair, NonPrivate) for pair in need):
                 return 0
-            return largest(functools.partial(self._fits_more, self._counts, need, None))
+            return largest(self._fits_more(self._counts, need), start=self._last_steps)
 
     def _default_delta(self, delta: float | None) -> float:
         if delta is not None:
@@ -245,12 +243,12 @@ class PrivacyAccountant:
             self._memory[delta] = value
         return self._memory[delta]
 
-    def _price(self, counts: Mapping[Pair, int], delta: float, ratio: float | None = None) -> float:
+    def _price(self, counts: Mapping[Pair, int], delta: float) -> float:
         if self._method == "rdp":
             return renyi.epsilon(renyi.curve(counts), delta)
-        return privacy_loss.upper_epsilon(counts, delta, ratio or privacy_loss.RATIO)
+        return privacy_loss.upper_epsilon(counts, delta)
 
-    # --- charging ------------------------------------------------------------------------------------------------------
+    # --- charging ----------------------------------------------------------------------------------------------------
 
     def compose(
         self, event: DpEvent, count: int = 1, label: str | None = None, adaptive: bool = False
@@ -261,8 +259,8 @@ class PrivacyAccountant:
             event: see :mod:`torch_dpbayes.accounting.events`.
             count: how often.
             label: what :meth:`summary` adds up the shares by.
-            adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then a filter: a limit on
-                a Renyi divergence at one order, or on mu^2 if the first charge is a Gaussian, derived from the
+            adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then a filter: a limit
+                on a Renyi divergence at one order, or on mu^2 if the first charge is a Gaussian, derived from the
                 budget alone. It needs a budget, and must be in force from the first charge.
 
         Raises:
@@ -273,12 +271,6 @@ class PrivacyAccountant:
         if label is not None and (not isinstance(label, str) or not label):
             raise ValueError(f"label must be a non-empty string or None, got {label!r}.")
         parts = self._parts(event, count)
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "this accountant was forked into another process, where a charge would be lost to its parent: one budget "
-                "would be spent twice. Charge in the process that made the accountant, or give every process an "
-                "accountant with a share of the budget."
-            )
         with self._lock:
             self._record(parts, label, bool(adaptive))
         return self
@@ -311,6 +303,12 @@ class PrivacyAccountant:
     def _record(self, parts: list[tuple[DpEvent, int, Pair]], label: str | None, adaptive: bool) -> None:
         if not parts:
             return
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this accountant was forked into another process, where a charge would be lost to its parent: one "
+                "budget would be spent twice. Charge in the process that made the accountant, or give every process "
+                "an accountant with a share of the budget."
+            )
         if adaptive and self._filter is None:
             self._start_filter(parts)
         try:
@@ -338,8 +336,8 @@ class PrivacyAccountant:
                 "be a choice made after seeing outputs, which neither guarantee covers. Charge with adaptive=True from "
                 "the first charge on, in a new accountant."
             )
-        kind: Literal["gaussian", "renyi"] = "gaussian" if all(isinstance(p, Gaussian) for _, _, p in parts) else "renyi"
-        self._filter = _Filter.fixed(kind, self._epsilon, self._delta)
+        gaussian = all(isinstance(pair, Gaussian) for _, _, pair in parts)
+        self._filter = _Filter.fixed("gaussian" if gaussian else "renyi", self._epsilon, self._delta)
 
     def _reserved(self, parts: list[tuple[DpEvent, int, Pair]]) -> bool:
         """Takes the charge out of the reserves if they cover it: no composition per step."""
@@ -360,11 +358,11 @@ class PrivacyAccountant:
             reserve.last = pair
         return True
 
-    def _fits(self, counts: Mapping[Pair, int], ratio: float | None = None) -> bool:
+    def _fits(self, counts: Mapping[Pair, int]) -> bool:
         assert self._epsilon is not None and self._delta is not None
         if self._filter is not None:
             return self._filter.cost(counts) <= self._filter.limit
-        return self._price(counts, self._delta, ratio) <= self._epsilon
+        return self._price(counts, self._delta) <= self._epsilon
 
     def _admit(self, need: dict[Pair, int]) -> None:
         """Checks a charge against the budget, and reserves what else will fit for the charges to come."""
@@ -380,47 +378,68 @@ class PrivacyAccountant:
             # A multiplier that fell below what was reserved will fall again: from now on reserve for lower ones.
             self._falling |= any(_same_family(p, pair) and not _covers(p, pair) for p in self._reserves)
         least = min(expected.values())
-        base = _plus(self._counts, need, 1)
+        base = added(self._counts, need)
         many = self._method == "pld" and len(base) > 48
-        best: tuple[int, dict[Pair, int]] = (0, {})
-        # From cheap and wasteful to exact: coarse levels first, and reserves for lower multipliers than the present one.
-        for ratio, slack in itertools.product((_COARSE, None) if many else (None,), (1.2, 1.05, 1.0) if self._falling else (1.0,)):
-            weights: dict[Pair, int] = {}
-            for pair, used in expected.items():
-                weights[_weaker(pair, slack)] = max(1, min(round(used / least), 1000))
-            fits = functools.partial(self._fits_more, base, weights, ratio)
-            steps = largest(fits, start=self._last_steps, rough=True)
-            if steps > best[0]:
-                best = steps, weights
-            if steps >= 16:
+        # From cheap to exact: coarse levels first. While multipliers fall, a reserve for lower ones lasts longer, but
+        # is smaller; one for the present multiplier serves this step only.
+        slacks = ((1.2, 1.0), (1.03, 0.5), (1.0, 0.02)) if self._falling else ((1.0, 1.0),)
+        steps, worth = 0, 0.0
+        weights: dict[Pair, int] = {}
+        for ratio in (_COARSE, privacy_loss.RATIO) if many else (privacy_loss.RATIO,):
+            for slack, value in slacks:
+                candidate: dict[Pair, int] = {}
+                for pair, used in expected.items():
+                    candidate[_weaker(pair, slack)] = max(1, min(round(used / least), 1000))
+                fit = largest(self._fits_more(base, candidate, ratio), start=self._last_steps, rough=True)
+                if fit * value > worth:
+                    steps, weights, worth = fit, candidate, fit * value
+                if fit > 4 + len(self) // 20:
+                    break
+            if worth > 4:
                 break
-        steps, weights = best
         if not steps and not self._fits(base):
-            self._reserves = {pair: _Reserve(0, pair) for pair in need}
             self._refuse(need)
         self._reserves = {pair: _Reserve(steps * n, pair) for pair, n in weights.items()}
+        for pair, times in need.items():  # charged past the reserve, but part of what to expect next time
+            kept = (r for p, r in self._reserves.items() if _same_family(p, pair) or p == pair)
+            reserve = next(kept, None) or self._reserves.setdefault(pair, _Reserve(0, pair))
+            reserve.used, reserve.last = times, pair
         self._last_steps = max(steps, 1)
 
-    def _fits_more(self, base: Mapping[Pair, int], weights: Mapping[Pair, int], ratio: float | None, steps: int) -> bool:
-        return self._fits(_plus(base, weights, steps), ratio)
+    def _fits_more(
+        self, base: Mapping[Pair, int], more: Mapping[Pair, int], ratio: float = privacy_loss.RATIO
+    ) -> Callable[[int], bool]:
+        """Whether so many times ``more`` fit after ``base``, as a function that is cheap to call again."""
+        assert self._epsilon is not None and self._delta is not None
+        epsilon, delta = self._epsilon, self._delta
+        if self._filter is not None:
+            before, each, limit = self._filter.cost(base), self._filter.cost(more), self._filter.limit
+            return lambda steps: before + steps * each <= limit
+        if self._method == "rdp":
+            past, step = renyi.curve(base), renyi.curve(more)
+            return lambda steps: renyi.epsilon(past + steps * step, delta) <= epsilon
+        if len(base) <= 4:
+            return lambda steps: self._fits(added(base, more, steps))
+        price = privacy_loss.extension(base, more, delta, self._last_steps, ratio)
+        return lambda steps: price(steps) <= epsilon
 
     def _refuse(self, need: dict[Pair, int]) -> NoReturn:
         assert self._epsilon is not None and self._delta is not None
         times = sum(need.values())
         if times > 1:
             unit = {pair: 1 for pair in need}
-            left = largest(functools.partial(self._fits_more, self._counts, unit, None))
+            left = largest(self._fits_more(self._counts, unit))
             fit = f"{left} of these would still fit"
         else:
             fit = "not one more fits"
         raise PrivacyBudgetExceeded(
-            f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon = {self._epsilon:g} at delta = "
-            f"{self._delta:g} ({len(self)} releases so far, epsilon = {self._upper(self._delta):.4g}); {fit}. Nothing was "
-            "recorded; release nothing. Stop here, or plan the next run with fewer steps, a larger noise multiplier "
+            f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon = {self._epsilon:g} at "
+            f"delta = {self._delta:g} ({len(self)} releases so far, epsilon = {self._upper(self._delta):.4g}); {fit}. "
+            "Nothing was recorded; release nothing. Stop here, or plan the next run with fewer steps, a larger noise multiplier "
             "or a smaller sampling rate (torch_dpbayes.get_noise_multiplier)."
         )
 
-    # --- handing on ----------------------------------------------------------------------------------------------------
+    # --- handing on --------------------------------------------------------------------------------------------------
 
     def to_dp_event(self) -> ComposedDpEvent:
         """The history as one event, for any dp_accounting accountant that knows its parts."""
@@ -498,15 +517,18 @@ class PrivacyAccountant:
             for name in ("method", "neighboring"):
                 if state_dict[name] != getattr(self, name):
                     raise ValueError(
-                        f"the saved accountant has {name}={state_dict[name]!r}, this one {getattr(self, name)!r}: their "
-                        "numbers mean different things. Make this accountant with the saved setting."
+                        f"the saved accountant has {name}={state_dict[name]!r}, this one {getattr(self, name)!r}: "
+                        "their numbers mean different things. Make this accountant with the saved setting."
                     )
-            lines = [(_decode(code), int(n), label or None, kind == "adaptive") for code, n, label, kind in state_dict["history"]]
+            lines = [
+                (_decode(code), int(count), label or None, kind == "adaptive")
+                for code, count, label, kind in state_dict["history"]
+            ]
             own = [] if self._epsilon is None else [self._epsilon, self._delta]
             if any(adaptive for *_, adaptive in lines) and list(state_dict["budget"]) != own:
                 raise ValueError(
-                    f"the saved history is adaptive, which is private against the limit {state_dict['budget']} that was "
-                    f"fixed at its start only; this accountant's is {own}."
+                    f"the saved history is adaptive, which is private only against the limit {state_dict['budget']} "
+                    f"that was fixed at its start; this accountant's is {own}."
                 )
             try:
                 for event, count, label, adaptive in lines:
@@ -521,9 +543,9 @@ class PrivacyAccountant:
             "Pass the object itself on, or save state_dict() and load it into a new accountant when this one is gone."
         )
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy  # type: ignore[assignment]
+    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
 
-    # --- what Opacus asks of an accountant -----------------------------------------------------------------------------
+    # --- what Opacus asks of an accountant ---------------------------------------------------------------------------
 
     @classmethod
     def mechanism(cls) -> str:
@@ -561,8 +583,8 @@ def check_delta(delta: Any) -> float:
         raise ValueError(f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of records.")
     if value < _SMALLEST_DELTA:
         raise ValueError(
-            f"delta = {value:g} is below {_SMALLEST_DELTA:g}, where round-off and truncated tails of the floating-point "
-            "computation are no longer negligible: the epsilon would not be a proven bound. Use delta >= 1e-10."
+            f"delta = {value:g} is below {_SMALLEST_DELTA:g}, where round-off and truncated tails of the "
+            "floating-point computation are no longer negligible: the epsilon would not be a proven bound. Use delta >= 1e-10."
         )
     return value
 
@@ -586,13 +608,6 @@ def largest(fits: Callable[[int], bool], *, start: int = 1, rough: bool = False)
         middle = max(low + 1, min(high - 1, math.isqrt(low * high)))
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def _plus(counts: Mapping[Pair, int], more: Mapping[Pair, int], times: int) -> dict[Pair, int]:
-    total = dict(counts)
-    for pair, count in more.items():
-        total[pair] = total.get(pair, 0) + times * count
-    return total
 
 
 def _same_family(a: Pair, b: Pair) -> bool:

@@ -41,14 +41,15 @@ def noise_multiplier_for(
     Raises:
         ValueError: the history alone passes the target, or no noise up to 1e7 meets it.
     """
-    epsilon, delta, steps = check_epsilon(target_epsilon), check_delta(target_delta), events.positive_count(steps, "steps")
+    epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
+    steps = events.positive_count(steps, "steps")
     before: dict[Pair, int] = {}
     for event, count, *_ in history:
         _add(before, event, events.positive_count(count), neighboring)
     if before and privacy_loss.upper_epsilon(before, delta) > epsilon:
         raise ValueError(
-            f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g} alone: no noise is large "
-            "enough for another step."
+            f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g} alone: no noise is "
+            "large enough for another step."
         )
 
     def excess(log_noise: float) -> float:
@@ -75,8 +76,8 @@ def _smallest(excess: Callable[[float], float]) -> float:
         high, step = high + step, 2 * step
         if high > math.log(_LARGEST_NOISE):
             raise ValueError(
-                f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a smaller sampling rate, or a "
-                "larger epsilon."
+                f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a smaller "
+                "sampling rate, or a larger epsilon."
             )
         below = excess(high)
     while above <= 0:

@@ -156,7 +156,7 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
         ValueError: a parameter is out of range.
     """
     kind = type(event)
-    if event.__class__ is NoOpDpEvent:
+    if kind is NoOpDpEvent:
         return
     if isinstance(event, ComposedDpEvent):
         for part in event.events:
@@ -171,7 +171,8 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
     elif isinstance(event, PoissonSampledDpEvent):
         gaussian = _sampled_gaussian(event.event, "PoissonSampledDpEvent")
         if _real(event.sampling_probability, "sampling_probability") != 0:
-            yield PoissonSampledDpEvent(sampling_rate(event.sampling_probability, "sampling_probability"), gaussian), count
+            rate = sampling_rate(event.sampling_probability, "sampling_probability")
+            yield PoissonSampledDpEvent(rate, gaussian), count
     elif isinstance(event, SampledWithoutReplacementDpEvent):
         gaussian = _sampled_gaussian(event.event, "SampledWithoutReplacementDpEvent")
         size = positive_count(event.source_dataset_size, "source_dataset_size")

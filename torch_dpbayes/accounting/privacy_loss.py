@@ -25,8 +25,9 @@ Hoeffding's inequality: given L, each step's rounding is independent, spans one 
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -52,7 +53,7 @@ Neighboring = Literal["add_or_remove_one", "replace_one"]
 Array = NDArray[np.float64]
 
 
-# --- pairs ------------------------------------------------------------------------------------------------------------
+# --- pairs -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring) -> Pair:
     if isinstance(event, GaussianDpEvent):
         return Gaussian((2.0 if replace else 1.0) / event.noise_multiplier)
     if isinstance(event, PoissonSampledDpEvent):
-        return _sampled("antipodal" if replace else "directed", event.sampling_probability, event.event.noise_multiplier)
+        rate, noise = event.sampling_probability, event.event.noise_multiplier
+        return _sampled("antipodal" if replace else "directed", rate, noise)
     if isinstance(event, SampledWithoutReplacementDpEvent):
         # A batch of fixed size swaps one member for another under either relation: sensitivity 2C.
         rate = event.sample_size / event.source_dataset_size
@@ -154,7 +156,7 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring) -> Pair:
     raise TypeError(f"{event!r} is not an elementary event.")
 
 
-# --- one pair as quadrature nodes --------------------------------------------------------------------------------------
+# --- one pair as quadrature nodes ------------------------------------------------------------------------------------
 
 _RULES = {degree: np.polynomial.legendre.leggauss(degree) for degree in (3, 5)}
 
@@ -267,7 +269,7 @@ def _grid(low: float, high: float, interval: float) -> Array:
     return np.arange(math.ceil(low / interval), math.floor(high / interval) + 1, dtype=np.float64)
 
 
-# --- one pair on the grid ----------------------------------------------------------------------------------------------
+# --- one pair on the grid --------------------------------------------------------------------------------------------
 
 
 class Masses(NamedTuple):
@@ -292,7 +294,7 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     upper = nodes.masses * (np.expm1(np.minimum(cell * interval - nodes.losses, 0.0)) / math.expm1(-interval))
     upper = np.minimum(upper, nodes.masses)
     size = int(index.max()) + 2
-    masses = np.bincount(index, nodes.masses - upper, size) + np.bincount(index + 1, upper, size)
+    masses: Array = np.bincount(index, nodes.masses - upper, size) + np.bincount(index + 1, upper, size)
     if nodes.central:
         masses[-first] += nodes.central
     reverse = (masses * np.exp(-interval * (first + np.arange(size))))[::-1].copy()
@@ -302,13 +304,14 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     return Masses(first, masses, tail), Masses(-(first + size - 1), reverse, tail)
 
 
-# --- composition -------------------------------------------------------------------------------------------------------
+# --- composition -----------------------------------------------------------------------------------------------------
 
 _TILTS = np.geomspace(1e-4, 1e6, 104)
 _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
 _OUTSIDE = 1e-9  # tilted mass that the window may miss
 _LARGEST_WINDOW = 2**22
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
+_ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
 _LARGEST_PLAN = 24  # levels that the choice of tilt and window looks at
 
 
@@ -342,10 +345,10 @@ def _plan(
     reverse: bool,
     tail: float,
     *,
-    epsilon: float | None,
     log_delta: float,
-    accuracy: float,
-    interval: float | None,
+    epsilon: float | None = None,
+    accuracy: float = _ACCURACY,
+    interval: float | None = None,
 ) -> _Plan:
     pairs = sorted(levels.items(), key=_level_order)
     total = sum(levels.values())
@@ -440,6 +443,18 @@ class Composition:
             self._add(grid_masses(pair, self.interval, tail)[reverse], count)
         self._finish()
 
+    def followed_by(self, other: Composition, times: int) -> Composition:
+        """This composition, and then ``times`` the other, which was made with the same plan."""
+        joint = copy.copy(self)
+        joint._spectrum = self._spectrum * _power(other._spectrum, times)
+        joint._offset += times * other._offset
+        joint._extent += times * other._extent
+        joint.count += times * other.count
+        joint.infinity += times * other.infinity
+        joint._log_moments = self._log_moments + times * other._log_moments
+        joint._finish()
+        return joint
+
     def _add(self, level: Masses, count: int) -> None:
         grid = self.interval * (level.first + np.arange(len(level.masses)))
         log_masses = _log(level.masses)
@@ -476,7 +491,6 @@ class Composition:
             self.wrapped += math.exp(min(upper - self.log_scale - (plan.upper_tilt - plan.tilt) * end, 0.0))
         if self._offset < self._first:
             self.wrapped += math.exp(min(lower - self.log_scale - (plan.lower_tilt - plan.tilt) * start, 0.0))
-        del self._spectrum
 
     def wider_plan(self) -> _Plan:
         """The plan with the window that the moments measured on the grid ask for."""
@@ -492,9 +506,10 @@ class Composition:
     def _sums(self, tilted: Array) -> tuple[Array, Array, float]:
         """Suffix sums of mass and of mass * exp(-loss), relative to the window's middle, and that reference loss."""
         middle = float(self.losses[self._size // 2])
-        scale = np.clip(self.log_scale - self.plan.tilt * self.losses, -700.0, 700.0)
+        # Where the scale is cut off, far below the losses that count, delta is far above 1 anyway.
+        scale = np.clip(self.log_scale - self.plan.tilt * self.losses, -600.0, 300.0)
         mass = tilted * np.exp(scale)
-        discounted = mass * np.exp(np.minimum(middle - self.losses, 700.0))
+        discounted = mass * np.exp(np.clip(middle - self.losses, -300.0, 300.0))
         return np.cumsum(mass[::-1])[::-1], np.cumsum(discounted[::-1])[::-1], middle
 
     def upper_delta(self, epsilon: float) -> float:
@@ -513,7 +528,7 @@ class Composition:
             (np.maximum(self.tilted, 0.0) + self.round_off) * (1 + self.relative_error)
         )
         # delta at each grid point; it falls, so the first point that meets the target ends the cell of the solution.
-        profile = mass - np.exp(np.minimum(self.losses - middle, 700.0)) * discounted
+        profile = mass - np.exp(np.clip(self.losses - middle, -300.0, 300.0)) * discounted
         cell = int(np.argmax(profile <= rest)) if profile[-1] <= rest else -1
         if cell == 0:
             return max(float(self.losses[0]), 0.0)
@@ -525,10 +540,8 @@ class Composition:
     def lower_epsilon(self, delta: float) -> float:
         slip = delta / 50  # probability with which the discretisation may have moved the loss further than ``shift``
         shift = self._shift(slip)
-        mass, discounted, middle = self._sums(
-            np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error)
-        )
-        profile = mass - np.exp(np.minimum(self.losses - middle, 700.0)) * discounted
+        mass, discounted, middle = self._sums(np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error))
+        profile = mass - np.exp(np.clip(self.losses - middle, -300.0, 300.0)) * discounted
         foreign = np.exp(np.minimum(self.log_scale - self.plan.tilt * self.losses, 700.0)) * self.wrapped
         enough = np.flatnonzero(profile - foreign >= delta + slip + 2 * self.tail * self.count)
         return max(float(self.losses[enough[-1]]) - shift, 0.0) if len(enough) else 0.0
@@ -539,9 +552,17 @@ class Composition:
         return self.count * mean + self.interval * math.sqrt(self.count * -math.log(slip) / 2)
 
 
-# --- what the accountant asks ------------------------------------------------------------------------------------------
+def _tail(delta: float, total: int) -> float:
+    return max(1e-7 * delta / total, 1e-30)
 
-_ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
+
+def _directions(levels: Mapping[Pair, int]) -> tuple[bool, ...]:
+    """Whether to look at the pairs as they are (a record was removed) and at their reverse (a record was added)."""
+    return (False, True) if any(isinstance(p, Sampled) and p.kind == "directed" for p in levels) else (False,)
+
+
+# --- what the accountant asks ----------------------------------------------------------------------------------------
+
 _EXACT_LEVELS = 48  # up to this many different levels are composed as they are
 _MOST_LEVELS = 1000
 RATIO = 1.002  # ratio within which levels are merged
@@ -549,7 +570,12 @@ _LOWER_RATIO = 1.005
 
 
 def merge(
-    counts: Mapping[Pair, int], ratio: float = RATIO, *, upper: bool = True, concentrated: bool = False, fixed: bool = False
+    counts: Mapping[Pair, int],
+    ratio: float = RATIO,
+    *,
+    upper: bool = True,
+    concentrated: bool = False,
+    fixed: bool = False,
 ) -> dict[Pair, int]:
     """Gaussians become one; close levels of sampled releases become their least private member.
 
@@ -624,13 +650,10 @@ def compose(
     """
     total = sum(levels.values())
     log_delta = math.log(delta) if delta is not None else -23.0
-    tail = max(1e-7 * math.exp(log_delta) / total, 1e-30)
-    directions = [False, True] if any(isinstance(p, Sampled) and p.kind == "directed" for p in levels) else [False]
+    tail = _tail(math.exp(log_delta), total)
     compositions = []
-    for reverse in directions:
-        plan = _plan(
-            levels, reverse, tail, epsilon=epsilon, log_delta=log_delta, accuracy=accuracy, interval=interval
-        )
+    for reverse in _directions(levels):
+        plan = _plan(levels, reverse, tail, epsilon=epsilon, log_delta=log_delta, accuracy=accuracy, interval=interval)
         composition = Composition(plan, levels, reverse, tail)
         if composition.wrapped > 100 * _OUTSIDE:
             composition = Composition(composition.wider_plan(), levels, reverse, tail)
@@ -638,8 +661,20 @@ def compose(
     return compositions
 
 
+def _only_mu(levels: Mapping[Pair, int]) -> float | None:
+    """mu of merged levels that are one Gaussian; 0 if there are none; ``None`` if there is anything else."""
+    mu = 0.0
+    for pair in levels:
+        if not isinstance(pair, Gaussian):
+            return None
+        mu = pair.mu
+    return mu
+
+
 def _gaussian_delta(mu: float, epsilon: float) -> float:
     """Balle and Wang 2018, Theorem 8."""
+    if mu == 0:
+        return 0.0
     return float(special.ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))
 
 
@@ -705,9 +740,39 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO
     if _refused(counts):
         return math.inf
     levels = merge(counts, ratio)
-    if set(map(type, levels)) <= {Gaussian}:
-        return sum(_gaussian_epsilon(pair.mu, delta) for pair in levels)  # type: ignore[union-attr]
+    if (mu := _only_mu(levels)) is not None:
+        return _gaussian_epsilon(mu, delta)
     return max(c.upper_epsilon(delta) for c in compose(levels, delta=delta))
+
+
+def extension(
+    counts: Mapping[Pair, int], more: Mapping[Pair, int], delta: float, guess: int, ratio: float = RATIO
+) -> Callable[[int], float]:
+    """The function from steps to an upper bound on epsilon of ``counts`` and ``steps`` times ``more``.
+
+    A call costs one inverse FFT. The bound is tightest near ``guess`` steps.
+    """
+    if set(map(type, [*counts, *more])) <= {Gaussian}:
+        return lambda steps: upper_epsilon(added(counts, more, steps), delta)
+    base, step = merge(counts, ratio), merge(more, ratio)
+    joint = merge(added(counts, more, guess), ratio)
+    tail = _tail(delta, 4 * sum(joint.values()))
+    directions = []
+    for reverse in _directions(joint):
+        plan = _plan(joint, reverse, tail, log_delta=math.log(delta))
+        directions.append((Composition(plan, base, reverse, tail), Composition(plan, step, reverse, tail)))
+    return lambda steps: max(
+        before.followed_by(after, steps).upper_epsilon(delta) if steps else before.upper_epsilon(delta)
+        for before, after in directions
+    )
+
+
+def added(counts: Mapping[Pair, int], more: Mapping[Pair, int], times: int = 1) -> dict[Pair, int]:
+    """``counts`` plus ``times`` times ``more``."""
+    total = dict(counts)
+    for pair, count in more.items():
+        total[pair] = total.get(pair, 0) + times * count
+    return total
 
 
 def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
@@ -715,8 +780,8 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     if _refused(counts):
         return math.inf
     levels = merge(counts, _LOWER_RATIO, upper=False)
-    if set(map(type, levels)) <= {Gaussian}:
-        return sum(_gaussian_epsilon(pair.mu, delta) for pair in levels) * (1 - 1e-9)  # type: ignore[union-attr]
+    if (mu := _only_mu(levels)) is not None:
+        return _gaussian_epsilon(mu, delta) * (1 - 1e-9)
     accuracy = _ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= _EXACT_LEVELS else 3)
     return max(c.lower_epsilon(delta) for c in compose(levels, delta=delta, accuracy=accuracy))
 
@@ -726,6 +791,6 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     if _refused(counts):
         return 1.0
     levels = merge(counts)
-    if set(map(type, levels)) <= {Gaussian}:
-        return sum(_gaussian_delta(pair.mu, epsilon) for pair in levels)  # type: ignore[union-attr]
+    if (mu := _only_mu(levels)) is not None:
+        return min(1.0, _gaussian_delta(mu, epsilon) * (1 + 1e-10))
     return max(c.upper_delta(epsilon) for c in compose(levels, epsilon=epsilon))

@@ -185,8 +185,8 @@ def _records_of(name: str, parameter: Tensor) -> Tensor:
     if records is None:
         raise RuntimeError(
             f"parameter {name!r} has no per-record gradient in this step: it was not used by the last forward pass (freeze it with "
-            "requires_grad_(False), or use it through its module), backward() was not called, or a forward pass in training mode had no "
-            "backward pass (evaluate under model.eval() or torch.no_grad())."
+            "requires_grad_(False), or use it through its module), backward() was not called, the model is in eval mode, or a "
+            "forward pass in training mode had no backward pass (evaluate under model.eval() or torch.no_grad())."
         )
     if records.shape[1:] != parameter.shape:
         raise RuntimeError(
