@@ -16,8 +16,10 @@ import argparse
 import logging
 import math
 import time
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,12 @@ from tqdm import tqdm
 import torch_dpbayes as dpb
 from torch_dpbayes import metrics
 
-# The temperatures are just below those whose own noise would be the noise that epsilon needs: the whole epsilon is used, and at temperature 1, the
-# posterior itself, less would be. lr is large because it multiplies gradients clipped to max_grad_norm.
+# lr is large because it multiplies gradients clipped to max_grad_norm.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "digits": dict(epsilon=5.0, epochs=100, lr=4.0, temperature=0.05, batch_size=512, max_grad_norm=0.5),
-    "mnist": dict(epsilon=3.0, epochs=40, lr=24.0, temperature=0.004, batch_size=2048, max_grad_norm=0.1),
-    "fashion-mnist": dict(epsilon=3.0, epochs=40, lr=24.0, temperature=0.004, batch_size=2048, max_grad_norm=0.1),
-    "diabetes": dict(epsilon=5.0, epochs=100, lr=0.5, temperature=0.05, batch_size=128, max_grad_norm=1.0),
+    "digits": dict(epsilon=5.0, epochs=150, lr=4.0, batch_size=512, max_grad_norm=0.5),
+    "mnist": dict(epsilon=3.0, epochs=40, lr=16.0, batch_size=1024, max_grad_norm=0.1),
+    "fashion-mnist": dict(epsilon=3.0, epochs=40, lr=16.0, batch_size=1024, max_grad_norm=0.1),
+    "diabetes": dict(epsilon=5.0, epochs=100, lr=0.5, batch_size=128, max_grad_norm=1.0),
 }
 BURN_IN = 0.6  # of the steps; the samples are spread over the rest
 NUM_SAMPLES = 50
@@ -84,7 +85,9 @@ def digits(seed: int) -> Problem:
     train, test = split(len(x), seed)
     photographs = torch.stack([torch.tensor(photograph) for photograph in load_sample_images().images])  # [2, 427, 640, 3]
     patches = photographs.float().mean(3).unfold(1, 8, 8).unfold(2, 8, 8).reshape(-1, 1, 8, 8) / 127.5 - 1
-    network = nn.Sequential(nn.Flatten(1), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+    network = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(1), nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 10)
+    )
     return Problem(
         name="digits", likelihood="categorical", network=network, loss=nn.CrossEntropyLoss(),
         train=TensorDataset(x[train], y[train]), test_x=x[test], test_y=y[test],
@@ -149,18 +152,22 @@ def prepare(problem: Problem, options: argparse.Namespace) -> tuple[dpb.PrivacyE
     """Print the plan, make network, optimizer and loader private; the engine, the last two and the number of steps."""
     engine = dpb.PrivacyEngine()
     run: dict[str, Any] = dict(
-        module=problem.network,
-        optimizer=partial(dpb.optim.DPSGLD, lr=options.lr, temperature=options.temperature),
-        data_loader=DataLoader(problem.train, batch_size=options.batch_size),
-        max_grad_norm=options.max_grad_norm,
+        module=problem.network, data_loader=DataLoader(problem.train, batch_size=options.batch_size), max_grad_norm=options.max_grad_norm
     )
-    if options.epsilon == math.inf:
-        plan = engine.plan(**run, epochs=options.epochs, target_delta=options.delta)
-        _, optimizer, loader = engine.make_private(**run)
-    else:
-        target = dict(epochs=options.epochs, target_epsilon=options.epsilon, target_delta=options.delta)
-        plan = engine.plan(**run, **target)
+    target: dict[str, Any] = dict(epochs=options.epochs, target_delta=options.delta)
+    if options.epsilon != math.inf:
+        target["target_epsilon"] = options.epsilon
+    sgld = partial(dpb.optim.DPSGLD, lr=options.lr)
+    if options.temperature is None:
+        with redirect_stdout(StringIO()):
+            noise = engine.plan(**run, **target, optimizer=partial(sgld, temperature=0.0))
+        options.temperature = 0.999 * noise.effective_temperature  # not all of it, so that rounding cannot make it warmer
+    run["optimizer"] = partial(sgld, temperature=options.temperature)
+    plan = engine.plan(**run, **target)
+    if options.epsilon != math.inf:
         _, optimizer, loader = engine.make_private_with_epsilon(**run, **target)
+    else:
+        _, optimizer, loader = engine.make_private(**run)
     return engine, optimizer, loader, plan.steps
 
 
@@ -171,10 +178,10 @@ def train(
     network, epochs = problem.network, options.epochs
     burn_in = int(BURN_IN * steps)
     samples = dpb.PosteriorSamples(burn_in=burn_in, thin=math.ceil((steps - burn_in) / NUM_SAMPLES))
-    spent, left = 0.0, options.epsilon
+    spent = 0.0
     with tqdm(total=steps, unit="step") as bar:
         for epoch in range(epochs):
-            bar.set_description(refresh=False, desc=f"epoch {epoch + 1}/{epochs}, epsilon {spent:.3f} spent, {left:.3f} left")
+            bar.set_description(f"epoch {epoch + 1}/{epochs}, {budget(spent, options.epsilon)}", refresh=False)
             for x, y in loader:
                 optimizer.zero_grad()
                 problem.loss(network(x), y).backward()
@@ -182,9 +189,12 @@ def train(
                 samples.collect(network)
                 bar.update()
             spent = engine.accountant.get_epsilon(options.delta)
-            left = max(0.0, options.epsilon - spent) if math.isfinite(spent) else 0.0
-        bar.set_description(f"epoch {epochs}/{epochs}, epsilon {spent:.3f} spent, {left:.3f} left")
+        bar.set_description(f"epoch {epochs}/{epochs}, {budget(spent, options.epsilon)}")
     return samples, spent
+
+
+def budget(spent: float, epsilon: float) -> str:
+    return "epsilon inf: not private" if epsilon == math.inf else f"epsilon {spent:.3f} spent, {max(0.0, epsilon - spent):.3f} left"
 
 
 def show_classification(problem: Problem, samples: dict[str, dpb.PosteriorSamples], plot: Path | None) -> None:
@@ -231,7 +241,7 @@ def draw(problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor]
     for (name, probabilities), style in zip(inside.items(), ("o-", "s-"), strict=True):
         curve = metrics.reliability_curve(probabilities, problem.test_y, num_bins=10)
         enough = curve.num_records >= 10
-        reliability.plot(curve.confidence[enough], curve.accuracy[enough], style, label=name.split(" of ")[0])
+        reliability.plot(curve.confidence[enough], curve.accuracy[enough], style, label=name)
     reliability.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="confidence", ylabel="accuracy", title=f"{problem.name}: reliability")
     reliability.legend(loc="upper left", frameon=False)
     average = next(iter(inside))
@@ -244,9 +254,11 @@ def draw(problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor]
 
 
 def parser() -> argparse.ArgumentParser:
-    defaults = "".join(f"\n  {name:14} " + "  ".join(f"{k.replace('_', '-')} {v:g}" for k, v in settings.items()) for name, settings in SETTINGS.items())
+    defaults = ["defaults of the other options:"]
+    for name, settings in SETTINGS.items():
+        defaults.append(f"  {name:14}" + ", ".join(f"{option.replace('_', '-')} {value:g}" for option, value in settings.items()))
     result = argparse.ArgumentParser(
-        description=__doc__, epilog=f"defaults:{defaults}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__, epilog="\n".join(defaults), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = result.add_argument
     add("--task", choices=("classification", "regression"), default="classification", help="default: classification")
@@ -256,7 +268,7 @@ def parser() -> argparse.ArgumentParser:
     add("--delta", type=float, default=1e-5, help="default: 1e-5")
     add("--epochs", type=int, help="passes over the training records")
     add("--lr", type=float, help="step size on the mean of the clipped gradients")
-    add("--temperature", type=float, help="of the posterior that is sampled; at 1 the sampler's own noise may spend less than epsilon, see the plan")
+    add("--temperature", type=float, help="of the posterior that is sampled; default: the lowest that epsilon allows. 1 is the exact posterior")
     add("--batch-size", type=int, help="expected size of the Poisson batches")
     add("--max-grad-norm", type=float, help="clip norm of one record's gradient")
     add(
@@ -269,17 +281,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    arguments_of = parser()
-    options = arguments_of.parse_args(arguments)
+    command_line = parser()
+    options = command_line.parse_args(arguments)
     name = options.dataset or ("diabetes" if options.task == "regression" else "digits")
     if (name == "diabetes") != (options.task == "regression"):
-        arguments_of.error(f"--dataset {name} is not for --task {options.task}")
+        command_line.error(f"--dataset {name} is not for --task {options.task}")
     if options.plot is not None and (options.task == "regression" or not options.plot.parent.is_dir()):
-        arguments_of.error("--plot is for classification" if options.task == "regression" else f"--plot: there is no folder {options.plot.parent}")
+        command_line.error("--plot is for classification" if options.task == "regression" else f"--plot: there is no folder {options.plot.parent}")
+    if options.epochs is not None and options.epochs < 1:
+        command_line.error("--epochs must be at least 1")
     if options.epsilon == math.inf:
         if options.temperature:
-            arguments_of.error("--epsilon inf adds no noise, so there is no temperature: leave out --temperature")
-        options.temperature = 0.0
+            command_line.error("--epsilon inf adds no noise, so there is no temperature: leave out --temperature")
     for option, value in SETTINGS[name].items():
         if getattr(options, option) is None:
             setattr(options, option, value)
@@ -292,11 +305,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{name}: {len(problem.train)} training and {len(problem.test_x)} test records, {num_parameters} parameters")
         print(f"likelihood            {problem.likelihood}")
         engine, optimizer, loader, steps = prepare(problem, options)
-    except ValueError as error:
-        arguments_of.error(str(error))
-    start = time.perf_counter()
-    samples, spent = train(problem, engine, optimizer, loader, steps, options)
-    seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        samples, spent = train(problem, engine, optimizer, loader, steps, options)
+        seconds = time.perf_counter() - start
+    except ValueError as error:  # the library says what to write instead
+        command_line.error(str(error))
     last = dpb.PosteriorSamples()
     last.collect(problem.network)
 

@@ -643,6 +643,33 @@ def test_a_skipped_part_is_refused():
     assert len(optimizer.accountant) == 0
 
 
+def test_gradients_of_an_earlier_draw_do_not_pass_for_the_next():
+    _, net, optimizer, loader = private(batch_size=60)  # rate 1: all draws have one size
+    batches = iter(loader.__iter__() for _ in range(3))
+    x, y = next(next(batches))
+    one(net, optimizer, x, y)
+    nn.functional.cross_entropy(net(x), y).backward()
+    late = nn.functional.cross_entropy(net(x), y)
+    next(next(batches))
+    with pytest.raises(RuntimeError, match="backward"):
+        optimizer.step()
+    next(next(batches))
+    with pytest.raises((RuntimeError, ValueError, AttributeError)):  # the forward pass belongs to an earlier batch
+        late.backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == 1
+
+
+def test_parts_are_used_whole_even_where_the_total_is_right():
+    _, net, optimizer, loader = private(batch_size=60)  # every draw is all 60 records, in parts of 20
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=20, optimizer=optimizer) as parts:
+        with pytest.raises(RuntimeError, match="do not belong to the batch"):
+            for (x, y), factor in zip(parts, (0.5, 1.5, 1.0)):
+                rows = torch.arange(int(20 * factor)) % 20
+                one(net, optimizer, x[rows], y[rows])
+    assert len(optimizer.accountant) == 0
+
+
 def test_batch_memory_manager_needs_the_private_loader():
     p = nn.Parameter(torch.zeros(2))
     optimizer = bare([p])

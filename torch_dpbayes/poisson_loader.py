@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,11 +37,13 @@ class PoissonSampler(UniformWithReplacementSampler):
             num_samples=num_data, sample_rate=grid_rate, generator=generator, steps=max(1, math.floor(1 / sample_rate + 1e-9))
         )
         self.num_workers = num_workers
+        self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier batches
         self._reset()
 
     def _reset(self) -> None:
         self._sizes: deque[int] = deque()  # drawn, not yet delivered
         self._size = 0  # of the draw that was delivered last
+        self._part_size = 0  # of the batch that was delivered last
         self._ready = False  # a batch was delivered and not yet stepped on
         self._is_last = True  # it completes its draw
         self._missed = False  # a batch was delivered and never stepped on
@@ -67,11 +69,12 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._deliver(new_draw=self._is_last, is_last=is_last)
 
     def _deliver(self, *, new_draw: bool, is_last: bool) -> None:
+        self.before_delivery()
         self._missed |= self._ready
         if new_draw:
             if not self._sizes:
                 raise RuntimeError("two passes over one private loader at a time: their draws cannot be told apart")
-            self._size = self._sizes.popleft()
+            self._size = self._part_size = self._sizes.popleft()
             self.draw += 1
         self._ready, self._is_last = True, is_last
 
@@ -95,6 +98,23 @@ class PoissonSampler(UniformWithReplacementSampler):
         """Number of records in the draw delivered last: data, which must not leave the library."""
         return self._size
 
+    @property
+    def part_size(self) -> int:
+        """Number of records in the batch delivered last, a draw or a part of one: data as well."""
+        return self._part_size
+
+
+class _CountingCollate:
+    """A collate function of the main process that tells the sampler how many records a part of a draw has."""
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], sampler: PoissonSampler) -> None:
+        self.wrapped_collator_fn = collate_fn
+        self.sampler = sampler
+
+    def __call__(self, records: list[Any]) -> Any:
+        self.sampler._part_size = len(records)
+        return self.wrapped_collator_fn(records)
+
 
 class PoissonLoader(DPDataLoader):
     """Opacus' Poisson-sampling loader at an exact rate, with a :class:`PoissonSampler` that keeps count.
@@ -113,14 +133,18 @@ class PoissonLoader(DPDataLoader):
         self.distributed = False
         self.has_user_generator = data_loader.generator is not None
         generator = data_loader.generator if data_loader.generator is not None else fresh_generator()
-        collate_fn = wrap_collate_with_empty(
-            collate_fn=getattr(data_loader.collate_fn, "wrapped_collator_fn", data_loader.collate_fn)
-        )
+        user_collate = data_loader.collate_fn
+        while hasattr(user_collate, "wrapped_collator_fn"):  # of a loader that was private before
+            user_collate = user_collate.wrapped_collator_fn
+        collate_fn: Any = wrap_collate_with_empty(collate_fn=user_collate)
         collate_fn([dataset[0]])  # it learns the shapes of a batch from the first one that it sees, which may come out empty
+        sampler = PoissonSampler(len(dataset), sample_rate, generator, data_loader.num_workers)
+        if data_loader.num_workers == 0:
+            collate_fn = _CountingCollate(collate_fn, sampler)
         DataLoader.__init__(
             self,
             dataset,
-            batch_sampler=PoissonSampler(len(dataset), sample_rate, generator, data_loader.num_workers),
+            batch_sampler=sampler,
             num_workers=data_loader.num_workers,
             collate_fn=collate_fn,
             pin_memory=data_loader.pin_memory,

@@ -435,8 +435,8 @@ class PrivacyAccountant:
         raise PrivacyBudgetExceeded(
             f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon = {self._epsilon:g} at "
             f"delta = {self._delta:g} ({len(self)} releases so far, epsilon = {self._upper(self._delta):.4g}); {fit}. "
-            "Nothing was recorded; release nothing. Stop here, or plan the next run with fewer steps, a larger noise multiplier "
-            "or a smaller sampling rate (torch_dpbayes.get_noise_multiplier)."
+            "Nothing was recorded; release nothing. Stop here, or plan the next run with fewer steps, a larger noise "
+            "multiplier or a smaller sampling rate (torch_dpbayes.get_noise_multiplier)."
         )
 
     # --- handing on --------------------------------------------------------------------------------------------------
@@ -584,7 +584,8 @@ def check_delta(delta: Any) -> float:
     if value < _SMALLEST_DELTA:
         raise ValueError(
             f"delta = {value:g} is below {_SMALLEST_DELTA:g}, where round-off and truncated tails of the "
-            "floating-point computation are no longer negligible: the epsilon would not be a proven bound. Use delta >= 1e-10."
+            "floating-point computation are no longer negligible: the epsilon would not be a proven bound. Use "
+            "delta >= 1e-10."
         )
     return value
 

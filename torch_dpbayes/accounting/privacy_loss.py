@@ -33,7 +33,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import fft, optimize, special
+from scipy import fft, optimize, signal, special
 
 from .events import (
     BoundedRangeDpEvent,
@@ -294,7 +294,9 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     upper = nodes.masses * (np.expm1(np.minimum(cell * interval - nodes.losses, 0.0)) / math.expm1(-interval))
     upper = np.minimum(upper, nodes.masses)
     size = int(index.max()) + 2
-    masses: Array = np.bincount(index, nodes.masses - upper, size) + np.bincount(index + 1, upper, size)
+    masses = np.zeros(size)
+    masses += np.bincount(index, nodes.masses - upper, size)
+    masses += np.bincount(index + 1, upper, size)
     if nodes.central:
         masses[-first] += nodes.central
     reverse = (masses * np.exp(-interval * (first + np.arange(size))))[::-1].copy()
@@ -310,9 +312,10 @@ _TILTS = np.geomspace(1e-4, 1e6, 104)
 _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
 _OUTSIDE = 1e-9  # tilted mass that the window may miss
 _LARGEST_WINDOW = 2**22
+_ATTEMPTS = 4  # at a wider window, if the first was too narrow; after that the bound holds, but is loose
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 _ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
-_LARGEST_PLAN = 24  # levels that the choice of tilt and window looks at
+_LARGEST_PLAN = 48  # levels that the choice of tilt and window looks at
 
 
 def _cumulants(nodes: list[tuple[Array, Array, int]], tilts: Array) -> tuple[Array, Array, Array]:
@@ -355,7 +358,9 @@ def _plan(
     nodes = []
     widest = 0.0
     for chunk in np.array_split(np.arange(len(pairs)), min(_LARGEST_PLAN, len(pairs))):
-        losses, masses, central = loss_nodes(pairs[chunk[len(chunk) // 2]][0], tail)
+        # The least noise stands for all: it decides how far the window must reach.
+        worst = min((pairs[i][0] for i in chunk), key=lambda pair: pair.noise if isinstance(pair, Sampled) else 0.0)
+        losses, masses, central = loss_nodes(worst, tail)
         widest = max(widest, float(losses.max() - losses.min()))
         if central:
             losses, masses = np.append(losses, 0.0), np.append(masses, central)
@@ -498,19 +503,24 @@ class Composition:
         upper, lower, center = (float(moment) for moment in self._log_moments)
         end = (upper - center - math.log(_OUTSIDE)) / (plan.upper_tilt - plan.tilt)
         start = (lower - center - math.log(_OUTSIDE)) / (plan.lower_tilt - plan.tilt)
+        width = plan.upper - plan.lower
+        if end - start > 3 * width:
+            # The outer tilts lie where moments explode: closer ones bound the tails better.
+            start, end = plan.lower - width / 4, plan.upper + width / 4
+            plan = plan._replace(
+                lower_tilt=(plan.tilt + plan.lower_tilt) / 2, upper_tilt=(plan.tilt + plan.upper_tilt) / 2
+            )
         start = max(min(start, plan.lower), self.interval * self._offset)
         end = min(max(end, plan.upper), self.interval * (self._offset + self._extent))
         interval = max(plan.interval, (end - start) / _LARGEST_WINDOW)
         return plan._replace(lower=start, upper=end, interval=interval)
 
-    def _sums(self, tilted: Array) -> tuple[Array, Array, float]:
-        """Suffix sums of mass and of mass * exp(-loss), relative to the window's middle, and that reference loss."""
-        middle = float(self.losses[self._size // 2])
-        # Where the scale is cut off, far below the losses that count, delta is far above 1 anyway.
-        scale = np.clip(self.log_scale - self.plan.tilt * self.losses, -600.0, 300.0)
-        mass = tilted * np.exp(scale)
-        discounted = mass * np.exp(np.clip(middle - self.losses, -300.0, 300.0))
-        return np.cumsum(mass[::-1])[::-1], np.cumsum(discounted[::-1])[::-1], middle
+    def _profile(self, tilted: Array) -> tuple[Array, Array]:
+        """Mass at or above each loss l, and sum of mass * exp(l - loss) over the same; delta(l) is their difference."""
+        # What underflows is far below any delta; what is cut off lies where delta is far above 1 in any case.
+        mass = tilted * np.exp(np.minimum(self.log_scale - self.plan.tilt * self.losses, 300.0))
+        discounted = signal.lfilter([1.0], [1.0, -math.exp(-self.interval)], mass[::-1])[::-1]
+        return np.cumsum(mass[::-1])[::-1], discounted
 
     def upper_delta(self, epsilon: float) -> float:
         tilted = np.maximum(self.tilted, 0.0) + self.round_off
@@ -524,26 +534,28 @@ class Composition:
         rest = delta - self.infinity - self.above
         if rest <= 0:
             return math.inf
-        mass, discounted, middle = self._sums(
-            (np.maximum(self.tilted, 0.0) + self.round_off) * (1 + self.relative_error)
-        )
-        # delta at each grid point; it falls, so the first point that meets the target ends the cell of the solution.
-        profile = mass - np.exp(np.clip(self.losses - middle, -300.0, 300.0)) * discounted
-        cell = int(np.argmax(profile <= rest)) if profile[-1] <= rest else -1
+        tilted = (np.maximum(self.tilted, 0.0) + self.round_off) * (1 + self.relative_error)
+        mass, discounted = self._profile(tilted)
+        # delta falls, so the first grid point that meets the target ends the cell of the solution.
+        met = mass - discounted <= rest
+        cell = int(np.argmax(met)) if met[-1] else len(met) - 1
         if cell == 0:
             return max(float(self.losses[0]), 0.0)
         if mass[cell] <= rest:
             return max(float(self.losses[cell - 1]), 0.0)
-        solution = middle + math.log((mass[cell] - rest) / discounted[cell])
-        return max(solution + 1e-10 * abs(solution), 0.0)
+        solution = max(float(self.losses[cell]) + math.log((mass[cell] - rest) / discounted[cell]), 0.0)
+        # The difference above loses digits where the tilt is large; the sum of positive terms in upper_delta does not.
+        margin = 1e-10 * solution + 1e-14
+        while self.upper_delta(solution) > delta:
+            solution, margin = solution + margin, 2 * margin
+        return solution
 
     def lower_epsilon(self, delta: float) -> float:
         slip = delta / 50  # probability with which the discretisation may have moved the loss further than ``shift``
         shift = self._shift(slip)
-        mass, discounted, middle = self._sums(np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error))
-        profile = mass - np.exp(np.clip(self.losses - middle, -300.0, 300.0)) * discounted
+        mass, discounted = self._profile(np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error))
         foreign = np.exp(np.minimum(self.log_scale - self.plan.tilt * self.losses, 700.0)) * self.wrapped
-        enough = np.flatnonzero(profile - foreign >= delta + slip + 2 * self.tail * self.count)
+        enough = np.flatnonzero(mass * (1 - 1e-9) - discounted - foreign >= delta + slip + 2 * self.tail * self.count)
         return max(float(self.losses[enough[-1]]) - shift, 0.0) if len(enough) else 0.0
 
     def _shift(self, slip: float) -> float:
@@ -655,7 +667,9 @@ def compose(
     for reverse in _directions(levels):
         plan = _plan(levels, reverse, tail, epsilon=epsilon, log_delta=log_delta, accuracy=accuracy, interval=interval)
         composition = Composition(plan, levels, reverse, tail)
-        if composition.wrapped > 100 * _OUTSIDE:
+        for _ in range(_ATTEMPTS):
+            if composition.wrapped <= 100 * _OUTSIDE:
+                break
             composition = Composition(composition.wider_plan(), levels, reverse, tail)
         compositions.append(composition)
     return compositions

@@ -104,17 +104,18 @@ class HooksGradientSource(GradientSource):
                 p.grad_sample = None
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
-        for p in parameters:
-            if hasattr(p, "grad_sample"):
-                p.grad_sample = None
+        self.zero_grad(parameters)
+        if self._hooks is None:  # what else the caller's hooks keep is on modules that are not known here
+            return
+        for module in self._hooks._module.modules():
+            for left_behind in ("activations", "max_batch_len"):
+                if hasattr(module, left_behind):
+                    delattr(module, left_behind)
+        for p in self._hooks._module.parameters():
+            if hasattr(p, "_forward_counter"):
                 p._forward_counter = 0  # type: ignore[attr-defined]
             if hasattr(p, "_current_grad_sample"):
                 del p._current_grad_sample
-        if self._hooks is not None:
-            for module in self._hooks._module.modules():
-                for left_behind in ("activations", "max_batch_len"):
-                    if hasattr(module, left_behind):
-                        delattr(module, left_behind)
 
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         """What the hooks recorded for one parameter, for the checks on made-up records."""

@@ -240,12 +240,12 @@ class PrivateOptimizer(Optimizer):
             self._pending = torch.zeros(layout.offsets[-1], dtype=_noise_dtype(layout.parameters), device=first.device)
             self._pending_records = 0
         parts = [self._pending[a:b] for a, b in pairwise(layout.offsets)]
-        self._pending_records += self._source.add_clipped_sum(
-            list(zip(layout.names, layout.parameters, strict=True)), self._max_grad_norm, parts
-        )
+        named_parameters = list(zip(layout.names, layout.parameters, strict=True))
+        records = self._source.add_clipped_sum(named_parameters, self._max_grad_norm, parts)
+        self._pending_records += records
+        self._require_whole(records, self._pending_records if is_last else None)
         if not is_last:
             return None
-        self._require_complete(self._pending_records)
         clipped_sum, self._pending = self._pending, None
         return clipped_sum
 
@@ -326,9 +326,10 @@ class PrivateOptimizer(Optimizer):
             return self._noise_multiplier or math.inf
         return max(self._langevin(group), self._noise_multiplier)
 
-    def _require_complete(self, records: int) -> None:
+    def _require_whole(self, records: int, total: int | None) -> None:
+        """The batch is the one that was delivered, every record once; ``total`` is that of a draw which it completes."""
         if self._sampler is not None:
-            if records != self._sampler.size:
+            if records != self._sampler.part_size or total not in (None, self._sampler.size):
                 raise RuntimeError(
                     "the gradients of this step do not belong to the batch that the private loader delivered: a record must appear once, "
                     "and all records of the draw must be there. Pass each batch whole through the model once, then step()."
@@ -416,6 +417,9 @@ class PrivateOptimizer(Optimizer):
         self._source, self._sampler, self._sampler_is_reproducible = source, sampler, reproducible
         self._sampling = "poisson"
         self._pending = None
+        # Gradients taken before a batch was delivered are not that batch's; without this, those of an earlier draw could pass for it.
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        sampler.before_delivery = lambda: source.discard(parameters)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateOptimizer:
         """A copy that charges the same accountant and draws its own noise."""
@@ -425,7 +429,8 @@ class PrivateOptimizer(Optimizer):
         copy.__dict__.update(shared, accountant=self.accountant)
         Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
         copy._noise = GaussianNoise()
-        copy._source = HooksGradientSource()
+        if any(a is not b for g, h in zip(self.param_groups, copy.param_groups, strict=True) for a, b in zip(g["params"], h["params"], strict=True)):
+            copy._source = HooksGradientSource()  # of a copied model, which needs hooks of its own
         copy._start_afresh()
         return copy
 

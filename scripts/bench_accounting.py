@@ -1,0 +1,256 @@
+#!/usr/bin/env python3
+"""Epsilon, seconds and memory of this library's accountant beside other people's.
+
+    python scripts/bench_accounting.py [--plot cost.png] [--others] [--limit SECONDS]
+
+Everything runs on one core. ``--others`` also runs dp_accounting (PLD and RDP), Opacus (RDP and PRV) and, if it is
+installed, prv-accountant; some of these take minutes. ``--limit`` stops any one of them after so many seconds.
+"""
+
+import argparse
+import math
+import multiprocessing
+import os
+import resource
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
+
+DELTA = 1e-5
+Case = tuple[str, float, float, int, str, float]
+
+# name, noise multiplier, sampling rate, steps, neighbouring relation, reference epsilon (theory: extrapolated PLD)
+HOMOGENEOUS: list[Case] = [
+    ("z=1 q=.01 n=1e4", 1.0, 0.01, 10_000, "add_or_remove_one", 6.18771),
+    ("z=.8 q=.004 n=1e5", 0.8, 0.004, 100_000, "add_or_remove_one", 13.07032),
+    ("z=4 q=1 n=1e4", 4.0, 1.0, 10_000, "add_or_remove_one", 418.1993),
+    ("z=20 q=.0055 n=3.3e4", 20.0, 0.0055, 33_000, "add_or_remove_one", 0.16007),
+    ("z=1 q=.01 n=1e4, replace", 1.0, 0.01, 10_000, "replace_one", 10.881),
+    ("z=.8 q=.004 n=1e5, replace", 0.8, 0.004, 100_000, "replace_one", 22.414),
+    ("z=4 q=1 n=1e4, replace", 4.0, 1.0, 10_000, "replace_one", 1462.285),
+]
+SCHEDULE_REFERENCE = 2.2444
+
+
+def ours(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
+    """This library."""
+    from torch_dpbayes.accounting import PrivacyAccountant
+    from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+
+    accountant = PrivacyAccountant(neighboring=neighboring)  # type: ignore[arg-type]
+    for noise in noises:
+        accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise)), each)
+    return accountant.get_epsilon(DELTA)
+
+
+def dp_accounting_pld(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
+    """dp_accounting's PLD accountant, at its default discretisation."""
+    import dp_accounting as dpa
+
+    accountant = dpa.pld.PLDAccountant(dpa.NeighboringRelation[neighboring.upper()])
+    for noise in noises:
+        accountant.compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), each)
+    return float(accountant.get_epsilon(DELTA))
+
+
+def dp_accounting_rdp(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
+    """dp_accounting's RDP accountant; it refuses Poisson sampling under replace_one."""
+    import dp_accounting as dpa
+
+    accountant = dpa.rdp.RdpAccountant(neighboring_relation=dpa.NeighboringRelation[neighboring.upper()])
+    for noise in noises:
+        accountant.compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), each)
+    return float(accountant.get_epsilon(DELTA))
+
+
+def _opacus(name: str, noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
+    from opacus.accountants import create_accountant
+
+    if neighboring != "add_or_remove_one":
+        raise ValueError("Opacus knows add_or_remove_one only")
+    accountant: Any = create_accountant(name)
+    accountant.history = [(noise, rate, each) for noise in noises]
+    return float(accountant.get_epsilon(DELTA))
+
+
+def opacus_rdp(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
+    """Opacus' RDP accountant."""
+    return _opacus("rdp", noises, rate, each, neighboring)
+
+
+def opacus_prv(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
+    """Opacus' PRV accountant."""
+    return _opacus("prv", noises, rate, each, neighboring)
+
+
+def prv_accountant(noises: Iterable[float], rate: float, each: int, neighboring: str) -> float:
+    """prv-accountant (Gopi, Lee, Wutschitz 2021), upper bound; one direction only."""
+    import prv_accountant as prv
+
+    if neighboring != "add_or_remove_one":
+        raise ValueError("prv-accountant knows add_or_remove_one only")
+    noises = list(noises)
+    accountant = prv.PRVAccountant(
+        prvs=[prv.PoissonSubsampledGaussianMechanism(noise_multiplier=z, sampling_probability=rate) for z in noises],
+        max_self_compositions=[each] * len(noises),
+        eps_error=0.01,
+        delta_error=DELTA / 1000,
+    )
+    return float(accountant.compute_epsilon(delta=DELTA, num_self_compositions=[each] * len(noises))[2])
+
+
+OTHERS = (dp_accounting_pld, dp_accounting_rdp, opacus_rdp, opacus_prv, prv_accountant)
+
+
+def measured(
+    function: Callable[..., float], arguments: tuple[Any, ...], limit: float
+) -> tuple[float, float, float] | str:
+    """(result, seconds, peak megabytes above the imports) of one call in a process of its own, or why there is none."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        import warnings
+
+        warnings.simplefilter("ignore")
+        try:
+            function([5.0], 0.1, 1, "add_or_remove_one")  # imports, and what is computed once
+        except Exception:
+            pass
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        start = time.perf_counter()
+        try:
+            value = function(*arguments)
+        except Exception as error:
+            sender.send(f"{type(error).__name__}: {str(error)[:60]}")
+            return
+        seconds = time.perf_counter() - start
+        sender.send((value, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+
+    process = context.Process(target=work)
+    process.start()
+    result = receiver.recv() if receiver.poll(limit) else f"stopped after {limit:g} s"
+    process.kill()
+    process.join()
+    return result
+
+
+def report(name: str, reference: float, arguments: tuple[Any, ...], accountants: Iterable[Any], limit: float) -> None:
+    print(f"\n{name}   (reference {reference:g})")
+    own_seconds = math.nan
+    for function in (ours, *accountants):
+        outcome = measured(function, arguments, limit)
+        if isinstance(outcome, str):
+            print(f"  {function.__name__:<18} {outcome}")
+            continue
+        value, seconds, memory = outcome
+        if function is ours:
+            own_seconds = seconds
+        print(
+            f"  {function.__name__:<18} epsilon {value:10.5f}  {value / reference - 1:+8.3%}  {seconds:9.3f} s"
+            f"  x{seconds / own_seconds:<8.1f} {memory:7.1f} MB"
+        )
+
+
+def calibrate_ours(epsilon: float, rate: float, steps: int, neighboring: str) -> float:
+    """This library's get_noise_multiplier."""
+    from torch_dpbayes.accounting import get_noise_multiplier
+
+    return get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=DELTA,
+        sample_rate=rate,
+        steps=steps,
+        neighboring=neighboring,  # type: ignore[arg-type]
+    )
+
+
+def calibrate_opacus(epsilon: float, rate: float, steps: int, neighboring: str) -> float:
+    """Opacus' get_noise_multiplier with PRV."""
+    from opacus.accountants.utils import get_noise_multiplier
+
+    if neighboring != "add_or_remove_one":
+        raise ValueError("Opacus knows add_or_remove_one only")
+    return float(
+        get_noise_multiplier(
+            target_epsilon=epsilon,
+            target_delta=DELTA,
+            sample_rate=rate,
+            steps=steps,
+            accountant="prv",
+            epsilon_tolerance=1e-3,
+        )
+    )
+
+
+def calibration(others: bool, limit: float) -> None:
+    for epsilon, rate, steps in ((1.0, 0.01, 10_000), (3.0, 0.004, 5_000), (8.0, 0.02, 1_000)):
+        print(f"\nnoise multiplier for epsilon={epsilon:g} q={rate:g} n={steps}")
+        for function in (calibrate_ours, calibrate_opacus) if others else (calibrate_ours,):
+            outcome = measured(function, (epsilon, rate, steps, "add_or_remove_one"), limit)
+            if isinstance(outcome, str):
+                print(f"  {function.__name__:<18} {outcome}")
+            else:
+                value, seconds, _ = outcome
+                spent = ours([value], rate, steps, "add_or_remove_one")
+                print(
+                    f"  {function.__name__:<18} z {value:8.5f}  epsilon/target {spent / epsilon:8.5f}  {seconds:7.3f} s"
+                )
+
+
+def schedule(levels: int, steps: int = 10_000) -> list[float]:
+    """As many different multipliers as ``levels``, between the ends of theory's schedule z_t = sqrt(1 + t / 1000)."""
+    return [math.sqrt(1 + t * steps / levels / 1000) for t in range(levels)]
+
+
+def plot(path: str, limit: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    levels = [10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000]
+    costs = []
+    print("\ndifferent multipliers   seconds")
+    for count in levels:
+        outcome = measured(ours, (schedule(count), 0.01, max(1, 10_000 // count), "add_or_remove_one"), limit)
+        costs.append(math.nan if isinstance(outcome, str) else outcome[1])
+        print(f"  {count:>8}              {costs[-1]:.3f}")
+    figure, axes = pyplot.subplots(figsize=(6, 4))
+    axes.loglog(levels, costs, "o-", label="one epsilon, this library")
+    axes.loglog(levels, [0.15 * count for count in levels], "--", label="0.15 s a level (dp_accounting)")
+    axes.set_xlabel("different noise multipliers")
+    axes.set_ylabel("seconds, one core")
+    axes.grid(True, which="both", alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    print(f"picture: {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--others", action="store_true", help="run the other accountants too")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which one run is stopped")
+    parser.add_argument("--plot", metavar="PATH", help="draw cost against the number of different multipliers")
+    arguments = parser.parse_args()
+    others = OTHERS if arguments.others else ()
+    for name, noise, rate, steps, neighboring, reference in HOMOGENEOUS:
+        report(name, reference, ([noise], rate, steps, neighboring), others, arguments.limit)
+    report(
+        "10,000 different multipliers, q=.01",
+        SCHEDULE_REFERENCE,
+        (schedule(10_000), 0.01, 1, "add_or_remove_one"),
+        others,
+        arguments.limit,
+    )
+    calibration(arguments.others, arguments.limit)
+    if arguments.plot:
+        plot(arguments.plot, arguments.limit)
+
+
+if __name__ == "__main__":
+    main()

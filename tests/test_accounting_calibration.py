@@ -1,0 +1,114 @@
+"""Calibration: safe, and close."""
+
+import math
+
+import dp_accounting as dpa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    get_noise_multiplier,
+    get_num_steps,
+    noise_multiplier_for,
+)
+from torch_dpbayes.accounting.events import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    UnspecifiedBatchGaussianDpEvent,
+)
+
+RELATIONS = ("add_or_remove_one", "replace_one")
+
+
+@given(
+    epsilon=st.floats(0.1, 20.0),
+    rate=st.floats(1e-3, 1.0),
+    steps=st.integers(1, 3000),
+    neighboring=st.sampled_from(RELATIONS),
+)
+@settings(max_examples=12, deadline=None)
+def test_result_is_safe_and_close(epsilon, rate, steps, neighboring):
+    target = {"target_epsilon": epsilon, "target_delta": 1e-5}
+    noise = get_noise_multiplier(**target, sample_rate=rate, steps=steps, neighboring=neighboring)
+
+    def spent(multiplier):
+        accountant = PrivacyAccountant(neighboring=neighboring)
+        accountant.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(multiplier)), steps)
+        return accountant.get_epsilon(1e-5)
+
+    assert spent(noise) <= epsilon
+    if noise > 0.02:
+        assert spent(noise * 0.999) > epsilon
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_full_batch_equals_closed_form(neighboring):
+    noise = get_noise_multiplier(
+        target_epsilon=1.0, target_delta=1e-5, sample_rate=1.0, steps=64, neighboring=neighboring
+    )
+    sensitivity = 1.0 if neighboring == "add_or_remove_one" else 2.0
+    truth = dpa.get_sigma_gaussian(1.0, 1e-5) * 8.0 * sensitivity
+    assert truth * (1 - 1e-9) <= noise <= truth * 1.001
+
+
+@pytest.mark.parametrize(
+    ("num_data", "epsilon", "replace", "add_or_remove"),
+    [(4177, 0.1, 61.8, 30.9), (4177, 1.0, 7.49, 3.84), (32561, 10.0, 1.06, 0.80)],
+)
+def test_published_comparison(num_data, epsilon, replace, add_or_remove):
+    """B = sqrt(N), sqrt(N) passes: noise on the sum that an epsilon needs."""
+    batch = math.isqrt(num_data)
+    rate = batch / num_data
+    steps = round(math.sqrt(num_data) / rate)
+    target = {"target_epsilon": epsilon, "target_delta": 1e-5, "sample_rate": rate, "steps": steps}
+    assert get_noise_multiplier(**target, neighboring="replace_one") == pytest.approx(replace, rel=0.015)
+    assert get_noise_multiplier(**target) == pytest.approx(add_or_remove, rel=0.015)
+
+
+def test_history_counts():
+    accountant = PrivacyAccountant(2.0, 1e-5)
+    accountant.compose(PoissonSampledDpEvent(0.02, GaussianDpEvent(1.2)), 200)
+    plan = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.01, "steps": 500}
+    fresh = get_noise_multiplier(**plan)
+    noise = get_noise_multiplier(**plan, history=accountant.history)
+    assert noise > fresh
+    accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 500)
+    assert accountant.get_epsilon() <= 2.0
+    with pytest.raises(ValueError, match="charged before"):
+        get_noise_multiplier(**{**plan, "target_epsilon": 0.5}, history=accountant.history)
+
+
+def test_any_event():
+    noise = noise_multiplier_for(UnspecifiedBatchGaussianDpEvent, target_epsilon=1.0, target_delta=1e-5, steps=16)
+    assert noise == pytest.approx(dpa.get_sigma_gaussian(1.0, 1e-5) * 8.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_number_of_steps_is_the_largest(neighboring):
+    target = {"noise_multiplier": 1.0, "sample_rate": 0.01, "target_epsilon": 3.0, "target_delta": 1e-5}
+    steps = get_num_steps(**target, neighboring=neighboring)
+    event = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+    spent = [PrivacyAccountant(neighboring=neighboring).compose(event, steps + k).get_epsilon(1e-5) for k in (0, 1)]
+    assert spent[0] <= 3.0 < spent[1]
+    assert get_num_steps(**{**target, "noise_multiplier": 0.1}, neighboring=neighboring) == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"target_epsilon": 0.0},
+        {"target_epsilon": math.inf},
+        {"target_delta": 0.0},
+        {"target_delta": 1e-12},
+        {"sample_rate": 0.0},
+        {"sample_rate": 1.1},
+        {"steps": 0},
+        {"steps": 1.5},
+    ],
+)
+def test_bad_targets_are_refused(bad):
+    good = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 10}
+    with pytest.raises(ValueError):
+        get_noise_multiplier(**{**good, **bad})

@@ -1,0 +1,295 @@
+"""Privacy loss distributions against closed forms, quadrature and dp_accounting."""
+
+import math
+
+import dp_accounting as dpa
+import numpy as np
+import pytest
+from dp_accounting.pld import privacy_loss_distribution as pld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from torch_dpbayes.accounting import privacy_loss
+from torch_dpbayes.accounting.privacy_loss import BoundedRange, Gaussian, Pure, Sampled
+
+DELTA = 1e-5
+KINDS = ("directed", "antipodal", "symmetric")
+
+# (kind, z, q, steps, epsilon, half a unit of its last digit), dp_accounting's PLD extrapolated in the discretisation
+REFERENCE = [
+    ("directed", 1.0, 0.01, 10_000, 6.18771, 5e-6),
+    ("directed", 0.8, 0.004, 100_000, 13.07032, 5e-6),
+    ("directed", 20.0, 0.0055, 33_000, 0.16007, 5e-6),
+    ("antipodal", 1.0, 0.01, 10_000, 10.881, 5e-4),
+    ("antipodal", 0.8, 0.004, 100_000, 22.414, 5e-4),
+]
+
+
+@pytest.mark.parametrize(("kind", "noise", "rate", "steps", "epsilon", "half_digit"), REFERENCE)
+def test_reference_values(kind, noise, rate, steps, epsilon, half_digit):
+    counts = {Sampled(kind, rate, noise): steps}
+    upper = privacy_loss.upper_epsilon(counts, DELTA)
+    assert epsilon - half_digit <= upper <= 1.001 * epsilon
+    assert 0.99 * epsilon <= privacy_loss.lower_epsilon(counts, DELTA) <= epsilon + half_digit
+
+
+def test_reference_values_full_batch():
+    for sensitivity, epsilon in ((1.0, 418.1993), (2.0, 1462.285)):
+        upper = privacy_loss.upper_epsilon({Gaussian(sensitivity / 4.0): 10_000}, DELTA)
+        assert upper == pytest.approx(epsilon, rel=1e-6)
+
+
+def test_reference_value_of_a_schedule():
+    counts = {Sampled("directed", 0.01, math.sqrt(1 + t / 1000)): 1 for t in range(10_000)}
+    assert 2.243 <= privacy_loss.upper_epsilon(counts, DELTA) <= 2.246 * 1.003
+    assert 2.1 <= privacy_loss.lower_epsilon(counts, DELTA) <= 2.246
+
+
+@given(mu=st.floats(1e-3, 30.0), delta=st.floats(1e-10, 0.5), steps=st.integers(1, 50))
+def test_gaussian_closed_form(mu, delta, steps):
+    counts = {Gaussian(mu / math.sqrt(steps)): steps}
+    truth = dpa.get_epsilon_gaussian(1 / mu, delta, tol=1e-13)
+    assert privacy_loss.upper_epsilon(counts, delta) == pytest.approx(truth, rel=1e-7, abs=1e-9)
+
+
+@pytest.mark.parametrize("steps", [1, 30, 1000])
+@pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.3, 2.0), (0.05, 0.6)])
+@pytest.mark.parametrize("kind", ["directed", "antipodal"])
+def test_equals_dp_accounting_at_equal_discretisation(kind, rate, noise, steps):
+    interval = 1e-3
+    relation = dpa.NeighboringRelation.ADD_OR_REMOVE_ONE if kind == "directed" else dpa.NeighboringRelation.REPLACE_ONE
+    theirs = pld.from_gaussian_mechanism(
+        noise, sampling_prob=rate, value_discretization_interval=interval, neighboring_relation=relation
+    ).self_compose(steps)
+    ours = privacy_loss.compose({Sampled(kind, rate, noise): steps}, delta=DELTA, interval=interval)
+    expected = theirs.get_epsilon_for_delta(DELTA)
+    assert max(c.upper_epsilon(DELTA) for c in ours) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_mixed_composition_equals_dp_accounting():
+    interval = 1e-3
+    theirs = (
+        pld.from_gaussian_mechanism(1.2, sampling_prob=0.02, value_discretization_interval=interval)
+        .self_compose(200)
+        .compose(pld.from_gaussian_mechanism(3.0, value_discretization_interval=interval))
+        .compose(
+            pld.from_privacy_parameters(
+                pld.common.DifferentialPrivacyParameters(0.5), value_discretization_interval=interval
+            )
+        )
+    )
+    levels = {Sampled("directed", 0.02, 1.2): 200, Gaussian(1 / 3.0): 1, Pure(0.5): 1}
+    ours = privacy_loss.compose(levels, delta=DELTA, interval=interval)
+    expected = theirs.get_epsilon_for_delta(DELTA)
+    assert max(c.upper_epsilon(DELTA) for c in ours) == pytest.approx(expected, rel=1e-5)
+
+
+# --- quadrature of the hockey-stick divergence -----------------------------------------------------------------------
+
+
+def densities(kind, rate, noise):
+    def normal(mean):
+        return lambda x: stats.norm.pdf(x, mean, noise)
+
+    center = normal(0.0)
+    upper = lambda x: (1 - rate) * center(x) + rate * normal(1.0)(x)  # noqa: E731
+    lower = lambda x: (1 - rate) * center(x) + rate * normal(-1.0)(x)  # noqa: E731
+    return (upper, lower) if kind == "antipodal" else (upper, center)
+
+
+def hockey_stick(p, q, epsilon, noise):
+    """One release; p / q is monotone, so the integrand's support is found by bisection."""
+    points = np.linspace(-12 * noise - 2, 12 * noise + 2, 4001)
+    gap = np.log(p(points)) - np.log(q(points)) - epsilon
+    inside = gap > 0
+    crossing = np.flatnonzero(inside[1:] != inside[:-1])
+    breaks = [points[i] - gap[i] * (points[i + 1] - points[i]) / (gap[i + 1] - gap[i]) for i in crossing]
+    value, _ = integrate.quad(
+        lambda x: max(p(x) - math.exp(epsilon) * q(x), 0.0),
+        points[0],
+        points[-1],
+        points=breaks,
+        limit=400,
+        epsabs=1e-15,
+    )
+    return value
+
+
+def profile(kind, rate, noise, reverse, epsilons):
+    """The same by distribution functions, for many epsilons: the divergence is attained on a half line."""
+    x = np.linspace(-16 * noise - 2, 16 * noise + 2, 200_001)
+    p, q = densities(kind, rate, noise)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log(p(x)) - np.log(q(x))
+    known = np.isfinite(ratio)
+    crossing = np.interp(-epsilons if reverse else epsilons, ratio[known], x[known], left=-np.inf, right=np.inf)
+
+    def tail(mean):
+        return stats.norm.cdf(crossing, mean, noise) if reverse else stats.norm.sf(crossing, mean, noise)
+
+    upper = (1 - rate) * tail(0.0) + rate * tail(1.0)
+    lower = (1 - rate) * tail(0.0) + rate * tail(-1.0) if kind == "antipodal" else tail(0.0)
+    return np.maximum(lower - np.exp(epsilons) * upper if reverse else upper - np.exp(epsilons) * lower, 0.0)
+
+
+def symmetric_profile(rate, noise, epsilon):
+    p, q = densities("directed", rate, noise)
+    if epsilon >= 0:
+        return hockey_stick(p, q, epsilon, noise)
+    return 1 - math.exp(epsilon) + math.exp(epsilon) * hockey_stick(p, q, -epsilon, noise)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rate", "noise"), [(0.1, 1.0), (0.02, 0.5), (0.9, 3.0)])
+def test_one_release_equals_quadrature(kind, rate, noise):
+    pair = Sampled(kind, rate, noise)
+    for epsilon in (0.05, 0.3, 1.0):
+        if kind == "symmetric":
+            truth = symmetric_profile(rate, noise, epsilon)
+        else:
+            p, q = densities(kind, rate, noise)
+            truth = max(hockey_stick(p, q, epsilon, noise), hockey_stick(q, p, epsilon, noise))
+        bound = privacy_loss.upper_delta({pair: 1}, epsilon)
+        assert truth * (1 - 1e-7) - 1e-13 <= bound <= truth * 1.005 + 1e-9
+        if truth > 1e-9:
+            assert privacy_loss.upper_epsilon({pair: 1}, truth) == pytest.approx(epsilon, rel=1e-3)
+            assert privacy_loss.lower_epsilon({pair: 1}, truth) <= epsilon * (1 + 1e-7)
+
+
+@pytest.mark.parametrize("kind", ["directed", "antipodal"])
+def test_two_releases_equal_quadrature(kind):
+    rate, noise = 0.2, 1.0
+    truths = []
+    x = np.linspace(-11.0, 12.0, 20_001)
+    p, q = densities(kind, rate, noise)
+    loss = np.log(p(x)) - np.log(q(x))
+    for reverse in (False, True):
+        inner = profile(kind, rate, noise, reverse, 0.5 + loss if reverse else 0.5 - loss)
+        truths.append(integrate.simpson((q(x) if reverse else p(x)) * inner, x=x))
+    bound = privacy_loss.upper_delta({Sampled(kind, rate, noise): 2}, 0.5)
+    assert bound == pytest.approx(max(truths), rel=2e-3)
+
+
+def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
+    """Fixed-size batches: the record's two contributions may be swapped at any step, after seeing earlier outputs."""
+    rate, noise = 0.3, 0.7
+    p, q = densities("directed", rate, noise)
+    x = np.linspace(-10.0, 11.0, 20_001)
+    ratio = np.log(p(x)) - np.log(q(x))
+    won = []
+    for epsilon in (0.05, 0.2, 0.5, 1.0):
+        values = {}
+        for first, loss, density in (("remove", ratio, p(x)), ("add", -ratio, q(x))):
+            remove = profile("directed", rate, noise, False, epsilon - loss)
+            add = profile("directed", rate, noise, True, epsilon - loss)
+            values[first, "remove"] = integrate.simpson(density * remove, x=x)
+            values[first, "add"] = integrate.simpson(density * add, x=x)
+            values[first, "flip"] = integrate.simpson(density * np.maximum(remove, add), x=x)
+        flipping = max(values["remove", "flip"], values["add", "flip"])
+        one_direction = max(values["remove", "remove"], values["add", "add"])
+        won.append(flipping > one_direction * (1 + 1e-3))
+        assert flipping <= privacy_loss.upper_delta({Sampled("symmetric", rate, noise): 2}, epsilon) * (1 + 1e-6)
+    assert any(won)  # so composing one direction only is refuted
+
+
+# --- other pairs -----------------------------------------------------------------------------------------------------
+
+
+@given(range_=st.floats(0.05, 8.0), share=st.floats(0.02, 0.98))
+@settings(max_examples=30, deadline=None)
+def test_bounded_range_profile(range_, share):
+    epsilon = share * range_
+    truth = math.expm1(-(range_ - epsilon) / 2) ** 2 / -math.expm1(-range_)
+    bound = privacy_loss.upper_delta({BoundedRange(range_): 1}, epsilon)
+    assert truth * (1 - 1e-9) <= bound <= truth * 1.01 + 1e-9
+
+
+@given(epsilon=st.floats(0.05, 8.0), delta=st.floats(1e-8, 1e-2))
+@settings(max_examples=30, deadline=None)
+def test_pure_profile(epsilon, delta):
+    truth = max(0.0, math.log(math.exp(epsilon) - delta * (1 + math.exp(epsilon))))
+    bound = privacy_loss.upper_epsilon({Pure(epsilon): 1}, delta)
+    assert truth * (1 - 1e-9) <= bound <= truth * 1.001 + 1e-3 * epsilon
+
+
+def test_bounded_range_never_costs_more_than_pure():
+    for steps in (1, 5, 40):
+        ranged = privacy_loss.upper_epsilon({BoundedRange(0.4): steps}, DELTA)
+        assert ranged <= privacy_loss.upper_epsilon({Pure(0.4): steps}, DELTA) * (1 + 1e-3)
+
+
+# --- histories -------------------------------------------------------------------------------------------------------
+
+pairs = st.one_of(
+    st.builds(Sampled, st.sampled_from(KINDS), st.floats(1e-4, 0.9), st.floats(0.05, 30.0)),
+    st.builds(Gaussian, st.floats(0.01, 2.0)),
+    st.builds(Pure, st.floats(0.01, 1.0)),
+    st.builds(BoundedRange, st.floats(0.01, 1.0)),
+)
+histories = st.lists(st.tuples(pairs, st.integers(1, 300)), min_size=1, max_size=4)
+
+
+@given(history=histories, delta=st.floats(1e-8, 1e-2))
+@settings(max_examples=25, deadline=None)
+def test_bounds_are_ordered_and_order_does_not_matter(history, delta):
+    counts = dict(history)
+    upper = privacy_loss.upper_epsilon(counts, delta)
+    lower = privacy_loss.lower_epsilon(counts, delta)
+    assert math.isfinite(upper)
+    assert 0 <= lower <= upper * (1 + 1e-9)
+    shuffled = dict(reversed(list(counts.items())))
+    assert privacy_loss.upper_epsilon(shuffled, delta) == pytest.approx(upper, rel=1e-9, abs=1e-12)
+    assert privacy_loss.upper_delta(counts, upper * 1.002 + 1e-6) <= delta * (1 + 1e-6)  # the other way to ask
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    rate=st.floats(1e-3, 0.5),
+    noise=st.floats(0.5, 10.0),
+    steps=st.integers(1, 2000),
+    factor=st.floats(1.01, 2.0),
+)
+@settings(max_examples=25, deadline=None)
+def test_more_noise_less_sampling_fewer_steps_cost_less(kind, rate, noise, steps, factor):
+    def cost(q, z, n):
+        return privacy_loss.upper_epsilon({Sampled(kind, q, z): n}, DELTA)
+
+    base = cost(rate, noise, steps)
+    slack = base * 3e-4 + 1e-9
+    assert cost(rate, noise * factor, steps) <= base + slack
+    assert cost(rate / factor, noise, steps) <= base + slack
+    assert cost(rate, noise, math.ceil(steps * factor)) >= base - slack
+
+
+def test_merging_levels_is_never_optimistic():
+    generator = np.random.default_rng()
+    noise = np.exp(generator.uniform(-0.3, 1.0, 60))
+    rate = np.exp(generator.uniform(-5.0, -3.0, 60))
+    counts = {Sampled("directed", float(q), float(z)): 5 for q, z in zip(rate, noise, strict=True)}
+    exact = max(c.upper_epsilon(DELTA) for c in privacy_loss.compose(counts, delta=DELTA))
+    for ratio in (1.002, 1.05, 1.3):
+        assert privacy_loss.upper_epsilon(counts, DELTA, ratio) >= exact * (1 - 1e-4)
+    assert privacy_loss.lower_epsilon(counts, DELTA) <= exact
+
+
+@pytest.mark.parametrize(("kind", "rate", "noise", "steps"), [("directed", 0.3, 0.05, 10), ("antipodal", 0.5, 0.1, 20)])
+def test_losses_of_thousands(kind, rate, noise, steps):
+    """Little noise: a step's loss says how often the record was drawn, so delta is a mixture of Gaussian profiles."""
+    counts = {Sampled(kind, rate, noise): steps}
+    epsilon = privacy_loss.upper_epsilon(counts, DELTA)
+    assert privacy_loss.lower_epsilon(counts, DELTA) <= epsilon
+    assert privacy_loss.upper_delta(counts, epsilon * 1.001) <= DELTA
+    if kind == "directed":
+        # The loss of a step with the record is close to N(1/2z^2 + log q, 1/z^2), that of one without to log(1 - q).
+        drawn = np.arange(steps + 1)
+        mean = drawn * (0.5 / noise**2 + math.log(rate)) + (steps - drawn) * math.log1p(-rate)
+        above = stats.norm.sf(epsilon, mean[1:], np.sqrt(drawn[1:]) / noise)
+        assert np.sum(stats.binom.pmf(drawn[1:], steps, rate) * above) == pytest.approx(DELTA, rel=0.05)
+
+
+def test_tiny_noise_is_charged_without_amplification():
+    event_cost = privacy_loss.dominating_pair(
+        dpa.PoissonSampledDpEvent(0.1, dpa.GaussianDpEvent(0.01)), "add_or_remove_one"
+    )
+    assert event_cost == Gaussian(100.0)
