@@ -277,6 +277,18 @@ def test_every_event_survives_saving():
     assert loaded.history == accountant.history
 
 
+def test_an_exhausted_accountant_can_be_saved_and_loaded():
+    accountant = PrivacyAccountant(1.0, DELTA)
+    with pytest.raises(PrivacyBudgetExceeded):
+        for k in range(10_000):
+            accountant.compose(PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0 + 0.1 * (k % 5))))
+    loaded = PrivacyAccountant(1.0, DELTA)
+    loaded.load_state_dict(accountant.state_dict())
+    assert loaded.history == accountant.history
+    assert loaded.get_epsilon() <= 1.0
+    assert loaded.remaining(STEP) <= 3
+
+
 def test_loading_refuses_what_would_change_the_guarantee():
     state = PrivacyAccountant(3.0, DELTA).compose(STEP, 1000).state_dict()
     with pytest.raises(ValueError, match="not empty"):

@@ -318,6 +318,9 @@ class PrivacyAccountant:
             if not self._counts:
                 self._filter = None
             raise
+        self._keep(parts, label, adaptive)
+
+    def _keep(self, parts: list[tuple[DpEvent, int, Pair]], label: str | None, adaptive: bool) -> None:
         for part, times, pair in parts:
             key = (part, label, adaptive)
             self._charges[key] = self._charges.get(key, 0) + times
@@ -358,11 +361,11 @@ class PrivacyAccountant:
             reserve.last = pair
         return True
 
-    def _fits(self, counts: Mapping[Pair, int]) -> bool:
+    def _fits(self, counts: Mapping[Pair, int], tolerance: float = 1.0) -> bool:
         assert self._epsilon is not None and self._delta is not None
         if self._filter is not None:
-            return self._filter.cost(counts) <= self._filter.limit
-        return self._price(counts, self._delta) <= self._epsilon
+            return self._filter.cost(counts) <= self._filter.limit * tolerance
+        return self._price(counts, self._delta) <= self._epsilon * tolerance
 
     def _admit(self, need: dict[Pair, int]) -> None:
         """Checks a charge against the budget, and reserves what else will fit for the charges to come."""
@@ -524,18 +527,30 @@ class PrivacyAccountant:
                 (_decode(code), int(count), label or None, kind == "adaptive")
                 for code, count, label, kind in state_dict["history"]
             ]
-            own = [] if self._epsilon is None else [self._epsilon, self._delta]
+            own = [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
             if any(adaptive for *_, adaptive in lines) and list(state_dict["budget"]) != own:
                 raise ValueError(
                     f"the saved history is adaptive, which is private only against the limit {state_dict['budget']} "
                     f"that was fixed at its start; this accountant's is {own}."
                 )
+            loaded = [(self._parts(event, events.positive_count(count)), *rest) for event, count, *rest in lines]
+            counts = self._need(part for parts, _, _ in loaded for part in parts)
+            if loaded and loaded[0][2]:
+                self._start_filter(loaded[0][0])
+            # A history that was admitted under the same budget may be priced a hair above it by another discretisation.
+            same = list(state_dict["budget"]) == own
             try:
-                for event, count, label, adaptive in lines:
-                    self._record(self._parts(event, events.positive_count(count)), label, adaptive)
+                if self._epsilon is not None and counts and not self._fits(counts, 1.001 if same else 1.0):
+                    raise PrivacyBudgetExceeded(
+                        f"the saved history costs more than this accountant's budget, epsilon = {self._epsilon:g} at "
+                        f"delta = {self._delta:g}. Nothing was loaded. Load it into an accountant with the budget it was "
+                        "made with."
+                    )
             except BaseException:
-                self._charges, self._counts, self._filter, self._reserves = {}, {}, None, {}
+                self._filter = None
                 raise
+            for parts, label, adaptive in loaded:
+                self._keep(parts, label, adaptive)
 
     def _refuse_copy(self, *_: Any) -> NoReturn:
         raise TypeError(
