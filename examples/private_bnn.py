@@ -34,8 +34,8 @@ from torch_dpbayes import metrics
 # lr is large because it multiplies gradients clipped to max_grad_norm.
 SETTINGS: dict[str, dict[str, Any]] = {
     "digits": dict(epsilon=5.0, epochs=150, lr=4.0, batch_size=512, max_grad_norm=0.5),
-    "mnist": dict(epsilon=3.0, epochs=40, lr=16.0, batch_size=1024, max_grad_norm=0.1),
-    "fashion-mnist": dict(epsilon=3.0, epochs=40, lr=16.0, batch_size=1024, max_grad_norm=0.1),
+    "mnist": dict(epsilon=3.0, epochs=40, lr=32.0, batch_size=1024, max_grad_norm=0.1),
+    "fashion-mnist": dict(epsilon=3.0, epochs=40, lr=32.0, batch_size=1024, max_grad_norm=0.1),
     "diabetes": dict(epsilon=5.0, epochs=100, lr=0.5, batch_size=128, max_grad_norm=1.0),
 }
 BURN_IN = 0.6  # of the steps; the samples are spread over the rest
@@ -241,15 +241,18 @@ def draw(problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor]
     for (name, probabilities), style in zip(inside.items(), ("o-", "s-"), strict=True):
         curve = metrics.reliability_curve(probabilities, problem.test_y, num_bins=10)
         enough = curve.num_records >= 10
-        reliability.plot(curve.confidence[enough], curve.accuracy[enough], style, label=name)
+        reliability.plot(curve.confidence[enough], curve.accuracy[enough], style, label=name.split(",")[0])
     reliability.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="confidence", ylabel="accuracy", title=f"{problem.name}: reliability")
-    reliability.legend(loc="upper left", frameon=False)
+    reliability.legend(loc="lower right", frameon=False)
     average = next(iter(inside))
-    bins = [i * math.log(10) / 40 for i in range(41)]
-    for name, x in ((f"{problem.name} test", inside[average]), (f"{problem.outside_name}", outside[average])):
-        entropies.hist(entropy(x).tolist(), bins=bins, density=True, alpha=0.6, label=name)
-    entropies.set(xlabel="predictive entropy (nats)", ylabel="density", yscale="log", title="posterior average: entropy")
-    entropies.legend(frameon=False)
+    lowest, highest = 1e-4, math.log(10)  # ten classes
+    bins = torch.logspace(math.log10(lowest), math.log10(highest), 36).tolist()
+    for name, x in ((f"{problem.name} test", inside[average]), (problem.outside_name, outside[average])):
+        entropies.hist(entropy(x).clamp(lowest, highest).tolist(), bins=bins, weights=[1 / len(x)] * len(x), alpha=0.6, label=name)
+    separation = metrics.area_under_roc(entropy(inside[average]), entropy(outside[average]))
+    entropies.set(xscale="log", xlabel="predictive entropy in nats (least: 0.0001 or below)", ylabel="share of images")
+    entropies.set_title(f"entropy of the posterior average, AUROC {separation:.2f}")
+    entropies.legend(loc="upper left", frameon=False)
     figure.savefig(path, dpi=100)
 
 

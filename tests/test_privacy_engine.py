@@ -237,7 +237,9 @@ def test_a_built_optimizer_with_too_low_a_floor():
         with_epsilon(dpb.PrivacyEngine(), module=net, optimizer=built, target_epsilon=1.0, epochs=1)
 
 
-@pytest.mark.parametrize("bad", [{"epochs": 0}, {"epochs": 1.5}, {"target_epsilon": 0.0}, {"target_epsilon": -1.0}, {"target_delta": 0.0}, {"target_delta": 1.5}])
+@pytest.mark.parametrize(
+    "bad", [{"epochs": 0}, {"epochs": 1.5}, {"target_epsilon": 0.0}, {"target_epsilon": -1.0}, {"target_delta": 0.0}, {"target_delta": 1.5}]
+)
 def test_bad_targets(bad):
     with pytest.raises(ValueError):
         with_epsilon(dpb.PrivacyEngine(), **{"target_epsilon": 1.0, "epochs": 1, **bad})

@@ -332,7 +332,7 @@ def _poisson_loader(data_loader: DataLoader[Any]) -> PoissonLoader:
         )
     dataset: Any = data_loader.dataset
     num_data = len(dataset)
-    sampler = data_loader.sampler
+    sampler: Any = data_loader.sampler
     if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False) or len(sampler) != num_data:
         raise ValueError(
             f"{type(sampler).__name__} does not visit every record once a pass: the sampling rate of a record would not be batch size / number of "

@@ -383,6 +383,8 @@ class PrivacyAccountant:
         least = min(expected.values())
         base = added(self._counts, need)
         many = self._method == "pld" and len(base) > 48
+        if not many and not self._fits(base):
+            self._refuse(need)
         # From cheap to exact: coarse levels first. While multipliers fall, a reserve for lower ones lasts longer, but
         # is smaller; one for the present multiplier serves this step only.
         slacks = ((1.2, 1.0), (1.03, 0.5), (1.0, 0.02)) if self._falling else ((1.0, 1.0),)
@@ -400,7 +402,7 @@ class PrivacyAccountant:
                     break
             if worth > 4:
                 break
-        if not steps and not self._fits(base):
+        if many and not steps and not self._fits(base):
             self._refuse(need)
         self._reserves = {pair: _Reserve(steps * n, pair) for pair, n in weights.items()}
         for pair, times in need.items():  # charged past the reserve, but part of what to expect next time
@@ -543,8 +545,8 @@ class PrivacyAccountant:
                 if self._epsilon is not None and counts and not self._fits(counts, 1.001 if same else 1.0):
                     raise PrivacyBudgetExceeded(
                         f"the saved history costs more than this accountant's budget, epsilon = {self._epsilon:g} at "
-                        f"delta = {self._delta:g}. Nothing was loaded. Load it into an accountant with the budget it was "
-                        "made with."
+                        f"delta = {self._delta:g}. Nothing was loaded. Load it into an accountant with the budget that "
+                        "it was made with."
                     )
             except BaseException:
                 self._filter = None

@@ -113,7 +113,7 @@ class HooksGradientSource(GradientSource):
                     delattr(module, left_behind)
         for p in self._hooks._module.parameters():
             if hasattr(p, "_forward_counter"):
-                p._forward_counter = 0  # type: ignore[attr-defined]
+                p._forward_counter = 0
             if hasattr(p, "_current_grad_sample"):
                 del p._current_grad_sample
 
