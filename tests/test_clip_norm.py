@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import torch_dpbayes as dpb
 
@@ -81,6 +82,25 @@ def test_the_three_must_belong_together():
             dpb.private_clipped_fraction(*arguments, noise_multiplier=1.0)
 
 
+def test_another_private_loader_is_refused():
+    engine, net, _, coarse = private(rows=400, batch_size=400)
+    factory = partial(dpb.optim.DPSGLD, lr=0.1)
+    net, optimizer, fine = engine.make_private(
+        module=net, optimizer=factory, data_loader=DataLoader(coarse.dataset, batch_size=4), max_grad_norm=1.0
+    )
+    with pytest.raises(ValueError, match="make_private"):
+        dpb.private_clipped_fraction(net, optimizer, coarse, noise_multiplier=2.0)
+
+
+def test_no_loader_over_private_records_is_taken_for_a_public_one():
+    _, net, optimizer, loader = private()
+    plain, part = DataLoader(loader.dataset, batch_size=10), DataLoader(Subset(loader.dataset, range(10)), batch_size=10)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=20, optimizer=optimizer) as parts:
+        for private_loader in (loader, plain, part, parts):
+            with pytest.raises(ValueError, match="was made private"):
+                dpb.simulate_gradient_norms(net, private_loader, criterion=nn.functional.mse_loss)
+
+
 def test_simulated_norms_are_the_norms_and_cost_nothing():
     engine, net, _, loader = private()
     public = DataLoader(TensorDataset(torch.randn(30, 5), torch.randn(30, 1)), batch_size=7)
@@ -89,5 +109,5 @@ def test_simulated_norms_are_the_norms_and_cost_nothing():
         torch.testing.assert_close(norms, true_norms(module, public), rtol=1e-4, atol=1e-5)
         assert module.weight.grad is None
     assert not hasattr(module.weight, "grad_sample") and len(engine.accountant) == 0
-    with pytest.raises(ValueError, match="private loader"):
+    with pytest.raises(ValueError, match="was made private"):
         dpb.simulate_gradient_norms(net, loader)

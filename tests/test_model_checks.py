@@ -108,6 +108,73 @@ class Attention(nn.Module):
         return self.last(self.attention(x, x, x)[0].mean(1))
 
 
+class ZeroHead(nn.Module):
+    """Mixes records behind a layer that starts at zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+        nn.init.zeros_(self.last.weight)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h - h.mean(0))
+
+
+class RunningMean(Wrapped):
+    def __init__(self):
+        super().__init__(torch.relu)
+        self.mean = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.01)
+        return super().forward(x)
+
+
+class Scalar(Wrapped):
+    def forward(self, x):
+        return super().forward(x)[:, 0]
+
+
+class PaddedTokens(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(50, 6, **options), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.embedding(x.long().abs().clamp(max=49)).mean(1))
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.position, self.last = nn.Embedding(5, 6), nn.Linear(30, 3)
+
+    def forward(self, x):
+        return self.last((x + self.position(torch.arange(5))).flatten(1))
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.last = nn.Conv2d(2, 4, 2, stride=2), nn.ConvTranspose2d(4, 2, 2, stride=2), nn.Linear(32, 3)
+
+    def forward(self, x):
+        return self.last((x + self.up(torch.relu(self.down(x)))).flatten(1))
+
+
+class OwnAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.last = nn.Linear(6, 18), nn.Linear(6, 3)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.last(F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0).mean(1))
+
+
 def image(*layers):
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *layers, nn.Flatten(1), nn.Linear(4 * 16, 3))
 
@@ -130,6 +197,12 @@ ALLOWED = {
     "max pooling": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten(1), nn.Linear(16, 3)), IMAGE),
     "sequence": (lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Flatten(1), nn.Linear(20, 3)), SEQUENCE),
     "lstm": (Recurrent, SEQUENCE),
+    "several dropouts": (lambda: nn.Sequential(nn.Dropout(0.2), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3), nn.Dropout(0.1)), FLAT),
+    "dropout of channels": (lambda: image(nn.Dropout2d(0.3), nn.Dropout(0.2)), IMAGE),
+    "one number a record": (lambda: Scalar(torch.relu), FLAT),
+    "padding index": (lambda: PaddedTokens(padding_idx=0), FLAT),
+    "u-net": (UNet, IMAGE),
+    "attention by hand": (OwnAttention, SEQUENCE),
     "own parameter beside a layer": (OwnParameter, FLAT),
 }
 
@@ -157,6 +230,12 @@ REFUSED = {
         ["empty batch", "GroupNorm"],
     ),
     "attention, whose Opacus layer cannot take empty batches": (Attention, SEQUENCE, ["empty batch"]),
+    "mixing behind a zero head": (ZeroHead, FLAT, ["ZeroHead", "another record"]),
+    "statistics in a frozen parameter": (RunningMean, FLAT, ["'mean'", "without noise"]),
+    "max_norm": (lambda: PaddedTokens(max_norm=1.0), FLAT, ["'embedding'", "max_norm"]),
+    "positions shared by the batch": (Positions, SEQUENCE, ["'position.weight'", "dimension 0"]),
+    "not finite on made-up records": (lambda: Wrapped(torch.log), FLAT, ["not finite", "example_inputs"]),
+    "torch's attention": (lambda: nn.Sequential(nn.TransformerEncoderLayer(6, 2, batch_first=True)), SEQUENCE, ["scaled_dot_product_attention"]),
     "loss inside the model": (lambda: Returning(torch.relu), FLAT, ["one row per record"]),
 }
 
@@ -184,7 +263,8 @@ def test_allowed(name):
     assert all(p.grad is None for p in net.parameters())
     for x, y in loader:
         optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
+        output = net(x)
+        (F.cross_entropy(output, y) if output.dim() > 1 else F.mse_loss(output, y.float())).backward()
         optimizer.step()
     assert len(optimizer.accountant) == len(loader)
 

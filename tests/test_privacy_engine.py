@@ -162,6 +162,29 @@ def test_optimizers(optimizer, error, message):
         make(module=net, optimizer=optimizer(net))
 
 
+def test_what_a_factory_makes_is_verified():
+    def own_values(params, **_):
+        return dpb.optim.DPSGLD(params, 0.1, num_data=60_000, expected_batch_size=256, max_grad_norm=1.0, sampling="poisson")
+
+    def own_floor(params, **options):
+        return dpb.optim.DPSGLD(params, 0.1, **{**options, "noise_multiplier": 0.0})
+
+    budget = dpb.PrivacyAccountant(0.5, 1e-5)
+    with pytest.raises(ValueError, match="accountant"):
+        make(optimizer=own_values)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        make(optimizer=own_floor, noise_multiplier=5.0)
+    with pytest.raises(ValueError, match="accountant"):
+        make(optimizer=partial(dpb.optim.DPSGLD, lr=0.1, accountant=budget))
+    make(dpb.PrivacyEngine(budget), optimizer=partial(dpb.optim.DPSGLD, lr=0.1, accountant=budget))
+
+
+def test_records_of_which_no_empty_batch_can_be_made():
+    records = [(torch.zeros(4), 1, "name") for _ in range(20)]
+    with pytest.raises(ValueError, match="leave names and paths out"):
+        make(loader=DataLoader(records, batch_size=4), example_inputs=(torch.zeros(2, 4),))
+
+
 def test_frozen_models_and_unknown_modes():
     net = nn.Linear(4, 3).requires_grad_(False)
     with pytest.raises(ValueError, match="frozen"):

@@ -558,12 +558,47 @@ def test_a_forward_pass_without_backward_is_explained_and_the_next_step_is_clean
     x, y = next(batches)
     net(x)
     nn.functional.cross_entropy(net(x), y).backward()
-    with pytest.raises(RuntimeError, match="no backward pass"):
+    with pytest.raises(RuntimeError, match="run forward 2 times"):
         optimizer.step()
     x, y = next(batches)
     nn.functional.cross_entropy(net(x), y).backward()
     optimizer.step()
     assert len(optimizer.accountant) == 1
+
+
+def test_gradient_scalers_are_refused():
+    _, net, optimizer, loader = private()
+    x, y = next(iter(loader))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(nn.functional.cross_entropy(net(x), y)).backward()
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.step(optimizer)
+    assert len(optimizer.accountant) == 0
+
+
+def test_options_of_all_groups_are_not_options_of_one():
+    for name in ("noise_multiplier", "temperature", "max_grad_norm", "weight_decay"):
+        with pytest.raises(ValueError, match=f"{name} is not an option of a parameter group"):
+            bare([{"params": [nn.Parameter(torch.zeros(2))], name: 0.1}])
+
+
+def test_the_accountant_cannot_be_exchanged():
+    optimizer = bare([nn.Parameter(torch.zeros(2))])
+    with pytest.raises(AttributeError):
+        optimizer.accountant = dpb.PrivacyAccountant()
+
+
+def test_gradients_do_not_survive_a_closure_that_fails():
+    _, net, optimizer, loader = private()
+    x, y = next(iter(loader))
+
+    def closure():
+        nn.functional.cross_entropy(net(x), y).backward()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(closure)
+    assert all(p.grad is None and p.grad_sample is None for p in net.parameters())
 
 
 # -- one step on each draw ---------------------------------------------------------------------------------------------------------
@@ -658,6 +693,84 @@ def test_gradients_of_an_earlier_draw_do_not_pass_for_the_next():
         late.backward()
         optimizer.step()
     assert len(optimizer.accountant) == 1
+
+
+def test_rows_of_several_forward_passes_do_not_add_up():
+    _, net, optimizer, loader = private(batch_size=60)
+    other, labels = batch_for(net, 60)
+    for mix in (
+        lambda x, y: nn.functional.cross_entropy(net(x), y) + nn.functional.cross_entropy(net(other), labels),
+        lambda x, y: (net(x) - net(x.roll(1, 0))).pow(2).sum(1).mean(),
+    ):
+        x, y = next(iter(loader))
+        mix(x, y).backward()
+        with pytest.raises(RuntimeError, match="run forward 2 times"):
+            optimizer.step()
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(net[2](net[1](net[0](x))), y).backward()
+    with pytest.raises(RuntimeError, match="call the model itself"):
+        optimizer.step()
+    assert len(optimizer.accountant) == 0
+
+
+def test_two_backward_passes_through_one_forward_pass():
+    _, net, optimizer, loader = private()
+    x, y = next(iter(loader))
+    loss = nn.functional.cross_entropy(net(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="add the losses up"):
+        loss.backward()
+
+
+def test_an_optimizer_whose_model_was_made_private_again_is_dead():
+    engine, net, old, loader = private()
+    net, new, again = engine.make_private(
+        module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.05), data_loader=loader, max_grad_norm=0.5
+    )
+    batches, _ = iter(loader), next(iter(again))
+    x, y = next(batches)
+    nn.functional.cross_entropy(net(x), y).backward()
+    with pytest.raises(RuntimeError, match="made private again"):
+        old.step()
+    assert len(engine.accountant) == 0
+
+
+def test_a_layer_in_eval_mode_must_stay_there():
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    net[1].requires_grad_(False).eval()
+    _, net, optimizer, loader = private(net)
+    train(net, optimizer, loader, 1)
+    net.eval()
+    net.train()
+    with pytest.raises(RuntimeError, match=r"'1' was in eval mode"):
+        train(net, optimizer, loader, 1)
+    net[1].eval()
+    train(net, optimizer, loader, 1)
+    assert len(optimizer.accountant) == 2
+
+
+def test_draws_are_not_repeated_either():
+    seed = torch.seed() % 2**31
+    generator = torch.Generator().manual_seed(seed)
+    _, net, optimizer, loader = private(loader_options={"generator": generator})
+    train(net, optimizer, loader, 3)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(net, optimizer, loader, 2)
+    optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="a batch was already drawn"):
+        next(iter(loader))
+    _, net, optimizer, loader = private(loader_options={"generator": torch.Generator().manual_seed(seed)})
+    with pytest.raises(ValueError, match="a batch was already drawn"):
+        train(net, optimizer, loader, 1)
+
+
+def test_noise_is_resumed_under_the_same_settings_only():
+    p = nn.Parameter(torch.zeros(3))
+    state = bare([p], generator=torch.Generator().manual_seed(torch.seed())).state_dict()
+    other = bare([p], generator=torch.Generator().manual_seed(torch.seed()), max_grad_norm=2.0)
+    with pytest.raises(ValueError, match="same settings"):
+        other.load_state_dict(state)
+    bare([p], max_grad_norm=2.0).load_state_dict(state)
 
 
 def test_parts_are_used_whole_even_where_the_total_is_right():

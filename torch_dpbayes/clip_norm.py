@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .accounting import events
 from .clipping.gradient_source import HooksGradientSource
 from .optim.base import PrivateOptimizer
-from .poisson_loader import PoissonLoader
+from .poisson_loader import PoissonLoader, is_private
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -47,7 +47,8 @@ def private_clipped_fraction(
     at most 1 = 2·½. Event: ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, on the optimizer's accountant.
     """
     source = HooksGradientSource.attached_to(module)
-    if source is None or not isinstance(data_loader, PoissonLoader) or optimizer._source is not source:
+    together = isinstance(data_loader, PoissonLoader) and optimizer._sampler is data_loader.sampler_of_draws
+    if source is None or not together or optimizer._source is not source:
         raise ValueError("pass the model, optimizer and loader that one PrivacyEngine.make_private call returned")
     if not 0 < noise_multiplier < float("inf"):
         raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}")
@@ -86,10 +87,10 @@ def simulate_gradient_norms(
 
     **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged.
     """
-    if isinstance(public_or_synthetic_loader, PoissonLoader):
+    if is_private(getattr(public_or_synthetic_loader, "dataset", None)):
         raise ValueError(
-            "this is the private loader: gradient norms of its records are private data. Use private_clipped_fraction, or a loader over public or "
-            "made-up records."
+            "this loader reads a data set that was made private: gradient norms of its records are private data. Use "
+            "private_clipped_fraction, or a loader over public or made-up records."
         )
     attached = HooksGradientSource.attached_to(module)
     source = HooksGradientSource(module) if attached is None else attached

@@ -6,6 +6,7 @@ per-record gradients miss a part of the real one. Both are tested here by runnin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import HooksGradientSource
 
@@ -20,6 +22,19 @@ _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
     "untracks InstanceNorm."
 )
+_ATTENTION = (
+    "Write attention with nn.Linear layers for queries, keys and values and torch.nn.functional.scaled_dot_product_attention; Opacus' "
+    "DPMultiheadAttention cannot take empty batches."
+)
+
+
+def fixed_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Copies of the model's buffers and frozen parameters, which training must leave as they are."""
+    for name, b in module.named_buffers():
+        yield name, b.detach().clone()
+    for name, p in module.named_parameters():
+        if not p.requires_grad:
+            yield name, p.detach().clone()
 
 
 def made_up_inputs(batch: Any) -> tuple[Any, ...]:
@@ -43,10 +58,16 @@ def check_layers(module: nn.Module) -> None:
     if not module.training:
         raise ValueError("the model is in eval mode, in which no per-record gradients are recorded: call model.train() first")
     for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+            raise ValueError(
+                f"module {name!r} renormalises rows of its weight in the forward pass (max_norm), which tells without noise which ones the batch "
+                "uses. Leave out max_norm."
+            )
         validate = ModuleValidator.VALIDATORS.get(type(layer))
         errors = validate(layer) if validate is not None and any(p.requires_grad for p in layer.parameters()) else []
         if errors:
-            raise ValueError(f"module {name or type(module).__name__!r} cannot be trained privately: {errors[0]} {_FIX}")
+            fix = _ATTENTION if isinstance(layer, nn.MultiheadAttention) else _FIX
+            raise ValueError(f"module {name or type(module).__name__!r} cannot be trained privately: {errors[0]} {fix}")
 
 
 def check_model(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
@@ -71,7 +92,7 @@ def check_model(module: nn.Module, source: HooksGradientSource, inputs: tuple[An
 
 
 def _check_independence(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
-    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
     other = tuple(_map(lambda t: torch.cat([t[:1], _rows_like(t, 1, shift=3.0)]), inputs))
     alone = tuple(_map(lambda t: t[:1], inputs))
     with source.paused():
@@ -90,11 +111,12 @@ def _check_independence(module: nn.Module, source: HooksGradientSource, inputs: 
         except Exception as error:
             raise ValueError(f"the model fails on a batch of one record, which Poisson sampling delivers: {error}. {_FIX}") from error
         _require_same_rows(module, first, third, "the number of records in the batch")
-    for name, b in module.named_buffers():
-        if name not in buffers or not torch.equal(b, buffers[name]):
+    for name, t in [*module.named_buffers(), *module.named_parameters()]:
+        if name not in before or not torch.equal(t, before[name]):
             owner = name.rpartition(".")[0] or type(module).__name__
             raise ValueError(
-                f"module {owner!r} changes its buffer {name!r} in the forward pass: statistics of the records would leave without noise. {_FIX}"
+                f"module {owner!r} changes its buffer or parameter {name!r} in the forward pass: statistics of the records would leave without "
+                f"noise. {_FIX}"
             )
 
 
@@ -104,8 +126,8 @@ def _check_gradients(module: nn.Module, source: HooksGradientSource, inputs: tup
     weights: list[Tensor] = []
 
     def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
-        torch.manual_seed(0)
-        outputs = [t.float().flatten(1) for t in _tensors(module(*arguments)) if t.is_floating_point()]
+        with _SameRandomNumbers():
+            outputs = [t.float().reshape(len(t), -1) for t in _tensors(module(*arguments)) if t.is_floating_point()]
         if not weights:
             generator = torch.Generator().manual_seed(1)
             weights.extend(torch.randn(t.shape, generator=generator).to(t.device) for t in outputs)
@@ -117,8 +139,14 @@ def _check_gradients(module: nn.Module, source: HooksGradientSource, inputs: tup
         return torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
 
     source.discard(parameters)
-    losses = loss_per_record(inputs)
-    (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
+    try:
+        losses = loss_per_record(inputs)
+        (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
+    except Exception as error:
+        raise ValueError(
+            f"per-record gradients of this model cannot be computed: {error}. Where this comes from a parameter that stands beside other layers (a "
+            "position or class token), give it a small module of its own; otherwise replace the layer."
+        ) from error
     recorded = [source.per_record_gradients(p) for p in parameters]
     source.discard(parameters)
     with source.paused():
@@ -134,6 +162,11 @@ def _check_gradients(module: nn.Module, source: HooksGradientSource, inputs: tup
                     "requires_grad_(False)."
                 )
             raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
+        if records.shape[1:] == true.shape[1:] and len(records) != len(true):
+            raise ValueError(
+                f"parameter {name!r} got {len(records)} per-record gradients for two records: its module sees another first dimension. Keep records "
+                "in dimension 0 of every layer's input (for positions, .expand(len(x), -1))."
+            )
         if records.shape != true.shape:
             raise ValueError(_wrong_gradient(name, f"got per-record gradients of shape {tuple(records.shape)}, expected {tuple(true.shape)}"))
         tolerance = 1e-2 if p.dtype in (torch.float16, torch.bfloat16) else 1e-3
@@ -174,8 +207,7 @@ def _trace(module: nn.Module, arguments: tuple[Any, ...]) -> list[tuple[str, lis
         for name, layer in module.named_modules()
     ]
     try:
-        torch.manual_seed(0)
-        with torch.no_grad():
+        with torch.no_grad(), _SameRandomNumbers():
             module(*arguments)
     finally:
         for handle in handles:
@@ -194,6 +226,8 @@ def _require_same_rows(
         raise ValueError(
             "the model's output must be a tensor with one row per record in dimension 0 (a loss computed inside the model mixes records)"
         )
+    if not all(bool(torch.isfinite(t).all()) for t in [*final, *second[-1][2]] if t.is_floating_point()):
+        raise ValueError("the model's output on made-up records is not finite: pass example_inputs=, made-up records that the model can take")
     if _same_first_row(final, second[-1][2]):
         return
     where = f"the forward pass of {type(module).__name__!r}"
@@ -231,19 +265,22 @@ def _wrong_gradient(name: str, what: str) -> str:
 
 @contextmanager
 def _left_as_found(module: nn.Module) -> Iterator[None]:
-    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    tensors = [*module.named_buffers(), *module.named_parameters()]
+    before = {name: t.detach().clone() for name, t in tensors}
     grads = [(p, p.grad) for p in module.parameters()]
     try:
-        for p, _ in grads:
-            p.grad = None
+        with torch.no_grad():
+            for p, _ in grads:
+                p.grad = None
+                if p.is_floating_point():  # layers that start at zero would hide what lies behind them
+                    p.add_(_rows_like(p, len(p)) * (0.5 / math.sqrt(p[0].numel())) if p.dim() > 1 else 0.1 * _rows_like(p[None], 1)[0])
         yield
     finally:
         for p, grad in grads:
             p.grad = grad
         with torch.no_grad():
-            for name, b in module.named_buffers():
-                if name in buffers and b.shape == buffers[name].shape:
-                    b.copy_(buffers[name])
+            for name, t in tensors:
+                t.copy_(before[name])
 
 
 def _rows_like(t: Tensor, rows: int, shift: float = 0.0) -> Tensor:
@@ -261,7 +298,8 @@ def _map(function: Any, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _map(function, v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_map(function, v) for v in value)
+        mapped = [_map(function, v) for v in value]
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     return value
 
 
@@ -273,6 +311,15 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [t for v in value for t in _tensors(v)]
     return []
+
+
+class _SameRandomNumbers(TorchDispatchMode):
+    """Every operation that draws random numbers starts from the same state: row 1 of a dropout mask is then the same in any batch."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            torch.manual_seed(0)
+        return function(*args, **(kwargs or {}))
 
 
 def _detached(value: Any) -> list[Tensor]:

@@ -14,8 +14,8 @@ import os
 import torch
 from torch import Tensor
 
-# Positions of callers' streams from which noise was already drawn in this process.
-_used_positions: set[bytes] = set()
+# Positions of callers' streams from which something was already drawn in this process: (what, digest).
+_used_positions: set[tuple[str, bytes]] = set()
 
 _CPU_STATE_BYTES = 5056  # torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
 _CPU_WORDS = slice(24, 24 + 8 * 624)
@@ -60,7 +60,7 @@ class GaussianNoise:
         self._own: torch.Generator | None = None
         self._pid = os.getpid()
         if generator is not None:
-            _refuse_used(stream_position(generator))
+            _refuse_used("noise", stream_position(generator))
 
     def standard_normal(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A fresh N(0, I) vector of length ``size``."""
@@ -79,15 +79,21 @@ class GaussianNoise:
             raise ValueError(
                 f"generator= lives on {self.generator.device}, the parameters on {device}: pass torch.Generator(device={str(device)!r})"
             )
-        position = stream_position(self.generator)
-        _refuse_used(position)
-        _used_positions.add(position)
+        use_position("noise", self.generator)
         return torch.randn(size, dtype=dtype, device=device, generator=self.generator)
 
 
-def _refuse_used(position: bytes) -> None:
-    if position in _used_positions:
+def use_position(what: str, generator: torch.Generator) -> None:
+    """Note that ``what`` is drawn from where a caller's generator stands, or refuse because it was before, in this process."""
+    position = stream_position(generator)
+    _refuse_used(what, position)
+    _used_positions.add((what, position))
+
+
+def _refuse_used(what: str, position: bytes) -> None:
+    if (what, position) in _used_positions:
         raise ValueError(
-            "noise was already drawn from a generator in this very state in this process: the same noise in two releases cancels in "
-            "their difference and protects neither. Leave out generator=, seed it differently, or resume in a fresh process."
+            f"{what} was already drawn from a generator in this very state in this process. The same noise in two releases cancels in their "
+            "difference; the same batches are not the independent draws that are accounted. Leave out generator=, seed it differently, or "
+            "resume in a fresh process."
         )

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from .noise import fresh_generator
+from .noise import fresh_generator, use_position
+
+_private_datasets: WeakValueDictionary[int, Any] = WeakValueDictionary()
+
+
+def _note_private(dataset: Any) -> None:
+    with contextlib.suppress(TypeError):  # plain lists take no weak references
+        _private_datasets[id(dataset)] = dataset
+
+
+def is_private(dataset: Any) -> bool:
+    """Whether a private loader was made over this data set, or over what it is a subset of."""
+    while isinstance(dataset, Subset):
+        if _private_datasets.get(id(dataset)) is dataset:
+            return True
+        dataset = dataset.dataset
+    return dataset is not None and _private_datasets.get(id(dataset)) is dataset
 
 
 class PoissonSampler(UniformWithReplacementSampler):
@@ -25,17 +43,21 @@ class PoissonSampler(UniformWithReplacementSampler):
         num_data: number of records N.
         sample_rate: q in (0, 1]. The draw compares 24-bit uniform numbers with it; it is rounded down to that grid, so that the rate
             in force is never above the one that is charged.
-        generator: randomness of the draws.
+        generator: the caller's source of randomness, of which every position is used once in a process. None: entropy of the operating system.
         num_workers: that of the loader.
     """
 
-    def __init__(self, num_data: int, sample_rate: float, generator: torch.Generator, num_workers: int) -> None:
+    def __init__(self, num_data: int, sample_rate: float, generator: torch.Generator | None, num_workers: int) -> None:
         grid_rate = math.floor(sample_rate * 2**24) / 2**24
         if grid_rate == 0.0:
             raise ValueError(f"a sampling rate of {sample_rate} is below the resolution of the uniform numbers (2**-24)")
         super().__init__(
-            num_samples=num_data, sample_rate=grid_rate, generator=generator, steps=max(1, math.floor(1 / sample_rate + 1e-9))
+            num_samples=num_data,
+            sample_rate=grid_rate,
+            generator=fresh_generator() if generator is None else generator,
+            steps=max(1, math.floor(1 / sample_rate + 1e-9)),
         )
+        self.has_user_generator = generator is not None
         self.num_workers = num_workers
         self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier batches
         self._reset()
@@ -51,7 +73,11 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._reset()
-        for indices in super().__iter__():
+        draws = super().__iter__()
+        for _ in range(self.steps):
+            if self.has_user_generator:
+                use_position("a batch", self.generator)
+            indices = next(draws)
             self._sizes.append(len(indices))
             yield indices
 
@@ -131,14 +157,23 @@ class PoissonLoader(DPDataLoader):
         dataset: Any = data_loader.dataset
         self.sample_rate = sample_rate
         self.distributed = False
-        self.has_user_generator = data_loader.generator is not None
-        generator = data_loader.generator if data_loader.generator is not None else fresh_generator()
         user_collate = data_loader.collate_fn
         while hasattr(user_collate, "wrapped_collator_fn"):  # of a loader that was private before
             user_collate = user_collate.wrapped_collator_fn
         collate_fn: Any = wrap_collate_with_empty(collate_fn=user_collate)
         collate_fn([dataset[0]])  # it learns the shapes of a batch from the first one that it sees, which may come out empty
+        try:
+            collate_fn([])
+        except Exception as error:
+            raise ValueError(
+                f"no empty batch can be made of these records, which Poisson sampling delivers now and then: {error}. Records are tensors and "
+                "numbers, in tuples, lists or dicts; leave names and paths out of them."
+            ) from error
+        generator = data_loader.generator
+        if isinstance(data_loader, PoissonLoader) and data_loader.sampler_of_draws.has_user_generator:
+            generator = data_loader.sampler_of_draws.generator
         sampler = PoissonSampler(len(dataset), sample_rate, generator, data_loader.num_workers)
+        _note_private(dataset)
         if data_loader.num_workers == 0:
             collate_fn = _CountingCollate(collate_fn, sampler)
         DataLoader.__init__(

@@ -150,17 +150,18 @@ class PosteriorSamples:
         self._samples.append({name: p.detach().clone() for name, p in parameters.items()})
 
     def _check_buffers(self, model: nn.Module) -> None:
-        now = dict(model.named_buffers())
+        buffers = dict(model.named_buffers())
         before: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
         since = "make_private"
         if before is None:
             if self._buffers is None:
-                self._buffers = {name: b.detach().clone() for name, b in now.items()}
+                self._buffers = {name: b.detach().clone() for name, b in buffers.items()}
             before, since = self._buffers, "the first collect()"
-        for name in sorted(before.keys() | now.keys()):
+        now = {**dict(model.named_parameters()), **buffers}  # make_private notes frozen parameters as well
+        for name in sorted(before.keys() | buffers.keys()):
             if name not in before or name not in now or not _same(before[name], now[name]):
                 raise ValueError(
-                    f"Buffer {name!r} changed since {since}. What a forward pass writes into a buffer depends on the "
+                    f"Buffer {name!r} changed since {since}. What a forward pass writes into a buffer or a frozen parameter depends on the "
                     "private records and carries no noise, so a sample of this model would not be private. Use a layer "
                     "that keeps no statistics: opacus.validators.ModuleValidator.fix(model) replaces BatchNorm by "
                     "GroupNorm; InstanceNorm needs track_running_stats=False."

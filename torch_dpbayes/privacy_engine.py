@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from .accounting.accountant import PrivacyAccountant
 from .accounting.calibration import get_noise_multiplier
 from .clipping.gradient_source import HooksGradientSource
-from .model_checks import check_layers, check_model, made_up_inputs
+from .model_checks import check_layers, check_model, fixed_tensors, made_up_inputs
 from .noise import stream_position
 from .optim.base import PrivateOptimizer
 from .poisson_loader import PoissonLoader
@@ -253,8 +253,8 @@ class PrivacyEngine:
         except BaseException:
             source.remove()
             raise
-        module._dpbayes_buffers = {name: b.detach().clone() for name, b in module.named_buffers()}  # type: ignore[assignment]
-        optimizer._bind(source, loader.sampler_of_draws, reproducible=loader.has_user_generator)
+        module._dpbayes_buffers = dict(fixed_tensors(module))  # type: ignore[assignment]
+        optimizer._bind(source, loader.sampler_of_draws)
         self._accountant = optimizer.accountant
         if not isinstance(data_loader, PoissonLoader):
             _log.warning(
@@ -285,25 +285,27 @@ def _build(
         built = optimizer
         if accountant is not None and accountant is not built.accountant:
             raise ValueError("engine and optimizer have different accountants: build the optimizer with accountant=engine.accountant")
-        for name, value in {**stated, **declared}.items():
-            if not math.isclose(getattr(built, name), value, rel_tol=1e-9):
-                raise ValueError(f"the optimizer was built with {name} = {getattr(built, name)}, but here it is {value}")
     else:
         if isinstance(optimizer, Optimizer):
             lr = optimizer.param_groups[0]["lr"]
             raise TypeError(f"{type(optimizer).__name__} is not private: pass partial(torch_dpbayes.optim.DPSGLD, lr={lr})")
+        if accountant is None:
+            accountant = PrivacyAccountant()
         if isinstance(optimizer, partial):
-            for name, value in {**stated, **declared}.items():
+            for name, value in {**stated, **declared, "accountant": accountant}.items():
                 if optimizer.keywords.get(name, value) != value:
                     raise ValueError(f"{name} = {optimizer.keywords[name]} in the optimizer factory, but here it is {value}")
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("every parameter of the model is frozen: there is nothing to sample")
-        if accountant is None:
-            accountant = PrivacyAccountant()
         built = optimizer(parameters, **declared, **stated, sampling="poisson", accountant=accountant)
         if not isinstance(built, PrivateOptimizer):
             raise TypeError(f"the factory made a {type(built).__name__}, which is not one of torch_dpbayes.optim")
+        if built.accountant is not accountant:
+            raise ValueError("the factory must pass on the accountant= that it is called with: PrivacyEngine(accountant=...) chooses it")
+    for name, value in {**stated, **declared}.items():
+        if not math.isclose(getattr(built, name), value, rel_tol=1e-9):
+            raise ValueError(f"the optimizer was built with {name} = {getattr(built, name)}, but here it is {value}")
     mine = {id(p) for group in built.param_groups for p in group["params"] if p.requires_grad}
     theirs = {id(p) for p in module.parameters() if p.requires_grad}
     if mine != theirs:

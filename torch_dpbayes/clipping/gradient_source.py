@@ -10,6 +10,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleHooks
@@ -67,13 +68,19 @@ class HooksGradientSource(GradientSource):
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self.loss_reduction = loss_reduction
+        self._removed = False
         self._hooks: GradSampleHooks | None = None
         if module is not None:
             before = HooksGradientSource.attached_to(module)
             if before is not None:
                 before.remove()
             warnings.filterwarnings("ignore", message=_HARMLESS_WARNING)
-            self._hooks = _Hooks(module, loss_reduction=loss_reduction, strict=False)
+            try:
+                self._hooks = _Hooks(module, loss_reduction=loss_reduction, strict=False)
+            except NotImplementedError as error:
+                module.__dict__.pop("autograd_grad_sample_hooks", None)
+                raise ValueError(f"Opacus has no per-record gradients for a layer of this model: {error}. Replace the layer.") from error
+            self._frozen_modes = [(name, layer) for name, layer in module.named_modules() if not layer.training]
             module.__dict__[_ATTRIBUTE] = self  # on the module, so that a copy of it can be made private again
 
     @staticmethod
@@ -85,6 +92,7 @@ class HooksGradientSource(GradientSource):
     def add_clipped_sum(
         self, named_parameters: Sequence[tuple[str, Tensor]], max_grad_norm: float, out: Sequence[Tensor]
     ) -> int:
+        self._require_one_forward_pass()
         gradients, norm = _records_and_norms(named_parameters)
         finite = torch.isfinite(norm)
         factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)  # 0/0 does not occur: C/0 = inf, clamped
@@ -96,6 +104,7 @@ class HooksGradientSource(GradientSource):
 
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the library unless the records are public."""
+        self._require_one_forward_pass()
         return _records_and_norms(named_parameters)[1].float()
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
@@ -107,6 +116,7 @@ class HooksGradientSource(GradientSource):
         self.zero_grad(parameters)
         if self._hooks is None:  # what else the caller's hooks keep is on modules that are not known here
             return
+        self._hooks.forward_passes = 0
         for module in self._hooks._module.modules():
             for left_behind in ("activations", "max_batch_len"):
                 if hasattr(module, left_behind):
@@ -134,15 +144,44 @@ class HooksGradientSource(GradientSource):
         finally:
             self._hooks.enable_hooks()
 
+    def _require_one_forward_pass(self) -> None:
+        if self._removed:
+            raise RuntimeError("the model was made private again since: step with the optimizer of the last make_private call")
+        if self._hooks is None:
+            return
+        for name, layer in self._frozen_modes:
+            if layer.training:
+                raise RuntimeError(
+                    f"module {name!r} was in eval mode when the model was checked and is in training mode now, where it may mix records: put it "
+                    "back into eval mode after every model.train(), or call make_private again."
+                )
+        if self._hooks.forward_passes > 1:
+            raise RuntimeError(
+                f"the model was run forward {self._hooks.forward_passes} times in training mode for one step: rows of several passes add up, and a "
+                "record in two of them, or one that is not of this batch, would not be accounted. Evaluate under torch.no_grad() or model.eval(); "
+                "where a loss needs several outputs, compute them in one forward pass of the model."
+            )
+        if self._hooks.forward_passes == 0 and any(getattr(p, "grad_sample", None) is not None for p in self._hooks._module.parameters()):
+            raise RuntimeError("call the model itself, not its parts: model(x), so that it can be checked that every record is used once")
+
     def remove(self) -> None:
         """Take the hooks off the model again."""
+        self._removed = True
         if self._hooks is not None:
             self._hooks.cleanup()
             self._hooks._module.__dict__.pop(_ATTRIBUTE, None)
 
 
 class _Hooks(GradSampleHooks):
-    """Opacus' hooks, which a deep copy of the model takes along without what they keep on the parameters."""
+    """Opacus' hooks, which count forward passes and handle what Opacus stumbles over: copied models, empty batches, padding."""
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        self.forward_passes = 0
+        super().__init__(module, **options)
+        self.autograd_grad_sample_hooks.append(module.register_forward_pre_hook(self._count_forward_pass))
+
+    def _count_forward_pass(self, module: nn.Module, _input: Any) -> None:
+        self.forward_passes += self.hooks_enabled and torch.is_grad_enabled() and module.training
 
     def capture_activations_hook(self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor) -> None:
         recording = self.hooks_enabled and module.training and torch.is_grad_enabled()
@@ -152,6 +191,27 @@ class _Hooks(GradSampleHooks):
                 "since. Call make_private on it again; for predictions use model.eval() and torch.no_grad()."
             )
         super().capture_activations_hook(module, forward_input, _forward_output)
+
+    def capture_backprops_hook(self, module: Any, _forward_input: Any, forward_output: Any, **options: Any) -> None:
+        if not self.hooks_enabled:
+            return
+        if not getattr(module, "activations", None):
+            raise RuntimeError(
+                "backward() ran twice through one forward pass, or through one of an earlier batch: add the losses up and call backward() once "
+                "for each batch."
+            )
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        if len(forward_output[0]) == 0:  # some of Opacus' grad samplers fail on empty batches
+            module.activations.pop()
+            for p in trainable:
+                p._forward_counter -= 1
+                p.grad_sample = torch.zeros(0, *p.shape, dtype=p.dtype, device=p.device)
+            return
+        super().capture_backprops_hook(module, _forward_input, forward_output, **options)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.weight.requires_grad:
+            records: Any = getattr(module.weight, "grad_sample", None)  # torch gives the padding row no gradient, Opacus does
+            if records is not None:
+                (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
 
 
 def _records_and_norms(named_parameters: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], Tensor]:

@@ -35,6 +35,8 @@ from ..poisson_loader import PoissonSampler
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
 
+_OPTIONS_OF_ALL_GROUPS = ("num_data", "expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature", "sampling")
+
 
 @dataclass(frozen=True)
 class _Layout:
@@ -105,11 +107,10 @@ class PrivateOptimizer(Optimizer):
         self._temperature = float(temperature)
         self._log_prior = log_prior
         self._sampling = sampling
-        self.accountant = PrivacyAccountant() if accountant is None else accountant
+        self._accountant = PrivacyAccountant() if accountant is None else accountant
         self._noise = GaussianNoise(generator)
         self._source: GradientSource = HooksGradientSource()
         self._sampler: PoissonSampler | None = None
-        self._sampler_is_reproducible = False
         self._start_afresh()
         super().__init__(params, defaults)
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
@@ -140,7 +141,15 @@ class PrivateOptimizer(Optimizer):
     def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         """New parameters from the noisy gradient ĝ of the mean potential, in place."""
 
+    # torch's GradScaler skips steps when a gradient overflows, which one record decides: step() refuses instead of being skipped
+    _step_supports_amp_scaling = True
+
     # -- public constants and reports --------------------------------------------------------------------------------
+
+    @property
+    def accountant(self) -> PrivacyAccountant:
+        """Where every step is charged."""
+        return self._accountant
 
     @property
     def num_data(self) -> int:
@@ -210,11 +219,16 @@ class PrivateOptimizer(Optimizer):
             ValueError: parameters or options are not finite.
         """
         loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        layout = self._current_layout()
         try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if hasattr(self, "grad_scale"):
+                raise RuntimeError(
+                    "GradScaler scales gradients before they are clipped, and skips steps that one record's overflow decides: the guarantee would "
+                    "not hold. Use torch.autocast with bfloat16 and no scaler."
+                )
+            layout = self._current_layout()
             clipped_sum = self._collect(layout)
             if clipped_sum is not None:
                 self._release(layout, clipped_sum)
@@ -222,8 +236,9 @@ class PrivateOptimizer(Optimizer):
             self._pending = None
             raise
         finally:
-            self._source.discard(layout.parameters)
-            for p in layout.parameters:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            self._source.discard(parameters)
+            for p in parameters:
                 p.grad = None  # not private: hooks leave the ordinary gradient there
         return loss
 
@@ -373,6 +388,10 @@ class PrivateOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            for name in ("weight_decay", "momentum", *_OPTIONS_OF_ALL_GROUPS):
+                if name in group and name not in self.defaults:
+                    options = ", ".join(self.defaults)
+                    raise ValueError(f"{name} is not an option of a parameter group of {type(self).__name__}: its groups take {options}")
             _require_positive("lr", group["lr"])
             _require_positive("prior_std", group["prior_std"], allow_infinite=True)
             if not math.isfinite(group["prior_mean"]):
@@ -412,9 +431,9 @@ class PrivateOptimizer(Optimizer):
         self._layout = _Layout(parameters, names, offsets, groups)
         return self._layout
 
-    def _bind(self, source: GradientSource, sampler: PoissonSampler, *, reproducible: bool) -> None:
+    def _bind(self, source: GradientSource, sampler: PoissonSampler) -> None:
         """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler``."""
-        self._source, self._sampler, self._sampler_is_reproducible = source, sampler, reproducible
+        self._source, self._sampler = source, sampler
         self._sampling = "poisson"
         self._pending = None
         # Gradients taken before a batch was delivered are not that batch's; without this, those of an earlier draw could pass for it.
@@ -426,7 +445,7 @@ class PrivateOptimizer(Optimizer):
         copy = object.__new__(type(self))
         memo[id(self)] = copy
         shared = {k: v for k, v in self.__dict__.items() if k.startswith("_") and not k.startswith("_optimizer_")}
-        copy.__dict__.update(shared, accountant=self.accountant)
+        copy.__dict__.update(shared)
         Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
         copy._noise = GaussianNoise()
         if any(a is not b for g, h in zip(self.param_groups, copy.param_groups, strict=True) for a, b in zip(g["params"], h["params"], strict=True)):
@@ -446,10 +465,11 @@ class PrivateOptimizer(Optimizer):
             "algorithm": type(self).__name__,
             "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
             "accountant": self.accountant.state_dict(),
+            "settings": self._settings(),
         }
         if self._noise.generator is not None:
             private["noise"] = self._noise.generator.get_state()
-        if self._sampler is not None and self._sampler_is_reproducible:
+        if self._sampler is not None and self._sampler.has_user_generator:
             private["sampler"] = self._sampler.generator.get_state()
         state["private_step"] = private
         return state
@@ -466,13 +486,22 @@ class PrivateOptimizer(Optimizer):
             raise ValueError(f"this is the state of {other}, not of {type(self).__name__}")
         if private["shapes"] != [[list(p.shape) for p in group["params"]] for group in self.param_groups]:
             raise ValueError("the state belongs to parameters of another number or other shapes than this optimizer's")
+        resumes_noise = "noise" in private and self._noise.generator is not None
+        if resumes_noise and private["settings"] != self._settings():
+            raise ValueError(
+                f"the saved run had {private['settings']}, this optimizer has {self._settings()}: the same noise under other settings would let both "
+                "releases be solved for the gradient. Resume with the same settings, or without generator=."
+            )
         self._resume_accountant(private["accountant"])
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         self._start_afresh()
-        if "noise" in private and self._noise.generator is not None:
+        if resumes_noise and self._noise.generator is not None:
             self._noise.generator.set_state(private["noise"])
-        if "sampler" in private and self._sampler is not None and self._sampler_is_reproducible:
+        if "sampler" in private and self._sampler is not None and self._sampler.has_user_generator:
             self._sampler.generator.set_state(private["sampler"])
+
+    def _settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _OPTIONS_OF_ALL_GROUPS}
 
     def _resume_accountant(self, saved: dict[str, Any]) -> None:
         if len(self.accountant) == 0:
