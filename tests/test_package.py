@@ -59,7 +59,7 @@ def test_wheel_holds_the_package_its_types_and_its_licence(tmp_path):
     assert wheel.name.startswith(f"torch_dpbayes-{dpb.__version__}-")
     built = set(zipfile.ZipFile(wheel).namelist())
     modules = {path.relative_to(source).as_posix() for path in (source / "torch_dpbayes").rglob("*.py")}
-    assert modules | {"torch_dpbayes/py.typed"} == {name for name in built if ".dist-info/" not in name}
+    assert modules | {"torch_dpbayes/py.typed", "torch_dpbayes/accounting/README.md"} == {name for name in built if ".dist-info/" not in name}
     assert any(name.endswith("LICENSE") for name in built)
 
 

@@ -210,7 +210,7 @@ class PrivacyEngine:
         z = built.effective_noise_multiplier
         after = PrivacyAccountant(method=accountant.method, neighboring=accountant.neighboring)
         for charge in accountant.history:
-            after.compose(charge.event, charge.count, adaptive=charge.adaptive)
+            after.compose(charge.event, charge.count)
         if math.isfinite(z):
             after.compose(built._event(z), steps)
         result = Plan(
