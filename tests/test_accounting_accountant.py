@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import torch_dpbayes.accounting
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, events, privacy_loss
+from torch_dpbayes.accounting.calibration import get_noise_multiplier
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
@@ -450,3 +451,20 @@ def test_opacus_accumulated_batches_are_refused():
     with pytest.raises(RuntimeError, match="BatchMemoryManager"):
         accountant.get_optimizer_hook_fn(0.1)(Optimizer())
     assert len(accountant) == 0
+
+
+def test_an_adaptive_history_keeps_its_filter_when_it_is_saved():
+    accountant = PrivacyAccountant(3.0, 1e-5)
+    step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+    accountant.compose(ComposedDpEvent([GaussianDpEvent(20.0), step]), 10, adaptive=True)
+    accountant.compose(step, 600, adaptive=True)
+    loaded = PrivacyAccountant(3.0, 1e-5)
+    loaded.load_state_dict(accountant.state_dict())
+    assert loaded.summary() == accountant.summary()
+    with pytest.raises(ValueError, match="adaptive"):
+        get_noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, steps=10, history=accountant.history)
+
+
+def test_counts_that_cannot_be_saved_exactly_are_refused():
+    with pytest.raises(ValueError, match=r"2\*\*53"):
+        PrivacyAccountant().compose(GaussianDpEvent(1e9), 2**53 + 1)

@@ -8,7 +8,7 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import integrate, stats
+from scipy import integrate, optimize, stats
 
 from torch_dpbayes.accounting import privacy_loss
 from torch_dpbayes.accounting.privacy_loss import BoundedRange, Gaussian, Pure, Sampled
@@ -293,3 +293,47 @@ def test_tiny_noise_is_charged_without_amplification():
         dpa.PoissonSampledDpEvent(0.1, dpa.GaussianDpEvent(0.01)), "add_or_remove_one"
     )
     assert event_cost == Gaussian(100.0)
+
+
+PAIRS_FOR_MASS = [
+    *(privacy_loss.Gaussian(mu) for mu in (0.1, 1.0, 3.0, 12.0)),
+    *(privacy_loss.Pure(e) for e in (0.1, 8.1, 40.0)),
+    *(privacy_loss.BoundedRange(e) for e in (0.1, 8.1, 40.0)),
+    *(privacy_loss.Sampled(kind, q, z) for kind in ("directed", "antipodal", "symmetric") for q, z in ((0.01, 1.0), (0.35, 0.3), (0.99, 0.5))),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS_FOR_MASS, ids=str)
+def test_no_mass_is_missing_in_either_direction(pair):
+    """A direction whose masses do not add up to 1, what is at infinity included, would be no upper bound."""
+    for masses in privacy_loss.grid_masses(pair, 1e-2, 1e-14):
+        assert masses.masses.sum() + masses.infinity >= 1 - 1e-12
+
+
+def test_a_gaussian_and_a_pure_release_beside_a_sampled_one():
+    """Here adding the record costs more than removing it; the value is by quadrature of the profile."""
+    q, z, mu, pure, delta = 0.35, 0.3, 2.0, 8.1, 0.8
+    x = np.linspace(-12 * z, 1 + 12 * z, 400_001)
+    density = np.exp(-(x**2) / (2 * z**2)) / (z * math.sqrt(2 * math.pi)) * (x[1] - x[0])
+    loss = -np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z**2))  # of the added record
+
+    def true_delta(epsilon):
+        total = 0.0
+        for sign in (1, -1):
+            e = epsilon - sign * pure - loss
+            profile = stats.norm.cdf(mu / 2 - e / mu) - np.exp(e + stats.norm.logcdf(-mu / 2 - e / mu))
+            total += float(np.sum(density * profile)) / (1 + math.exp(-sign * pure))
+        return total
+
+    truth = optimize.brentq(lambda e: true_delta(e) - delta, 0.0, 50.0)
+    counts = {privacy_loss.Sampled("directed", q, z): 1, privacy_loss.Gaussian(mu): 1, privacy_loss.Pure(pure): 1}
+    assert truth <= privacy_loss.upper_epsilon(counts, delta) <= truth * 1.001
+
+
+def test_losses_beyond_floating_point_are_infinite_and_not_forgotten():
+    step = privacy_loss.Sampled("directed", 1e-7, 0.03)
+    assert privacy_loss.upper_epsilon({step: 10**9}, 1e-5) > 1e3
+    for strange in (privacy_loss.Pure(800.0), privacy_loss.BoundedRange(800.0)):
+        alone = privacy_loss.upper_epsilon({strange: 1}, 1e-5)
+        together = privacy_loss.upper_epsilon({strange: 1, privacy_loss.Sampled("directed", 0.01, 1.0): 10}, 1e-5)
+        assert together >= alone * (1 - 1e-3) > 700

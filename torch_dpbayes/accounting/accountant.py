@@ -310,7 +310,7 @@ class PrivacyAccountant:
                 "an accountant with a share of the budget."
             )
         if adaptive and self._filter is None:
-            self._start_filter(parts)
+            self._start_filter("gaussian" if all(isinstance(pair, Gaussian) for _, _, pair in parts) else "renyi")
         try:
             if self._epsilon is not None and not self._reserved(parts):
                 self._admit(self._need(parts))
@@ -327,7 +327,7 @@ class PrivacyAccountant:
             self._counts[pair] = self._counts.get(pair, 0) + times
         self._memory.clear()
 
-    def _start_filter(self, parts: list[tuple[DpEvent, int, Pair]]) -> None:
+    def _start_filter(self, kind: Literal["gaussian", "renyi"]) -> None:
         if self._epsilon is None or self._delta is None:
             raise ValueError(
                 "adaptive=True needs a budget: parameters chosen from earlier outputs are private only against a limit "
@@ -339,8 +339,7 @@ class PrivacyAccountant:
                 "be a choice made after seeing outputs, which neither guarantee covers. Charge with adaptive=True from "
                 "the first charge on, in a new accountant."
             )
-        gaussian = all(isinstance(pair, Gaussian) for _, _, pair in parts)
-        self._filter = _Filter.fixed("gaussian" if gaussian else "renyi", self._epsilon, self._delta)
+        self._filter = _Filter.fixed(kind, self._epsilon, self._delta)
 
     def _reserved(self, parts: list[tuple[DpEvent, int, Pair]]) -> bool:
         """Takes the charge out of the reserves if they cover it: no composition per step."""
@@ -496,6 +495,7 @@ class PrivacyAccountant:
             return {
                 "method": self._method,
                 "neighboring": self._neighboring,
+                "filter": self._filter.kind if self._filter else "",
                 "budget": [b for b in (self._epsilon, self._delta) if b is not None] if self._epsilon else [],
                 "history": [
                     [_encode(event), float(count), label or "", "adaptive" if adaptive else "fixed"]
@@ -516,7 +516,7 @@ class PrivacyAccountant:
                     "this accountant is not empty: loading would forget or double what it holds. Load into a new "
                     "PrivacyAccountant."
                 )
-            missing = {"method", "neighboring", "budget", "history"} - set(state_dict)
+            missing = {"method", "neighboring", "filter", "budget", "history"} - set(state_dict)
             if missing:
                 raise ValueError(f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing.")
             for name in ("method", "neighboring"):
@@ -537,12 +537,14 @@ class PrivacyAccountant:
                 )
             loaded = [(self._parts(event, events.positive_count(count)), *rest) for event, count, *rest in lines]
             counts = self._need(part for parts, _, _ in loaded for part in parts)
-            if loaded and loaded[0][2]:
-                self._start_filter(loaded[0][0])
+            self._reserves.clear()
+            if state_dict["filter"]:
+                self._start_filter(state_dict["filter"])
             # A history that was admitted under the same budget may be priced a hair above it by another discretisation.
             same = list(state_dict["budget"]) == own
             try:
-                if self._epsilon is not None and counts and not self._fits(counts, 1.001 if same else 1.0):
+                slack = 1.0 if not same else 1.001 if self._method == "pld" and self._filter is None else 1 + 1e-9
+                if self._epsilon is not None and counts and not self._fits(counts, slack):
                     raise PrivacyBudgetExceeded(
                         f"the saved history costs more than this accountant's budget, epsilon = {self._epsilon:g} at "
                         f"delta = {self._delta:g}. Nothing was loaded. Load it into an accountant with the budget that "

@@ -43,9 +43,7 @@ def noise_multiplier_for(
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     steps = events.positive_count(steps, "steps")
-    before: dict[Pair, int] = {}
-    for event, count, *_ in history:
-        _add(before, event, events.positive_count(count), neighboring)
+    before = _counts(history, neighboring)
     if before and privacy_loss.upper_epsilon(before, delta) > epsilon:
         raise ValueError(
             f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g} alone: no noise is "
@@ -58,6 +56,18 @@ def noise_multiplier_for(
         return privacy_loss.upper_epsilon(counts, delta) - epsilon
 
     return math.exp(_smallest(excess))
+
+
+def _counts(history: Iterable[tuple[Any, ...]], neighboring: Neighboring) -> dict[Pair, int]:
+    counts: dict[Pair, int] = {}
+    for event, count, *rest in history:
+        if len(rest) > 1 and rest[1]:
+            raise ValueError(
+                "the history holds adaptive charges, whose guarantee is their accountant's budget as a whole: no target below it can be "
+                "calibrated for. Choose the noise multiplier yourself and charge with adaptive=True."
+            )
+        _add(counts, event, events.positive_count(count), neighboring)
+    return counts
 
 
 def _add(counts: dict[Pair, int], event: DpEvent, count: int, neighboring: Neighboring) -> None:
@@ -152,9 +162,7 @@ def get_num_steps(
     event = PoissonSampledDpEvent(
         events.sampling_rate(sample_rate), GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
     )
-    before: dict[Pair, int] = {}
-    for past, count, *_ in history:
-        _add(before, past, events.positive_count(count), neighboring)
+    before = _counts(history, neighboring)
 
     def fits(steps: int) -> bool:
         counts = dict(before)

@@ -96,8 +96,10 @@ def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> flo
             f"{what} is 0: a sum without noise is not private at any epsilon. Charge NonPrivateDpEvent() (epsilon "
             "becomes infinite), or use a positive noise multiplier."
         )
-    if not 0 < multiplier < math.inf:
-        raise ValueError(f"{what} must be positive and finite (noise standard deviation / clip bound), got {value!r}.")
+    if not 1e-50 <= multiplier < math.inf:
+        raise ValueError(
+            f"{what} must be positive and finite (noise standard deviation / clip bound), and at least 1e-50: got {value!r}."
+        )
     return multiplier
 
 
@@ -115,6 +117,8 @@ def positive_count(value: Any, what: str = "count") -> int:
     """``value`` as a positive ``int``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{what} must be a positive whole number, got {value!r}.")
+    if int(value) > 2**53:
+        raise ValueError(f"{what} must be at most 2**53, up to which it can be saved exactly, got {value!r}.")
     return int(value)
 
 

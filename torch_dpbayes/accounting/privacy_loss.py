@@ -280,6 +280,11 @@ class Masses(NamedTuple):
     infinity: float
 
 
+def _has_two_directions(pair: Pair) -> bool:
+    """Every other pair is its own reverse."""
+    return isinstance(pair, Sampled) and pair.kind == "directed"
+
+
 def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masses]:
     """Connect the dots: ``pair`` and its reverse on the grid ``interval * Z``.
 
@@ -299,6 +304,12 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     masses += np.bincount(index + 1, upper, size)
     if nodes.central:
         masses[-first] += nodes.central
+    if not _has_two_directions(pair):
+        masses[1] += tail
+        return (Masses(first, masses, tail),) * 2
+    if -interval * first > 700:
+        raise OverflowError(_BEYOND)
+    # The nodes cover the bulk of both distributions, so their masses under the other one are all there is but ``tail``.
     reverse = (masses * np.exp(-interval * (first + np.arange(size))))[::-1].copy()
     # The loss of what lies beyond the lower end is at most the second grid point's.
     masses[1] += tail
@@ -313,6 +324,7 @@ _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
 _OUTSIDE = 1e-9  # tilted mass that the window may miss
 _LARGEST_WINDOW = 2**22
 _ATTEMPTS = 4  # at a wider window, if the first was too narrow; after that the bound holds, but is loose
+_BEYOND = "the privacy loss is beyond the range of floating-point numbers"
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 _ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
 _LARGEST_PLAN = 48  # levels that the choice of tilt and window looks at
@@ -365,7 +377,7 @@ def _plan(
         if central:
             losses, masses = np.append(losses, 0.0), np.append(masses, central)
         log_masses = _log(masses)
-        if reverse:
+        if reverse and _has_two_directions(worst):
             losses, log_masses = -losses, log_masses - losses
         nodes.append((losses, log_masses, sum(pairs[i][1] for i in chunk)))
     cumulant, mean, variance = _cumulants(nodes, _TILTS)
@@ -398,6 +410,8 @@ def _plan(
     # The smallest and the largest possible loss bound the window too.
     upper = min(upper, sum(count * float(losses.max()) for losses, _, count in nodes) + total * interval)
     lower = max(lower, sum(count * float(losses.min()) for losses, _, count in nodes) - total * interval)
+    if not np.isfinite([interval, tilt, lower, upper]).all():
+        raise OverflowError(_BEYOND)
     return _Plan(
         interval=max(interval, (upper - lower) / _LARGEST_WINDOW),
         tilt=tilt,
@@ -483,6 +497,8 @@ class Composition:
         """One inverse FFT, and the bounds on everything that it does not see."""
         self.losses = self.interval * (self._first + np.arange(self._size))
         self.tilted = np.roll(fft.irfft(self._spectrum, self._size), (self._offset - self._first) % self._size)
+        if not (np.isfinite(self.tilted).all() and np.isfinite(self._log_moments).all()):
+            raise OverflowError(_BEYOND)
         # Round-off of an entry: each factor carries a relative error of a few eps log(size); the inverse FFT averages.
         magnitude = float(np.abs(self._spectrum).mean()) + 1 / self._size
         self.round_off = 8 * float(np.finfo(float).eps) * math.log2(self._size) * (self.count + 1) * magnitude
@@ -689,7 +705,8 @@ def _gaussian_delta(mu: float, epsilon: float) -> float:
     """Balle and Wang 2018, Theorem 8."""
     if mu == 0:
         return 0.0
-    return float(special.ndtr(mu / 2 - epsilon / mu) - np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu)))
+    first = float(special.ndtr(mu / 2 - epsilon / mu))
+    return first * (1 + 1e-15) - float(np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu))) * (1 - 1e-15)  # round-off
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
@@ -756,7 +773,10 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO
     levels = merge(counts, ratio)
     if (mu := _only_mu(levels)) is not None:
         return _gaussian_epsilon(mu, delta)
-    return max(c.upper_epsilon(delta) for c in compose(levels, delta=delta))
+    try:
+        return _worst([c.upper_epsilon(delta) for c in compose(levels, delta=delta)])
+    except OverflowError:
+        return math.inf
 
 
 def extension(
@@ -772,13 +792,26 @@ def extension(
     joint = merge(added(counts, more, guess), ratio)
     tail = _tail(delta, 4 * sum(joint.values()))
     directions = []
-    for reverse in _directions(joint):
-        plan = _plan(joint, reverse, tail, log_delta=math.log(delta))
-        directions.append((Composition(plan, base, reverse, tail), Composition(plan, step, reverse, tail)))
-    return lambda steps: max(
-        before.followed_by(after, steps).upper_epsilon(delta) if steps else before.upper_epsilon(delta)
-        for before, after in directions
-    )
+    try:
+        for reverse in _directions(joint):
+            plan = _plan(joint, reverse, tail, log_delta=math.log(delta))
+            directions.append((Composition(plan, base, reverse, tail), Composition(plan, step, reverse, tail)))
+    except OverflowError:
+        return lambda steps: math.inf
+
+    def bound(steps: int) -> float:
+        try:
+            joint = [before.followed_by(after, steps) if steps else before for before, after in directions]
+            return _worst([c.upper_epsilon(delta) for c in joint])
+        except OverflowError:
+            return math.inf
+
+    return bound
+
+
+def _worst(values: list[float]) -> float:
+    """The largest; ``max`` would pass over a NaN that does not come first."""
+    return math.inf if any(map(math.isnan, values)) else max(values)
 
 
 def added(counts: Mapping[Pair, int], more: Mapping[Pair, int], times: int = 1) -> dict[Pair, int]:
@@ -797,7 +830,10 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     if (mu := _only_mu(levels)) is not None:
         return _gaussian_epsilon(mu, delta) * (1 - 1e-9)
     accuracy = _ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= _EXACT_LEVELS else 3)
-    return max(c.lower_epsilon(delta) for c in compose(levels, delta=delta, accuracy=accuracy))
+    try:
+        return max(c.lower_epsilon(delta) for c in compose(levels, delta=delta, accuracy=accuracy))
+    except OverflowError:
+        return 0.0
 
 
 def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
@@ -806,5 +842,8 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
         return 1.0
     levels = merge(counts)
     if (mu := _only_mu(levels)) is not None:
-        return min(1.0, _gaussian_delta(mu, epsilon) * (1 + 1e-10))
-    return max(c.upper_delta(epsilon) for c in compose(levels, epsilon=epsilon))
+        return max(0.0, min(1.0, _gaussian_delta(mu, epsilon) * (1 + 1e-10)))
+    try:
+        return min(1.0, _worst([c.upper_delta(epsilon) for c in compose(levels, epsilon=epsilon)]))
+    except OverflowError:
+        return 1.0

@@ -46,7 +46,8 @@ def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
         log_moment = (slope - 0.5) * b + np.log(-np.expm1(-2 * slope * b) / (2 * slope)) - math.log(-math.expm1(-b))
         return log_moment / theta
     if isinstance(pair, Sampled):
-        return np.array([_sampled(pair, a) for a in orders]) * (1 + _MARGIN)
+        # Where the loss is tiny, the logarithm of a sum close to 1 has lost digits: an absolute margin as well.
+        return np.array([_sampled(pair, a) for a in orders]) * (1 + _MARGIN) + 2e-15 * (1 + alpha) / theta
     return np.full(len(alpha), math.inf)
 
 

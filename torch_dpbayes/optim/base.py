@@ -508,7 +508,7 @@ class PrivateOptimizer(Optimizer):
             self.accountant.load_state_dict(saved)
             return
         known = PrivacyAccountant(method=self.accountant.method, neighboring=self.accountant.neighboring)
-        known.load_state_dict({**saved, "budget": []})
+        known.load_state_dict({**saved, "budget": [], "filter": "", "history": [[*line[:3], "fixed"] for line in saved["history"]]})
         if _counts(known) - _counts(self.accountant):
             raise ValueError(
                 "the saved run was charged for steps that this optimizer's accountant does not know: resuming would forget them. Load "
