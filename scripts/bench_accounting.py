@@ -213,15 +213,18 @@ def plot(path: str, limit: float) -> None:
     from matplotlib import pyplot
 
     levels = [10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000]
-    costs = []
-    print("\ndifferent multipliers   seconds")
-    for count in levels:
-        outcome = measured(ours, (schedule(count), 0.01, max(1, 10_000 // count), "add_or_remove_one"), limit)
-        costs.append(math.nan if isinstance(outcome, str) else outcome[1])
-        print(f"  {count:>8}              {costs[-1]:.3f}")
     figure, axes = pyplot.subplots(figsize=(6, 4))
-    axes.loglog(levels, costs, "o-", label="one epsilon, this library")
-    axes.loglog(levels, [0.15 * count for count in levels], "--", label="0.15 s a level (dp_accounting)")
+    print("\ndifferent multipliers   seconds")
+    for function, name, style in ((ours, "this library", "o-"), (dp_accounting_pld, "dp-accounting, PLD", "s--")):
+        costs: list[float] = []
+        for count in levels:
+            outcome = measured(function, (schedule(count), 0.01, max(1, 10_000 // count), "add_or_remove_one"), limit)
+            if isinstance(outcome, str):
+                print(f"  {name:20}{count:>8}   {outcome}")
+                break
+            costs.append(outcome[1])
+            print(f"  {name:20}{count:>8}   {costs[-1]:.3f}")
+        axes.loglog(levels[: len(costs)], costs, style, label=name)
     axes.set_xlabel("different noise multipliers")
     axes.set_ylabel("seconds, one core")
     axes.grid(True, which="both", alpha=0.3)

@@ -233,3 +233,11 @@ class AnySequence(RuleBasedStateMachine):
 
 AnySequence.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestAnySequence = AnySequence.TestCase
+
+
+class ManySequences(AnySequence):
+    pass
+
+
+ManySequences.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
+TestManySequences = pytest.mark.slow(ManySequences.TestCase)
