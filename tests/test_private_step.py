@@ -574,6 +574,8 @@ def test_gradient_scalers_are_refused():
     with pytest.raises(RuntimeError, match="GradScaler"):
         scaler.step(optimizer)
     assert len(optimizer.accountant) == 0
+    train(net, optimizer, loader, 1)  # without the scaler all is well again
+    assert len(optimizer.accountant) == 1
 
 
 def test_options_of_all_groups_are_not_options_of_one():

@@ -154,12 +154,7 @@ class PrivacyEngine:
         Raises:
             ValueError: nothing is left of the target, the target exceeds the accountant's budget, or a built optimizer's floor is too low.
         """
-        accountant = self._accountant
-        if accountant is None:
-            if isinstance(optimizer, PrivateOptimizer):
-                accountant = optimizer.accountant
-            else:
-                accountant = PrivacyAccountant(target_epsilon, target_delta)
+        accountant = self._accountant_for(optimizer, target_epsilon, target_delta)
         loader = _poisson_loader(data_loader)
         floor = _calibrated(accountant, loader, target_epsilon, target_delta, epochs)
         if isinstance(optimizer, PrivateOptimizer):
@@ -193,9 +188,7 @@ class PrivacyEngine:
             target_delta: δ; None takes the accountant's.
             module, optimizer, data_loader, epochs, target_epsilon, max_grad_norm, noise_multiplier: as for those two.
         """
-        accountant = self._accountant
-        if accountant is None:
-            accountant = PrivacyAccountant() if target_epsilon is None else PrivacyAccountant(target_epsilon, target_delta)
+        accountant = self._accountant_for(optimizer, target_epsilon, target_delta)
         delta = accountant.delta if target_delta is None else target_delta
         if delta is None:
             raise ValueError("target_delta is needed: the accountant has no budget to take it from")
@@ -212,7 +205,7 @@ class PrivacyEngine:
         for charge in accountant.history:
             after.compose(charge.event, charge.count)
         if math.isfinite(z):
-            after.compose(built._event(z), steps)
+            after.compose(built._event(z, "poisson"), steps)  # a built optimizer hears of it from make_private only
         result = Plan(
             langevin_noise_multiplier=built.langevin_noise_multiplier,
             noise_multiplier=built.noise_multiplier,
@@ -229,6 +222,16 @@ class PrivacyEngine:
         )
         print(result)
         return result
+
+    def _accountant_for(
+        self, optimizer: OptimizerFactory | PrivateOptimizer, epsilon: float | None, delta: float | None
+    ) -> PrivacyAccountant:
+        """The engine's accountant, else a built optimizer's, else a new one with the target as its budget."""
+        if self._accountant is not None:
+            return self._accountant
+        if isinstance(optimizer, PrivateOptimizer):
+            return optimizer.accountant
+        return PrivacyAccountant() if epsilon is None else PrivacyAccountant(epsilon, delta)
 
     def _attach(
         self,

@@ -224,6 +224,8 @@ class PrivateOptimizer(Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             if hasattr(self, "grad_scale"):
+                for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises
+                    self.__dict__.pop(name, None)
                 raise RuntimeError(
                     "GradScaler scales gradients before they are clipped, and skips steps that one record's overflow decides: the guarantee would "
                     "not hold. Use torch.autocast with bfloat16 and no scaler."
@@ -271,7 +273,7 @@ class PrivateOptimizer(Optimizer):
         noise = self._noise.standard_normal(len(clipped_sum), dtype=clipped_sum.dtype, device=clipped_sum.device)
         smallest = min(multipliers)
         if math.isfinite(smallest):  # infinite: every lr is 0, so nothing of the sum is used
-            self.accountant.compose(self._event(smallest), label=type(self).__name__)
+            self.accountant.compose(self._event(smallest, self._sampling), label=type(self).__name__)
         for (_, _, part), z in zip(layout.groups, multipliers, strict=True):
             if math.isfinite(z):
                 clipped_sum[part].add_(noise[part], alpha=z * self._max_grad_norm)
@@ -307,7 +309,7 @@ class PrivateOptimizer(Optimizer):
 
     # -- what a step is charged for ------------------------------------------------------------------------------------
 
-    def _event(self, noise_multiplier: float) -> events.DpEvent:
+    def _event(self, noise_multiplier: float, sampling: str | None) -> events.DpEvent:
         """The event of one step, in noise std / clip bound; the accountant turns it into noise / sensitivity."""
         z = float(noise_multiplier)
         rate = self._expected_batch_size / self._num_data
@@ -315,7 +317,7 @@ class PrivateOptimizer(Optimizer):
             return events.NonPrivateDpEvent()
         if rate == 1.0:
             return events.GaussianDpEvent(z)
-        if self._sampling == "poisson":
+        if sampling == "poisson":
             return events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(z))
         if not self._warned:
             self._warned = True
