@@ -26,7 +26,13 @@ class GradientSource(ABC):
 
     @abstractmethod
     def add_clipped_sum(
-        self, named_parameters: Sequence[tuple[str, Tensor]], max_grad_norm: float, out: Sequence[Tensor]
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        max_grad_norm: float,
+        out: Sequence[Tensor],
+        *,
+        scale: Tensor | None = None,
+        second_moment: Tensor | None = None,
     ) -> int:
         """Add the last backward pass' Σ_i g_i·min(1, C/‖g_i‖₂) to ``out``.
 
@@ -36,6 +42,10 @@ class GradientSource(ABC):
             named_parameters: the trainable parameters θ_1 … θ_P and their names for error messages.
             max_grad_norm: C > 0.
             out: P one-dimensional tensors, float32 or better; the p-th has ``θ_p.numel()`` entries.
+            scale: F, by which every gradient is divided before anything else, g_i ← F⁻¹g_i: its diagonal, or a lower triangular matrix, over
+                the d entries of all parameters one after another.
+            second_moment: where Σ_i of the clipped g_i∘g_i (length d) or g_i·g_iᵀ (d × d) is added as well. One record moves the former by at
+                most C² in Euclidean norm, the latter by at most C² in Frobenius norm.
 
         Returns:
             The number of records in the batch. It depends on the data: it must not leave the library.
@@ -90,22 +100,33 @@ class HooksGradientSource(GradientSource):
         return source
 
     def add_clipped_sum(
-        self, named_parameters: Sequence[tuple[str, Tensor]], max_grad_norm: float, out: Sequence[Tensor]
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        max_grad_norm: float,
+        out: Sequence[Tensor],
+        *,
+        scale: Tensor | None = None,
+        second_moment: Tensor | None = None,
     ) -> int:
         self._require_one_forward_pass()
-        gradients, norm = _records_and_norms(named_parameters)
+        gradients = _records(named_parameters)
+        if scale is not None:
+            gradients = _rescaled(gradients, scale)
+        norm = _norms(gradients)
         finite = torch.isfinite(norm)
         factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)  # 0/0 does not occur: C/0 = inf, clamped
         if not finite.all():  # 0·inf is nan: such a record has to be cut out, not scaled away
             gradients = [torch.where(finite[:, None], g, 0.0) for g in gradients]
         for g, o in zip(gradients, out, strict=True):
             o.addmv_(g.to(o.dtype).T, factor.to(o.dtype))
+        if second_moment is not None:
+            _add_second_moment(gradients, factor, second_moment)
         return len(norm)
 
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the library unless the records are public."""
         self._require_one_forward_pass()
-        return _records_and_norms(named_parameters)[1].float()
+        return _norms(_records(named_parameters)).float()
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         for p in parameters:
@@ -214,17 +235,41 @@ class _Hooks(GradSampleHooks):
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
 
 
-def _records_and_norms(named_parameters: Sequence[tuple[str, Tensor]]) -> tuple[list[Tensor], Tensor]:
-    """Per-record gradients of each parameter as (records, numel) matrices, and their norms over all parameters."""
+def _records(named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+    """Per-record gradients of each parameter as (records, numel) matrices."""
     gradients = [_records_of(name, p) for name, p in named_parameters]
     if len({len(g) for g in gradients}) > 1:
         raise RuntimeError(
             "the parameters disagree on the number of records in the batch: a layer saw its batch reshaped (time or patches folded "
             "into the first dimension?), so one record would be clipped as if it were several. Keep records in dimension 0."
         )
+    return gradients
+
+
+def _norms(gradients: Sequence[Tensor]) -> Tensor:
+    """Every record's norm over all parameters, in float32 or better."""
     norms = [torch.linalg.vector_norm(g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
     dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
-    return gradients, torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]), dim=0)
+    return torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]), dim=0)
+
+
+def _rescaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    """F⁻¹g for every record's g."""
+    sizes = [g.shape[1] for g in gradients]
+    if scale.dim() == 1:
+        return [g.to(scale.dtype) / f for g, f in zip(gradients, scale.split(sizes), strict=True)]
+    together = torch.cat([g.to(scale.dtype) for g in gradients], dim=1)
+    return list(torch.linalg.solve_triangular(scale, together.T, upper=False).T.split(sizes, dim=1))
+
+
+def _add_second_moment(gradients: Sequence[Tensor], factor: Tensor, second_moment: Tensor) -> None:
+    clipped = [g.to(second_moment.dtype) * factor[:, None].to(second_moment.dtype) for g in gradients]
+    if second_moment.dim() == 1:
+        for g, m in zip(clipped, second_moment.split([g.shape[1] for g in clipped]), strict=True):
+            m.add_(g.square().sum(0))
+    else:
+        together = torch.cat(clipped, dim=1)
+        second_moment.addmm_(together.T, together)
 
 
 def _records_of(name: str, parameter: Tensor) -> Tensor:
