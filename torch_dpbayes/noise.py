@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 _used_positions: set[tuple[str, bytes]] = set()
 
 _CPU_STATE_BYTES = 5056  # torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
+_PIECE = 2**16  # numbers; 256 kB of float32
 _CPU_WORDS = slice(24, 24 + 8 * 624)
 
 
@@ -64,6 +66,10 @@ class GaussianNoise:
 
     def standard_normal(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A fresh N(0, I) vector of length ``size``."""
+        return torch.randn(size, dtype=dtype, device=device, generator=self.next_stream(device))
+
+    def next_stream(self, device: torch.device) -> torch.Generator:
+        """Where the next noise vector is to be drawn from; everything that can go wrong goes wrong here, before anything is charged."""
         if os.getpid() != self._pid:
             if self.generator is not None:
                 raise RuntimeError(
@@ -74,13 +80,32 @@ class GaussianNoise:
         if self.generator is None:
             if self._own is None or self._own.device != device:
                 self._own = fresh_generator(device)
-            return torch.randn(size, dtype=dtype, device=device, generator=self._own)
+            return self._own
         if self.generator.device.type != device.type:
             raise ValueError(
                 f"generator= lives on {self.generator.device}, the parameters on {device}: pass torch.Generator(device={str(device)!r})"
             )
         use_position("noise", self.generator)
-        return torch.randn(size, dtype=dtype, device=device, generator=self.generator)
+        return self.generator
+
+
+def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Generator) -> None:
+    """target ← (target + std·ξ) / divisor with ξ ~ N(0, I), in place.
+
+    On the CPU by pieces that stay in the cache: the noise itself never travels through memory.
+    """
+    pieces = list(in_cache(target))
+    noise = torch.empty_like(pieces[0][0])
+    for (piece,) in pieces:
+        torch.add(noise[: len(piece)].normal_(0.0, std / divisor, generator=stream), piece, alpha=1.0 / divisor, out=piece)
+
+
+def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Vectors of one length by pieces on which several operations in a row run in the cache; on a GPU as they are."""
+    if vectors[0].device.type == "cpu" and len(vectors[0]) > _PIECE:
+        yield from zip(*(vector.split(_PIECE) for vector in vectors), strict=True)
+    else:
+        yield vectors
 
 
 def use_position(what: str, generator: torch.Generator) -> None:

@@ -1,5 +1,8 @@
 """Noisy gradient -> new parameters: ``torch.optim.Optimizer`` subclasses, one algorithm a file."""
 
+from .sgfs import DPSGFS
+from .sghmc import DPSGHMC
 from .sgld import DPSGLD
+from .sgnht import DPSGNHT
 
-__all__ = ["DPSGLD"]
+__all__ = ["DPSGFS", "DPSGHMC", "DPSGLD", "DPSGNHT"]

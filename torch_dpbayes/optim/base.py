@@ -19,8 +19,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,22 +28,64 @@ from torch.optim import Optimizer
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..clipping.gradient_source import GradientSource, HooksGradientSource
-from ..noise import GaussianNoise
+from ..noise import GaussianNoise, add_gaussian
 from ..poisson_loader import PoissonSampler
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
 
+_LARGEST_LR = 1e30
+_ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _OPTIONS_OF_ALL_GROUPS = ("num_data", "expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature", "sampling")
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where the trainable parameters of one step live in the flat buffer."""
+class Part:
+    """One parameter group's share of a step: what an algorithm's ``_update`` gets.
 
-    parameters: list[Tensor]
-    names: list[str]
-    offsets: list[int]  # of each parameter, and the total length
-    groups: list[tuple[dict[str, Any], slice, slice]]  # group, its parameters, its part of the buffer
+    Attributes:
+        group: torch's parameter group with its options.
+        parameters: its trainable parameters.
+        gradient: ĝ over all of them, one flat vector; a step's update may use it up.
+        gradients: the same memory, shaped like the parameters.
+        noise_multiplier: z of this step; infinite where lr = 0 and nothing was taken from the data.
+    """
+
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor], gradient: Tensor) -> None:
+        self.group, self.parameters, self.gradient = group, parameters, gradient
+        self.gradients = self.views(gradient)
+        self.noise_multiplier = math.inf
+        self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """``flat`` by pieces that are shaped like the parameters."""
+        pieces = flat.split([p.numel() for p in self.parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
+
+class _Layout:
+    """Where the trainable parameters of one step live in the flat buffer, which holds Σ clip(g), then S, then ĝ."""
+
+    def __init__(self, members: list[tuple[dict[str, Any], list[str], list[Tensor]]], second_moment: int) -> None:
+        self.parameters = [p for _, _, parameters in members for p in parameters]
+        self.names = [name for _, names, _ in members for name in names]
+        self.named = list(zip(self.names, self.parameters, strict=True))
+        self.dtype, self.device = _noise_dtype(self.parameters), self.parameters[0].device
+        sizes = [p.numel() for p in self.parameters]
+        self.buffer = torch.zeros(sum(sizes) + second_moment, dtype=self.dtype, device=self.device)
+        self.gradient, self.second_moment = self.buffer[: sum(sizes)], self.buffer[sum(sizes) :]
+        self.pieces = list(self.gradient.split(sizes))
+        totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]
+        self.parts = [
+            Part(group, parameters, flat)
+            for (group, _, parameters), flat in zip(members, self.gradient.split(totals), strict=True)
+        ]
+
+    def holds(self, parameters: list[Tensor]) -> bool:
+        first = parameters[0]
+        return (
+            len(self.parameters) == len(parameters)
+            and all(a is b for a, b in zip(self.parameters, parameters, strict=True))
+            and (first.device, _noise_dtype(parameters)) == (self.device, self.dtype)
+        )
 
 
 class PrivateOptimizer(Optimizer):
@@ -118,9 +158,11 @@ class PrivateOptimizer(Optimizer):
 
     def _start_afresh(self) -> None:
         self._layout: _Layout | None = None
-        self._pending: Tensor | None = None  # clipped sum of the parts seen so far of a draw that BatchMemoryManager splits
+        self._pending = False  # whether the buffer holds parts of a draw that BatchMemoryManager splits
         self._pending_records = 0
         self._pending_draw = -1
+        self._largest = math.inf  # norm of the largest parameter before the step
+        self._last_event: tuple[Any, events.DpEvent] | None = None
         self._warned = False
 
     # -- what an algorithm's file provides ---------------------------------------------------------------------------
@@ -138,7 +180,7 @@ class PrivateOptimizer(Optimizer):
         """The largest lr whose Langevin noise is at least the floor."""
 
     @abstractmethod
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
+    def _update(self, parts: list[Part]) -> None:
         """New parameters from the noisy gradient ĝ of the mean potential, in place."""
 
     # torch's GradScaler skips steps when a gradient overflows, which one record decides: step() refuses instead of being skipped
@@ -231,11 +273,10 @@ class PrivateOptimizer(Optimizer):
                     "not hold. Use torch.autocast with bfloat16 and no scaler."
                 )
             layout = self._current_layout()
-            clipped_sum = self._collect(layout)
-            if clipped_sum is not None:
-                self._release(layout, clipped_sum)
+            if self._collect(layout):
+                self._release(layout)
         except BaseException:
-            self._pending = None
+            self._pending = False
             raise
         finally:
             parameters = [p for group in self.param_groups for p in group["params"]]
@@ -244,54 +285,76 @@ class PrivateOptimizer(Optimizer):
                 p.grad = None  # not private: hooks leave the ordinary gradient there
         return loss
 
-    def _collect(self, layout: _Layout) -> Tensor | None:
-        """Σ clip(g_i) over the draw; None while parts of it are outstanding."""
+    def _collect(self, layout: _Layout) -> bool:
+        """Add Σ clip(g_i) of the batch to the buffer; False while parts of the draw are outstanding."""
         self._require_finite(layout)
         is_last = True
         if self._sampler is not None:
             is_last = self._sampler.use()
             if self._sampler.draw != self._pending_draw:  # parts of another draw never join this one
-                self._pending, self._pending_draw = None, self._sampler.draw
-        if self._pending is None:
-            first = layout.parameters[0]
-            self._pending = torch.zeros(layout.offsets[-1], dtype=_noise_dtype(layout.parameters), device=first.device)
-            self._pending_records = 0
-        parts = [self._pending[a:b] for a, b in pairwise(layout.offsets)]
-        named_parameters = list(zip(layout.names, layout.parameters, strict=True))
-        records = self._source.add_clipped_sum(named_parameters, self._max_grad_norm, parts)
+                self._pending, self._pending_draw = False, self._sampler.draw
+        if not self._pending:
+            layout.buffer.zero_()
+            self._pending, self._pending_records = True, 0
+        records = self._add_clipped_sum(layout)
         self._pending_records += records
         self._require_whole(records, self._pending_records if is_last else None)
-        if not is_last:
-            return None
-        clipped_sum, self._pending = self._pending, None
-        return clipped_sum
+        if is_last:
+            self._pending = False
+        return is_last
 
-    def _release(self, layout: _Layout, clipped_sum: Tensor) -> None:
-        """Charge, add the one Gaussian, and hand ĝ to the algorithm. ``clipped_sum`` turns into ĝ."""
-        multipliers = [self._multiplier(group) for group, _, _ in layout.groups]
+    def _add_clipped_sum(self, layout: _Layout) -> int:
+        return self._source.add_clipped_sum(layout.named, self._max_grad_norm, layout.pieces)
+
+    def _release(self, layout: _Layout) -> None:
+        """Charge, add the one Gaussian, and hand ĝ to the algorithm."""
+        for part in layout.parts:
+            part.noise_multiplier = self._multiplier(part.group)
+        smallest = min(part.noise_multiplier for part in layout.parts)
         priors = self._prior_gradients(layout)
-        noise = self._noise.standard_normal(len(clipped_sum), dtype=clipped_sum.dtype, device=clipped_sum.device)
-        smallest = min(multipliers)
+        is_safe = self._cannot_overflow(layout)
+        before = None if is_safe else self._snapshot(layout)
+        stream = self._noise.next_stream(layout.device)
         if math.isfinite(smallest):  # infinite: every lr is 0, so nothing of the sum is used
-            self.accountant.compose(self._event(smallest, self._sampling), label=type(self).__name__)
-        for (_, _, part), z in zip(layout.groups, multipliers, strict=True):
-            if math.isfinite(z):
-                clipped_sum[part].add_(noise[part], alpha=z * self._max_grad_norm)
-            else:
-                clipped_sum[part].zero_()
-        clipped_sum.div_(self._expected_batch_size)
-        gradients = [
-            clipped_sum[a:b].view(p.shape) for (a, b), p in zip(pairwise(layout.offsets), layout.parameters, strict=True)
-        ]
-        for group, members, _ in layout.groups:
+            self.accountant.compose(self._event_of(smallest), label=type(self).__name__)
+        self._add_noise(layout, smallest, stream)
+        start = 0
+        for part in layout.parts:
+            group, members = part.group, slice(start, start + len(part.parameters))
+            start = members.stop
             if priors is not None:
-                torch._foreach_add_(gradients[members], priors[members], alpha=1.0 / self._num_data)
+                torch._foreach_add_(part.gradients, priors[members], alpha=1.0 / self._num_data)
             elif math.isfinite(group["prior_std"]):
                 weight = 1.0 / (group["prior_std"] ** 2 * self._num_data)
-                torch._foreach_add_(gradients[members], layout.parameters[members], alpha=weight)
+                torch._foreach_add_(part.gradients, part.parameters, alpha=weight)
                 if group["prior_mean"] != 0.0:
-                    torch._foreach_add_(gradients[members], -weight * group["prior_mean"])
-            self._update(group, layout.parameters[members], gradients[members])
+                    part.gradient.sub_(weight * group["prior_mean"])
+        self._update(layout.parts)
+        if before is not None:
+            self._require_still_finite(layout, before)
+
+    def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator) -> None:
+        """Σ clip(g_i) turns into S/B, for each group with its own z."""
+        for part in layout.parts:
+            if math.isfinite(part.noise_multiplier):
+                add_gaussian(part.gradient, part.noise_multiplier * self._max_grad_norm, self._expected_batch_size, stream)
+            else:
+                part.gradient.zero_()
+
+    def _kept(self, part: Part, name: str) -> tuple[Tensor, list[Tensor]]:
+        """A vector that an algorithm keeps between steps, one number for each of the part's, 0 at first: flat, and its views.
+
+        The views are shaped like the parameters and stand in ``self.state``, where ``state_dict`` and ``deepcopy`` find them.
+        """
+        kept = part.kept.get(name)
+        if kept is None or self.state[part.parameters[0]].get(name) is not kept[1][0]:
+            flat = torch.zeros_like(part.gradient)
+            kept = part.kept[name] = (flat, part.views(flat))
+            for p, view in zip(part.parameters, kept[1], strict=True):
+                if name in self.state[p]:
+                    view.copy_(self.state[p][name])
+                self.state[p][name] = view
+        return kept
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last backward pass, per-record ones included."""
@@ -329,16 +392,22 @@ class PrivateOptimizer(Optimizer):
             )
         return events.UnspecifiedBatchGaussianDpEvent(z)
 
+    def _event_of(self, noise_multiplier: float) -> events.DpEvent:
+        """:meth:`_event` of this optimizer's own steps, made once for as long as nothing changes."""
+        key = (noise_multiplier, self._sampling)
+        if self._last_event is None or self._last_event[0] != key:
+            self._last_event = (key, self._event(noise_multiplier, self._sampling))
+        return self._last_event[1]
+
     def _langevin(self, group: dict[str, Any]) -> float:
         return self._group_langevin_noise_multiplier(group) if group["lr"] > 0 else math.inf
 
     def _multiplier(self, group: dict[str, Any]) -> float:
         """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a floor nothing is released."""
-        for name in ("lr", "prior_mean"):
-            if not math.isfinite(group[name]):
-                raise ValueError(f"{name} = {group[name]} is not finite")
-        if group["lr"] < 0:
-            raise ValueError(f"lr = {group['lr']} is negative")
+        if not math.isfinite(group["prior_mean"]):
+            raise ValueError(f"prior_mean = {group['prior_mean']} is not finite")
+        if not 0 <= group["lr"] < _LARGEST_LR:
+            raise ValueError(f"lr = {group['lr']} is negative, not finite, or so large that a step overflows")
         if group["lr"] == 0:
             return self._noise_multiplier or math.inf
         return max(self._langevin(group), self._noise_multiplier)
@@ -360,13 +429,47 @@ class PrivateOptimizer(Optimizer):
                 )
 
     def _require_finite(self, layout: _Layout) -> None:
-        norms = torch._foreach_norm(layout.parameters, 2, dtype=_noise_dtype(layout.parameters))
-        if not bool(torch.isfinite(torch.stack(list(norms))).all()):
-            broken = [name for name, norm in zip(layout.names, norms, strict=True) if not bool(torch.isfinite(norm))]
+        norms = torch._foreach_norm(layout.parameters, 2, dtype=layout.dtype)
+        self._largest = float(torch.stack(norms).amax())  # NaN if any is
+        if not math.isfinite(self._largest) and (broken := _not_finite(layout)):
             raise ValueError(
-                f"parameter {broken[0]!r} is not finite: every record's gradient would count as zero. The lr is probably too large; go back to "
+                f"parameter {broken!r} is not finite: every record's gradient would count as zero. The lr is probably too large; go back to "
                 "a saved state. Nothing was charged for this step."
             )
+
+    # One step cannot take numbers of ordinary size beyond what float32 holds. Only where they are not, a step keeps what it may have to undo.
+
+    def _cannot_overflow(self, layout: _Layout) -> bool:
+        bound = self._largest
+        for part in layout.parts:
+            noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
+            scale = (self._num_data + 12 * noise) * self._max_grad_norm / self._expected_batch_size
+            bound = max(bound, scale, part.group["lr"] * scale, part.group["lr"])
+        return bound < _ORDINARY and all(p.dtype is not torch.float16 for p in layout.parameters)
+
+    def _snapshot(self, layout: _Layout) -> tuple[list[Tensor], list[dict[str, Any]], list[dict[str, Tensor]]]:
+        return (
+            [p.detach().clone() for p in layout.parameters],
+            [dict(part.group) for part in layout.parts],
+            [{name: flat.clone() for name, (flat, _) in part.kept.items()} for part in layout.parts],
+        )
+
+    def _require_still_finite(self, layout: _Layout, before: tuple[list[Tensor], list[dict[str, Any]], list[dict[str, Tensor]]]) -> None:
+        broken = _not_finite(layout)
+        if not broken:
+            return
+        parameters, groups, kept = before
+        for p, old in zip(layout.parameters, parameters, strict=True):
+            p.copy_(old)
+        for part, group, vectors in zip(layout.parts, groups, kept, strict=True):
+            part.group.update(group)
+            for name, (flat, _) in part.kept.items():
+                flat.copy_(vectors[name]) if name in vectors else flat.zero_()
+        raise FloatingPointError(
+            f"parameter {broken!r} is not finite after this step: the lr ({', '.join(str(g['lr']) for g in groups)}) is too large for the prior or "
+            "the dtype, and the iterates grow without bound. The parameters are back at the last finite state; the step's charge is kept, "
+            "for its noisy gradient was used. Use a smaller lr."
+        )
 
     def _prior_gradients(self, layout: _Layout) -> list[Tensor] | None:
         """∇r for a ``log_prior``; the Gaussian prior is added in place instead."""
@@ -405,39 +508,35 @@ class PrivateOptimizer(Optimizer):
             self.param_groups.pop()
             raise
         self._layout = None
-        self._pending = None
+        self._pending = False
 
     def _current_layout(self) -> _Layout:
-        trainable = [[p for p in group["params"] if p.requires_grad] for group in self.param_groups]
-        parameters = [p for members in trainable for p in members]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         if not parameters:
             raise RuntimeError("every parameter is frozen: there is nothing to sample")
-        if self._layout is not None and len(self._layout.parameters) == len(parameters):
-            if all(a is b for a, b in zip(self._layout.parameters, parameters, strict=True)):
-                return self._layout
+        if self._layout is not None and self._layout.holds(parameters):
+            return self._layout
         if len({p.device for p in parameters}) > 1:
             raise RuntimeError("the parameters live on several devices; one norm per record needs them on one")
-        offsets: list[int] = [0]
-        names: list[str] = []
-        groups: list[tuple[dict[str, Any], slice, slice]] = []
-        for i, (group, members) in enumerate(zip(self.param_groups, trainable, strict=True)):
-            start, first = offsets[-1], len(names)
+        members: list[tuple[dict[str, Any], list[str], list[Tensor]]] = []
+        for i, group in enumerate(self.param_groups):
             given = group.get("param_names", [f"{j} of group {i}" for j in range(len(group["params"]))])
-            for name, p in zip(given, group["params"], strict=True):
-                if p.requires_grad:
-                    names.append(name)
-                    offsets.append(offsets[-1] + p.numel())
-            if members:
-                groups.append((group, slice(first, len(names)), slice(start, offsets[-1])))
-        self._pending = None
-        self._layout = _Layout(parameters, names, offsets, groups)
+            trainable = [(name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad]
+            if trainable:
+                members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
+        self._pending = False
+        self._layout = _Layout(members, self._second_moment_size(sum(p.numel() for p in parameters)))
         return self._layout
+
+    def _second_moment_size(self, num_parameters: int) -> int:
+        """How many numbers a step releases beside the gradient."""
+        return 0
 
     def _bind(self, source: GradientSource, sampler: PoissonSampler) -> None:
         """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler``."""
         self._source, self._sampler = source, sampler
         self._sampling = "poisson"
-        self._pending = None
+        self._pending = False
         # Gradients taken before a batch was delivered are not that batch's; without this, those of an earlier draw could pass for it.
         parameters = [p for group in self.param_groups for p in group["params"]]
         sampler.before_delivery = lambda: source.discard(parameters)
@@ -496,6 +595,11 @@ class PrivateOptimizer(Optimizer):
             )
         self._resume_accountant(private["accountant"])
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for i, p in zip(saved_ids, (p for group in self.param_groups for p in group["params"]), strict=True):
+            for name, value in state_dict["state"].get(i, {}).items():
+                if isinstance(value, Tensor) and value.dtype != p.dtype:  # torch rounds it to the parameter's dtype
+                    self.state[p][name] = value.detach().clone().to(p.device)
         self._start_afresh()
         if resumes_noise and self._noise.generator is not None:
             self._noise.generator.set_state(private["noise"])
@@ -523,6 +627,11 @@ def _counts(accountant: PrivacyAccountant) -> Counter[events.DpEvent]:
     for charge in accountant.history:
         counts[charge.event] += charge.count
     return counts
+
+
+def _not_finite(layout: _Layout) -> str:
+    """Name of a parameter that is not finite, or an empty string."""
+    return next((name for name, p in layout.named if not bool(torch.isfinite(p).all())), "")
 
 
 def _noise_dtype(parameters: list[Tensor]) -> torch.dtype:

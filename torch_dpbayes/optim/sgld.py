@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from .base import LogPrior, PrivateOptimizer
+from .base import LogPrior, Part, PrivateOptimizer
 
 
 class DPSGLD(PrivateOptimizer):
@@ -94,5 +93,6 @@ class DPSGLD(PrivateOptimizer):
         ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
         return 2 * self.temperature * ratio**2 / self.num_data
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        torch._foreach_add_(parameters, gradients, alpha=-float(group["lr"]))
+    def _update(self, parts: list[Part]) -> None:
+        for part in parts:
+            torch._foreach_add_(part.parameters, part.gradients, alpha=-float(part.group["lr"]))

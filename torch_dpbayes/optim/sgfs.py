@@ -1,0 +1,342 @@
+"""DP-SGFS: stochastic gradient Fisher scoring, preconditioned by a private estimate of the Fisher information."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..accounting import events
+from ..accounting.accountant import PrivacyAccountant
+from ..noise import add_gaussian, in_cache
+from .base import Part, PrivateOptimizer, _Layout
+
+
+class DPSGFS(PrivateOptimizer):
+    r"""Differentially private stochastic gradient Fisher scoring.
+
+    .. math::
+        S = \sum_{i \in \mathrm{batch}} g_i + z C \xi, \qquad M = \sum_{i \in \mathrm{batch}} g_i g_i^\top + W, \qquad
+        \hat g = S / B + \nabla r(\theta) / N
+
+    .. math::
+        \theta \leftarrow \theta - 2T (T A + K)^{-1} N \hat g, \qquad A = N \hat I + \nabla^2 r, \qquad K = \frac{1-q}{q} N \hat I + (z C / q)^2
+
+    .. math:: \hat I \leftarrow (1 - \beta) \hat I + \beta M / B
+
+    with gradients g_i clipped to C, W a symmetric Gaussian matrix whose diagonal has the standard deviation σ_F = zC²/√ϕ and the rest σ_F/√2,
+    q = B/N. K is the covariance of N·ĝ, privacy noise and minibatch noise together, and the step is chosen such that on a Gaussian posterior
+    the stationary covariance is exactly T·A⁻¹ where Î is the true Fisher information per record, for every z, q and prior.
+    z = max(``noise_multiplier``, z_L) with SGLD's z_L = (B/C)·√(2T/(ηN)): η enters through the noise only, and η → 0 is SGLD. Î of a step is
+    the one before M enters; it starts at C², the largest that it can be, so that the first steps are small, and averages with
+    β = max(1 − ``fisher_decay``, 1/(t+2)). When it is used, eigenvalues below the noise level σ_F√(2d)/B are raised to it (entries below
+    σ_F√2/B for ``"diagonal"``).
+
+    ``fisher="diagonal"`` keeps Σ g∘g only: any number of parameters d. It is exact where the posterior's precision is diagonal, and where privacy
+    noise dominates, so that steps are small; in between, correlations make the samples too wide or too narrow.
+
+    Source: Ahn, Korattikara and Welling (2012); Wang, Fienberg and Smola (2015), Algorithm 4. Theirs has four defects, corrected here: the step
+    goes uphill; the noise that is added beside the privacy noise has variance 1/(N²η) where 4/(N²η) is needed; W is not symmetric, so
+    that the preconditioner is not either; its constants add up to about 3ε where 2ε is claimed. Their preconditioner also leaves the
+    prior's precision out, which samples another covariance than the posterior's.
+
+    Args:
+        params: parameters, ``model.named_parameters()`` or parameter groups.
+        lr: η of the z_L above: the step size at which SGLD would add this much noise.
+        num_data: number of records N, a public constant.
+        expected_batch_size: B, a public constant; the sums are divided by it, never by the number of records that came.
+        max_grad_norm: clip norm C of one record's gradient of −log p, divided by ``sensitivity_scale``.
+        noise_multiplier: floor z_min of the noise std on the sum, in units of C.
+        temperature: T > 0.
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one.
+        prior_mean: its mean. (There is no ``log_prior``: its curvature is needed.)
+        sampling: ``"poisson"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
+        accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
+        generator: source of the noise; None: operating-system entropy.
+        fisher: ``"full"`` for up to a few thousand parameters (a d × d matrix is factorised every step), ``"diagonal"`` for any number.
+        fisher_decay: 1 − β in [0, 1).
+        fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise and, beyond ½, the step dearer. On full batches under replace-one,
+            values up to ½ cost nothing.
+        sensitivity_scale: F, a public positive vector of length d or an invertible d × d matrix, over all trainable parameters one after another.
+            Gradients are clipped by ‖F⁻¹g‖ ≤ C and the noise is zC·Fξ: less where gradients are known to be small. May be set between steps,
+            from public data or from what was released before. ``fisher="diagonal"`` takes a vector.
+
+    Raises:
+        ValueError: an argument is out of range, or a full Fisher matrix does not fit into memory; the message says what would do.
+
+    **Privacy.** One step releases (S, M) jointly. Adding or removing a record moves S by at most C and M by at most C² in Frobenius norm: together
+    √(1+ϕ)/z standard deviations. Replacing one on full batches, or swapping one member of an unspecified batch, moves them by √s/z with s = 4 for
+    ϕ ≤ ½ and 2 + 2ϕ + 1/(2ϕ) beyond. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z/√(1+ϕ)))`` under Poisson sampling;
+    ``GaussianDpEvent(z/√(1+ϕ))`` (add or remove) or ``GaussianDpEvent(2z/√s)`` (replace) on full batches,
+    ``UnspecifiedBatchGaussianDpEvent(2z/√s)`` on any others, ``NonPrivateDpEvent()`` at z = 0.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        num_data: int,
+        expected_batch_size: float,
+        max_grad_norm: float,
+        noise_multiplier: float = 0.0,
+        temperature: float = 1.0,
+        prior_std: float = 1.0,
+        prior_mean: float = 0.0,
+        sampling: str | None = None,
+        accountant: PrivacyAccountant | None = None,
+        generator: torch.Generator | None = None,
+        fisher: Literal["full", "diagonal"] = "full",
+        fisher_decay: float = 0.99,
+        fisher_share: float = 0.5,
+        sensitivity_scale: Tensor | None = None,
+    ) -> None:
+        if fisher not in ("full", "diagonal"):
+            raise ValueError(f'fisher must be "full" or "diagonal", got {fisher!r}')
+        if not 0 <= fisher_decay < 1:
+            raise ValueError(f"fisher_decay must be in [0, 1), got {fisher_decay}")
+        if not 0 < fisher_share < math.inf:
+            raise ValueError(f"fisher_share must be positive and finite, got {fisher_share}")
+        if not temperature > 0:
+            raise ValueError(f"the step is proportional to the temperature, which must be positive, got {temperature}")
+        self._fisher, self._fisher_decay, self._fisher_share = fisher, float(fisher_decay), float(fisher_share)
+        self._scale: Tensor | None = None
+        super().__init__(
+            params,
+            {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
+            num_data=num_data,
+            expected_batch_size=expected_batch_size,
+            max_grad_norm=max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            temperature=temperature,
+            log_prior=None,
+            sampling=sampling,
+            accountant=accountant,
+            generator=generator,
+        )
+        self._second_moment_size(sum(p.numel() for group in self.param_groups for p in group["params"] if p.requires_grad))
+        self.sensitivity_scale = sensitivity_scale
+
+    def _settings(self) -> dict[str, Any]:
+        scale = None if self._scale is None else hashlib.blake2b(self._scale.cpu().numpy().tobytes()).hexdigest()
+        return super()._settings() | {"fisher": self._fisher, "fisher_share": self._fisher_share, "sensitivity_scale": scale}
+
+    @property
+    def fisher(self) -> Literal["full", "diagonal"]:
+        """``"full"`` or ``"diagonal"``."""
+        return self._fisher
+
+    @property
+    def fisher_share(self) -> float:
+        """ϕ: (zC²/σ_F)², the weight of the Fisher release."""
+        return self._fisher_share
+
+    @property
+    def sensitivity_scale(self) -> Tensor | None:
+        """F, as a vector or a lower triangular matrix with the same FFᵀ as the one that was set."""
+        return self._scale
+
+    @sensitivity_scale.setter
+    def sensitivity_scale(self, scale: Tensor | None) -> None:
+        if scale is not None:
+            like = self._current_layout().gradient
+            allowed = [(len(like),)] if self._fisher == "diagonal" else [(len(like),), (len(like), len(like))]
+            if tuple(scale.shape) not in allowed:
+                shapes = " or ".join(map(str, allowed))
+                raise ValueError(f'with fisher="{self._fisher}" sensitivity_scale must have the shape {shapes}, got {tuple(scale.shape)}')
+            scale = _checked(scale.detach().to(like))
+        for state in self.state.values():  # the estimate is kept in units of F
+            if "fisher" in state:
+                state["fisher"] = _congruent(scale, _congruent(self._scale, state["fisher"]), inverse=True)
+        self._scale = scale
+
+    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
+        scale = self.expected_batch_size / self.max_grad_norm
+        return scale * math.sqrt(2 * self.temperature / (group["lr"] * self.num_data))
+
+    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        return self.temperature
+
+    def _free_lr(self) -> float:
+        ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
+        return 2 * self.temperature * ratio**2 / self.num_data
+
+    # -- the joint release -----------------------------------------------------------------------------------------------
+
+    def _second_moment_size(self, num_parameters: int) -> int:
+        if self._fisher == "diagonal":
+            return num_parameters
+        device = next(p.device for group in self.param_groups for p in group["params"])
+        needed, available = 48 * num_parameters**2, _available_memory(device)  # buffer, estimate, and three matrices in float64
+        if needed > available:
+            raise ValueError(
+                f'fisher="full" works on matrices of {num_parameters} x {num_parameters} numbers, about {needed / 2**30:.1f} GiB in all, and '
+                f'{available / 2**30:.1f} GiB are available. Use fisher="diagonal", or sample fewer parameters (requires_grad_(False) on the others).'
+            )
+        return num_parameters**2
+
+    def _second_moment(self, layout: _Layout) -> Tensor:
+        size = len(layout.gradient)
+        return layout.second_moment if self._fisher == "diagonal" else layout.second_moment.view(size, size)
+
+    def _fisher_noise(self, noise_multiplier: float) -> float:
+        """σ_F = zC²/√ϕ."""
+        return noise_multiplier * self.max_grad_norm**2 / math.sqrt(self._fisher_share)
+
+    def _event(self, noise_multiplier: float, sampling: str | None) -> events.DpEvent:
+        share = self._fisher_share
+        swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
+        together, swapped = noise_multiplier / math.sqrt(1 + share), 2 * noise_multiplier / math.sqrt(swap)
+        if self.expected_batch_size == self.num_data:
+            return super()._event(swapped if self.accountant.neighboring == "replace_one" else together, sampling)
+        return super()._event(together if sampling == "poisson" else swapped, sampling)
+
+    def _add_clipped_sum(self, layout: _Layout) -> int:
+        if self._scale is not None and len(self._scale) != len(layout.gradient):
+            raise RuntimeError("other parameters are trainable than when sensitivity_scale was set: set it again")
+        return self._source.add_clipped_sum(
+            layout.named, self.max_grad_norm, layout.pieces, scale=self._scale, second_moment=self._second_moment(layout)
+        )
+
+    def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator) -> None:
+        super()._add_noise(layout, smallest, stream)
+        if math.isfinite(smallest):
+            # Noise on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2 beside it.
+            add_gaussian(layout.second_moment, self._fisher_noise(smallest), self.expected_batch_size, stream)
+        if self._scale is not None:
+            layout.gradient.copy_(_times(self._scale, layout.gradient))
+
+    # -- the step ----------------------------------------------------------------------------------------------------------
+
+    def _update(self, parts: list[Part]) -> None:
+        smallest = min(part.noise_multiplier for part in parts)
+        if not math.isfinite(smallest):
+            return  # every lr is 0: nothing was released
+        layout = self._current_layout()
+        state = self.state[layout.parameters[0]]
+        moment = self._second_moment(layout)
+        if state.get("fisher", torch.empty(0)).shape != moment.shape:
+            start = torch.full_like(layout.gradient, self.max_grad_norm**2)
+            state["fisher"], state["fisher_steps"] = (start if self._fisher == "diagonal" else torch.diag(start)), 0
+        fisher: Tensor = state["fisher"]
+        beta = max(1 - self._fisher_decay, 1 / (state["fisher_steps"] + 2))
+        state["fisher_steps"] += 1
+        floor = math.sqrt(2) * self._fisher_noise(smallest) / self.expected_batch_size
+        if self._fisher == "diagonal":
+            self._step_diagonal(parts, fisher, floor)
+            fisher.lerp_(moment, beta)
+        else:
+            self._step_full(parts, fisher, floor * math.sqrt(len(fisher)))
+            fisher.lerp_((moment + moment.T).div_(2), beta)
+
+    def _curvature_weight(self) -> float:
+        """T·A + K = weight·Î + T·∇²r + Σ."""
+        rate = self.expected_batch_size / self.num_data
+        return self.num_data * (self.temperature + (1 - rate) / rate)
+
+    def _privacy_variance(self, part: Part) -> float:
+        """Σ: the variance of the privacy noise in N·ĝ."""
+        if part.group["lr"] == 0:  # takes no step, whatever the noise was
+            return 0.0
+        return (part.noise_multiplier * self.max_grad_norm * self.num_data / self.expected_batch_size) ** 2
+
+    def _step_diagonal(self, parts: list[Part], fisher: Tensor, floor: float) -> None:
+        weight, sizes = self._curvature_weight(), [len(part.gradient) for part in parts]
+        scales: Sequence[Tensor | None] = [None] * len(parts) if self._scale is None else self._scale.split(sizes)
+        for part, information, scale in zip(parts, fisher.split(sizes), scales, strict=True):
+            if part.group["lr"] == 0:
+                continue
+            noise, prior = self._privacy_variance(part), self.temperature / part.group["prior_std"] ** 2
+            if scale is None:
+                for gradient, fisher_piece in in_cache(part.gradient, information):
+                    gradient.div_(fisher_piece.clamp(min=floor).mul_(weight).add_(noise + prior))
+            else:  # in units of F, and back
+                for gradient, fisher_piece, unit in in_cache(part.gradient, information, scale.square()):
+                    gradient.mul_(unit).div_(fisher_piece.clamp(min=floor).mul_(weight).add_(noise).add_(unit, alpha=prior))
+            torch._foreach_add_(part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data)
+
+    def _step_full(self, parts: list[Part], fisher: Tensor, floor: float) -> None:
+        def over_parts(value: Callable[[Part], float]) -> Tensor:
+            return torch.cat([matrix.new_full((len(part.gradient),), value(part)) for part in parts])
+
+        matrix = _at_least(fisher, floor).to(torch.float64).mul_(self._curvature_weight())
+        scale = None if self._scale is None else self._scale.to(torch.float64)
+        still = over_parts(lambda part: part.group["lr"] == 0)
+        noise = over_parts(self._privacy_variance)
+        noise += still * 1e12 * (noise.amax() + matrix.diagonal().amax())  # lr = 0: as under infinite noise
+        matrix.diagonal().add_(noise)
+        precision = over_parts(lambda part: self.temperature / part.group["prior_std"] ** 2)
+        if scale is None or scale.dim() == 1:
+            matrix.diagonal().add_(precision if scale is None else precision * scale.square())
+        else:
+            matrix.addmm_(scale.T * precision, scale)
+        gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
+        right = _times(scale.T if scale is not None and scale.dim() == 2 else scale, gradient)
+        solution = torch.cholesky_solve(right[:, None], torch.linalg.cholesky(matrix))[:, 0]
+        step = _times(scale, solution) * (1 - still)
+        for part, piece in zip(parts, step.split([len(part.gradient) for part in parts]), strict=True):
+            part.gradient.copy_(piece)
+            torch._foreach_add_(part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data)
+
+
+def _checked(scale: Tensor) -> Tensor:
+    """F as a positive vector or as the triangular factor of FFᵀ, on which norm and noise depend."""
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError("sensitivity_scale is not finite")
+    if scale.dim() == 1:
+        if not bool((scale > 0).all()):
+            raise ValueError("sensitivity_scale must be positive: where it is 0, every gradient would be infinitely large")
+        return scale
+    factor, failed = torch.linalg.cholesky_ex(scale @ scale.T)
+    if int(failed):
+        raise ValueError("sensitivity_scale is not invertible: along some direction every gradient would be infinitely large")
+    return factor
+
+
+def _times(scale: Tensor | None, x: Tensor) -> Tensor:
+    """F·x, for a vector x or every column of a matrix."""
+    if scale is None:
+        return x
+    return scale @ x if scale.dim() == 2 else scale.view(-1, *[1] * (x.dim() - 1)) * x
+
+
+def _congruent(scale: Tensor | None, moment: Tensor, *, inverse: bool = False) -> Tensor:
+    """F·M·Fᵀ, or with the inverse of F; a vector stands for a diagonal."""
+    if scale is None:
+        return moment
+    if moment.dim() == 1:
+        return moment / scale.square() if inverse else moment * scale.square()
+    for _ in range(2):
+        if not inverse:
+            moment = _times(scale, moment).T
+        elif scale.dim() == 1:
+            moment = (moment / scale[:, None]).T
+        else:
+            moment = torch.linalg.solve_triangular(scale, moment, upper=False).T
+    return moment
+
+
+def _at_least(fisher: Tensor, floor: float) -> Tensor:
+    """``fisher`` with eigenvalues below ``floor`` raised to it; they are computed only if there are any."""
+    shifted = fisher.clone()
+    shifted.diagonal().sub_(floor)
+    if int(torch.linalg.cholesky_ex(shifted)[1]) == 0:
+        return fisher
+    values, vectors = torch.linalg.eigh(fisher)
+    return (vectors * values.clamp(min=floor)) @ vectors.T
+
+
+def _available_memory(device: torch.device) -> int:
+    """Bytes that can be allocated there without pushing others out."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,170 @@
+"""DP-SGNHT: the stochastic gradient Nosé-Hoover thermostat, which learns how much friction the noise needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..accounting.accountant import PrivacyAccountant
+from ..noise import in_cache
+from .base import LogPrior, Part, PrivateOptimizer
+
+
+class DPSGNHT(PrivateOptimizer):
+    r"""Differentially private stochastic gradient Nosé-Hoover thermostat.
+
+    .. math::
+        S = \sum_{i \in \mathrm{batch}} g_i \min(1, C / \|g_i\|) + z C \xi, \qquad
+        \hat g = S / B + \nabla r(\theta) / N, \qquad
+        v' = (1 - \alpha) v - \eta \hat g, \qquad \theta \leftarrow \theta + v', \qquad
+        \alpha \leftarrow \alpha + \mathrm{gain} \cdot \Bigl( \frac{N}{n \eta T} \Bigl\|\frac{v + v'}{2}\Bigr\|^2 - 1 \Bigr)
+
+    for n parameters, with z = max(``noise_multiplier``, z_L) and z_L = (B/C)·√(2aT/(ηN)), a = 1 − ``momentum``. The friction α settles where the
+    kinetic energy says temperature T: at α* = ηN z²C²/(2TB²) for the Gaussian noise, plus what an isotropic minibatch noise needs. So larger
+    privacy noise does not heat the samples, as long as α* ≤ 1. α starts at α* and is one for all groups, whose kinetic terms add up. Stable
+    on a quadratic of curvature κ while ηκ < 2(2−α*).
+
+    Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); Wang, Fienberg and Smola (2015), Algorithm 3. They measure the
+    kinetic energy at the end of the step, ‖v'‖²: that samples temperature T(1 − α/2) and diverges once α* is of order 1, which is where privacy noise
+    puts it. At the half step the discretisation errors of noise and friction cancel. Wang et al. also add noise of variance 2aη beside
+    the privacy noise; here the larger of the two is drawn once.
+
+    Args:
+        params: parameters, ``model.named_parameters()`` or parameter groups.
+        lr: step size η on the *mean* loss, the one that SGD with momentum would take.
+        num_data: number of records N, a public constant.
+        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of records that came.
+        max_grad_norm: clip norm C of one record's gradient of −log p.
+        noise_multiplier: floor z_min of the noise std on the sum, in units of C.
+        temperature: T > 0.
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's ``weight_decay`` λ is 1/√(Nλ).
+        prior_mean: its mean.
+        log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
+        sampling: ``"poisson"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
+        accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
+        generator: source of the noise; None: operating-system entropy.
+        momentum: 1 − a in [0, 1): the friction that z_L is made for.
+        thermostat_gain: how fast α follows the kinetic energy; positive. The number of steps it takes to settle is about 1/gain.
+
+    Raises:
+        ValueError: an argument is out of range, or α* > 1; the message says what would do.
+
+    **Privacy.** One step releases S; velocity and α are made of released vectors only. Adding or removing a record moves the clipped sum by
+    at most C, replacing one by at most 2C. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling,
+    ``GaussianDpEvent(z)`` on full batches, ``UnspecifiedBatchGaussianDpEvent(z)`` on any others, ``NonPrivateDpEvent()`` at z = 0.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        *,
+        num_data: int,
+        expected_batch_size: float,
+        max_grad_norm: float,
+        noise_multiplier: float = 0.0,
+        temperature: float = 1.0,
+        prior_std: float = 1.0,
+        prior_mean: float = 0.0,
+        log_prior: LogPrior | None = None,
+        sampling: str | None = None,
+        accountant: PrivacyAccountant | None = None,
+        generator: torch.Generator | None = None,
+        momentum: float = 0.9,
+        thermostat_gain: float = 0.01,
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+        if not temperature > 0:
+            raise ValueError(f"a thermostat holds a positive temperature, got {temperature}; DPSGHMC takes temperature 0")
+        if not 0 < thermostat_gain < math.inf:
+            raise ValueError(f"thermostat_gain must be positive and finite, got {thermostat_gain}")
+        self._momentum = float(momentum)
+        self._thermostat_gain = float(thermostat_gain)
+        super().__init__(
+            params,
+            {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
+            num_data=num_data,
+            expected_batch_size=expected_batch_size,
+            max_grad_norm=max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            temperature=temperature,
+            log_prior=log_prior,
+            sampling=sampling,
+            accountant=accountant,
+            generator=generator,
+        )
+
+    @property
+    def momentum(self) -> float:
+        """1 − a, the friction that z_L is made for."""
+        return self._momentum
+
+    @property
+    def thermostat_gain(self) -> float:
+        """How fast the friction follows the kinetic energy."""
+        return self._thermostat_gain
+
+    @property
+    def friction(self) -> float | None:
+        """α, the friction in force; None before the first step."""
+        return next((group["friction"] for group in self.param_groups if "friction" in group), None)
+
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings() | {"momentum": self._momentum, "thermostat_gain": self._thermostat_gain}
+
+    def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
+        scale = self.expected_batch_size / self.max_grad_norm
+        return scale * math.sqrt(2 * (1 - self._momentum) * self.temperature / (group["lr"] * self.num_data))
+
+    def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        return self.temperature
+
+    def _free_lr(self) -> float:
+        return (1 - self._momentum) * self._largest_lr(self.noise_multiplier)
+
+    def _needed_friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
+        """α* = ηN z²C²/(2TB²)."""
+        ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
+        return group["lr"] * self.num_data * ratio**2 / (2 * self.temperature)
+
+    def _largest_lr(self, noise_multiplier: float) -> float:
+        """The lr of α* = 1."""
+        ratio = self.expected_batch_size / (self.max_grad_norm * noise_multiplier)
+        return 2 * self.temperature * ratio**2 / self.num_data
+
+    def _multiplier(self, group: dict[str, Any]) -> float:
+        noise_multiplier = super()._multiplier(group)
+        if group["lr"] > 0 and (needed := self._needed_friction(group, noise_multiplier)) > 1 + 1e-9:
+            raise ValueError(
+                f"lr = {group['lr']} at noise multiplier {noise_multiplier:.4g} needs a friction of {needed:.4g} > 1, where the thermostat is "
+                f"unstable. Use lr <= {self._largest_lr(noise_multiplier):.4g}, less noise (a larger expected_batch_size, a smaller max_grad_norm), "
+                "or a higher temperature."
+            )
+        return noise_multiplier
+
+    def _update(self, parts: list[Part]) -> None:
+        active = [part for part in parts if part.group["lr"] > 0]
+        number = sum(len(part.gradient) for part in active)
+        friction = self.friction
+        if friction is None and active:
+            needed = (len(part.gradient) * self._needed_friction(part.group, part.noise_multiplier) for part in active)
+            friction = sum(needed) / number
+        friction = friction or 0.0
+        kinetic = 0.0
+        for part in parts:
+            lr = float(part.group["lr"])
+            velocity, velocities = self._kept(part, "velocity")
+            for v, gradient in in_cache(velocity, part.gradient):
+                doubled = gradient.mul_(-lr).add_(v, alpha=2 - friction)  # v + v', twice the velocity at the half step
+                if lr > 0:
+                    kinetic += self.num_data * float(torch.linalg.vector_norm(doubled)) ** 2 / (4 * lr * self.temperature)
+                torch.sub(doubled, v, out=v)
+            torch._foreach_add_(part.parameters, velocities)
+        if active:
+            friction += self._thermostat_gain * (kinetic / number - 1)
+            for group in self.param_groups:
+                group["friction"] = friction
