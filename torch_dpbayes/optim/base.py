@@ -259,6 +259,7 @@ class PrivateOptimizer(Optimizer):
             PrivacyBudgetExceeded: the step does not fit into the budget; parameters, state and history are as they were.
             RuntimeError: a parameter has no per-record gradients, the batch is not a fresh draw of the private loader, or is not complete.
             ValueError: parameters or options are not finite.
+            FloatingPointError: the step took a parameter beyond its dtype; parameters and state are as before, the charge is kept.
         """
         loss = None
         try:

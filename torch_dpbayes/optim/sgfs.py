@@ -255,30 +255,24 @@ class DPSGFS(PrivateOptimizer):
             if scale is None:
                 for gradient, fisher_piece in in_cache(part.gradient, information):
                     gradient.div_(fisher_piece.clamp(min=floor).mul_(weight).add_(noise + prior))
-            else:  # in units of F, and back
+            else:  # out of the units of F
                 for gradient, fisher_piece, unit in in_cache(part.gradient, information, scale.square()):
-                    gradient.mul_(unit).div_(fisher_piece.clamp(min=floor).mul_(weight).add_(noise).add_(unit, alpha=prior))
+                    gradient.div_(fisher_piece.clamp(min=floor).mul_(weight).add_(noise).mul_(unit).add_(prior))
             torch._foreach_add_(part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data)
 
     def _step_full(self, parts: list[Part], fisher: Tensor, floor: float) -> None:
         def over_parts(value: Callable[[Part], float]) -> Tensor:
             return torch.cat([matrix.new_full((len(part.gradient),), value(part)) for part in parts])
 
-        matrix = _at_least(fisher, floor).to(torch.float64).mul_(self._curvature_weight())
-        scale = None if self._scale is None else self._scale.to(torch.float64)
+        matrix = _at_least(fisher, floor).to(torch.float64) * self._curvature_weight()
         still = over_parts(lambda part: part.group["lr"] == 0)
         noise = over_parts(self._privacy_variance)
         noise += still * 1e12 * (noise.amax() + matrix.diagonal().amax())  # lr = 0: as under infinite noise
         matrix.diagonal().add_(noise)
-        precision = over_parts(lambda part: self.temperature / part.group["prior_std"] ** 2)
-        if scale is None or scale.dim() == 1:
-            matrix.diagonal().add_(precision if scale is None else precision * scale.square())
-        else:
-            matrix.addmm_(scale.T * precision, scale)
+        matrix = _congruent(None if self._scale is None else self._scale.to(torch.float64), matrix)  # out of the units of F
+        matrix.diagonal().add_(over_parts(lambda part: self.temperature / part.group["prior_std"] ** 2))
         gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
-        right = _times(scale.T if scale is not None and scale.dim() == 2 else scale, gradient)
-        solution = torch.cholesky_solve(right[:, None], torch.linalg.cholesky(matrix))[:, 0]
-        step = _times(scale, solution) * (1 - still)
+        step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (1 - still)
         for part, piece in zip(parts, step.split([len(part.gradient) for part in parts]), strict=True):
             part.gradient.copy_(piece)
             torch._foreach_add_(part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data)

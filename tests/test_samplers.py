@@ -1,0 +1,390 @@
+"""What all four samplers share: charges, reports, groups, schedules, resumption, split batches, dtypes, bad input."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent, UnspecifiedBatchGaussianDpEvent
+from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
+
+SAMPLERS = {
+    "sgld": DPSGLD,
+    "sghmc": partial(DPSGHMC, momentum=0.7),
+    "matched": partial(DPSGHMC, momentum="matched", noise_multiplier=1.0),
+    "sgnht": DPSGNHT,
+    "sgfs-full": partial(DPSGFS, fisher="full"),
+    "sgfs-diagonal": partial(DPSGFS, fisher="diagonal"),
+}
+every_sampler = pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS.keys())
+
+
+def built(make, shapes=((3,), (2, 2)), dtype=torch.float64, **options):
+    parameters = [nn.Parameter(0.1 * torch.randn(shape, dtype=dtype)) for shape in shapes]
+    options = {"num_data": 40, "expected_batch_size": 10, "max_grad_norm": 0.5, "sampling": "poisson", **options}
+    return make(parameters, options.pop("lr", 0.01), **options), parameters
+
+
+def fill(parameters, records=10, value=None):
+    for p in parameters:
+        p.grad_sample = torch.randn(records, *p.shape, dtype=p.dtype) if value is None else torch.full((records, *p.shape), value, dtype=p.dtype)
+
+
+def private_model(make, *, batch=8, records=64, accountant=None, seed=None, noise_multiplier=1.0):
+    def net():
+        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    data = TensorDataset(torch.randn(records, 4), torch.randint(3, (records,)))
+    loader = DataLoader(data, batch_size=batch, generator=None if seed is None else torch.Generator().manual_seed(seed))
+    if seed is not None:
+        make = partial(make, generator=torch.Generator().manual_seed(seed + 1))
+    engine = dpb.PrivacyEngine(accountant)
+    return engine.make_private(
+        module=net(), optimizer=partial(make, lr=0.05), data_loader=loader, max_grad_norm=1.0, noise_multiplier=noise_multiplier
+    )  # fmt: skip
+
+
+def train(net, optimizer, loader, epochs=1):
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+
+# -- the charge and the noise ------------------------------------------------------------------------------------------------------
+
+
+@every_sampler
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize("batches", ["poisson", "full", "unspecified"])
+@pytest.mark.filterwarnings("ignore:steps are charged at sensitivity 2C:UserWarning")
+def test_the_charge_is_the_noise_that_was_added(make, neighboring, batches):
+    """Measured: the standard deviation of S, and of M where there is one, against the event in the accountant."""
+    size, clip, z = 60, 0.5, 1.5
+    options = {"poisson": {"sampling": "poisson"}, "full": {"expected_batch_size": 40}, "unspecified": {"sampling": None}}[batches]
+    accountant = dpb.PrivacyAccountant(neighboring=neighboring)
+    optimizer, (p,) = built(make, shapes=((size,),), noise_multiplier=z, lr=0.2, accountant=accountant, **options)
+    wanted = optimizer.effective_noise_multiplier
+    batch = optimizer.expected_batch_size
+    noise = {"gradient": [], "moment": []}
+    update = optimizer._update
+
+    def recording(parts):
+        noise["gradient"].append(optimizer._layout.gradient.clone() * batch / clip)
+        noise["moment"].append(optimizer._layout.second_moment.clone() * batch / clip**2)
+        update(parts)
+
+    optimizer._update = recording
+    optimizer.param_groups[0]["prior_std"] = math.inf
+    for _ in range(150):
+        fill([p], records=40 if batches == "full" else 10, value=0.0)
+        optimizer.step()
+    gradient, moment = torch.cat(noise["gradient"]), torch.cat(noise["moment"])
+    tolerance = 5 / math.sqrt(2 * len(gradient))
+    measured = float(gradient.square().mean().sqrt())
+    assert measured == pytest.approx(wanted, rel=tolerance)
+    ((event, count, _, _),) = accountant.history
+    assert count == 150
+    inverse_square = measured**-2
+    if len(moment):
+        share = (measured / float(moment.square().mean().sqrt())) ** 2
+        assert share == pytest.approx(0.5, rel=3 * tolerance)
+        # C and C² together under add or remove; 2C and at most √2·C², never both at once, for a swap
+        swap = (neighboring == "replace_one" and batches == "full") or batches == "unspecified"
+        inverse_square *= 1.0 if swap else 1 + share
+    charged = event.event if batches == "poisson" else event
+    expected = {"poisson": PoissonSampledDpEvent, "full": GaussianDpEvent, "unspecified": UnspecifiedBatchGaussianDpEvent}[batches]
+    assert type(event) is expected
+    assert charged.noise_multiplier**-2 == pytest.approx(inverse_square, rel=4 * tolerance)
+
+
+def test_joint_sensitivity_of_gradient_and_fisher():
+    """sup ‖a−b‖² + ϕ‖aaᵀ−bbᵀ‖² over the unit ball is what the events assume: searched at random, and attained."""
+    for share in (0.1, 0.5, 0.8, 3.0):
+        bound = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
+        a, b = (torch.randn(200_000, 2, dtype=torch.float64) for _ in range(2))
+        a, b = (x / x.norm(dim=1, keepdim=True) * torch.rand(len(x), 1, dtype=x.dtype).pow(0.1) for x in (a, b))
+        a[::2] /= a[::2].norm(dim=1, keepdim=True)
+        b[::2] /= b[::2].norm(dim=1, keepdim=True)
+        moved = (a - b).square().sum(1)
+        inner = (a * b).sum(1)
+        found = moved + share * (a.square().sum(1) ** 2 + b.square().sum(1) ** 2 - 2 * inner**2)
+        assert float(found.max()) <= bound + 1e-9
+        assert float(found.max()) > 0.999 * bound
+        z = 1.7
+        optimizer, _ = built(DPSGFS, fisher_share=share, expected_batch_size=40, accountant=dpb.PrivacyAccountant(neighboring="replace_one"))
+        assert optimizer._event(z, None).noise_multiplier == pytest.approx(2 * z / math.sqrt(bound))
+        optimizer, _ = built(DPSGFS, fisher_share=share, expected_batch_size=40)
+        assert optimizer._event(z, None).noise_multiplier == pytest.approx(z / math.sqrt(1 + share))
+
+
+@every_sampler
+def test_a_step_is_one_charge_and_a_refused_one_leaves_everything(make):
+    accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5)
+    optimizer, parameters = built(make, accountant=accountant, noise_multiplier=2.0, lr=0.5)
+    steps = 0
+    while True:
+        fill(parameters)
+        before = copy.deepcopy([p.detach() for p in parameters]), copy.deepcopy(dict(optimizer.state)), len(accountant)
+        try:
+            optimizer.step()
+        except dpb.PrivacyBudgetExceeded:
+            break
+        steps += 1
+        assert len(accountant) == steps < 10_000
+    assert len(accountant) == before[2]
+    for p, old in zip(parameters, before[0]):
+        assert torch.equal(p, old)
+    for p, (_, old) in zip(optimizer.state, before[1].items()):
+        for name, value in old.items():
+            assert torch.equal(torch.as_tensor(optimizer.state[p][name]), torch.as_tensor(value))
+
+
+@every_sampler
+def test_reports(make):
+    optimizer, _ = built(make, noise_multiplier=1.0, lr=0.01)
+    z = optimizer.effective_noise_multiplier
+    assert z == max(1.0, optimizer.langevin_noise_multiplier)
+    assert optimizer.effective_temperature > 0
+    at_free, _ = built(make, noise_multiplier=1.0, lr=optimizer.free_lr)
+    if optimizer.langevin_noise_multiplier > 0:  # "matched" asks for no noise of its own
+        assert at_free.langevin_noise_multiplier == pytest.approx(1.0)
+    assert at_free.effective_temperature == pytest.approx(1.0)
+
+
+# -- as torch optimizers -------------------------------------------------------------------------------------------------------------
+
+
+@every_sampler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(make, dtype):
+    optimizer, parameters = built(make, dtype=dtype)
+    for _ in range(3):
+        fill(parameters)
+        optimizer.step()
+    assert all(p.dtype is dtype and torch.isfinite(p).all() for p in parameters)
+
+
+@every_sampler
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(make):
+    optimizer, parameters = built(make)
+    for p in parameters:
+        p.data = p.data.cuda()
+    for _ in range(3):
+        fill(parameters)
+        for p in parameters:
+            p.grad_sample = p.grad_sample.cuda()
+        optimizer.step()
+    assert all(p.is_cuda and torch.isfinite(p).all() for p in parameters)
+
+
+@every_sampler
+def test_groups_have_their_own_lr_and_prior(make):
+    parameters = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(3)]
+    groups = [
+        {"params": parameters[:1], "lr": 0.01},
+        {"params": parameters[1:2], "lr": 0.02, "prior_std": 0.1, "prior_mean": 2.0},
+        {"params": parameters[2:]},
+    ]
+    optimizer = make(groups, 0.05, num_data=40, expected_batch_size=10, max_grad_norm=0.5, sampling="poisson")
+    optimizer.param_groups[2]["lr"] = 0.0
+    smallest = optimizer.effective_noise_multiplier
+    fill(parameters)
+    optimizer.step()
+    ((event, _, _, _),) = optimizer.accountant.history
+    share = getattr(optimizer, "fisher_share", 0.0)
+    assert event.event.noise_multiplier == pytest.approx(smallest / math.sqrt(1 + share))
+    assert torch.equal(parameters[2].detach(), torch.ones(3, dtype=torch.float64))
+    assert not torch.equal(parameters[0].detach(), torch.ones(3, dtype=torch.float64))
+
+
+@every_sampler
+def test_freezing_and_adding_parameters_on_the_way(make):
+    optimizer, parameters = built(make)
+    for step in range(4):
+        parameters[0].requires_grad_(step % 2 == 0)
+        before = parameters[0].detach().clone()
+        fill(parameters)
+        optimizer.step()
+        assert torch.equal(parameters[0], before) == (step % 2 == 1)
+    new = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer.add_param_group({"params": [new]})
+    fill([*parameters, new])
+    optimizer.step()
+    assert new.abs().max() > 0
+
+
+@every_sampler
+def test_resume_is_bit_for_bit_with_generators(make):
+    """The state after three epochs in one go, and after one, save, load and two: equal, velocities, friction and Fisher estimate included."""
+    net, optimizer, loader = private_model(make, seed=int(torch.randint(2**40, ())))
+    train(net, optimizer, loader)
+    weights, state = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    train(net, optimizer, loader, 2)
+    expected = [p.detach().clone() for p in net.parameters()]
+
+    other, resumed, new_loader = private_model(make, seed=int(torch.randint(2**40, ())))
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    from torch_dpbayes import noise
+
+    noise._used_positions.clear()  # as in a new process
+    new_loader.dataset.tensors = loader.dataset.tensors
+    train(other, resumed, new_loader, 2)
+    for p, q in zip(other.parameters(), expected):
+        assert torch.equal(p, q)
+    assert len(resumed.accountant) == len(optimizer.accountant)
+
+
+def test_state_of_half_precision_parameters_is_resumed_exactly():
+    optimizer, parameters = built(DPSGHMC, dtype=torch.bfloat16)
+    for _ in range(3):
+        fill(parameters)
+        optimizer.step()
+    other, twins = built(DPSGHMC, dtype=torch.bfloat16)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for p, twin in zip(parameters, twins):
+        assert optimizer.state[p]["velocity"].dtype is torch.float32
+        assert torch.equal(other.state[twin]["velocity"], optimizer.state[p]["velocity"])
+
+
+@every_sampler
+def test_batch_memory_manager(make):
+    net, optimizer, loader = private_model(make, batch=16)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+        train(net, optimizer, parts)
+    assert len(optimizer.accountant) == len(loader)
+
+
+@every_sampler
+def test_a_copy_shares_the_accountant_and_not_the_state(make):
+    optimizer, parameters = built(make)
+    fill(parameters)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    assert twin.accountant is optimizer.accountant
+    copies = [p for group in twin.param_groups for p in group["params"]]
+    before = [p.detach().clone() for p in parameters]
+    fill(copies)
+    twin.step()
+    assert len(optimizer.accountant) == 2
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before))
+    for p in parameters:
+        for name, value in optimizer.state[p].items():
+            if isinstance(value, torch.Tensor):
+                assert all(value.data_ptr() != twin.state[q][name].data_ptr() for q in copies if name in twin.state[q])
+
+
+@every_sampler
+def test_whole_training_loop(make):
+    """make_private, an lr schedule and samples; every step is charged at the z of its lr."""
+    net, optimizer, loader = private_model(make, noise_multiplier=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    expected = []
+    for _ in range(3):
+        expected.append(optimizer.effective_noise_multiplier)
+        train(net, optimizer, loader)
+        schedule.step()
+    share = math.sqrt(1 + getattr(optimizer, "fisher_share", 0.0))
+    charged = [(c.event.event.noise_multiplier * share, c.count) for c in optimizer.accountant.history]
+    merged: dict[float, int] = {}
+    for z in expected:
+        merged[round(z, 9)] = merged.get(round(z, 9), 0) + len(loader)
+    assert {round(z, 9): n for z, n in charged} == merged
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (DPSGHMC, {"momentum": 1.0}, r"\[0, 1\)"),
+        (DPSGHMC, {"momentum": -0.1}, r"\[0, 1\)"),
+        (DPSGHMC, {"momentum": float("nan")}, r"\[0, 1\)"),
+        (DPSGHMC, {"momentum": "adaptive"}, "matched"),
+        (DPSGHMC, {"momentum": "matched"}, "noise_multiplier > 0"),
+        (DPSGHMC, {"momentum": "matched", "noise_multiplier": 1.0, "temperature": 0.0}, "temperature > 0"),
+        (DPSGNHT, {"momentum": 1.0}, r"\[0, 1\)"),
+        (DPSGNHT, {"temperature": 0.0}, "DPSGHMC"),
+        (DPSGNHT, {"thermostat_gain": 0.0}, "positive"),
+        (DPSGFS, {"temperature": 0.0}, "positive"),
+        (DPSGFS, {"fisher": "block"}, "diagonal"),
+        (DPSGFS, {"fisher_decay": 1.0}, "fisher_decay"),
+        (DPSGFS, {"fisher_share": 0.0}, "fisher_share"),
+        (DPSGFS, {"sensitivity_scale": torch.ones(3)}, "shape"),
+        (DPSGFS, {"sensitivity_scale": torch.zeros(7)}, "positive"),
+        (DPSGFS, {"sensitivity_scale": torch.zeros(7, 7)}, "invertible"),
+        (DPSGFS, {"sensitivity_scale": torch.full((7,), math.nan)}, "finite"),
+        (DPSGFS, {"sensitivity_scale": torch.eye(7), "fisher": "diagonal"}, "shape"),
+    ],
+)
+def test_bad_arguments(make, options, message):
+    with pytest.raises(ValueError, match=message):
+        built(make, **options)
+
+
+@pytest.mark.parametrize("make", [SAMPLERS["matched"], DPSGNHT])
+def test_too_much_friction_names_the_lr_that_works(make):
+    optimizer, parameters = built(make, noise_multiplier=50.0, lr=1.0)
+    fill(parameters)
+    with pytest.raises(ValueError, match="Use lr <= ") as error:
+        optimizer.step()
+    assert len(optimizer.accountant) == 0
+    works = float(str(error.value).split("Use lr <= ")[1].split(",")[0])
+    optimizer.param_groups[0]["lr"] = 0.999 * works
+    fill(parameters)
+    optimizer.step()
+    assert len(optimizer.accountant) == 1
+
+
+def test_a_full_fisher_that_does_not_fit_is_refused_before_it_is_allocated():
+    with pytest.raises(ValueError, match='"diagonal"'):
+        built(DPSGFS, shapes=((3_000_000,),), dtype=torch.float32)
+    built(DPSGFS, shapes=((3_000_000,),), dtype=torch.float32, fisher="diagonal")
+
+
+@pytest.mark.parametrize("make", [DPSGLD, partial(DPSGHMC, momentum=0.5), DPSGNHT])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype):
+    """A prior far too narrow for the lr: the iterates grow without bound until the dtype ends."""
+    optimizer, parameters = built(make, lr=1e-3, prior_std=1e-4, dtype=dtype)
+    with pytest.raises(FloatingPointError, match="smaller lr"):
+        for _ in range(200):
+            before = [p.detach().clone() for p in parameters], copy.deepcopy(dict(optimizer.state)), len(optimizer.accountant)
+            fill(parameters)
+            optimizer.step()
+    assert len(optimizer.accountant) == before[2] + 1
+    for p, old in zip(parameters, before[0]):
+        assert torch.isfinite(p).all()
+        assert torch.equal(p, old)
+        for name, value in optimizer.state[p].items():
+            assert torch.equal(value, before[1][p][name]) if p in before[1] else True
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-9
+        group.pop("friction", None)
+    for p in parameters:
+        for value in optimizer.state[p].values():
+            value.zero_()
+        p.data.zero_()
+    fill(parameters)
+    optimizer.step()
+    assert all(torch.isfinite(p).all() for p in parameters)
+
+
+@every_sampler
+def test_an_lr_beyond_the_dtype_is_refused_before_the_charge(make):
+    optimizer, parameters = built(make)
+    optimizer.param_groups[0]["lr"] = 1e39
+    fill(parameters)
+    with pytest.raises(ValueError, match="lr"):
+        optimizer.step()
+    assert len(optimizer.accountant) == 0
