@@ -5,21 +5,32 @@ import math
 import os
 import resource
 import signal
+import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import arviz
+import dp_accounting
+import matplotlib
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import pyplot
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from scipy.optimize import brentq
+from scipy.signal import lfilter
 from scipy.stats import entropy, norm
+from scipy.stats import t as t_distribution
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import torch_dpbayes as dpb
 from torch_dpbayes import posterior
 from torch_dpbayes.posterior import PosteriorSamples
 
@@ -576,3 +587,157 @@ def test_wrong_files(tmp_path):
     torch.save({**torch.load(path, weights_only=True), "version": 2}, path)
     with pytest.raises(ValueError, match=r"version 2.*later release"):
         PosteriorSamples.load(path)
+
+
+# ------------------------------------------------------------------------------------------------------- diagnostics
+
+
+def chain(values, dtype=torch.float64, **options):
+    """Samples of one parameter vector, ``values[draw, dimension]``."""
+    model = nn.Linear(1, values.shape[1], bias=False).to(dtype)
+    samples = PosteriorSamples(max_samples=max(2, len(values)), **options)
+    for value in values:
+        with torch.no_grad():
+            model.weight.copy_(torch.as_tensor(value).unsqueeze(1))
+        samples.collect(model)
+    return samples
+
+
+def autoregression(draws, dimensions, coefficient):
+    """Independent stationary AR(1) processes of variance 1, one a column."""
+    innovations = np.random.default_rng().normal(size=(draws, dimensions))
+    innovations[1:] *= math.sqrt(1 - coefficient**2)
+    return lfilter([1.0], [1.0, -coefficient], innovations, axis=0)
+
+
+def figures(diagnosed):
+    return np.asarray(diagnosed["posterior"]["weight"] if "posterior" in diagnosed else diagnosed["weight"]).ravel()
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.5, 0.9, -0.3])
+def test_effective_sample_size_of_autoregressions(coefficient):
+    """ESS = draws·(1−φ)/(1+φ). The mean over 200 processes, at a significance of 1e-6 for each of the four, and 3 % for the estimator's own bias."""
+    chains = [chain(autoregression(2000, 200, coefficient)) for _ in range(2)]
+    found = figures(arviz.ess(chains[0].to_arviz(chains[1])))
+    truth = 4000 * (1 - coefficient) / (1 + coefficient)
+    error = t_distribution.isf(0.5e-6, 199) * found.std(ddof=1) / math.sqrt(200)
+    assert error < 0.1 * truth
+    assert abs(found.mean() - truth) < error + 0.03 * truth
+
+
+def test_r_hat_of_shifted_chains():
+    """Chains at ±s around zero: the variance of their means is 2s², so R-hat is √(1 + 2s²) for many draws (Vehtari et al., 2021, equation 4)."""
+    shift = 1.0
+    draws = [np.random.default_rng().normal(size=(2000, 50)) for _ in range(2)]
+    shifted = chain(draws[0] - shift).to_arviz(chain(draws[1] + shift))
+    assert figures(arviz.rhat(shifted)).min() > 1.1
+    assert figures(arviz.rhat(shifted, method="identity")).mean() == pytest.approx(math.sqrt(1 + 2 * shift**2), rel=0.02)
+    mixed = chain(draws[0]).to_arviz(chain(draws[1]))
+    assert figures(arviz.rhat(mixed)).max() < 1.02
+
+
+def test_every_parameter_under_its_own_name():
+    model = mlp().to(torch.bfloat16)
+    chains, states = zip(*[collected(copy.deepcopy(model)) for _ in range(3)])
+    data = chains[0].to_arviz(*chains[1:])["posterior"]
+    names = [name for name, _ in model.named_parameters()]
+    assert sorted(data.data_vars) == sorted(names) and dict(data.sizes)["chain"] == 3 and dict(data.sizes)["draw"] == 12
+    for name in names:
+        assert data[name].dims[:2] == ("chain", "draw") and data[name].dtype == np.float32
+        expected = np.stack([np.stack([state[name].float().numpy() for state in of_chain]) for of_chain in states])
+        assert np.array_equal(data[name].values, expected)
+    alone = PosteriorSamples.to_arviz(chains[1])["posterior"]
+    assert np.array_equal(alone["0.bias"].values[0], data["0.bias"].values[1])
+    summary = arviz.summary(chains[0].to_arviz(*chains[1:]), var_names=["3.bias"])
+    assert len(summary) == 4 and {"ess_bulk", "r_hat"} <= set(summary.columns)
+
+
+@pytest.mark.filterwarnings("ignore:Passing a dict or None as alias_mapping to normalize_kwargs is deprecated")  # arviz 0.23 on matplotlib 3.11
+def test_trace_picture(tmp_path):
+    matplotlib.use("Agg")
+    data = chain(np.random.default_rng().normal(size=(30, 2))).to_arviz(chain(np.random.default_rng().normal(size=(30, 2))))
+    arviz.plot_trace(data, var_names=["weight"])
+    pyplot.savefig(tmp_path / "trace.png")
+    pyplot.close("all")
+    assert (tmp_path / "trace.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("version", "arguments"), [("0.23.4", ((), {"posterior"})), ("1.3.0", (({"posterior"},), set()))])
+def test_both_generations_of_arviz(version, arguments, monkeypatch):
+    """0.x takes the group as a keyword, 1.x a dictionary of groups."""
+    seen = []
+
+    def from_dict(*args, **kwargs):
+        seen.append((tuple(set(a) for a in args), set(kwargs)))
+        group = kwargs["posterior"] if kwargs else args[0]["posterior"]
+        return {"posterior": SimpleNamespace(data_vars=group)}
+
+    monkeypatch.setitem(sys.modules, "arviz", SimpleNamespace(__version__=version, from_dict=from_dict))
+    found = chain(np.arange(6.0).reshape(3, 2)).to_arviz()
+    assert seen == [arguments]
+    assert np.array_equal(found["posterior"].data_vars["weight"], np.arange(6.0).reshape(1, 3, 2, 1))
+
+
+def test_without_arviz(monkeypatch):
+    monkeypatch.setitem(sys.modules, "arviz", None)  # what Python leaves of a module that must not be found
+    with pytest.raises(ModuleNotFoundError, match="pip install arviz"):
+        chain(np.zeros((2, 1))).to_arviz()
+
+
+def test_chains_that_cannot_be_compared(tmp_path):
+    def draws(count=6):
+        return np.random.default_rng().normal(size=(count, 2))
+
+    first = chain(draws())
+    with pytest.raises(TypeError, match=r"chain 2 is a list: pass PosteriorSamples one by one"):
+        first.to_arviz([chain(draws())])
+    with pytest.raises(RuntimeError, match="Chain 2 holds no sample yet"):
+        first.to_arviz(PosteriorSamples())
+    with pytest.raises(ValueError, match=r"Chain 3 .*weight was \[2, 1\] and is \[3, 1\]"):
+        first.to_arviz(chain(draws()), chain(np.ones((6, 3))))
+    with_bias, _ = collected(nn.Linear(1, 2).double(), 6)
+    with pytest.raises(ValueError, match=r"Chain 2 .*added bias"):
+        first.to_arviz(with_bias)
+    with pytest.raises(ValueError, match=r"Chain 2 holds 5 samples .* the first one 6"):
+        first.to_arviz(chain(draws(5)))
+    with pytest.raises(ValueError, match=r"6 samples with thin=2, the first one 6 with thin=1"):
+        first.to_arviz(chain(draws(12), thin=2))
+    assert first.to_arviz(chain(draws(), torch.float32))["posterior"]["weight"].dtype == np.float64
+    first.save(tmp_path / "first")
+    for again in (first, copy.deepcopy(first), PosteriorSamples.load(tmp_path / "first")):
+        with pytest.raises(ValueError, match="Chains 1 and 3 are the same samples"):
+            first.to_arviz(chain(draws()), again)
+    taken, _ = collected(nn.ParameterDict({"draw": nn.Parameter(torch.zeros(2))}))
+    with pytest.raises(ValueError, match="A parameter is called 'draw', which ArviZ uses"):
+        taken.to_arviz()
+
+
+def test_each_chain_is_charged():
+    """Two chains on one accountant: the second pays again, and together they cost their composition by dp_accounting."""
+    accountant, steps, kept = dpb.PrivacyAccountant(), [], []
+    for _ in range(2):
+        net, optimizer, loader = dpb.PrivacyEngine(accountant=accountant).make_private(
+            module=nn.Linear(3, 2),
+            optimizer=partial(dpb.optim.DPSGLD, lr=0.5),
+            data_loader=DataLoader(TensorDataset(torch.randn(100, 3), torch.randint(2, (100,))), batch_size=20, shuffle=True),
+            max_grad_norm=1.0,
+            noise_multiplier=4.0,
+        )
+        samples = PosteriorSamples()
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(net(x), y).backward()
+                optimizer.step()
+                samples.collect(net)
+        kept.append(samples)
+        steps.append(sum(charge.count for charge in accountant.history))
+    assert steps == [10, 20]
+    spent = accountant.get_epsilon(1e-5)
+    data = kept[0].to_arviz(kept[1])
+    assert dict(data["posterior"].sizes)["chain"] == 2 and dict(data["posterior"].sizes)["draw"] == 10
+    assert accountant.get_epsilon(1e-5) == spent and sum(charge.count for charge in accountant.history) == 20
+    reference = dp_accounting.pld.PLDAccountant()
+    noise = optimizer.effective_noise_multiplier
+    reference.compose(dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(noise)), 20)
+    assert spent == pytest.approx(reference.get_epsilon(1e-5), rel=0.01)

@@ -167,6 +167,19 @@ def test_end_step_thermostat_is_seen():
     assert abs(relative_error(theta, 1 / RECORDS)) > 0.1
 
 
+def test_thermostat_survives_a_start_far_from_the_posterior():
+    """30 posterior standard deviations away the drift's kinetic energy is a thousand times n: α must not leave the stable range."""
+    x = torch.randn(1000, 10, dtype=torch.float64)
+    y = x.sum(1)
+    theta = nn.Parameter(torch.zeros(10, dtype=torch.float64))
+    optimizer = DPSGNHT([theta], 0.05, num_data=1000, expected_batch_size=1000, max_grad_norm=20.0)
+    for _ in range(1000):
+        theta.grad_sample = x * (x @ theta.detach() - y)[:, None]
+        optimizer.step()
+    assert float((theta.detach() - 1).abs().max()) < 10 / math.sqrt(1000)
+    assert optimizer.friction == pytest.approx(0.1, abs=0.2)
+
+
 def test_thermostat_absorbs_isotropic_minibatch_noise():
     """Noise that nobody declared, as large as the privacy noise: SGLD would sample 2T, the thermostat holds T."""
     kappa, lr, replicas = 1.0, 0.02, 50_000

@@ -353,31 +353,119 @@ def test_a_full_fisher_that_does_not_fit_is_refused_before_it_is_allocated():
 
 
 @pytest.mark.parametrize("make", [DPSGLD, partial(DPSGHMC, momentum=0.5), DPSGNHT])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype):
     """A prior far too narrow for the lr: the iterates grow without bound until the dtype ends."""
     optimizer, parameters = built(make, lr=1e-3, prior_std=1e-4, dtype=dtype)
     with pytest.raises(FloatingPointError, match="smaller lr"):
-        for _ in range(200):
-            before = [p.detach().clone() for p in parameters], copy.deepcopy(dict(optimizer.state)), len(optimizer.accountant)
+        for _ in range(300):
+            states = [{name: v.clone() for name, v in optimizer.state[p].items()} for p in parameters]
+            groups = [dict(group) for group in optimizer.param_groups]
+            before = [p.detach().clone() for p in parameters], states, len(optimizer.accountant)
             fill(parameters)
             optimizer.step()
     assert len(optimizer.accountant) == before[2] + 1
-    for p, old in zip(parameters, before[0]):
+    assert [dict(group) for group in optimizer.param_groups] == groups
+    for p, old, state in zip(parameters, before[0], before[1]):
         assert torch.isfinite(p).all()
         assert torch.equal(p, old)
-        for name, value in optimizer.state[p].items():
-            assert torch.equal(value, before[1][p][name]) if p in before[1] else True
+        assert optimizer.state[p].keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(optimizer.state[p][name], value)
+
+
+def test_a_log_prior_that_pulls_too_hard_is_undone():
+    theta = nn.Parameter(torch.ones(2))
+    optimizer = DPSGLD(
+        [("theta", theta)], 1e5, num_data=10, expected_batch_size=10, max_grad_norm=1.0, noise_multiplier=1.0,
+        log_prior=lambda named: -1e36 * named["theta"].sum(),
+    )  # fmt: skip
+    fill([theta])
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert torch.equal(theta.detach(), torch.ones(2))
+
+
+@every_sampler
+def test_no_sum_without_noise_is_left_behind(make):
+    """After a refused charge, and after a step in which every lr was 0."""
+    accountant = dpb.PrivacyAccountant(epsilon=1e-3, delta=1e-5)
+    optimizer, parameters = built(make, accountant=accountant)
+    fill(parameters)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        optimizer.step()
+    assert not optimizer._layout.buffer.any()
+    optimizer, parameters = built(make)
     for group in optimizer.param_groups:
-        group["lr"] = 1e-9
-        group.pop("friction", None)
-    for p in parameters:
-        for value in optimizer.state[p].values():
-            value.zero_()
-        p.data.zero_()
+        group["lr"] = 0.0
+    if optimizer.noise_multiplier == 0:
+        fill(parameters)
+        optimizer.step()
+        assert not optimizer._layout.second_moment.any()
+        assert len(optimizer.accountant) == 0
+
+
+@every_sampler
+def test_a_refused_charge_uses_no_noise(make):
+    """So that the step can be made when there is budget again, and the error is the same twice."""
+    seed = int(torch.randint(2**40, ()))
+    optimizer, parameters = built(make, accountant=dpb.PrivacyAccountant(epsilon=1e-3, delta=1e-5), generator=torch.Generator().manual_seed(seed))
+    for _ in range(2):
+        fill(parameters)
+        with pytest.raises(dpb.PrivacyBudgetExceeded):
+            optimizer.step()
+
+
+@every_sampler
+def test_dtype_and_groups_may_change_between_steps(make):
+    optimizer, parameters = built(make, dtype=torch.float32)
     fill(parameters)
     optimizer.step()
-    assert all(torch.isfinite(p).all() for p in parameters)
+    for p in parameters:
+        p.data = p.data.double()
+    fill(parameters)
+    optimizer.step()
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.002}
+    z = optimizer.effective_noise_multiplier
+    fill(parameters)
+    optimizer.step()
+    share = math.sqrt(1 + getattr(optimizer, "fisher_share", 0.0))
+    assert optimizer.accountant.history[-1].event.event.noise_multiplier * share == pytest.approx(z)
+    optimizer.param_groups[0]["prior_std"] = 0.0
+    fill(parameters)
+    before = len(optimizer.accountant)
+    with pytest.raises(ValueError, match="prior_std"):
+        optimizer.step()
+    assert len(optimizer.accountant) == before
+
+
+@pytest.mark.parametrize("scale", [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([[1.0, 0.0, 0.0], [0.5, 2.0, 0.0], [0.1, -1.0, 3.0]])])
+def test_the_fisher_estimate_survives_another_scale_and_a_resume(scale):
+    """Î in the units of the parameters is the same before and after; M in units of F is what it is without."""
+
+    def in_parameter_units(optimizer):
+        f = optimizer.sensitivity_scale
+        f = torch.eye(3, dtype=torch.float64) if f is None else f if f.dim() == 2 else torch.diag(f)
+        (p,) = optimizer.param_groups[0]["params"]
+        return f @ optimizer.state[p]["fisher"] @ f.T
+
+    gradients = torch.randn(10, 3, dtype=torch.float64)
+    estimates = []
+    options = {"shapes": ((3,),), "max_grad_norm": 100.0, "fisher_share": 1e14, "noise_multiplier": 1e-3, "lr": 1e9}
+    for given in (None, scale.double()):
+        optimizer, (p,) = built(DPSGFS, sensitivity_scale=given, **options)
+        p.grad_sample = gradients.clone()
+        optimizer.step()
+        estimates.append(in_parameter_units(optimizer) - (1e4 / 2) * (torch.eye(3, dtype=torch.float64) if given is None else torch.zeros(3, 3)))
+        before = in_parameter_units(optimizer)
+        optimizer.sensitivity_scale = 2 * scale.double()
+        torch.testing.assert_close(in_parameter_units(optimizer), before)
+        other, _ = built(DPSGFS, **options)
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        torch.testing.assert_close(in_parameter_units(other), before)
+    f = scale.double() if scale.dim() == 2 else torch.diag(scale.double())
+    torch.testing.assert_close(estimates[1] - 1e4 / 2 * f @ f.T, gradients.T @ gradients / 10 / 2, rtol=1e-3, atol=0.05)
+    torch.testing.assert_close(estimates[0], gradients.T @ gradients / 10 / 2, rtol=1e-3, atol=0.05)
 
 
 @every_sampler

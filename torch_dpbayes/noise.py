@@ -68,8 +68,8 @@ class GaussianNoise:
         """A fresh N(0, I) vector of length ``size``."""
         return torch.randn(size, dtype=dtype, device=device, generator=self.next_stream(device))
 
-    def next_stream(self, device: torch.device) -> torch.Generator:
-        """Where the next noise vector is to be drawn from; everything that can go wrong goes wrong here, before anything is charged."""
+    def next_stream(self, device: torch.device, *, use: bool = True) -> torch.Generator:
+        """Where the next noise vector is to be drawn from; with ``use=False`` only checked, which a charge comes after."""
         if os.getpid() != self._pid:
             if self.generator is not None:
                 raise RuntimeError(
@@ -85,7 +85,10 @@ class GaussianNoise:
             raise ValueError(
                 f"generator= lives on {self.generator.device}, the parameters on {device}: pass torch.Generator(device={str(device)!r})"
             )
-        use_position("noise", self.generator)
+        if use:
+            use_position("noise", self.generator)
+        else:
+            _refuse_used("noise", stream_position(self.generator))
         return self.generator
 
 

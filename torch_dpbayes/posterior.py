@@ -1,5 +1,6 @@
 """Posterior samples of a network: collect them during training, predict with all of them, keep them in a file."""
 
+import itertools
 import math
 import os
 import uuid
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
@@ -372,6 +374,76 @@ class PosteriorSamples:
             chunk, size = _group_sizes(lambda rows: forward(probe, rows), x, self._samples)
             return [reduce(groups(rows, size)) for rows in x.split(chunk)]
 
+    # ------------------------------------------------------------------------------------------------ diagnostics
+
+    def to_arviz(self, *other_chains: "PosteriorSamples") -> Any:
+        r"""The samples as ArviZ's data structure, for effective sample size, :math:`\hat R`, trace pictures and the rest of ArviZ::
+
+            data = first.to_arviz(second, third)
+            arviz.summary(data)        # a row a parameter: mean, standard deviation, ESS (bulk and tail), R-hat
+            arviz.ess(data)            # or one figure alone; arviz.rhat(data)
+            arviz.plot_trace(data, var_names=["2.bias"])
+
+        Each parameter is a variable of the group ``posterior`` under its own name, ``[chain, draw, ...]``. ArviZ's functions work on every scalar
+        on its own: give ``var_names`` if the network is large. :math:`\hat R` (Vehtari et al., 2021, "Rank-normalization, folding, and localization:
+        an improved R-hat", section 4) compares chains that were started and run independently, and needs at least two. Parameters of a network
+        that only permute its hidden units count as different for it; the predictions, :meth:`outputs`, do not.
+
+        Args:
+            other_chains: samples of the same parameters from other runs: as many of them, collected with the same ``thin``.
+
+        Returns:
+            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``. On the CPU; half precision becomes single.
+
+        Raises:
+            ModuleNotFoundError: ArviZ is not installed.
+            RuntimeError: a chain has no sample yet.
+            TypeError: a chain is not a ``PosteriorSamples``.
+            ValueError: the chains have other parameters, lengths or spacings, or one of them is there twice; a parameter of the model itself is
+                called ``chain`` or ``draw``.
+
+        **Privacy**: post-processing, no charge. The chains are not free: each is a training run of its own that reads the data again, and pays for
+        itself on the accountant (``PrivacyEngine(accountant=...)``: one for all of them). Whether to run longer, decided by looking at these
+        figures, is an adaptive choice in the sense of :class:`~torch_dpbayes.PrivacyAccountant`.
+        """
+        try:
+            import arviz
+        except ModuleNotFoundError as error:
+            if error.name != "arviz":
+                raise
+            raise ModuleNotFoundError("to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz") from error
+        chains = (self, *other_chains)
+        for number, chain in enumerate(chains, 1):
+            if not isinstance(chain, PosteriorSamples):
+                raise TypeError(f"chain {number} is a {type(chain).__name__}: pass PosteriorSamples one by one, first.to_arviz(second, third).")
+            if not chain._samples:
+                raise RuntimeError(f"Chain {number} holds no sample yet: {chain!r}. Collect after burn-in, before the export.")
+        shapes = {name: s.shape for name, s in self._samples[0].items()}
+        if taken := shapes.keys() & {"chain", "draw"}:
+            raise ValueError(f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and drops: rename it in the model.")
+        for number, chain in enumerate(other_chains, 2):
+            others = {name: s.shape for name, s in chain._samples[0].items()}
+            if others != shapes:
+                raise ValueError(
+                    f"Chain {number} samples other parameters than the first one: {_difference(shapes, others)}. Chains are compared parameter by "
+                    "parameter: pass runs of the same model with the same parameters frozen."
+                )
+            if (len(chain), chain.thin) != (len(self), self.thin):
+                raise ValueError(
+                    f"Chain {number} holds {len(chain)} samples with thin={chain.thin}, the first one {len(self)} with thin={self.thin}: ESS and "
+                    "R-hat are defined for chains of one length and spacing. Collect all with the same burn_in, thin and max_samples, as often."
+                )
+        posterior = {name: np.stack([np.stack([_array(s[name]) for s in chain._samples]) for chain in chains]) for name in shapes}
+        for i, j in itertools.combinations(range(len(chains)), 2):
+            if all(np.array_equal(of_chain[i], of_chain[j]) for of_chain in posterior.values()):
+                raise ValueError(
+                    f"Chains {i + 1} and {j + 1} are the same samples: counted twice, they would look converged and worth twice as many draws. "
+                    "Pass runs of their own, each with a PosteriorSamples of its own."
+                )
+        if int(arviz.__version__.split(".")[0]) < 1:
+            return arviz.from_dict(posterior=posterior)
+        return arviz.from_dict({"posterior": posterior})
+
     # ----------------------------------------------------------------------------------------------------- saving
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -506,6 +578,11 @@ def _mixture_quantiles(means: Tensor, quantiles: Sequence[float], noise_std: flo
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         solved.append((low + high) / 2)
     return torch.stack(solved)
+
+
+def _array(sample: Tensor) -> "np.ndarray[Any, Any]":
+    """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
+    return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
 
 
 def _same(before: Tensor, now: Tensor) -> bool:

@@ -1,8 +1,10 @@
 """Noisy gradient -> new parameters: ``torch.optim.Optimizer`` subclasses, one algorithm a file."""
 
+from . import schedules
+from .published_calibration import wang_noise_multiplier
 from .sgfs import DPSGFS
 from .sghmc import DPSGHMC
 from .sgld import DPSGLD
 from .sgnht import DPSGNHT
 
-__all__ = ["DPSGFS", "DPSGHMC", "DPSGLD", "DPSGNHT"]
+__all__ = ["DPSGFS", "DPSGHMC", "DPSGLD", "DPSGNHT", "schedules", "wang_noise_multiplier"]

@@ -38,6 +38,9 @@ _ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _OPTIONS_OF_ALL_GROUPS = ("num_data", "expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature", "sampling")
 
 
+_Snapshot = tuple[list[Tensor], list[dict[str, Any]], list[dict[str, Any]]]  # parameters, groups, states
+
+
 class Part:
     """One parameter group's share of a step: what an algorithm's ``_update`` gets.
 
@@ -79,13 +82,13 @@ class _Layout:
             for (group, _, parameters), flat in zip(members, self.gradient.split(totals), strict=True)
         ]
 
-    def holds(self, parameters: list[Tensor]) -> bool:
-        first = parameters[0]
-        return (
-            len(self.parameters) == len(parameters)
-            and all(a is b for a, b in zip(self.parameters, parameters, strict=True))
-            and (first.device, _noise_dtype(parameters)) == (self.device, self.dtype)
-        )
+    def holds(self, members: list[tuple[dict[str, Any], list[str], list[Tensor]]]) -> bool:
+        if len(self.parts) != len(members) or (self.parameters[0].device, _noise_dtype(self.parameters)) != (self.device, self.dtype):
+            return False
+        for part, (group, _, parameters) in zip(self.parts, members, strict=True):
+            if part.group is not group or [id(p) for p in part.parameters] != [id(p) for p in parameters]:
+                return False
+        return True
 
 
 class PrivateOptimizer(Optimizer):
@@ -226,12 +229,12 @@ class PrivateOptimizer(Optimizer):
     @property
     def langevin_noise_multiplier(self) -> float:
         """z_L: the sampler's own noise in units of C; the smallest over the groups. Infinite where every lr is 0."""
-        return min(self._langevin(group) for group in self.param_groups)
+        return min(self._langevin(group) for group in self._trained_groups())
 
     @property
     def effective_noise_multiplier(self) -> float:
         """z in force, which is what a step is charged for; the smallest over the groups."""
-        return min(self._multiplier(group) for group in self.param_groups)
+        return min(self._multiplier(group) for group in self._trained_groups())
 
     @property
     def effective_temperature(self) -> float:
@@ -239,12 +242,16 @@ class PrivateOptimizer(Optimizer):
 
         For q < 1 the minibatch noise comes on top, so this is a lower bound on the temperature of the samples.
         """
-        return max(self._group_temperature(g, self._multiplier(g)) if g["lr"] > 0 else 0.0 for g in self.param_groups)
+        return max(self._group_temperature(g, self._multiplier(g)) if g["lr"] > 0 else 0.0 for g in self._trained_groups())
 
     @property
     def free_lr(self) -> float:
         """The largest lr at which privacy is free: the sampler's own noise reaches the floor. Infinite without a floor."""
         return math.inf if self._noise_multiplier == 0 else self._free_lr()
+
+    def _trained_groups(self) -> list[dict[str, Any]]:
+        """Groups that are not frozen; all of them if every one is."""
+        return [group for group in self.param_groups if any(p.requires_grad for p in group["params"])] or self.param_groups
 
     # -- the private step ----------------------------------------------------------------------------------------------
 
@@ -278,6 +285,8 @@ class PrivateOptimizer(Optimizer):
                 self._release(layout)
         except BaseException:
             self._pending = False
+            if self._layout is not None:
+                self._layout.buffer.zero_()  # sums without noise
             raise
         finally:
             parameters = [p for group in self.param_groups for p in group["params"]]
@@ -313,12 +322,13 @@ class PrivateOptimizer(Optimizer):
             part.noise_multiplier = self._multiplier(part.group)
         smallest = min(part.noise_multiplier for part in layout.parts)
         priors = self._prior_gradients(layout)
-        is_safe = self._cannot_overflow(layout)
-        before = None if is_safe else self._snapshot(layout)
-        stream = self._noise.next_stream(layout.device)
-        if math.isfinite(smallest):  # infinite: every lr is 0, so nothing of the sum is used
+        before = None if self._cannot_overflow(layout, priors) else self._snapshot(layout)
+        if math.isfinite(smallest):
+            self._noise.next_stream(layout.device, use=False)
             self.accountant.compose(self._event_of(smallest), label=type(self).__name__)
-        self._add_noise(layout, smallest, stream)
+            self._add_noise(layout, smallest, self._noise.next_stream(layout.device))
+        else:  # every lr is 0: nothing of the sums is used
+            layout.buffer.zero_()
         start = 0
         for part in layout.parts:
             group, members = part.group, slice(start, start + len(part.parameters))
@@ -383,14 +393,6 @@ class PrivateOptimizer(Optimizer):
             return events.GaussianDpEvent(z)
         if sampling == "poisson":
             return events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(z))
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                "steps are charged at sensitivity 2C and without amplification, for nothing is known about how batches are drawn. Poisson "
-                "batches cost far less: model, optimizer, loader = torch_dpbayes.PrivacyEngine().make_private(module=model, "
-                f"optimizer=partial({type(self).__name__}, lr=...), data_loader=loader, max_grad_norm=...)",
-                stacklevel=5,
-            )
         return events.UnspecifiedBatchGaussianDpEvent(z)
 
     def _event_of(self, noise_multiplier: float) -> events.DpEvent:
@@ -398,6 +400,14 @@ class PrivateOptimizer(Optimizer):
         key = (noise_multiplier, self._sampling)
         if self._last_event is None or self._last_event[0] != key:
             self._last_event = (key, self._event(noise_multiplier, self._sampling))
+            if isinstance(self._last_event[1], events.UnspecifiedBatchGaussianDpEvent) and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    "steps are charged at sensitivity 2C and without amplification, for nothing is known about how batches are drawn. Poisson "
+                    "batches cost far less: model, optimizer, loader = torch_dpbayes.PrivacyEngine().make_private(module=model, "
+                    f"optimizer=partial({type(self).__name__}, lr=...), data_loader=loader, max_grad_norm=...)",
+                    stacklevel=6,
+                )
         return self._last_event[1]
 
     def _langevin(self, group: dict[str, Any]) -> float:
@@ -407,6 +417,7 @@ class PrivateOptimizer(Optimizer):
         """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a floor nothing is released."""
         if not math.isfinite(group["prior_mean"]):
             raise ValueError(f"prior_mean = {group['prior_mean']} is not finite")
+        _require_positive("prior_std", group["prior_std"], allow_infinite=True)
         if not 0 <= group["lr"] < _LARGEST_LR:
             raise ValueError(f"lr = {group['lr']} is negative, not finite, or so large that a step overflows")
         if group["lr"] == 0:
@@ -440,36 +451,44 @@ class PrivateOptimizer(Optimizer):
 
     # One step cannot take numbers of ordinary size beyond what float32 holds. Only where they are not, a step keeps what it may have to undo.
 
-    def _cannot_overflow(self, layout: _Layout) -> bool:
+    def _cannot_overflow(self, layout: _Layout, priors: list[Tensor] | None) -> bool:
         bound = self._largest
+        steepest = 0.0 if priors is None else float(torch.stack(torch._foreach_norm(priors)).amax())
         for part in layout.parts:
             noise = part.noise_multiplier if math.isfinite(part.noise_multiplier) else 0.0
             scale = (self._num_data + 12 * noise) * self._max_grad_norm / self._expected_batch_size
-            bound = max(bound, scale, part.group["lr"] * scale, part.group["lr"])
+            pull = steepest if priors is not None else self._largest / part.group["prior_std"] ** 2
+            bound = max(bound, scale, part.group["lr"] * scale, part.group["lr"], pull, part.group["lr"] * pull)
         return bound < _ORDINARY and all(p.dtype is not torch.float16 for p in layout.parameters)
 
-    def _snapshot(self, layout: _Layout) -> tuple[list[Tensor], list[dict[str, Any]], list[dict[str, Tensor]]]:
+    def _snapshot(self, layout: _Layout) -> _Snapshot:
         return (
             [p.detach().clone() for p in layout.parameters],
-            [dict(part.group) for part in layout.parts],
-            [{name: flat.clone() for name, (flat, _) in part.kept.items()} for part in layout.parts],
+            [dict(group) for group in self.param_groups],
+            [{name: v.clone() if isinstance(v, Tensor) else v for name, v in self.state[p].items()} for p in layout.parameters],
         )
 
-    def _require_still_finite(self, layout: _Layout, before: tuple[list[Tensor], list[dict[str, Any]], list[dict[str, Tensor]]]) -> None:
+    def _require_still_finite(self, layout: _Layout, before: _Snapshot) -> None:
+        parameters, groups, states = before
         broken = _not_finite(layout)
+        for group in self.param_groups:
+            kept = (name for name, value in group.items() if name != "prior_std" and isinstance(value, float) and not math.isfinite(value))
+            broken = broken or next(kept, "")
         if not broken:
             return
-        parameters, groups, kept = before
-        for p, old in zip(layout.parameters, parameters, strict=True):
+        for group, old_group in zip(self.param_groups, groups, strict=True):
+            group.clear()
+            group.update(old_group)
+        for p, old, old_state in zip(layout.parameters, parameters, states, strict=True):
             p.copy_(old)
-        for part, group, vectors in zip(layout.parts, groups, kept, strict=True):
-            part.group.update(group)
-            for name, (flat, _) in part.kept.items():
-                flat.copy_(vectors[name]) if name in vectors else flat.zero_()
+            self.state[p].clear()
+            self.state[p].update(old_state)
+        for part in layout.parts:
+            part.kept.clear()  # built anew from the state
         raise FloatingPointError(
-            f"parameter {broken!r} is not finite after this step: the lr ({', '.join(str(g['lr']) for g in groups)}) is too large for the prior or "
-            "the dtype, and the iterates grow without bound. The parameters are back at the last finite state; the step's charge is kept, "
-            "for its noisy gradient was used. Use a smaller lr."
+            f"{broken!r} is not finite after this step: the lr ({', '.join(str(g['lr']) for g in groups)}) is too large for the prior or the dtype, "
+            "and the iterates grow without bound. Parameters and state are back at the last finite ones; the step's charge is kept, for its "
+            "noisy gradient was used. Use a smaller lr."
         )
 
     def _prior_gradients(self, layout: _Layout) -> list[Tensor] | None:
@@ -512,19 +531,19 @@ class PrivateOptimizer(Optimizer):
         self._pending = False
 
     def _current_layout(self) -> _Layout:
-        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        if not parameters:
-            raise RuntimeError("every parameter is frozen: there is nothing to sample")
-        if self._layout is not None and self._layout.holds(parameters):
-            return self._layout
-        if len({p.device for p in parameters}) > 1:
-            raise RuntimeError("the parameters live on several devices; one norm per record needs them on one")
         members: list[tuple[dict[str, Any], list[str], list[Tensor]]] = []
         for i, group in enumerate(self.param_groups):
             given = group.get("param_names", [f"{j} of group {i}" for j in range(len(group["params"]))])
             trainable = [(name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad]
             if trainable:
                 members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
+        if not members:
+            raise RuntimeError("every parameter is frozen: there is nothing to sample")
+        if self._layout is not None and self._layout.holds(members):
+            return self._layout
+        parameters = [p for _, _, trainables in members for p in trainables]
+        if len({p.device for p in parameters}) > 1:
+            raise RuntimeError("the parameters live on several devices; one norm per record needs them on one")
         self._pending = False
         self._layout = _Layout(members, self._second_moment_size(sum(p.numel() for p in parameters)))
         return self._layout

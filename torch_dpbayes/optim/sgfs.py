@@ -34,8 +34,9 @@ class DPSGFS(PrivateOptimizer):
     the stationary covariance is exactly T·A⁻¹ where Î is the true Fisher information per record, for every z, q and prior.
     z = max(``noise_multiplier``, z_L) with SGLD's z_L = (B/C)·√(2T/(ηN)): η enters through the noise only, and η → 0 is SGLD. Î of a step is
     the one before M enters; it starts at C², the largest that it can be, so that the first steps are small, and averages with
-    β = max(1 − ``fisher_decay``, 1/(t+2)). When it is used, eigenvalues below the noise level σ_F√(2d)/B are raised to it (entries below
-    σ_F√2/B for ``"diagonal"``).
+    β = max(1 − ``fisher_decay``, 1/(t+2)). When it is used, eigenvalues below its noise level s√(2d) are raised to it (entries below s√2 for
+    ``"diagonal"``), where s is the standard deviation of the noise that averaging has left in it, (σ_F/B)·√(β/(2−β)) in the long run. A floor at
+    the noise of a single M would lift eigenvalues that are known well, and sample too small a covariance.
 
     ``fisher="diagonal"`` keeps Σ g∘g only: any number of parameters d. It is exact where the posterior's precision is diagonal, and where privacy
     noise dominates, so that steps are small; in between, correlations make the samples too wide or too narrow.
@@ -139,7 +140,7 @@ class DPSGFS(PrivateOptimizer):
     @property
     def sensitivity_scale(self) -> Tensor | None:
         """F, as a vector or a lower triangular matrix with the same FFᵀ as the one that was set."""
-        return self._scale
+        return None if self._scale is None else self._scale.clone()
 
     @sensitivity_scale.setter
     def sensitivity_scale(self, scale: Tensor | None) -> None:
@@ -149,11 +150,27 @@ class DPSGFS(PrivateOptimizer):
             if tuple(scale.shape) not in allowed:
                 shapes = " or ".join(map(str, allowed))
                 raise ValueError(f'with fisher="{self._fisher}" sensitivity_scale must have the shape {shapes}, got {tuple(scale.shape)}')
-            scale = _checked(scale.detach().to(like))
+            scale = _checked(scale.detach().clone().to(like))
         for state in self.state.values():  # the estimate is kept in units of F
             if "fisher" in state:
-                state["fisher"] = _congruent(scale, _congruent(self._scale, state["fisher"]), inverse=True)
+                lengths = {len(f) for f in (scale, self._scale) if f is not None}
+                if lengths <= {len(state["fisher"])}:
+                    state["fisher"] = _congruent(scale, _congruent(self._scale, state["fisher"]), inverse=True)
+                else:  # of other parameters than those that are trainable now
+                    del state["fisher"]
         self._scale = scale
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of every private optimizer, with F, in whose units the Fisher estimate is."""
+        state = super().state_dict()
+        state["private_step"]["sensitivity_scale"] = self._scale
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of every private optimizer; F is the saved one afterwards."""
+        super().load_state_dict(state_dict)
+        scale = state_dict["private_step"]["sensitivity_scale"]
+        self._scale = None if scale is None else scale.clone().to(self._current_layout().gradient)
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         scale = self.expected_batch_size / self.max_grad_norm
@@ -199,15 +216,18 @@ class DPSGFS(PrivateOptimizer):
     def _add_clipped_sum(self, layout: _Layout) -> int:
         if self._scale is not None and len(self._scale) != len(layout.gradient):
             raise RuntimeError("other parameters are trainable than when sensitivity_scale was set: set it again")
+        if self._scale is not None:
+            self._scale = self._scale.to(layout.gradient)
+            if self._scale.dim() == 2 and len({part.group["lr"] > 0 for part in layout.parts}) == 2:
+                raise ValueError("a sensitivity_scale matrix mixes the groups: with lr = 0 in some of them the others have no step. Freeze them instead")
         return self._source.add_clipped_sum(
             layout.named, self.max_grad_norm, layout.pieces, scale=self._scale, second_moment=self._second_moment(layout)
         )
 
     def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator) -> None:
         super()._add_noise(layout, smallest, stream)
-        if math.isfinite(smallest):
-            # Noise on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2 beside it.
-            add_gaussian(layout.second_moment, self._fisher_noise(smallest), self.expected_batch_size, stream)
+        # Noise on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2 beside it.
+        add_gaussian(layout.second_moment, self._fisher_noise(smallest), self.expected_batch_size, stream)
         if self._scale is not None:
             layout.gradient.copy_(_times(self._scale, layout.gradient))
 
@@ -223,10 +243,14 @@ class DPSGFS(PrivateOptimizer):
         if state.get("fisher", torch.empty(0)).shape != moment.shape:
             start = torch.full_like(layout.gradient, self.max_grad_norm**2)
             state["fisher"], state["fisher_steps"] = (start if self._fisher == "diagonal" else torch.diag(start)), 0
-        fisher: Tensor = state["fisher"]
+            state["fisher_noise"] = 0.0
+        fisher: Tensor = state["fisher"].to(moment)
+        state["fisher"] = fisher
         beta = max(1 - self._fisher_decay, 1 / (state["fisher_steps"] + 2))
         state["fisher_steps"] += 1
-        floor = math.sqrt(2) * self._fisher_noise(smallest) / self.expected_batch_size
+        floor = math.sqrt(2 * state["fisher_noise"])
+        added = (self._fisher_noise(smallest) / self.expected_batch_size) ** 2
+        state["fisher_noise"] = (1 - beta) ** 2 * state["fisher_noise"] + beta**2 * added  # variance of the noise in the estimate
         if self._fisher == "diagonal":
             self._step_diagonal(parts, fisher, floor)
             fisher.lerp_(moment, beta)

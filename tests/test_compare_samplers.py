@@ -1,0 +1,253 @@
+"""The samplers against those of ``posteriors`` where no privacy is asked for, and the parts of scripts/compare_samplers.py against closed forms."""
+
+import csv
+import importlib.util
+import math
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import dblquad
+from scipy.optimize import brentq
+from scipy.stats import kstest
+from torch import nn
+
+from torch_dpbayes.optim import DPSGHMC, DPSGLD, DPSGNHT
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", FutureWarning)
+    posteriors = pytest.importorskip("posteriors")
+    pytest.importorskip("arviz")
+
+ROOT = Path(__file__).resolve().parent.parent
+SIGMAS = 5.0  # two-sided 6e-7, for about forty comparisons in this file
+
+# -- ours and posteriors' on a Gaussian ----------------------------------------------------------------------------------------------
+
+REPLICAS = 20_000  # independent coordinates for each curvature
+N, LR, FRICTION, T = 4, 0.05, 0.2, 1.0
+CURVATURES = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
+DATA = torch.tensor([-0.4, 0.1, 0.3, 0.9], dtype=torch.float64)
+
+
+def final_ours(kind, steps, **options):
+    """Full batch, nothing clipped, z = z_L: the states after ``steps``, (curvatures, replicas)."""
+    theta = nn.Parameter(torch.full((3, REPLICAS), DATA.mean().item(), dtype=torch.float64))
+    optimizer = kind([theta], LR, num_data=N, expected_batch_size=N, max_grad_norm=1e9, prior_std=math.inf, temperature=T, **options)
+    for _ in range(steps):
+        theta.grad_sample = CURVATURES[:, None] * (theta.detach() - DATA[:, None, None])
+        optimizer.step()
+    assert optimizer.effective_noise_multiplier == optimizer.langevin_noise_multiplier
+    return theta.detach()
+
+
+def final_theirs(name, steps):
+    """The same of ``posteriors``, whose parametrisation is another.
+
+    It is given the potential U/N at temperature T/N, where its SGLD's lr is our η. SGHMC and SGNHT move by θ ← θ + εm, m ← (1 − εA)m − ε∇U/N +
+    N(0, 2εAT/N), so that εm is our velocity, η = ε² and 1 − momentum = εA. The new position takes the *old* momentum, which is Euler's explicit
+    scheme (ours takes the new one), and SGNHT's friction follows m², the energy at the end of the step, with a gain of ηT/N.
+    """
+
+    def log_posterior(theta, _batch):
+        return -(CURVATURES[:, None] * (theta - DATA[:, None, None]).square()).sum() / 2 / N, torch.empty(0)
+
+    start = torch.full((3, REPLICAS), DATA.mean().item(), dtype=torch.float64)
+    if name == "sgld":
+        transform = posteriors.sgmcmc.sgld.build(log_posterior, lr=LR, temperature=T / N)
+    else:
+        step = math.sqrt(LR)
+        build = getattr(posteriors.sgmcmc, name).build
+        transform = build(log_posterior, lr=step, alpha=FRICTION / step, temperature=T / N, momenta=0.0)
+    state = transform.init(start)
+    for _ in range(steps):
+        state, _ = transform.update(state, None)
+    return state.params
+
+
+def autoregression(first, second, noise):
+    """Variance and the first two autocovariances of x_t = first·x_{t−1} + second·x_{t−2} + N(0, noise)."""
+    variance = noise * (1 - second) / ((1 + second) * ((1 - second) ** 2 - first**2))
+    after_one = variance * first / (1 - second)
+    return variance, after_one, first * after_one + second * variance
+
+
+NOISE = 2 * FRICTION * LR * T / N  # of SGHMC and SGNHT, in one velocity
+
+
+def our_dynamics(curvature, friction):
+    """v ← (1−α)v − ηκθ + noise, θ ← θ + v: variance of θ, and of the velocity at the half step, (v + v')/2."""
+    variance, one, two = autoregression(2 - friction - LR * curvature, friction - 1, NOISE)
+    return variance, (variance - two) / 2
+
+
+def their_dynamics(curvature, friction):
+    """θ ← θ + v and v ← (1−α)v − ηκθ + noise, both from the old values: variances of θ and of v."""
+    variance, one, _ = autoregression(2 - friction, friction - 1 - LR * curvature, NOISE)
+    return variance, 2 * (variance - one)
+
+
+def thermostat(dynamics):
+    """The friction at which the kinetic energy, over all curvatures, is that of temperature T."""
+
+    def excess(friction):
+        return sum(dynamics(float(k), friction)[1] for k in CURVATURES) / 3 - LR * T / N
+
+    return brentq(excess, 0.11, 0.9)  # explicit Euler needs more friction than ηκ = 0.1
+
+
+def laws(name):
+    """Variance of ours and of theirs for each curvature."""
+    if name == "sgld":
+        exact = [T / (N * float(k)) / (1 - LR * float(k) / 2) for k in CURVATURES]
+        return exact, exact
+    alphas = [FRICTION] * 2 if name == "sghmc" else [thermostat(our_dynamics), thermostat(their_dynamics)]
+    return tuple([dynamics(float(k), alpha)[0] for k in CURVATURES] for dynamics, alpha in zip((our_dynamics, their_dynamics), alphas))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "options", "steps"),
+    [
+        ("sgld", DPSGLD, {}, 400),
+        ("sghmc", DPSGHMC, {"momentum": 1 - FRICTION}, 400),
+        ("sgnht", DPSGNHT, {"momentum": 1 - FRICTION, "thermostat_gain": LR * T / N}, 400),
+    ],
+)
+def test_without_privacy_ours_match_posteriors(name, kind, options, steps):
+    """SGLD is the same chain. SGHMC and SGNHT are discretised differently: the ratio of the variances is known, and is what is found."""
+    ours, theirs = final_ours(kind, steps, **options), final_theirs(name, steps)
+    error = math.sqrt(2 / REPLICAS)  # of a variance, relative
+    for a, b, law_a, law_b in zip(ours, theirs, *laws(name)):
+        assert abs(a.mean() - b.mean()).item() < SIGMAS * math.sqrt((law_a + law_b) / REPLICAS)
+        assert abs(a.var().item() / law_a - 1) < SIGMAS * error
+        assert abs(b.var().item() / law_b - 1) < SIGMAS * error
+        assert abs((a.var() / b.var()).item() / (law_a / law_b) - 1) < SIGMAS * math.sqrt(2) * error
+
+
+def test_the_known_differences_to_posteriors():
+    """Ours is nearer to the target T/(κN); both have the same limit, η → 0 and for the end-step thermostat friction → 0, too."""
+    for k in map(float, CURVATURES):
+        target, ek = T / (k * N), LR * k
+        ours, theirs = our_dynamics(k, FRICTION)[0], their_dynamics(k, FRICTION)[0]
+        assert ours / target == pytest.approx(1 / (1 - ek / (2 * (2 - FRICTION))))
+        m = 1 - FRICTION
+        assert theirs / target == pytest.approx((1 - m) / (1 - m - ek) * (1 + m + ek) / (1 + m + ek / 2))
+        assert abs(ours / target - 1) < 0.2 * abs(theirs / target - 1)
+    assert thermostat(our_dynamics) == pytest.approx(FRICTION)  # the half-step energy is exact
+    for k in map(float, CURVATURES):  # the end-step energy holds T(1 − (α − ηκ)/2)
+        alpha = thermostat(their_dynamics)
+        position, velocity = their_dynamics(k, alpha)
+        assert position * k * N == pytest.approx(velocity * N / LR * (1 - (alpha - LR * k) / 2))
+
+
+# -- the script -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compare_samplers", ROOT / "scripts" / "compare_samplers.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compare_samplers"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["gaussian", "logistic", "banana"])
+def test_per_record_gradients_are_those_of_the_log_likelihood(script, name):
+    target = getattr(script, name)(1000)
+    for theta in target.truth[:5]:
+        theta = theta.clone().requires_grad_()
+        target.log_likelihood(theta).backward()
+        torch.testing.assert_close(target.gradients(theta.detach()).sum(0), -theta.grad)
+
+
+def test_long_run_reference_samples_a_gaussian(script):
+    precision = torch.diag(torch.linspace(1, 30, script.DIMENSIONS, dtype=torch.float64)) + 0.5
+    samples = script.hamiltonian_monte_carlo(
+        lambda x: -0.5 * ((x - 1) @ precision * (x - 1)).sum(-1), lambda x: -(x - 1) @ precision, lambda x: precision, 5000
+    )
+    last = samples[-100:]  # one of each chain: independent
+    white = (last - 1) @ torch.linalg.cholesky(precision)
+    assert kstest(white.flatten().numpy(), "norm").pvalue > 1e-6
+
+
+def test_long_run_reference_is_not_the_laplace_approximation(script):
+    """A quartic in each coordinate, whose variance is known and is far from that of the Gaussian at its mode."""
+    samples = script.hamiltonian_monte_carlo(
+        lambda x: -(x.square() / 2 + x**4).sum(-1), lambda x: -(x + 4 * x**3), lambda x: torch.diag(1 + 12 * x.square()), 20_000
+    )
+    grid = torch.linspace(-4, 4, 8001, dtype=torch.float64)
+    density = torch.exp(-grid.square() / 2 - grid**4)
+    cumulative = (density.cumsum(0) - density / 2) / density.sum()
+    uniform = torch.from_numpy(np.interp(samples[-100:].flatten().numpy(), grid.numpy(), cumulative.numpy()))
+    assert kstest(uniform.numpy(), "uniform").pvalue > 1e-6
+
+
+def test_exact_samples_of_the_banana(script):
+    target = script.banana(20_000)
+
+    def density(second, first):
+        theta = torch.tensor([first, second], dtype=torch.float64)
+        return math.exp(target.log_likelihood(theta).item() - theta.square().sum().item() / (2 * target.prior_std**2) - top)
+
+    top = target.log_likelihood(target.truth.mean(0)).item()
+    bend = script.BEND
+
+    def moment(function):
+        def ridge(first):
+            return 3 - bend * first**2
+
+        return dblquad(
+            lambda s, f: function(f, s) * density(s, f), -0.75, 0.75, lambda f: ridge(f) - 1.2, lambda f: ridge(f) + 1.2, epsabs=1e-4, epsrel=1e-4
+        )[0]
+
+    total = moment(lambda f, s: 1.0)
+    mean = moment(lambda f, s: s) / total
+    variance = moment(lambda f, s: (s - mean) ** 2) / total
+    second = target.truth[:, 1]
+    assert abs(second.mean().item() - mean) < SIGMAS * math.sqrt(variance / len(second))
+    spread = (second - mean).square()
+    assert abs(spread.mean().item() - variance) < SIGMAS * spread.std().item() / math.sqrt(len(second))
+
+
+def test_mmd_of_two_gaussians(script):
+    a, b = torch.randn(1000, 3, dtype=torch.float64), torch.randn(1000, 3, dtype=torch.float64) + 1.0
+    w2 = torch.pdist(b).median().item() ** 2
+
+    def expected(distance2):
+        return (w2 / (w2 + 2)) ** 1.5 * math.exp(-distance2 / (2 * (w2 + 2)))
+
+    assert script.mmd(a, b) ** 2 == pytest.approx(2 * expected(0) - 2 * expected(3), abs=0.03)
+    assert script.mmd(a, a + 0) < 0.05
+
+
+def test_a_chain_of_exact_samples_is_measured_as_exact(script):
+    truth = torch.randn(20_000, 4, dtype=torch.float64)
+    found = script.measured(torch.randn(15_000, 4, dtype=torch.float64) * math.sqrt(2), truth)
+    assert found["ESS"] == pytest.approx(1000, rel=0.3)
+    assert abs(found["variance ratio"] - 2) < SIGMAS * found["standard error"] * 1.5
+    assert found["standard error"] == pytest.approx(2 * math.sqrt(2 / 12_000) / 2, rel=0.2)
+    assert found["mean bias"] < 0.1
+    assert math.isnan(script.measured(torch.full((100, 2), math.nan), truth[:, :2])["MMD"])
+
+
+@pytest.mark.slow
+def test_quick_run_writes_table_and_picture(script, tmp_path, capsys):
+    rows = script.main(["--quick", "--csv", str(tmp_path / "table.csv"), "--picture", str(tmp_path / "picture.png")])
+    assert len(rows) == 3 * (1 + 9 + 3)
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(rows)
+    with (tmp_path / "table.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
+    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    epsilon = {(r["target"], r["sampler"], r["noise"]): r["epsilon"] for r in rows if "epsilon" in r}
+    for (target, sampler, noise), spent in epsilon.items():
+        if noise == 3.0 and (target, sampler, 1.0) in epsilon:
+            assert spent < epsilon[target, sampler, 1.0]
+    ratio = {(r["target"], r["sampler"], r["noise"]): r.get("variance ratio", math.nan) for r in rows}
+    for target in ("Gaussian, d = 10", "logistic, d = 10"):  # nine times the temperature, or one
+        assert ratio[target, "DPSGHMC", 3.0] > 3 * ratio[target, "DPSGHMC", 1.0]
+        assert ratio[target, "DPSGNHT", 3.0] < 3

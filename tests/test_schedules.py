@@ -1,0 +1,307 @@
+"""Schedules against their formulas, and every scheduler of torch charged step by step at the z of the lr that was used."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from dp_accounting import dp_event
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+import torch_dpbayes as dpb
+from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
+from torch_dpbayes.optim.schedules import Cyclical, PhaseTransition, PolynomialDecay
+
+N, B, C, T = 100, 10, 0.5, 1.0
+KINDS = {"sgld": DPSGLD, "sghmc": DPSGHMC, "sgnht": DPSGNHT, "sgfs": DPSGFS}
+
+
+def private(kind=DPSGLD, lr=0.4, groups=1, **options):
+    parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(groups)]
+    options = {"num_data": N, "expected_batch_size": B, "max_grad_norm": C, "sampling": "poisson", **options}
+    return kind([{"params": [p], "lr": lr / (i + 1)} for i, p in enumerate(parameters)], lr, **options)
+
+
+def step(optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad_sample = torch.randn(7, *p.shape, dtype=p.dtype)
+    optimizer.step()
+
+
+def wanted_noise(kind, lr):
+    """z_L as in the table of the samplers, from the numbers alone; momentum is 0.9."""
+    friction = 0.1 if kind in (DPSGHMC, DPSGNHT) else 1.0
+    return B / C * math.sqrt(2 * friction * T / (lr * N))
+
+
+def charged(optimizer):
+    """z of the Gaussian on the gradient, for each charge in order; SGFS releases its Fisher with it, at share 1/2."""
+    released_too = math.sqrt(1.5) if isinstance(optimizer, DPSGFS) else 1.0
+    found = []
+    for charge in optimizer.accountant.history:
+        assert isinstance(charge.event, dp_event.PoissonSampledDpEvent)
+        assert charge.event.sampling_probability == B / N
+        found += [charge.event.event.noise_multiplier * released_too] * int(charge.count)
+    return found
+
+
+def run(schedule, steps):
+    """lr of the first group at each step, and whether the step is one to collect."""
+    lrs, sampling = [], []
+    for _ in range(steps):
+        lrs.append(schedule.optimizer.param_groups[0]["lr"])
+        step(schedule.optimizer)
+        sampling.append(getattr(schedule, "is_sampling", None))
+        schedule.step()
+    return lrs, sampling
+
+
+# -- values ------------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.5, 100), st.floats(0.1, 2), st.integers(1, 20))
+def test_polynomial_decay_is_a_times_b_plus_t_to_the_minus_gamma(offset, gamma, steps):
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.02)])
+    schedule = PolynomialDecay(optimizer, offset, gamma)
+    for t in range(steps):
+        for group, first in zip(optimizer.param_groups, (0.4, 0.02)):
+            a = first * offset**gamma
+            assert group["lr"] == pytest.approx(a * (offset + t) ** -gamma, rel=1e-12)
+        optimizer.step()
+        schedule.step()
+
+
+@given(st.integers(1, 40), st.data(), st.integers(0, 99))
+def test_cyclical_is_the_papers_formula_and_collects_the_last_share_of_each_cycle(total, data, percent):
+    cycles = data.draw(st.integers(1, total))
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    schedule = Cyclical(optimizer, total, cycles, exploration=percent / 100)
+    length = math.ceil(Fraction(total, cycles))
+    collected = []
+    for k in range(1, 2 * total + 1):
+        position = Fraction((k - 1) % length, length)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.15 * (math.cos(math.pi * position) + 1), rel=1e-12)
+        assert optimizer.param_groups[0]["lr"] > 0
+        is_last = (k - 1) % length == length - 1
+        assert schedule.is_sampling == (position >= Fraction(percent, 100) or is_last)
+        collected.append(schedule.is_sampling)
+        optimizer.step()
+        schedule.step()
+    assert any(collected[:length])
+
+
+def test_two_groups_keep_their_ratio():
+    optimizer = private(groups=2)
+    schedule = Cyclical(optimizer, 6, 2)
+    for _ in range(6):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(2 * optimizer.param_groups[1]["lr"])
+        step(optimizer)
+        schedule.step()
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_phase_transition_falls_to_the_free_lr_and_collects_from_there_on(kind):
+    floor = 1.5 * wanted_noise(kind, 0.4)  # the lr has to fall to 0.4 / 2.25
+    optimizer = private(kind, noise_multiplier=floor)
+    free = 0.4 / 1.5**2
+    schedule = PhaseTransition(optimizer, offset=4)
+    lrs, sampling = run(schedule, 12)
+    assert lrs == pytest.approx([max(0.4 * 4 / (4 + t), free) for t in range(12)])
+    assert sampling == [0.4 * 4 / (4 + t) <= free for t in range(12)]
+    assert sampling.index(True) == 5
+    assert charged(optimizer) == pytest.approx([floor] * 12)  # z_min before, z_L = z_min after
+
+
+def test_phase_transition_below_the_free_lr_changes_nothing_and_groups_meet_one_by_one():
+    optimizer = private(noise_multiplier=0.5 * wanted_noise(DPSGLD, 0.4))
+    lrs, sampling = run(PhaseTransition(optimizer, offset=1), 5)
+    assert lrs == [0.4] * 5 and sampling == [True] * 5
+
+    optimizer = private(groups=2, noise_multiplier=wanted_noise(DPSGLD, 0.1))  # free_lr = 0.1, lr = 0.4 and 0.2
+    schedule = PhaseTransition(optimizer, offset=1)
+    seen = []
+    for _ in range(5):
+        seen.append(([group["lr"] for group in optimizer.param_groups], schedule.is_sampling))
+        step(optimizer)
+        schedule.step()
+    assert [lrs for lrs, _ in seen] == [pytest.approx([max(0.4 / (1 + t), 0.1), max(0.2 / (1 + t), 0.1)]) for t in range(5)]
+    assert [sampling for _, sampling in seen] == [False, False, False, True, True]
+
+
+def test_samples_are_collected_in_the_sampling_phase_only():
+    net = nn.Linear(2, 1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 2), torch.randn(40, 1)), batch_size=10)
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=net, optimizer=lambda params, **given: DPSGLD(params, 0.1, **given), data_loader=loader, max_grad_norm=1.0
+    )
+    schedule = Cyclical(optimizer, total_steps=12, cycles=3, exploration=0.5)
+    samples = dpb.PosteriorSamples()
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            if schedule.is_sampling:
+                samples.collect(net)
+            schedule.step()
+    assert schedule.last_epoch == 12 and len(samples) == 6
+    assert sum(charge.count for charge in optimizer.accountant.history) == 12  # exploring steps are charged, too
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------------------
+
+OURS = {
+    "polynomial": lambda o: PolynomialDecay(o, 3),
+    "cyclical": lambda o: Cyclical(o, 12, 3, exploration=0.5),
+    "phase": lambda o: PhaseTransition(o, 2),
+}
+
+
+@pytest.mark.parametrize("at", [1, 5, 9])
+@pytest.mark.parametrize("make", OURS.values(), ids=OURS)
+def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
+    options = {"noise_multiplier": 2 * wanted_noise(DPSGLD, 0.4)}
+    lrs, sampling = run(make(private(**options)), 12)
+
+    first = make(private(**options))
+    before = run(first, at)
+    saved = {"optimizer": first.optimizer.state_dict(), "schedule": first.state_dict()}
+    second = make(private(**options))
+    second.optimizer.load_state_dict(saved["optimizer"])
+    second.load_state_dict(saved["schedule"])
+    after = run(second, 12 - at)
+    assert before[0] + after[0] == lrs
+    assert before[1] + after[1] == sampling
+    assert len(charged(second.optimizer)) == 12
+
+    third = private(**options)  # and by torch's last_epoch
+    third.load_state_dict(saved["optimizer"])
+    name = type(first)
+    arguments = {PolynomialDecay: (3,), Cyclical: (12, 3, 0.5), PhaseTransition: (2,)}[name]
+    assert run(name(third, *arguments, last_epoch=at - 1), 12 - at)[0] == lrs[at:]
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: PolynomialDecay(o, 0),
+        lambda o: PolynomialDecay(o, math.inf),
+        lambda o: PolynomialDecay(o, 1, gamma=0),
+        lambda o: PolynomialDecay(o, 1, gamma=math.nan),
+        lambda o: Cyclical(o, 0, 1),
+        lambda o: Cyclical(o, 10.0, 1),
+        lambda o: Cyclical(o, 10, True),
+        lambda o: Cyclical(o, 10, 11),
+        lambda o: Cyclical(o, 10, 0),
+        lambda o: Cyclical(o, 10, 1, exploration=1.0),
+        lambda o: Cyclical(o, 10, 1, exploration=-0.1),
+        lambda o: PhaseTransition(o, -1.0),
+    ],
+)
+def test_arguments_out_of_range(make):
+    with pytest.raises(ValueError, match=r"must be .* got"):
+        make(private(noise_multiplier=5.0))
+
+
+def test_phase_transition_needs_both_noises():
+    with pytest.raises(TypeError, match="private optimizer"):
+        PhaseTransition(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), 1)
+    for optimizer in (
+        private(),
+        private(noise_multiplier=2.0, temperature=0.0),
+        private(DPSGHMC, noise_multiplier=2.0, momentum="matched"),
+    ):
+        with pytest.raises(ValueError, match=r"noise_multiplier > 0.*matched"):
+            PhaseTransition(optimizer, 1)
+
+
+# -- torch's schedulers ------------------------------------------------------------------------------------------------------------
+
+STEPS = 14
+TORCH = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3, gamma=0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5], gamma=0.3),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.25, total_iters=4),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.2, total_iters=6),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=8, power=2.0),  # reaches 0
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=6),  # reaches 0
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.7)], milestones=[4]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=2, factor=0.5),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.4, step_size_up=3, cycle_momentum=False),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3, T_mult=2),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.4, total_steps=STEPS + 1, cycle_momentum=False),
+    "SWALR": lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=5),
+    "sequence of ours": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.2, total_iters=4), Cyclical(o, 10, 2)], milestones=[4]
+    ),
+    **OURS,
+}
+
+
+def test_no_scheduler_of_torch_is_left_out():
+    public = {name for name, value in vars(lr_scheduler).items() if isinstance(value, type) and issubclass(value, lr_scheduler.LRScheduler)}
+    assert {name for name in public if not name.startswith("_")} - {"LRScheduler"} <= TORCH.keys()
+
+
+@pytest.mark.parametrize("make", TORCH.values(), ids=TORCH)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_every_step_is_charged_at_the_noise_of_its_own_lr(kind, make):
+    floor = wanted_noise(kind, 0.2)  # reached in the middle of most schedules
+    optimizer = private(kind, noise_multiplier=floor)
+    schedule = make(optimizer)
+    expected, found = [], []
+    for _ in range(STEPS):
+        lr = float(optimizer.param_groups[0]["lr"])
+        assert 0 <= lr <= 0.4 * (1 + 1e-12)
+        expected.append(max(wanted_noise(kind, lr), floor) if lr > 0 else floor)
+        known = sorted(charged(optimizer))
+        step(optimizer)
+        now = sorted(charged(optimizer))
+        assert len(now) == len(known) + 1
+        found.append(sum(now) - sum(known))
+        schedule.step(1.0) if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else schedule.step()
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert len(set(expected)) > 1 or schedule.__class__ is PhaseTransition
+    assert torch.isfinite(optimizer.param_groups[0]["params"][0]).all()
+
+
+def test_lr_zero_is_free_without_a_floor_and_moves_nothing():
+    optimizer = private()
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda t: float(t % 2 == 0))
+    (p,) = optimizer.param_groups[0]["params"]
+    moved = []
+    for _ in range(6):
+        before = p.detach().clone()
+        step(optimizer)
+        moved.append(bool((p != before).any()))
+        schedule.step()
+    assert moved == [True, False] * 3
+    assert charged(optimizer) == pytest.approx([wanted_noise(DPSGLD, 0.4)] * 3)
+
+
+def test_epsilon_composes_the_schedule_as_dp_accounting_does():
+    from dp_accounting.pld import PLDAccountant
+
+    optimizer = private(lr=0.4)
+    run(Cyclical(optimizer, 8, 2), 8)
+    reference = PLDAccountant(value_discretization_interval=1e-4)
+    for k in range(8):
+        lr = 0.2 * (math.cos(math.pi * (k % 4) / 4) + 1)
+        reference.compose(dp_event.PoissonSampledDpEvent(B / N, dp_event.GaussianDpEvent(wanted_noise(DPSGLD, lr))))
+    assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=0.02)
