@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise import GaussianNoise
+from torch_dpbayes.optim import base
 from torch_dpbayes.poisson_loader import PoissonSampler
 
 RECORDS, FEATURES, CLIP = 30, 3, 0.5
@@ -47,8 +48,16 @@ class AnySequence(RuleBasedStateMachine):
             self.noise.append(original_noise(source, size, **options))
             return self.noise[-1]
 
+        original_add = base.add_gaussian
+
+        def recorded_add(target, std, divisor, stream):
+            before = target.clone()
+            original_add(target, std, divisor, stream)
+            self.noise.append((target * divisor - before) / std)
+
         patch.setattr(PoissonSampler, "__iter__", recorded_iter)
         patch.setattr(GaussianNoise, "standard_normal", recorded_noise)
+        patch.setattr(base, "add_gaussian", recorded_add)
         self.x, self.y = torch.randn(RECORDS, FEATURES, dtype=torch.float64), torch.randn(RECORDS, 1, dtype=torch.float64)
         self.net = nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64)
         self.loader = DataLoader(TensorDataset(self.x, self.y), batch_size=batch_size)

@@ -68,6 +68,18 @@ class Reshaping(Wrapped):
         return super().forward(x.view(x.shape[0], -1))
 
 
+class Shortcut(Wrapped):
+    def forward(self, x):
+        return super().forward(x) if len(x) else x[:, :3]
+
+
+class Picky(Reshaping):
+    def forward(self, x):
+        if (x == 1.0).all():
+            raise ValueError("no ones, please")
+        return super().forward(x)
+
+
 class Returning(Wrapped):
     def forward(self, x):
         return super().forward(x).mean()
@@ -204,6 +216,10 @@ ALLOWED = {
     "u-net": (UNet, IMAGE),
     "attention by hand": (OwnAttention, SEQUENCE),
     "own parameter beside a layer": (OwnParameter, FLAT),
+    "view on empty batches": (lambda: Reshaping(torch.relu), FLAT),
+    "a way out for empty batches": (lambda: Shortcut(torch.relu), FLAT),
+    "instance norm, which torch cannot run backward on empty batches": (lambda: image(nn.InstanceNorm2d(4, affine=True)), IMAGE),
+    "Opacus' attention, which cannot take empty batches": (Attention, SEQUENCE),
 }
 
 REFUSED = {
@@ -223,13 +239,8 @@ REFUSED = {
     "weight reused by F.linear": (lambda: Reused(None), FLAT, ["'first.weight'", "not through torch.nn.functional"]),
     "parameter not used": (lambda: Unused(None), FLAT, ["'last.weight'", "not used", "requires_grad_"]),
     "buffer changed": (Counting, FLAT, ["'Counting'", "'seen'", "without noise"]),
-    "view on empty batches": (lambda: Reshaping(torch.relu), FLAT, ["empty batch", "flatten(1)"]),
-    "instance norm, which torch cannot run backward on empty batches": (
-        lambda: image(nn.InstanceNorm2d(4, affine=True)),
-        IMAGE,
-        ["empty batch", "GroupNorm"],
-    ),
-    "attention, whose Opacus layer cannot take empty batches": (Attention, SEQUENCE, ["empty batch"]),
+    "neither empty batches nor a stand-in": (lambda: Picky(torch.relu), FLAT, ["empty batch", "flatten(1)"]),
+    "gradients divided by counts": (lambda: PaddedTokens(scale_grad_by_freq=True), FLAT, ["'embedding'", "scale_grad_by_freq"]),
     "mixing behind a zero head": (ZeroHead, FLAT, ["ZeroHead", "another record"]),
     "statistics in a frozen parameter": (RunningMean, FLAT, ["'mean'", "without noise"]),
     "max_norm": (lambda: PaddedTokens(max_norm=1.0), FLAT, ["'embedding'", "max_norm"]),
@@ -252,12 +263,17 @@ def test_there_are_at_least_thirty():
     assert len(ALLOWED) + len(REFUSED) >= 30
 
 
+MODES = pytest.mark.parametrize("mode", ["hooks", "bookkeeping"])
+
+
+@MODES
+@pytest.mark.filterwarnings("ignore:there is no book-keeping kernel for:UserWarning")
 @pytest.mark.parametrize("name", ALLOWED)
-def test_allowed(name):
+def test_allowed(name, mode):
     make, shape = ALLOWED[name]
     net = make()
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    returned, optimizer, loader = make_private(net, shape)
+    returned, optimizer, loader = make_private(net, shape, grad_sample_mode=mode)
     assert returned is net
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items()) and net.state_dict().keys() == before.keys()
     assert all(p.grad is None for p in net.parameters())
@@ -269,17 +285,19 @@ def test_allowed(name):
     assert len(optimizer.accountant) == len(loader)
 
 
+@MODES
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_refused(name, mode):
     make, shape, words = REFUSED[name]
     net = make()
     before = {k: v.clone() for k, v in net.state_dict().items()}
     with pytest.raises(ValueError) as error:
-        make_private(net, shape)
+        make_private(net, shape, grad_sample_mode=mode)
     for word in words:
         assert word in str(error.value)
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert not any(hasattr(p, "grad_sample") for p in net.parameters())  # no hooks are left behind
+    assert not any("forward" in module.__dict__ for module in net.modules())
 
 
 def test_refused_in_eval_mode():

@@ -221,7 +221,7 @@ def known_fisher(kind, information):
     class Known(kind):
         def _update(self, parts):
             state = self.state[self._layout.parameters[0]]
-            state["fisher"], state["fisher_steps"] = information.clone(), 1
+            state["fisher"], state["fisher_steps"], state["fisher_noise"] = information.clone(), 1, 0.0
             super()._update(parts)
 
     return Known

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .accounting import events
-from .clipping.gradient_source import HooksGradientSource
+from .clipping.bookkeeping import BookkeepingGradientSource
+from .clipping.gradient_source import GradientSource
 from .optim.base import PrivateOptimizer
 from .poisson_loader import PoissonLoader, is_private
 
@@ -46,7 +47,7 @@ def private_clipped_fraction(
     **Privacy.** A record contributes ±½, so the clip bound of the sum is ½: adding or removing a record moves it by ½, replacing one by
     at most 1 = 2·½. Event: ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, on the optimizer's accountant.
     """
-    source = HooksGradientSource.attached_to(module)
+    source = GradientSource.attached_to(module)
     together = isinstance(data_loader, PoissonLoader) and optimizer._sampler is data_loader.sampler_of_draws
     if source is None or not together or optimizer._source is not source:
         raise ValueError("pass the model, optimizer and loader that one PrivacyEngine.make_private call returned")
@@ -92,8 +93,8 @@ def simulate_gradient_norms(
             "this loader reads a data set that was made private: gradient norms of its records are private data. Use "
             "private_clipped_fraction, or a loader over public or made-up records."
         )
-    attached = HooksGradientSource.attached_to(module)
-    source = HooksGradientSource(module) if attached is None else attached
+    attached = GradientSource.attached_to(module)
+    source = BookkeepingGradientSource(module) if attached is None else attached
     try:
         return torch.cat([_norms(module, source, batch, criterion) for batch in public_or_synthetic_loader])
     finally:
@@ -101,13 +102,15 @@ def simulate_gradient_norms(
             source.remove()
 
 
-def _norms(module: nn.Module, source: HooksGradientSource, batch: Any, criterion: Criterion) -> Tensor:
+def _norms(module: nn.Module, source: GradientSource, batch: Any, criterion: Criterion) -> Tensor:
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
     device = parameters[0].device
     *inputs, target = (x.to(device) for x in batch)
     grads = [p.grad for p in parameters]
     source.discard(parameters)
+    for p in parameters:
+        p.grad = None
     try:
         with torch.enable_grad():
             criterion(module(*inputs), target).backward()

@@ -7,7 +7,7 @@ per-record gradients miss a part of the real one. Both are tested here by runnin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +16,15 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .clipping.gradient_source import HooksGradientSource
+from .clipping.gradient_source import GradientSource
 
 _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
     "untracks InstanceNorm."
 )
 _ATTENTION = (
-    "Write attention with nn.Linear layers for queries, keys and values and torch.nn.functional.scaled_dot_product_attention; Opacus' "
-    "DPMultiheadAttention cannot take empty batches."
+    "Take opacus.layers.DPMultiheadAttention, or write attention with nn.Linear layers for queries, keys and values and "
+    "torch.nn.functional.scaled_dot_product_attention."
 )
 
 
@@ -63,6 +63,11 @@ def check_layers(module: nn.Module) -> None:
                 f"module {name!r} renormalises rows of its weight in the forward pass (max_norm), which tells without noise which ones the batch "
                 "uses. Leave out max_norm."
             )
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.scale_grad_by_freq:
+            raise ValueError(
+                f"module {name!r} divides gradients by how often a token occurs in the batch (scale_grad_by_freq), which depends on the other "
+                "records. Leave it out."
+            )
         validate = ModuleValidator.VALIDATORS.get(type(layer))
         errors = validate(layer) if validate is not None and any(p.requires_grad for p in layer.parameters()) else []
         if errors:
@@ -70,7 +75,7 @@ def check_layers(module: nn.Module) -> None:
             raise ValueError(f"module {name or type(module).__name__!r} cannot be trained privately: {errors[0]} {fix}")
 
 
-def check_model(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
+def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     """Raise unless per-record gradients of ``module`` are what clipping takes them for.
 
     Args:
@@ -91,7 +96,7 @@ def check_model(module: nn.Module, source: HooksGradientSource, inputs: tuple[An
 # -- the three questions -----------------------------------------------------------------------------------------------------------
 
 
-def _check_independence(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
+def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
     other = tuple(_map(lambda t: torch.cat([t[:1], _rows_like(t, 1, shift=3.0)]), inputs))
     alone = tuple(_map(lambda t: t[:1], inputs))
@@ -120,7 +125,7 @@ def _check_independence(module: nn.Module, source: HooksGradientSource, inputs: 
             )
 
 
-def _check_gradients(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
+def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
     weights: list[Tensor] = []
@@ -148,7 +153,6 @@ def _check_gradients(module: nn.Module, source: HooksGradientSource, inputs: tup
             "position or class token), give it a small module of its own; otherwise replace the layer."
         ) from error
     recorded = [source.per_record_gradients(p) for p in parameters]
-    source.discard(parameters)
     with source.paused():
         losses = loss_per_record(inputs)
         truth = [gradients(losses[i]) for i in range(2)]
@@ -173,25 +177,58 @@ def _check_gradients(module: nn.Module, source: HooksGradientSource, inputs: tup
         scale = max(float(true.norm()), 1e-3 * largest)  # a gradient that cancels is rounding error
         if not float((records - true).norm()) <= tolerance * scale:
             raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
+    _check_clipping(named, source, [[torch.zeros_like(p) if g is None else g for p, g in zip(parameters, t, strict=True)] for t in truth])
+    source.discard(parameters)
 
 
-def _check_empty_batch(module: nn.Module, source: HooksGradientSource, inputs: tuple[Any, ...]) -> None:
+def _check_clipping(named: Sequence[tuple[str, Tensor]], source: GradientSource, truth: list[list[Tensor]]) -> None:
+    """Norms and the clipped sum, which a source may compute in other ways than per-record gradients, against the true ones."""
+    flat = torch.stack([torch.cat([g.detach().double().flatten() for g in t]) for t in truth])
+    norms = flat.norm(dim=1)
+    clip = max(float(norms.max()) / 2, 1e-12)
+    dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
+    out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
+    for _, p in named:
+        p.grad = None  # hooks leave an ordinary gradient, and an unhooked use was found above
+    found = source.norms(named).double()
+    source.add_clipped_sum(named, clip, out)
+    expected = (flat * (clip / norms).clamp(max=1.0)[:, None]).sum(0)
+    tolerance = 2e-2 if any(p.dtype in (torch.float16, torch.bfloat16) for _, p in named) else 2e-3
+    are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm())
+    if not are_norms or not float((torch.cat(out).double() - expected).norm()) <= tolerance * clip:
+        raise ValueError("the clipped sum of two made-up records is not that of their gradients; please report the model as a bug")
+
+
+def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     empty = tuple(_map(lambda t: t[:0], inputs))
-    parameters = [p for p in module.parameters() if p.requires_grad]
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+
+    def run() -> None:
+        try:
+            outputs = [t for t in _tensors(module(*empty)) if t.requires_grad]
+            torch.stack([t.float().sum() for t in outputs]).sum().backward()
+            if any(source.per_record_gradients(p) is None for p in parameters):
+                raise ValueError("it leaves parameters without gradients; no shortcut for empty inputs may leave the forward pass early")
+            if len(source.norms(named)) > 0:
+                raise ValueError("it comes out as a record")
+        finally:
+            source.discard(parameters)
+            for p in parameters:
+                p.grad = None
+
     try:
-        outputs = [t for t in _tensors(module(*empty)) if t.requires_grad]
-        torch.stack([t.float().sum() for t in outputs]).sum().backward()
-        complete = all(source.per_record_gradients(p) is not None for p in parameters)
-    except Exception as error:
-        raise ValueError(
-            f"the model cannot take an empty batch, which Poisson sampling delivers now and then and which must get its noise too: {error}. "
-            "Write x.flatten(1) instead of x.view(len(x), -1) or x.reshape(len(x), -1); in place of a library's layer that fails on zero rows "
-            "(torch's InstanceNorm, Opacus' DPMultiheadAttention) take another one, as GroupNorm."
-        ) from error
-    finally:
-        source.discard(parameters)
-    if not complete:
-        raise ValueError("an empty batch leaves parameters without gradients: no shortcut for empty inputs may leave the forward pass early")
+        run()
+    except Exception:
+        source.use_stand_in()
+        try:
+            run()
+        except Exception as error:
+            raise ValueError(
+                f"the model cannot take an empty batch, which Poisson sampling delivers now and then and which must get its noise too: {error}. "
+                "A record of ones in its place does not pass either. Write x.flatten(1) instead of x.view(len(x), -1), and replace layers that "
+                "fail on zero rows."
+            ) from error
 
 
 # -- running and comparing ---------------------------------------------------------------------------------------------------------

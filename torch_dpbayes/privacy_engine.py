@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from .accounting.accountant import PrivacyAccountant
 from .accounting.calibration import get_noise_multiplier
-from .clipping.gradient_source import HooksGradientSource
+from .clipping.bookkeeping import BookkeepingGradientSource
+from .clipping.gradient_source import GradientSource, HooksGradientSource
 from .model_checks import check_layers, check_model, fixed_tensors, made_up_inputs
 from .noise import stream_position
 from .optim.base import PrivateOptimizer
@@ -90,6 +91,7 @@ class PrivacyEngine:
         max_grad_norm: float | None = None,
         noise_multiplier: float | None = None,
         grad_sample_mode: str | None = None,
+        clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
         example_inputs: tuple[Any, ...] | None = None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
@@ -107,7 +109,11 @@ class PrivacyEngine:
             data_loader: a loader over a map-style data set with a fixed batch size; its order of records is not used.
             max_grad_norm: clip norm C of one record's gradient.
             noise_multiplier: floor of the noise std on the clipped sum, in units of C.
-            grad_sample_mode: ``"hooks"``, which is also the default.
+            grad_sample_mode: ``"bookkeeping"``, the default, which gets the clipped sum from one ordinary backward pass, or ``"hooks"``,
+                Opacus' per-record gradients. Both give the same sum; only hooks leave ``p.grad`` and ``p.grad_sample`` behind.
+            clipping_kernels: for book-keeping, ``{layer name: way}`` where another way of computing is wanted than the one with the least
+                estimated cost: ``"gram"`` or ``"instantiate"`` for linear layers on sequences, ``"gram"``, ``"unfold"``, ``"grouped"`` or
+                ``"loop"`` for convolutions.
             loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the batch. A mean loss must divide by the number of records in the
                 batch, as torch's criteria do.
             example_inputs: positional arguments of the model for two made-up records, where the first items of a batch are not
@@ -124,7 +130,7 @@ class PrivacyEngine:
         """
         loader = _poisson_loader(data_loader)
         built = _build(module, optimizer, loader, self._accountant, max_grad_norm, noise_multiplier)
-        return self._attach(module, built, loader, data_loader, grad_sample_mode, loss_reduction, example_inputs)
+        return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
 
     def make_private_with_epsilon(
         self,
@@ -137,6 +143,7 @@ class PrivacyEngine:
         epochs: int,
         max_grad_norm: float | None = None,
         grad_sample_mode: str | None = None,
+        clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
         example_inputs: tuple[Any, ...] | None = None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
@@ -149,7 +156,8 @@ class PrivacyEngine:
             target_epsilon: ε of everything on the accountant after the last epoch.
             target_delta: its δ.
             epochs: passes over the loader.
-            module, optimizer, data_loader, max_grad_norm, grad_sample_mode, loss_reduction, example_inputs: as in :meth:`make_private`.
+            module, optimizer, data_loader, max_grad_norm, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs: as in
+                :meth:`make_private`.
 
         Raises:
             ValueError: nothing is left of the target, the target exceeds the accountant's budget, or a built optimizer's floor is too low.
@@ -166,7 +174,7 @@ class PrivacyEngine:
             built = _build(module, optimizer, loader, accountant, max_grad_norm, None)
         else:
             built = _build(module, optimizer, loader, accountant, max_grad_norm, floor)
-        return self._attach(module, built, loader, data_loader, grad_sample_mode, loss_reduction, example_inputs)
+        return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
 
     def plan(
         self,
@@ -240,17 +248,24 @@ class PrivacyEngine:
         loader: PoissonLoader,
         data_loader: DataLoader[Any],
         grad_sample_mode: str | None,
+        clipping_kernels: Mapping[str, str] | None,
         loss_reduction: str,
         example_inputs: tuple[Any, ...] | None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Check the model, then tie model, optimizer and loader together."""
-        if grad_sample_mode not in (None, "hooks"):
-            raise ValueError(f'grad_sample_mode must be "hooks" or None, got {grad_sample_mode!r}')
+        if grad_sample_mode not in (None, "bookkeeping", "hooks"):
+            raise ValueError(f'grad_sample_mode must be "bookkeeping" or "hooks", got {grad_sample_mode!r}')
+        if clipping_kernels and grad_sample_mode == "hooks":
+            raise ValueError('clipping_kernels are those of grad_sample_mode="bookkeeping"')
         _require_own_streams(optimizer, loader)
         if example_inputs is None:
             example_inputs = _to_device_of(module, made_up_inputs(loader.collate_fn([loader.dataset[0]])))
         check_layers(module)
-        source = HooksGradientSource(module, loss_reduction=loss_reduction)
+        source: GradientSource
+        if grad_sample_mode == "hooks":
+            source = HooksGradientSource(module, loss_reduction=loss_reduction)
+        else:
+            source = BookkeepingGradientSource(module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels)
         try:
             check_model(module, source, example_inputs)
         except BaseException:

@@ -1,4 +1,4 @@
-"""One interface to the sum of clipped per-record gradients, and its implementation on Opacus' hooks.
+"""One interface to the sum of clipped per-record gradients, and its plain implementation on Opacus' hooks.
 
 This is one of the three places where data is touched. What leaves it is the vector Σ_i g_i·min(1, C/‖g_i‖), which one record
 changes by at most C, and the number of records in the batch, which only the checks of ``optim/base.py`` see.
@@ -8,21 +8,52 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleHooks
+from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 
+PACKED = (
+    "a recurrent layer was given a packed sequence, which sorts records by length: their gradients in this layer could not be told apart from those "
+    "of other records in other layers. Pad the sequences and pass a tensor."
+)
+DISAGREE = (
+    "the parameters disagree on the number of records in the batch: a layer saw its batch reshaped (time or patches folded into the first "
+    "dimension?), so one record would be clipped as if it were several. Keep records in dimension 0."
+)
+UNUSED = (
+    "parameter {!r} has no per-record gradient in this step: it was not used by the last forward pass (freeze it with "
+    "requires_grad_(False), or use it through its module), backward() was not called, the model is in eval mode, or a "
+    "forward pass in training mode had no backward pass (evaluate under model.eval() or torch.no_grad())."
+)
+REMOVED = "the model was made private again since: step with the optimizer of the last make_private call"
+COPIED = (
+    "no per-record gradients can be recorded for this model: it is a copy of a private one, or a parameter was added or unfrozen since. Call "
+    "make_private on it again; for predictions use model.eval() and torch.no_grad()."
+)
 # The first layer's input needs no gradient; Opacus' hooks are right there, and torch warns all the same.
 _HARMLESS_WARNING = "Full backward hook is firing when gradients are computed with respect to module outputs"
 _ATTRIBUTE = "_dpbayes_gradient_source"
 
 
 class GradientSource(ABC):
-    """Where Σ_i clip(g_i) comes from. An implementation belongs to the forward and backward passes of one model."""
+    """Where Σ_i clip(g_i) comes from. An implementation belongs to the forward and backward passes of one model.
+
+    Attributes:
+        loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
+    """
+
+    loss_reduction: str
+
+    @staticmethod
+    def attached_to(module: nn.Module) -> GradientSource | None:
+        """The source whose hooks ``module`` carries."""
+        source: GradientSource | None = module.__dict__.get(_ATTRIBUTE)
+        return source
 
     @abstractmethod
     def add_clipped_sum(
@@ -62,6 +93,92 @@ class GradientSource(ABC):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         """Forget everything that forward and backward passes left behind."""
 
+    @abstractmethod
+    def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
+        """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the library unless the records are public."""
+
+    @abstractmethod
+    def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
+        """What was recorded for one parameter, (records, *shape), for the checks on made-up records; None if nothing was."""
+
+    @abstractmethod
+    def paused(self) -> AbstractContextManager[None]:
+        """No per-record gradients are recorded inside."""
+
+    @abstractmethod
+    def use_stand_in(self) -> None:
+        """From now on the model is given a made-up record in place of an empty batch, of which nothing is kept but the shapes."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Take the hooks off the model again."""
+
+
+class ForwardPasses:
+    """Watches the forward passes of a model in training mode; both sources ask it whether what was recorded makes one batch.
+
+    It also lets empty batches through models that cannot take them. Poisson sampling delivers some, and they must get their noise: the
+    model then sees one record of ones, and its output is cut to zero rows, so that no gradient reaches the made-up record.
+
+    Args:
+        module: the model.
+        is_enabled: whether anything is recorded at all.
+    """
+
+    def __init__(self, module: nn.Module, is_enabled: Callable[[], bool]) -> None:
+        self.count = 0
+        self.is_open = False  # inside a pass that is recorded
+        self.has_stand_in = False
+        self.uses_stand_in = False
+        self._is_enabled = is_enabled
+        self._modes = [(name, layer) for name, layer in module.named_modules() if not layer.training]
+        self._handles = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    @torch.compiler.disable
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.is_open = module.training and torch.is_grad_enabled() and self._is_enabled()
+        if not self.is_open:
+            return None
+        self.count += 1
+        if not self.uses_stand_in:
+            return None
+        first = next(_tensors((args, kwargs)), None)
+        if first is None or first.dim() == 0 or len(first) > 0:
+            return None
+        self.has_stand_in = True
+        return _map((args, kwargs), lambda t: t.new_ones(1, *t.shape[1:]) if t.dim() > 0 and len(t) == 0 else t)
+
+    @torch.compiler.disable
+    def _after(self, _module: nn.Module, _input: Any, output: Any) -> Any:
+        was_open, self.is_open = self.is_open, False
+        return _map(output, lambda t: t[:0] if t.dim() > 0 else t) if was_open and self.has_stand_in else None
+
+    def require_one(self, is_anything_recorded: bool) -> None:
+        for name, layer in self._modes:
+            if layer.training:
+                raise RuntimeError(
+                    f"module {name!r} was in eval mode when the model was checked and is in training mode now, where it may mix records: put it "
+                    "back into eval mode after every model.train(), or call make_private again."
+                )
+        if self.count > 1:
+            raise RuntimeError(
+                f"the model was run forward {self.count} times in training mode for one step: rows of several passes add up, and a "
+                "record in two of them, or one that is not of this batch, would not be accounted. Evaluate under torch.no_grad() or model.eval(); "
+                "where a loss needs several outputs, compute them in one forward pass of the model."
+            )
+        if self.count == 0 and is_anything_recorded:
+            raise RuntimeError("call the model itself, not its parts: model(x), so that it can be checked that every record is used once")
+
+    def forget(self) -> None:
+        self.count, self.is_open, self.has_stand_in = 0, False, False
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
 
 class HooksGradientSource(GradientSource):
     """Per-record gradients as Opacus' ``GradSampleHooks`` leave them in ``p.grad_sample``.
@@ -79,9 +196,9 @@ class HooksGradientSource(GradientSource):
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self.loss_reduction = loss_reduction
         self._removed = False
-        self._hooks: GradSampleHooks | None = None
+        self._hooks: _Hooks | None = None
         if module is not None:
-            before = HooksGradientSource.attached_to(module)
+            before = GradientSource.attached_to(module)
             if before is not None:
                 before.remove()
             warnings.filterwarnings("ignore", message=_HARMLESS_WARNING)
@@ -90,14 +207,7 @@ class HooksGradientSource(GradientSource):
             except NotImplementedError as error:
                 module.__dict__.pop("autograd_grad_sample_hooks", None)
                 raise ValueError(f"Opacus has no per-record gradients for a layer of this model: {error}. Replace the layer.") from error
-            self._frozen_modes = [(name, layer) for name, layer in module.named_modules() if not layer.training]
-            module.__dict__[_ATTRIBUTE] = self  # on the module, so that a copy of it can be made private again
-
-    @staticmethod
-    def attached_to(module: nn.Module) -> HooksGradientSource | None:
-        """The source whose hooks ``module`` carries."""
-        source: HooksGradientSource | None = module.__dict__.get(_ATTRIBUTE)
-        return source
+            attach(self, module)
 
     def add_clipped_sum(
         self,
@@ -108,25 +218,10 @@ class HooksGradientSource(GradientSource):
         scale: Tensor | None = None,
         second_moment: Tensor | None = None,
     ) -> int:
-        self._require_one_forward_pass()
-        gradients = _records(named_parameters)
-        if scale is not None:
-            gradients = _rescaled(gradients, scale)
-        norm = _norms(gradients)
-        finite = torch.isfinite(norm)
-        factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)  # 0/0 does not occur: C/0 = inf, clamped
-        if not finite.all():  # 0·inf is nan: such a record has to be cut out, not scaled away
-            gradients = [torch.where(finite[:, None], g, 0.0) for g in gradients]
-        for g, o in zip(gradients, out, strict=True):
-            o.addmv_(g.to(o.dtype).T, factor.to(o.dtype))
-        if second_moment is not None:
-            _add_second_moment(gradients, factor, second_moment)
-        return len(norm)
+        return add_clipped(self._records(named_parameters), max_grad_norm, out, scale, second_moment)
 
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the library unless the records are public."""
-        self._require_one_forward_pass()
-        return _norms(_records(named_parameters)).float()
+        return _norms(self._records(named_parameters)).float()
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         for p in parameters:
@@ -137,7 +232,7 @@ class HooksGradientSource(GradientSource):
         self.zero_grad(parameters)
         if self._hooks is None:  # what else the caller's hooks keep is on modules that are not known here
             return
-        self._hooks.forward_passes = 0
+        self._hooks.passes.forget()
         for module in self._hooks._module.modules():
             for left_behind in ("activations", "max_batch_len"):
                 if hasattr(module, left_behind):
@@ -149,13 +244,11 @@ class HooksGradientSource(GradientSource):
                 del p._current_grad_sample
 
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
-        """What the hooks recorded for one parameter, for the checks on made-up records."""
         records: Tensor | list[Tensor] | None = getattr(parameter, "grad_sample", None)
         return records[0] if isinstance(records, list) else records
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No per-record gradients are recorded inside."""
         if self._hooks is None:
             yield
             return
@@ -165,52 +258,43 @@ class HooksGradientSource(GradientSource):
         finally:
             self._hooks.enable_hooks()
 
-    def _require_one_forward_pass(self) -> None:
+    def use_stand_in(self) -> None:
+        assert self._hooks is not None
+        self._hooks.passes.uses_stand_in = True
+
+    def _records(self, named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         if self._removed:
-            raise RuntimeError("the model was made private again since: step with the optimizer of the last make_private call")
+            raise RuntimeError(REMOVED)
         if self._hooks is None:
-            return
-        for name, layer in self._frozen_modes:
-            if layer.training:
-                raise RuntimeError(
-                    f"module {name!r} was in eval mode when the model was checked and is in training mode now, where it may mix records: put it "
-                    "back into eval mode after every model.train(), or call make_private again."
-                )
-        if self._hooks.forward_passes > 1:
-            raise RuntimeError(
-                f"the model was run forward {self._hooks.forward_passes} times in training mode for one step: rows of several passes add up, and a "
-                "record in two of them, or one that is not of this batch, would not be accounted. Evaluate under torch.no_grad() or model.eval(); "
-                "where a loss needs several outputs, compute them in one forward pass of the model."
-            )
-        if self._hooks.forward_passes == 0 and any(getattr(p, "grad_sample", None) is not None for p in self._hooks._module.parameters()):
-            raise RuntimeError("call the model itself, not its parts: model(x), so that it can be checked that every record is used once")
+            return _records(named_parameters)
+        self._hooks.passes.require_one(any(getattr(p, "grad_sample", None) is not None for p in self._hooks._module.parameters()))
+        gradients = _records(named_parameters)
+        return [g[:0] for g in gradients] if self._hooks.passes.has_stand_in else gradients
 
     def remove(self) -> None:
-        """Take the hooks off the model again."""
         self._removed = True
         if self._hooks is not None:
+            self._hooks.passes.remove()
             self._hooks.cleanup()
-            self._hooks._module.__dict__.pop(_ATTRIBUTE, None)
+            attach(None, self._hooks._module)
 
 
 class _Hooks(GradSampleHooks):
-    """Opacus' hooks, which count forward passes and handle what Opacus stumbles over: copied models, empty batches, padding."""
+    """Opacus' hooks, which watch forward passes and handle what Opacus stumbles over: copied models, empty batches, padding."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
-        self.forward_passes = 0
         super().__init__(module, **options)
-        self.autograd_grad_sample_hooks.append(module.register_forward_pre_hook(self._count_forward_pass))
+        self.passes = ForwardPasses(module, self._is_enabled)
 
-    def _count_forward_pass(self, module: nn.Module, _input: Any) -> None:
-        self.forward_passes += self.hooks_enabled and torch.is_grad_enabled() and module.training
+    def _is_enabled(self) -> bool:
+        return bool(self.hooks_enabled)
 
     def capture_activations_hook(self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor) -> None:
         recording = self.hooks_enabled and module.training and torch.is_grad_enabled()
         if recording and any(p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()):
-            raise RuntimeError(
-                "no per-record gradients can be recorded for this model: it is a copy of a private one, or a parameter was added or unfrozen "
-                "since. Call make_private on it again; for predictions use model.eval() and torch.no_grad()."
-            )
+            raise RuntimeError(COPIED)
+        if recording and isinstance(module, RNNLinear) and len(forward_input[0]) != getattr(module, "max_batch_len", len(forward_input[0])):
+            raise RuntimeError(PACKED)
         super().capture_activations_hook(module, forward_input, _forward_output)
 
     def capture_backprops_hook(self, module: Any, _forward_input: Any, forward_output: Any, **options: Any) -> None:
@@ -235,14 +319,37 @@ class _Hooks(GradSampleHooks):
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
 
 
+def attach(source: GradientSource | None, module: nn.Module) -> None:
+    """Note on the module whose hooks it carries, so that it, and a copy of it, can be made private again."""
+    if source is None:
+        module.__dict__.pop(_ATTRIBUTE, None)
+    else:
+        module.__dict__[_ATTRIBUTE] = source
+
+
+def add_clipped(
+    gradients: Sequence[Tensor], max_grad_norm: float, out: Sequence[Tensor], scale: Tensor | None, second_moment: Tensor | None
+) -> int:
+    """:meth:`GradientSource.add_clipped_sum` of per-record gradients, (records, numel) for each parameter."""
+    if scale is not None:
+        gradients = _rescaled(gradients, scale)
+    norm = _norms(gradients)
+    finite = torch.isfinite(norm)
+    factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)  # 0/0 does not occur: C/0 = inf, clamped
+    if not finite.all():  # 0·inf is nan: such a record has to be cut out, not scaled away
+        gradients = [torch.where(finite[:, None], g, 0.0) for g in gradients]
+    for g, o in zip(gradients, out, strict=True):
+        o.addmv_(g.to(o.dtype).T, factor.to(o.dtype))
+    if second_moment is not None:
+        _add_second_moment(gradients, factor, second_moment)
+    return len(norm)
+
+
 def _records(named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
     """Per-record gradients of each parameter as (records, numel) matrices."""
     gradients = [_records_of(name, p) for name, p in named_parameters]
     if len({len(g) for g in gradients}) > 1:
-        raise RuntimeError(
-            "the parameters disagree on the number of records in the batch: a layer saw its batch reshaped (time or patches folded "
-            "into the first dimension?), so one record would be clipped as if it were several. Keep records in dimension 0."
-        )
+        raise RuntimeError(DISAGREE)
     return gradients
 
 
@@ -289,13 +396,30 @@ def _records_of(name: str, parameter: Tensor) -> Tensor:
             )
         records = records[0] if records else None
     if records is None:
-        raise RuntimeError(
-            f"parameter {name!r} has no per-record gradient in this step: it was not used by the last forward pass (freeze it with "
-            "requires_grad_(False), or use it through its module), backward() was not called, the model is in eval mode, or a "
-            "forward pass in training mode had no backward pass (evaluate under model.eval() or torch.no_grad())."
-        )
+        raise RuntimeError(UNUSED.format(name))
     if records.shape[1:] != parameter.shape:
         raise RuntimeError(
             f"the per-record gradient of parameter {name!r} has shape {tuple(records.shape)}; expected (records, *{tuple(parameter.shape)})"
         )
     return records.detach().reshape(len(records), parameter.numel())
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``function`` of every tensor in nested tuples, lists and mappings, which keep their types."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        mapped = {k: _map(v, function) for k, v in value.items()}
+        return mapped if type(value) is dict else type(value)(**mapped)
+    if isinstance(value, (tuple, list)):
+        items = [_map(v, function) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (Mapping, tuple, list)):
+        for v in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(v)

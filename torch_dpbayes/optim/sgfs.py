@@ -219,7 +219,7 @@ class DPSGFS(PrivateOptimizer):
         if self._scale is not None:
             self._scale = self._scale.to(layout.gradient)
             if self._scale.dim() == 2 and len({part.group["lr"] > 0 for part in layout.parts}) == 2:
-                raise ValueError("a sensitivity_scale matrix mixes the groups: with lr = 0 in some of them the others have no step. Freeze them instead")
+                raise ValueError("a sensitivity_scale matrix mixes the groups: at lr = 0 in one of them the others have no step. Freeze it instead")
         return self._source.add_clipped_sum(
             layout.named, self.max_grad_norm, layout.pieces, scale=self._scale, second_moment=self._second_moment(layout)
         )

@@ -1,0 +1,763 @@
+"""Book-keeping clipping against Opacus' hooks, and everything that could let an unclipped gradient through."""
+
+import copy
+import io
+import math
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.clipping import layers
+from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.clipping.gradient_source import HooksGradientSource
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+FALLBACK = "there is no book-keeping kernel for"
+
+
+def loss_of(net, x, weights):
+    out = net(x)
+    return (out.flatten(1) * weights[: len(x)]).sum(1).mean()
+
+
+def weights_of(net, x, spread):
+    """Of the outputs in a linear loss: record i's gradient is about spread**i times the first one's."""
+    with torch.no_grad():
+        out = net(x).flatten(1)
+    return torch.randn_like(out) * spread ** torch.arange(len(x), device=x.device, dtype=out.dtype)[:, None]
+
+
+def clipped(source, net, x, weights, clip, **options):
+    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    source.discard([p for _, p in named])
+    for _, p in named:
+        p.grad = None
+    loss_of(net, x, weights).backward()
+    dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
+    out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
+    norms = source.norms(named)
+    assert source.add_clipped_sum(named, clip, out, **options) == len(x)
+    source.discard([p for _, p in named])
+    return torch.cat(out), norms
+
+
+def out_of_place(net):
+    """A copy that Opacus' backward hooks can work on."""
+    other = copy.deepcopy(net)
+    for module in other.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    return other
+
+
+def both(net, x, clip=None, spread=1.2, **options):
+    """The clipped sums and norms of hooks and of book-keeping, in this order."""
+    other = out_of_place(net)
+    weights = weights_of(net, x, spread)
+    hooks = HooksGradientSource(other)
+    expected = clipped(hooks, other, x, weights, math.inf if clip is None else clip)
+    if clip is None:
+        clip = float(expected[1].median())  # half are clipped
+        expected = clipped(hooks, other, x, weights, clip, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", FALLBACK)
+        source = BookkeepingGradientSource(net)
+    return expected, clipped(source, net, x, weights, clip, **options)
+
+
+def assert_same(expected, found, dtype=torch.float32):
+    relative = 1e-12 if dtype == torch.float64 else 1e-5
+    for a, b in zip(expected, found):
+        assert float((a - b).norm()) <= relative * max(float(a.norm()), 1e-30)
+
+
+class Twice(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mix, self.out = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.mix(self.embedding(x))))
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = DPLSTM(6, 5, batch_first=True, bidirectional=True, num_layers=2), nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.last(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.last = DPMultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.attention(x, x, x)[0].mean(1))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class OwnLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return torch.sin(x * self.scale)
+
+
+def randomised(net):
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.5)
+    return net
+
+
+MODELS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (6,)),
+    "sequence": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (7, 6)),
+    "long sequence, Gram": (lambda: nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300)), (4, 6)),
+    "two dimensions of positions": (lambda: nn.Linear(6, 3), (2, 3, 6)),
+    "without bias": (lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)), (5, 6)),
+    "cnn": (lambda: nn.Sequential(nn.Conv2d(2, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.Flatten()), (2, 8, 8)),
+    "cnn, in place": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True)), (2, 8, 8)),
+    "transposed": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2, stride=2), nn.ConvTranspose2d(4, 2, 2, stride=2)), (2, 4, 4)),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)), (5, 6)),
+    "layer norm of two dimensions": (lambda: nn.Sequential(nn.LayerNorm((5, 6)), nn.Linear(6, 3)), (5, 6)),
+    "rms norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.RMSNorm(6)), (5, 6)),
+    "group norm": (lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)), (6, 5)),
+    "group norm of vectors": (lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)), (6,)),
+    "instance norm 1d": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, affine=True)), (2, 8)),
+    "instance norm 2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True)), (2, 6, 6)),
+    "instance norm 3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.InstanceNorm3d(4, affine=True)), (2, 4, 4, 4)),
+    "a linear layer twice": (lambda: Twice(nn.Linear(6, 6)), (6,)),
+    "a linear layer twice on sequences": (lambda: Twice(nn.Linear(6, 6)), (5, 6)),
+    "a convolution twice": (lambda: Twice(nn.Conv2d(2, 2, 3, padding=1)), (2, 5, 5)),
+    "a norm twice": (lambda: Twice(nn.LayerNorm(6)), (5, 6)),
+    "lstm": (Lstm, (4, 6)),
+    "attention": (Attention, (4, 6)),
+    "own parameter beside a layer": (Scaled, (6,)),
+    "own layer": (lambda: nn.Sequential(nn.Linear(6, 6), OwnLayer(), nn.Linear(6, 3)), (6,)),
+    "tied embedding": (Tied, None),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 3)), None),
+    "embedding with padding": (lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=2), nn.Linear(6, 3)), None),
+}
+
+
+def made(name, rows=9, dtype=torch.float32, device="cpu"):
+    make, shape = MODELS[name]
+    net = randomised(make()).to(device, dtype)
+    x = torch.randint(11, (rows, 5)) if shape is None else torch.randn(rows, *shape, dtype=dtype)
+    return net, x.to(device)
+
+
+# -- the same sums -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_clipped_sums_equal_those_of_hooks(name, dtype, device):
+    net, x = made(name, dtype=dtype, device=device)
+    reference = copy.deepcopy(net)
+    for clip in (1e-3, None, 1e6):  # all, half, none
+        net = copy.deepcopy(reference)
+        assert_same(*both(net, x, clip), dtype)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+@settings(max_examples=40)
+@given(data=st.data())
+def test_convolutions_of_every_kind(data):
+    dims = data.draw(st.integers(1, 3))
+    kind, groups = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1], data.draw(st.sampled_from([1, 2, 4]))
+    channels, width = groups * data.draw(st.sampled_from([1, 2, 16 if dims < 3 else 2])), groups * data.draw(st.integers(1, 3))
+    if data.draw(st.booleans()):
+        width = groups * 16
+    kernel = data.draw(st.integers(1, 3))
+    padding = data.draw(st.sampled_from([0, 1, "same", "valid"]))
+    mode = data.draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+    stride = 1 if padding == "same" else data.draw(st.integers(1, 2))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    dilation = data.draw(st.integers(1, 2))
+    bias = data.draw(st.booleans())
+    layer = kind(channels, width, kernel, stride, padding, dilation, groups, bias, mode)
+    net = randomised(nn.Sequential(nn.Tanh(), layer)).to(dtype)
+    x = torch.randn(data.draw(st.integers(1, 4)), channels, *([6] * dims), dtype=dtype)
+    weights = weights_of(net, x, 1.3)
+    other = copy.deepcopy(net).double()
+    layer.weight.requires_grad_(data.draw(st.sampled_from([True, True, not bias])))
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    per_record = []
+    for i in range(len(x)):  # the truth: Opacus does not know padding modes, and neither mode may be our reference
+        loss = (other(x[i : i + 1].double()).flatten(1) * weights[i].double()).sum()
+        grads = torch.autograd.grad(loss, [dict(other.named_parameters())[n] for n, _ in named])
+        per_record.append(torch.cat([g.flatten() for g in grads]))
+    truth = torch.stack(per_record)
+    clip = float(truth.norm(dim=1).median())
+    expected = (truth * (clip / truth.norm(dim=1)).clamp(max=1.0)[:, None]).sum(0)
+    for way in (None, "gram", "unfold", *(["grouped", "loop"] if dtype == torch.float32 else [])):
+        source = BookkeepingGradientSource(net, clipping_kernels=None if way is None else {"1": way}) if layer.weight.requires_grad else None
+        source = source or BookkeepingGradientSource(net)
+        found, norms = clipped(source, net, x, weights, clip)
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+        if way == "gram" and dtype == torch.float32:
+            tolerance = 5e-3  # one channel, forced: where positions cancel, digits go until the norm is computed otherwise
+        assert float((found - expected).norm()) <= tolerance * float(truth.norm(dim=1).clamp(max=clip).sum())
+        torch.testing.assert_close(norms.double(), truth.norm(dim=1).double(), rtol=max(2e-5, tolerance), atol=0)
+        source.remove()
+
+
+@settings(max_examples=40)
+@given(
+    positions=st.lists(st.integers(1, 9), max_size=2),
+    widths=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    rows=st.integers(1, 6),
+    way=st.sampled_from([None, "gram", "instantiate"]),
+    frozen=st.sampled_from([None, "weight", "bias"]),
+)
+def test_linear_layers_of_every_shape(positions, widths, rows, way, frozen):
+    net = nn.Sequential(nn.Linear(*widths, dtype=torch.float64))
+    if frozen is not None:
+        getattr(net[0], frozen).requires_grad_(False)
+    x = torch.randn(rows, *positions, widths[0], dtype=torch.float64)
+    x[0] = 0.0
+    other = copy.deepcopy(net)
+    weights = weights_of(net, x, 1.3)
+    weights[-1] = 0.0  # a gradient of zero
+    source = BookkeepingGradientSource(net, clipping_kernels={"0": way} if way else None)
+    for clip in (1e-3, 1.0, 1e5):
+        assert_same(clipped(HooksGradientSource(other), other, x, weights, clip), clipped(source, net, x, weights, clip), torch.float64)
+
+
+@pytest.mark.parametrize("name", ["linear", "sequence", "long sequence, Gram", "cnn", "embedding", "group norm", "tied embedding", "lstm"])
+@pytest.mark.parametrize("options", ["diagonal", "full", "scaled", "scaled by a matrix"])
+def test_second_moments_and_scales(name, options):
+    net, x = made(name, dtype=torch.float64)
+    d = sum(p.numel() for p in net.parameters())
+    if d > 2000 and options in ("full", "scaled by a matrix"):
+        pytest.skip("d × d is large")
+    results = []
+    arguments = {}
+    if options == "scaled":
+        arguments["scale"] = torch.rand(d, dtype=torch.float64) + 0.5
+    elif options == "scaled by a matrix":
+        arguments["scale"] = torch.rand(d, d, dtype=torch.float64).tril_() / d + torch.eye(d, dtype=torch.float64)
+    weights = weights_of(net, x, 1.2)
+    for make in (HooksGradientSource, BookkeepingGradientSource):
+        twin = out_of_place(net)
+        moment = torch.zeros((d, d) if options == "full" else d, dtype=torch.float64)
+        total, _ = clipped(make(twin), twin, x, weights, 0.8, second_moment=moment, **arguments)
+        results.append((total, moment))
+    assert_same(*results, torch.float64)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", [name for name, (_, shape) in MODELS.items() if shape is not None])
+def test_a_record_that_is_not_finite_contributes_nothing(name, broken):
+    net, x = made(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", FALLBACK)
+        source = BookkeepingGradientSource(net)
+    weights = weights_of(net, x, 1.0)
+    without, _ = clipped(source, net, x[1:], weights[1:], 0.5)
+    weights[0] = broken
+    found, norms = clipped(source, net, x, weights, 0.5)
+    assert not math.isfinite(float(norms[0]))
+    torch.testing.assert_close(found, without, rtol=1e-4, atol=1e-5)
+    weights[0] = 1.0
+    x[0] = broken
+    if not math.isfinite(broken):
+        found, _ = clipped(source, net, x, weights, 0.5)
+        torch.testing.assert_close(found, without, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("exponents", [(-23, 18), (-30, 25), (18, -23)])
+def test_a_norm_does_not_underflow_where_its_product_counts(exponents):
+    """|a|² underflows in float32 where |a|·|g| is above the clip norm."""
+    net = nn.Linear(4, 3, bias=False)
+    source = BookkeepingGradientSource(net)
+    a, g = (10.0**e for e in exponents)
+    out, _ = clipped(source, net, torch.full((1, 4), a), torch.full((1, 3), g), 1e-12)
+    assert float(out.double().norm()) <= 1e-12 * (1 + 1e-5)
+
+
+def test_positions_that_cancel_are_clipped_all_the_same():
+    """Σ_t g_t a_tᵀ is 1e-4 of its terms: the Gram norm alone would be rounding error, and the record unclipped."""
+    net = nn.Sequential(nn.Linear(64, 48, bias=False))
+    source = BookkeepingGradientSource(net, clipping_kernels={"0": "gram"})
+    half, backprops = torch.randn(5, 8, 64), torch.randn(5, 8, 48)
+    x = torch.cat([half, half * (1 + 1e-4)], 1)
+    weights = torch.cat([backprops, -backprops], 1).flatten(1)
+    out, norms = clipped(source, net, x, weights, 1e-6)
+    assert float(out.norm()) <= 5e-6 * (1 + 1e-3)
+    exact = torch.einsum("ntp,ntd->npd", weights.view(5, 16, 48).double(), x.double()).flatten(1).norm(dim=1)
+    torch.testing.assert_close(norms.double(), exact, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("grad_sample_mode", ["hooks", "bookkeeping"])
+def test_autocast_and_half_precision(grad_sample_mode):
+    net, x = made("cnn")
+    make = HooksGradientSource if grad_sample_mode == "hooks" else BookkeepingGradientSource
+    weights = weights_of(net, x, 1.0)
+    reference = copy.deepcopy(net)
+    expected, _ = clipped(HooksGradientSource(reference), reference, x, weights, 0.5)
+    source = make(net)
+    with torch.autocast("cpu", torch.bfloat16):  # backward and the sum inside as well
+        found, _ = clipped(source, net, x, weights, 0.5)
+    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
+    assert found.dtype == torch.float32
+    half = copy.deepcopy(reference).bfloat16()
+    found, norms = clipped(make(half), half, x.bfloat16(), weights.bfloat16(), 0.5)
+    assert found.dtype == norms.dtype == torch.float32
+    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
+
+
+def run(grad_sample_mode, net, data, seed):
+    loader = DataLoader(data, batch_size=15, generator=torch.Generator().manual_seed(seed[0]))
+    factory = partial(dpb.optim.DPSGLD, lr=0.1, generator=torch.Generator().manual_seed(seed[1]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", FALLBACK)
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(
+            module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5, grad_sample_mode=grad_sample_mode
+        )
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def test_a_whole_run_is_that_of_hooks(monkeypatch):
+    monkeypatch.setattr("torch_dpbayes.noise.use_position", lambda *_: None, raising=False)
+    monkeypatch.setattr("torch_dpbayes.poisson_loader.use_position", lambda *_: None)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    data = TensorDataset(torch.randn(60, 1, 6, 6, dtype=torch.float64), torch.randint(3, (60,)))
+    seed = (torch.seed() % 2**31, torch.seed() % 2**31 + 1)
+    a, b = (run(mode, copy.deepcopy(net), data, seed) for mode in ("hooks", "bookkeeping"))
+    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+# -- one backward pass, and nothing unclipped ------------------------------------------------------------------------------------------
+
+
+def test_autograd_computes_no_weight_gradient_and_no_gradient_of_the_input():
+    net, x = made("cnn")
+    source = BookkeepingGradientSource(net)
+    out = net(x)
+    seen, stack = set(), [out.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        assert "AccumulateGrad" not in type(node).__name__ or node.variable.numel() == 1  # the anchor
+        stack += [n for n, _ in node.next_functions]
+    out.sum().backward()
+    assert all(p.grad is None for p in net.parameters()) and x.grad is None
+    assert source.per_record_gradients(net[0].weight).shape == (9, 16, 2, 3, 3)
+
+
+def private(net=None, rows=40, shape=(6,), batch_size=40, **options):
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)) if net is None else net
+    data = TensorDataset(torch.randn(rows, *shape), torch.randint(3, (rows,)))
+    factory = partial(dpb.optim.DPSGLD, lr=0.1)
+    return dpb.PrivacyEngine().make_private(
+        module=net, optimizer=factory, data_loader=DataLoader(data, batch_size=batch_size), max_grad_norm=0.5, **options
+    )
+
+
+def expect(message, net, optimizer, loader, work):
+    """``work`` raises, or the step after it; then a clean step follows."""
+    x, y = next(iter(loader))
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(RuntimeError, match=message):
+        work(x, y)
+        optimizer.step()
+    assert len(optimizer.accountant) == 0
+    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == 1
+
+
+def test_a_weight_used_outside_its_module():
+    net, optimizer, loader = private()
+
+    def work(x, y):
+        F.cross_entropy(net(x) + F.linear(x, net[0].weight)[:, :3], y).backward()
+
+    expect("0.weight.*ordinary gradient", net, optimizer, loader, work)
+
+
+def test_a_penalty_in_the_loss():
+    net, optimizer, loader = private()
+    expect("prior instead of a penalty", net, optimizer, loader, lambda x, y: (F.cross_entropy(net(x), y) + net[2].weight.square().sum()).backward())
+
+
+def test_p_grad_set_by_hand():
+    net, optimizer, loader = private()
+
+    def work(x, y):
+        F.cross_entropy(net(x), y).backward()
+        net[0].bias.grad = torch.zeros(8)
+
+    expect("0.bias.*ordinary gradient", net, optimizer, loader, work)
+
+
+def test_parts_of_the_model_beside_the_model():
+    net, optimizer, loader = private()
+    expect("call the model itself", net, optimizer, loader, lambda x, y: F.cross_entropy(net(x) + net[0](x.roll(1, 0))[:, :3], y).backward())
+
+
+def test_weights_changed_between_forward_and_backward():
+    net, optimizer, loader = private()
+
+    def work(x, y):
+        loss = F.cross_entropy(net(x), y)
+        with torch.no_grad():
+            net[0].weight.add_(0.0)
+        loss.backward()
+
+    expect("'weight' of layer '0' was changed between", net, optimizer, loader, work)
+
+
+def test_inputs_changed_in_place():
+    class Adding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last, self.is_clumsy = nn.Linear(6, 6), nn.Linear(6, 3), False
+
+        def forward(self, x):
+            h = self.first(x) * 1.0
+            g = self.last(h)
+            if self.is_clumsy:
+                h += 1.0
+            return g
+
+    net, optimizer, loader = private(Adding())
+
+    def work(x, y):
+        net.is_clumsy = True
+        loss = F.cross_entropy(net(x), y)
+        net.is_clumsy = False
+        loss.backward()
+
+    expect("input of layer 'last' was changed in place", net, optimizer, loader, work)
+
+
+def test_two_backward_passes_and_gradients_of_gradients():
+    for work, message in (
+        (lambda net, x, y: [F.cross_entropy(net(x), y).backward(retain_graph=True)] and None, None),
+        (lambda net, x, y: (lambda loss: (loss.backward(retain_graph=True), loss.backward()))(F.cross_entropy(net(x), y)), "ran twice"),
+        (lambda net, x, y: F.cross_entropy(net(x), y).backward(create_graph=True), "create_graph"),
+        (lambda net, x, y: [F.cross_entropy(net(x), y).backward() for _ in range(2)], "run forward 2 times"),
+    ):
+        net, optimizer, loader = private()
+        if message is not None:
+            expect(message, net, optimizer, loader, partial(work, net))
+        else:
+            x, y = next(iter(loader))
+            work(net, x, y)
+            optimizer.step()
+
+
+def test_an_exception_in_the_middle_of_backward_leaves_nothing():
+    net, optimizer, loader = private()
+
+    def work(x, y):
+        hidden = []
+        handle = net[1].register_forward_hook(lambda *a: hidden.append(a[2]))
+        loss = F.cross_entropy(net(x), y)
+        handle.remove()
+
+        def fail(_):
+            raise RuntimeError("out of luck")
+
+        hidden[0].register_hook(fail)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            assert "out of luck" in str(error)
+        assert net[2].weight.grad is None
+
+    expect("'0.weight' has no per-record gradient", net, optimizer, loader, work)
+
+
+def test_evaluation_in_between_records_nothing():
+    net, optimizer, loader = private()
+    x, y = next(iter(loader))
+    loss = F.cross_entropy(net(x), y)
+    with torch.no_grad():
+        net(x)
+    with torch.inference_mode():
+        net(x)
+    net.eval()
+    net(x)
+    net.train()
+    loss.backward()
+    optimizer.step()
+    assert len(optimizer.accountant) == 1
+
+
+def test_a_backward_pass_in_eval_mode_is_not_stepped_on():
+    net, optimizer, loader = private()
+
+    def work(x, y):
+        net.eval()
+        F.cross_entropy(net(x), y).backward()
+        net.train()
+        assert net[0].weight.grad is not None  # an ordinary gradient, as anywhere
+
+    expect("ordinary gradient", net, optimizer, loader, work)
+
+
+def test_copies_and_files_carry_nothing_and_need_make_private():
+    net, optimizer, loader = private()
+    x, y = next(iter(loader))
+    loss = F.cross_entropy(net(x), y)
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
+        with torch.no_grad():
+            torch.testing.assert_close(other(x), net(x))
+        with pytest.raises(RuntimeError, match="copy of a private one"):
+            other(x)
+        assert other[0].forward.__self__.module is other[0]
+        again, optimizer2, loader2 = private(other)
+        assert again[0].weight is not net[0].weight
+        for a, b in loader2:
+            F.cross_entropy(again(a), b).backward()
+            optimizer2.step()
+    loss.backward()
+    optimizer.step()
+    assert len(optimizer.accountant) == 1
+
+
+def test_everything_is_taken_off_again():
+    net = nn.Sequential(nn.Linear(6, 3))
+    before = {key: str(value) for key, value in net[0].__dict__.items()}
+    source = BookkeepingGradientSource(net)
+    assert "forward" in net[0].__dict__
+    source.remove()
+    assert {key: str(value) for key, value in net[0].__dict__.items()} == before
+    assert not net._forward_hooks and not net._forward_pre_hooks
+    net(torch.randn(2, 6)).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+def test_keyword_arguments_and_user_hooks():
+    class Keyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.last(input=self.first(input=x))
+
+    net, x = randomised(Keyword()), torch.randn(5, 6)
+    twin = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    twin.load_state_dict({{"f": "0", "l": "1"}[k[0]] + k[k.index(".") :]: v for k, v in net.state_dict().items()})
+    for module in (net.last, twin[1]):
+        module.register_forward_pre_hook(lambda m, a, k=None: None)
+        module.register_forward_hook(lambda m, a, out: 2 * out)
+    weights = weights_of(net, x, 1.0)
+    per_record = []
+    for i in range(5):
+        grads = torch.autograd.grad((twin(x[i : i + 1]) * weights[i]).sum(), list(twin.parameters()))
+        per_record.append(torch.cat([g.flatten() for g in grads]))
+    truth = torch.stack(per_record)
+    found, _ = clipped(BookkeepingGradientSource(net), net, x, weights, 0.5)
+    torch.testing.assert_close(found, (truth * (0.5 / truth.norm(dim=1)).clamp(max=1.0)[:, None]).sum(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_gives_the_same_sum_or_raises(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.middle, self.last = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), nn.Linear(6, 3)
+            self.saves = True
+
+        def forward(self, x):
+            h = self.first(x)
+            h = checkpoint(self.middle, h, use_reentrant=reentrant) if self.saves else self.middle(h)
+            return self.last(h)
+
+    net, x = randomised(Checkpointed()), torch.randn(5, 6)
+    plain = copy.deepcopy(net)
+    plain.saves = False
+    weights = weights_of(plain, x, 1.0)
+    assert_same(
+        clipped(BookkeepingGradientSource(plain), plain, x, weights, 0.5), clipped(BookkeepingGradientSource(net), net, x, weights, 0.5)
+    )
+
+
+def test_frozen_layers_and_freezing_later():
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    net[2].requires_grad_(False)
+    net, optimizer, loader = private(net)
+    for step in range(2):
+        before = net[0].weight.detach().clone(), net[2].weight.detach().clone()
+        net[0].weight.requires_grad_(step == 0)
+        for x, y in loader:
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        assert torch.equal(net[0].weight, before[0]) == (step == 1) and torch.equal(net[2].weight, before[1])
+    net[2].requires_grad_(True)
+    x, y = next(iter(loader))
+    with pytest.raises(RuntimeError, match=r"unfrozen|ordinary gradient"):
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == 2
+
+
+def test_parts_of_a_draw():
+    whole = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    parts = copy.deepcopy(whole)
+    data = TensorDataset(torch.randn(24, 6), torch.randint(3, (24,)))
+    results = []
+    for net, size in ((whole, None), (parts, 7)):
+        factory = partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.0)
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(
+            module=net, optimizer=factory, data_loader=DataLoader(data, batch_size=24), max_grad_norm=0.5
+        )
+        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=size or 100, optimizer=optimizer)
+        with manager as batches:
+            for x, y in batches:
+                optimizer.zero_grad()
+                F.cross_entropy(net(x), y).backward()
+                optimizer.step()
+        results.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
+
+
+class Refusing(nn.Module):
+    """Fails on zero rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.linear(x.view(len(x), -1))
+
+
+@pytest.mark.parametrize("grad_sample_mode", ["hooks", "bookkeeping"])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (Refusing, (6,)),
+        (Attention, (4, 6)),
+        (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Flatten(1), nn.Linear(16, 3)), (2, 4, 4)),
+    ],
+)
+def test_models_that_cannot_take_empty_batches_get_a_stand_in(make, shape, grad_sample_mode):
+    net, optimizer, loader = private(make(), rows=20, shape=shape, batch_size=1, grad_sample_mode=grad_sample_mode)
+    sizes = []
+    while 0 not in sizes:
+        for x, y in loader:
+            sizes.append(len(x))
+            before = [p.detach().clone() for p in net.parameters()]
+            optimizer.zero_grad()
+            out = net(x)
+            assert len(out) == len(x)
+            F.cross_entropy(out, y).backward()
+            optimizer.step()
+            assert all(not torch.equal(p, b) and torch.isfinite(p).all() for p, b in zip(net.parameters(), before))
+    assert len(optimizer.accountant) == len(sizes)
+
+
+def test_a_stand_in_contributes_nothing():
+    for make in (HooksGradientSource, BookkeepingGradientSource):
+        net = Refusing()
+        source = make(net)
+        source.use_stand_in()
+        named = list(net.named_parameters())
+        (net(torch.randn(0, 6)).sum() + 3.0).backward()
+        out = [torch.zeros(p.numel()) for _, p in named]
+        assert source.add_clipped_sum(named, 1.0, out) == 0 and all((o == 0).all() for o in out) and len(source.norms(named)) == 0
+        source.discard([p for _, p in named])
+        net(torch.randn(2, 6)).sum().backward()
+        assert source.add_clipped_sum(named, 1.0, out) == 2
+
+
+@pytest.mark.parametrize("grad_sample_mode", ["hooks", "bookkeeping"])
+def test_packed_sequences_are_refused(grad_sample_mode):
+    """Opacus keeps the records of a packed sequence in another order than those of other layers."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.last = DPLSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.last(self.lstm(packed)[1][0][-1])
+
+    net = Packed()
+    source = HooksGradientSource(net) if grad_sample_mode == "hooks" else BookkeepingGradientSource(net)
+    with pytest.raises(RuntimeError, match="packed sequence"):
+        net(torch.randn(3, 4, 6), torch.tensor([2, 4, 1])).sum().backward()
+        source.norms(list(net.named_parameters()))
+
+
+def test_layers_without_a_kernel_warn_once():
+    net = nn.Sequential(nn.ConvTranspose1d(2, 2, 2), OwnLayer(), nn.ConvTranspose1d(2, 2, 2))
+    with pytest.warns(UserWarning, match="no book-keeping kernel for ConvTranspose1d, OwnLayer") as caught:
+        BookkeepingGradientSource(net)
+    assert len(caught) == 1
+
+
+def test_the_way_can_be_chosen_and_is_otherwise_that_of_the_shapes():
+    assert layers.choose_linear(8, 512, 512) == "gram" and layers.choose_linear(512, 128, 128) == "instantiate"
+    net = nn.Sequential(nn.Linear(6, 3), nn.ReLU())
+    for name, way in (("0", "unfold"), ("0", "fast"), ("1", "gram"), ("9", "gram")):
+        with pytest.raises(ValueError, match="clipping_kernels"):
+            BookkeepingGradientSource(net, clipping_kernels={name: way})
+    with pytest.raises(ValueError, match="clipping_kernels"):
+        private(clipping_kernels={"0": "gram"}, grad_sample_mode="hooks")
+
+
+def test_a_compiled_model_runs():
+    torch._dynamo.reset()
+    net, optimizer, loader = private()
+    compiled = torch.compile(net, backend="eager")
+    for x, y in loader:
+        F.cross_entropy(compiled(x), y).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == 1

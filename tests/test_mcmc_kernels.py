@@ -1,0 +1,507 @@
+"""The kernels leave the exact posterior invariant, charge what they release, and keep Pyro's contract.
+
+Invariance is tested without looking at autocorrelations: from independent exact draws of the posterior, a few iterations have to lead to independent
+exact draws of the posterior, which a Kolmogorov-Smirnov test decides at a level corrected for the number of tests. Broken kernels
+have to fail the same test.
+"""
+
+import math
+import pickle
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import MCMC
+from pyro.infer.mcmc.api import StreamingMCMC
+from pyro.ops.stats import effective_sample_size
+from scipy.stats import beta, kstest, norm
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting import events
+from torch_dpbayes.mcmc import DPHMC, DPPenalty
+from torch_dpbayes.mcmc.record_density import Prior
+
+LEVEL = 1e-6 / 30  # about thirty tests: together they fail a right kernel once in a million runs
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+# -- two conjugate models; no clip bound below can be reached ----------------------------------------------------------------
+
+PRIOR_STD, ROWS = 0.3, torch.linspace(-1.0, 2.0, 20, dtype=torch.float64)[:, None] + torch.tensor([[0.0, 0.5]], dtype=torch.float64)
+TOSSES = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0], dtype=torch.float64)
+
+
+def gaussian(x):
+    mean = pyro.sample("mean", dist.Normal(0.0, PRIOR_STD).expand([x.shape[1]]).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+
+def bernoulli(y):
+    rate = pyro.sample("rate", dist.Beta(2.0, 3.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(rate), obs=y)
+
+
+class Gaussian:
+    model, slope = staticmethod(gaussian), 20.0
+
+    def __init__(self, columns=1):
+        self.args = (ROWS[:, :columns],)
+        self.precision = PRIOR_STD**-2 + len(ROWS)
+        self.mean = self.args[0].sum(0) / self.precision
+
+    def draw(self):
+        return {"mean": self.mean + torch.randn(len(self.mean)) / self.precision**0.5}
+
+    def uniforms(self, params):
+        """For exact draws of the posterior: independent uniforms, and the same for a direction across the coordinates."""
+        z = (torch.stack([p["mean"] for p in params]) - self.mean) * self.precision**0.5
+        return [norm.cdf(z[:, 0]), *([norm.cdf(z[:, 1]), norm.cdf((z[:, 0] + z[:, 1]) / 2**0.5)] if z.shape[1] == 2 else [])]
+
+
+class Tosses:
+    model, slope, args = staticmethod(bernoulli), 2.0, (TOSSES,)
+    posterior = beta(2 + TOSSES.sum(), 3 + len(TOSSES) - TOSSES.sum())
+
+    def draw(self):
+        return {"rate": torch.as_tensor(self.posterior.rvs()).logit()}
+
+    def uniforms(self, params):
+        return [self.posterior.cdf(torch.stack([p["rate"] for p in params]).sigmoid())]
+
+
+class Drift:
+    """A random walk that prefers one direction."""
+
+    event = events.NoOpDpEvent()
+
+    def propose(self, params):
+        moved = params["mean"] + 0.1 + 0.2 * torch.randn(1)
+        back, forth = params["mean"] - moved - 0.1, moved - params["mean"] - 0.1
+        return {"mean": moved}, float((forth**2 - back**2) / (2 * 0.2**2))
+
+
+def penalty(target, kernel=DPPenalty, **options):
+    fitting = {"proposal_scale": 0.25, "noise_multiplier": 0.25} if isinstance(target, Gaussian) else {"proposal_scale": 0.8, "noise_multiplier": 0.8}
+    if "proposal" in options:
+        del fitting["proposal_scale"]
+    return kernel(
+        target.model, **{**fitting, "log_ratio_slope": target.slope, "accountant": dpb.PrivacyAccountant(), "target_accept_prob": None, **options}
+    )
+
+
+def hmc(target, num_steps, kernel=DPHMC, **options):
+    if isinstance(target, Gaussian):
+        fitting = {"step_size": 0.25 / max(num_steps, 1) ** 0.5, "ratio_noise_multiplier": 0.25, "grad_noise_multiplier": 0.2}
+    else:
+        fitting = {"step_size": 1.0 / max(num_steps, 1) ** 0.5, "ratio_noise_multiplier": 0.8, "grad_noise_multiplier": 0.8}
+    settings = {"log_ratio_slope": target.slope, "max_grad_norm": target.slope, "accountant": dpb.PrivacyAccountant(), "target_accept_prob": None}
+    return kernel(target.model, num_steps=num_steps, **{**fitting, **settings, **options})
+
+
+much_noise = partial(penalty, noise_multiplier=0.5, proposal_scale=0.4)
+
+
+def p_value(kernel, target, draws=300, iterations=4):
+    """Smallest p-value of uniformity after ``iterations`` from exact draws."""
+    kernel.setup(0, *target.args)
+    ends = []
+    for _ in range(draws):
+        params = target.draw()
+        for _ in range(iterations):
+            params = kernel.sample(params)
+        ends.append(params)
+    rate = kernel.diagnostics()["acceptance rate"]
+    assert 0.1 <= rate <= 0.85, f"an acceptance rate of {rate} tests little"
+    return min(kstest(u, "uniform").pvalue for u in target.uniforms(ends))
+
+
+FULL_MASS = torch.tensor([[2.0, 0.8], [0.8, 1.0]], dtype=torch.float64)
+RIGHT = {
+    "penalty, Gaussian": (Gaussian, penalty),
+    "penalty, tosses": (Tosses, penalty),
+    "penalty, much noise": (Gaussian, much_noise),
+    "penalty, asymmetric proposal": (Gaussian, partial(penalty, proposal=Drift())),
+    "penalty, correlated walk": (
+        partial(Gaussian, 2),
+        partial(penalty, proposal_scale=torch.tensor([[0.2, 0.0], [0.15, 0.1]], dtype=torch.float64)),
+    ),
+    **{
+        f"HMC, {name}, L={steps}, {'with' if reuse else 'without'} reuse": (target, partial(hmc, num_steps=steps, reuse_gradients=reuse))
+        for name, target in [("Gaussian", Gaussian), ("tosses", Tosses)]
+        for steps in (1, 5)
+        for reuse in (True, False)
+    },
+    "HMC, full mass matrix": (partial(Gaussian, 2), partial(hmc, num_steps=2, mass_matrix=FULL_MASS, step_size=0.2)),
+    "HMC, diagonal mass matrix": (partial(Gaussian, 2), partial(hmc, num_steps=2, mass_matrix=FULL_MASS.diagonal(), step_size=0.2)),
+    "HMC, no jitter": (Gaussian, partial(hmc, num_steps=2, jitter=False, step_size=0.1)),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_the_posterior_is_invariant(case):
+    make_target, make_kernel = RIGHT[case]
+    target = make_target()
+    assert p_value(make_kernel(target), target) > LEVEL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("target", [Gaussian, Tosses])
+def test_the_posterior_is_invariant_under_long_trajectories(target, reuse):
+    target = target()
+    assert p_value(hmc(target, 20, reuse_gradients=reuse), target, draws=1500) > LEVEL
+
+
+class WithoutPenalty:
+    def _metropolis(self, log_ratio, rest, std):
+        return super()._metropolis(log_ratio, rest + std**2 / 2, std)
+
+
+class PenaltyWithoutPenalty(WithoutPenalty, DPPenalty):
+    pass
+
+
+class KeepsTheWrongGradient(DPHMC):
+    """After a rejection the gradient where the trajectory ended is kept."""
+
+    def _noisy_gradient(self, theta):
+        self.last = super()._noisy_gradient(theta)
+        return self.last
+
+    def _iterate(self, theta):
+        moved, outcome = super()._iterate(theta)
+        self._gradient = self.last
+        return moved, outcome
+
+
+class KeepsTheStartsGradient(DPHMC):
+    """After an acceptance the gradient where the trajectory started is kept."""
+
+    def _iterate(self, theta):
+        before = self._gradient
+        moved, outcome = super()._iterate(theta)
+        if before is not None:
+            self._gradient = before
+        return moved, outcome
+
+
+class IgnoresTheProposalRatio(Drift):
+    def propose(self, params):
+        return super().propose(params)[0], 0.0
+
+
+BROKEN = {
+    "penalty without σ²/2": (Gaussian, partial(much_noise, kernel=PenaltyWithoutPenalty)),
+    "penalty ignores the proposal's ratio": (Gaussian, partial(penalty, proposal=IgnoresTheProposalRatio())),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_kernel_fails_the_same_test(case):
+    make_target, make_kernel = BROKEN[case]
+    target = make_target()
+    assert p_value(make_kernel(target), target, draws=800, iterations=8) < LEVEL
+
+
+def kept_gradients_are_right(kernel):
+    """Whether each kept gradient was drawn where the chain stays, and each iteration drew ``num_steps`` others."""
+    target, drawn, original = Gaussian(), {}, kernel._noisy_gradient
+
+    def noted(theta):
+        gradient = original(theta)
+        drawn[gradient] = theta.clone()  # tensors are keys by identity
+        return gradient
+
+    kernel._noisy_gradient = noted
+
+    kernel.setup(0, *target.args)
+    params, accepted, right = target.draw(), set(), True
+    for k in range(40):
+        before, params = params, kernel.sample(params)
+        accepted.add(torch.equal(before["mean"], params["mean"]))
+        right &= torch.equal(drawn[kernel._gradient], params["mean"]) and len(drawn) == 3 * (k + 1) + 1
+    assert accepted == {True, False}
+    return right
+
+
+@pytest.mark.parametrize("kernel, right", [(DPHMC, True), (KeepsTheWrongGradient, False), (KeepsTheStartsGradient, False)])
+def test_the_kept_gradient_is_the_one_where_the_chain_stays(kernel, right):
+    assert kept_gradients_are_right(hmc(Gaussian(), 3, kernel=kernel)) == right
+
+
+def energy_errors(step_size, num_steps, monkeypatch):
+    """Of noiseless trajectories of one duration."""
+    kernel, found = hmc(Gaussian(), num_steps, step_size=step_size, jitter=False, ratio_noise_multiplier=0, grad_noise_multiplier=0), []
+    original = kernel._metropolis
+    monkeypatch.setattr(kernel, "_metropolis", lambda ratio, rest, std: found.append(ratio + rest) or original(ratio, rest, std))
+    target = Gaussian()
+    kernel.setup(0, *target.args)
+    for _ in range(60):
+        kernel.sample(target.draw())
+    return float(torch.tensor(found).abs().mean())
+
+
+def test_the_leapfrog_keeps_the_energy_to_second_order(monkeypatch):
+    coarse, fine = energy_errors(0.04, 5, monkeypatch), energy_errors(0.01, 20, monkeypatch)
+    assert fine < 0.01 and 6 < coarse / fine < 40  # 16 but for which momenta were drawn
+
+
+def test_a_leapfrog_without_the_prior_does_not(monkeypatch):
+    whole = Prior.log_density_and_gradient
+    monkeypatch.setattr(Prior, "log_density_and_gradient", lambda prior, theta: (whole(prior, theta)[0], torch.zeros_like(theta)))
+    assert energy_errors(0.01, 20, monkeypatch) > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=1), partial(hmc, num_steps=5)], ids=["penalty", "HMC 1", "HMC 5"])
+@pytest.mark.parametrize("target", [Gaussian, Tosses])
+def test_a_whole_chain_has_the_posterior(make, target):
+    target = target()
+    runner = MCMC(make(target), num_samples=8000, warmup_steps=200, disable_progbar=True)
+    runner.run(*target.args)
+    (samples,) = runner.get_samples().values()
+    samples = samples.reshape(len(samples))
+    thin = math.ceil(2 * len(samples) / float(effective_sample_size(samples[None], 0, 1)))
+    kept = samples[::thin]
+    params = [{"mean": s[None]} if isinstance(target, Gaussian) else {"rate": s.logit()} for s in kept]
+    assert len(params) > 200
+    assert min(kstest(u, "uniform").pvalue for u in target.uniforms(params)) > LEVEL
+
+
+# -- what is charged -----------------------------------------------------------------------------------------------------------
+
+
+def counts(accountant):
+    return {charge.event.noise_multiplier: charge.count for charge in accountant.history}
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
+    target = Gaussian()
+    kernel = hmc(target, steps, ratio_noise_multiplier=7.0, grad_noise_multiplier=5.0, reuse_gradients=reuse)
+    runner = MCMC(kernel, num_samples=6, warmup_steps=4, disable_progbar=True)
+    assert counts(kernel.accountant) == {}
+    runner.run(*target.args)
+    gradients = 10 * steps + 1 if reuse else 10 * (steps + 1)
+    assert counts(kernel.accountant) == {7.0: 10, 5.0: gradients}
+    assert len(runner.diagnostics()["noisy log ratios"]["chain 0"]) == 10
+    runner.run(*target.args)  # another chain begins with another gradient
+    assert counts(kernel.accountant) == {7.0: 20, 5.0: 2 * gradients}
+
+
+def test_a_penalty_iteration_is_one_ratio_and_the_proposals_event():
+    target, proposal = Gaussian(), Drift()
+    proposal.event = events.GaussianDpEvent(11.0)
+    kernel = penalty(target, noise_multiplier=7.0, proposal=proposal)
+    MCMC(kernel, num_samples=6, warmup_steps=4, disable_progbar=True).run(*target.args)
+    assert counts(kernel.accountant) == {7.0: 10, 11.0: 10}
+
+
+def test_no_noise_is_charged_as_not_private():
+    target = Gaussian()
+    kernel = penalty(target, noise_multiplier=0)
+    MCMC(kernel, num_samples=2, warmup_steps=1, disable_progbar=True).run(*target.args)
+    assert kernel.accountant.get_epsilon(1e-5) == math.inf
+    kernel = penalty(target, noise_multiplier=0, accountant=dpb.PrivacyAccountant(1.0, 1e-5))
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        MCMC(kernel, num_samples=2, warmup_steps=1, disable_progbar=True).run(*target.args)
+
+
+def test_the_noise_is_what_is_charged():
+    """Noisy ratios at a fixed proposal scatter by multiplier · slope · distance."""
+
+    class There(Drift):
+        def propose(self, params):
+            return {"mean": torch.tensor([0.4])}, 0.0
+
+    class Refuses(DPPenalty):
+        def _metropolis(self, log_ratio, rest, std):
+            return super()._metropolis(log_ratio, -math.inf, std)
+
+    target = Gaussian()
+    kernel = penalty(target, kernel=Refuses, proposal=There(), noise_multiplier=0.5)
+    kernel.setup(0, *target.args)
+    params = {"mean": torch.tensor([0.1])}
+    for _ in range(1000):
+        assert kernel.sample(params)["mean"] == 0.1
+    exact = norm.logpdf(ROWS[:, 0], 0.4).sum() - norm.logpdf(ROWS[:, 0], 0.1).sum()
+    assert kstest(kernel.diagnostics()["noisy log ratios"], norm(exact, 0.5 * target.slope * 0.3).cdf).pvalue > LEVEL
+
+
+def test_gradient_noise_is_what_is_charged():
+    target = Gaussian()
+    kernel = hmc(target, 1)
+    kernel.setup(0, *target.args)
+    theta = torch.tensor([0.1])
+    exact = float(0.1 / PRIOR_STD**2 - (ROWS[:, 0] - 0.1).sum())
+    assert kstest([float(kernel._noisy_gradient(theta)) for _ in range(1000)], norm(exact, 0.2 * target.slope).cdf).pvalue > LEVEL
+
+
+@pytest.mark.parametrize(
+    "make", [partial(penalty, noise_multiplier=30.0), partial(hmc, num_steps=3, ratio_noise_multiplier=30.0, grad_noise_multiplier=60.0)]
+)
+def test_a_budget_that_runs_out_keeps_the_samples(make):
+    target = Gaussian()
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5)
+    kernel = make(target, accountant=accountant)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        MCMC(kernel, num_samples=100_000, warmup_steps=5, disable_progbar=True).run(*target.args)
+    afforded = counts(accountant)[30.0]
+    assert kernel.get_samples()["mean"].shape == (afforded - 5, 1) and afforded > 20
+    assert accountant.get_epsilon() <= 1.0
+
+
+def test_an_interrupted_chain_keeps_the_samples(monkeypatch):
+    target = Gaussian()
+    kernel, iterate = penalty(target), DPPenalty._iterate
+    monkeypatch.setattr(DPPenalty, "_iterate", lambda self, theta: ctrl_c() if self._iteration == 30 else iterate(self, theta))
+
+    def ctrl_c():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        MCMC(kernel, num_samples=50, warmup_steps=10, disable_progbar=True).run(*target.args)
+    assert kernel.get_samples()["mean"].shape == (20, 1)
+    assert counts(kernel.accountant) == {0.25: 30}
+
+
+# -- Pyro's contract -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2)], ids=["penalty", "HMC"])
+def test_pyros_runners_and_reports_work(make, capsys):
+    target = Tosses()
+    runner = MCMC(make(target), num_samples=50, warmup_steps=5, disable_progbar=True)
+    runner.run(*target.args)
+    assert runner.get_samples()["rate"].shape == (50,) and runner.get_samples()["rate"].min() > 0
+    torch.testing.assert_close(runner.get_samples()["rate"], runner.kernel.get_samples()["rate"], rtol=1e-14, atol=0)  # transformed one by one
+    runner.summary()
+    assert "rate" in capsys.readouterr().out
+    streaming = StreamingMCMC(make(target), num_samples=20, warmup_steps=5, disable_progbar=True)
+    streaming.run(*target.args)
+    assert streaming.get_statistics()
+
+
+@pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2)], ids=["penalty", "HMC"])
+def test_a_chain_starts_where_it_is_told_and_seeds_do_not_repeat_it(make):
+    target, start = Gaussian(), {"mean": torch.tensor([7.0])}
+    drawn = []
+    for _ in range(2):
+        pyro.set_rng_seed(1)
+        kernel = make(target)
+        kernel.initial_params = start
+        kernel.setup(0, *target.args)
+        assert torch.equal(kernel.initial_params["mean"], start["mean"])
+        for _ in range(5):
+            kernel.sample(kernel.initial_params)
+        drawn.append(kernel.diagnostics()["noisy log ratios"])
+    assert len({*drawn[0], *drawn[1]}) == 10
+
+
+def test_starts_come_from_the_prior():
+    starts = []
+    for _ in range(60):
+        kernel = penalty(Gaussian())
+        kernel.setup(0, torch.full((20, 1), 1e6))
+        starts.append(float(kernel.initial_params["mean"]))
+    assert kstest(starts, norm(0, PRIOR_STD).cdf).pvalue > LEVEL
+
+
+def half_defined(y):
+    m = pyro.sample("m", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.factor("f", -(y - torch.sqrt(m)) ** 2)
+
+
+def test_a_chain_starts_only_where_the_model_can_be_evaluated():
+    kernel = DPPenalty(half_defined, proposal_scale=1.0, log_ratio_slope=1.0, noise_multiplier=1.0, accountant=dpb.PrivacyAccountant())
+    for _ in range(10):
+        kernel.setup(0, torch.randn(20))
+        assert kernel.initial_params["m"] > 0
+        kernel.cleanup()
+    kernel.initial_params = {"m": torch.tensor(-1.0)}
+    with pytest.raises(ValueError, match="cannot be evaluated"):
+        kernel.setup(0, torch.randn(20))
+    kernel.initial_params = {"m": torch.tensor(1.0)}
+    kernel.setup(0, torch.randn(20))
+    params = kernel.initial_params
+    for _ in range(50):
+        params = kernel.sample(params)
+        assert params["m"] > 0
+    with pytest.raises(ValueError, match="cannot be evaluated"):
+        kernel.sample({"m": torch.tensor(-2.0)})
+    assert counts(kernel.accountant) == {1.0: 50}
+
+
+@pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2)], ids=["penalty", "HMC"])
+def test_nothing_exact_leaves_a_kernel(make):
+    target = Gaussian()
+    kernel = make(target)
+    kernel.setup(0, *target.args)
+    params = kernel.initial_params
+    for _ in range(10):
+        params = kernel.sample(params)
+    assert set(kernel.logging()) == {"step size", "acc. rate", "epsilon"}
+    assert set(kernel.diagnostics()) == {"acceptance rate", "noisy log ratios"}
+    state = kernel.__getstate__()
+    assert all(state[name] is None for name in ("_density", "_terms", "_theta", "_prior"))
+    kernel.cleanup()
+    assert kernel._density is None and kernel._terms is None
+
+
+def test_warm_up_reaches_the_acceptance_rate_it_aims_at():
+    target = Gaussian()
+    kernel = penalty(target, proposal_scale=0.001, noise_multiplier=0.1, target_accept_prob=0.3)
+    MCMC(kernel, num_samples=1000, warmup_steps=1500, disable_progbar=True).run(*target.args)
+    draws = kernel.get_samples()["mean"][:, 0]
+    assert 0.15 < float((draws[1:] != draws[:-1]).double().mean()) < 0.45
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        (penalty, {"noise_multiplier": -1.0}, "noise_multiplier"),
+        (penalty, {"noise_multiplier": math.nan}, "noise_multiplier"),
+        (penalty, {"log_ratio_slope": 0.0}, "log_ratio_slope"),
+        (penalty, {"proposal_scale": 0.0}, "proposal_scale"),
+        (penalty, {"proposal_scale": None}, "proposal_scale"),
+        (penalty, {"proposal_scale": torch.tensor([1.0, 0.0])}, "positive"),
+        (penalty, {"proposal_scale": torch.ones(2, 2)}, "Cholesky"),
+        (penalty, {"accountant": None}, "accountant"),
+        (penalty, {"proposal": object()}, "event"),
+        (partial(hmc, num_steps=0), {}, "num_steps"),
+        (partial(hmc, num_steps=1), {"max_grad_norm": math.inf}, "max_grad_norm"),
+        (partial(hmc, num_steps=1), {"grad_noise_multiplier": -1.0}, "grad_noise_multiplier"),
+        (partial(hmc, num_steps=1), {"mass_matrix": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "positive definite"),
+        (partial(hmc, num_steps=1), {"mass_matrix": torch.tensor([-1.0])}, "positive"),
+        (partial(hmc, num_steps=1), {"target_accept_prob": 1.0}, "target_accept_prob"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(make, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(Gaussian(), **options)
+
+
+@pytest.mark.parametrize("make, options", [(penalty, {"proposal_scale": torch.ones(3)}), (partial(hmc, num_steps=1), {"mass_matrix": torch.ones(3)})])
+def test_what_has_another_dimension_than_the_model_is_refused(make, options):
+    target = Gaussian()
+    kernel = make(target, **options)
+    with pytest.raises(ValueError, match="is for 3 coordinates, the model has 1"):
+        MCMC(kernel, num_samples=1, disable_progbar=True).run(*target.args)
+    assert counts(kernel.accountant) == {}
+
+
+def test_a_kernel_with_an_accountant_in_memory_cannot_travel_to_a_worker():
+    with pytest.raises(Exception, match="path="):
+        pickle.dumps(penalty(Gaussian()))

@@ -1,0 +1,493 @@
+"""Record terms against Pyro's own potential, and every model that has to be refused.
+
+With U Pyro's potential on all N records and U_i the one on record i alone, log p(θ) = (U − Σ U_i)/(N − 1) with its Jacobian terms and
+log p(x_i | θ) = −U_i − log p(θ): nothing of ours computes the expected values.
+"""
+
+import math
+from functools import partial
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import config_enumerate
+from pyro.infer.mcmc.util import initialize_model
+from pyro.nn import PyroModule, PyroSample
+from pyro.ops.integrator import potential_grad
+from scipy.stats import gamma, kstest
+from torch import nn
+
+from torch_dpbayes.mcmc import RecordDensity, clipped_ratio_sum
+from torch_dpbayes.mcmc.record_density import InvalidPoint, Prior
+
+RECORDS = 5
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def weights(name, *shape):
+    return pyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape)))
+
+
+def logistic(x, y):
+    beta = weights("beta", x.shape[1])
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+
+def gaussian_rows(x):
+    mean = weights("mean", x.shape[1])
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 0.5).to_event(1), obs=x)
+
+
+def hierarchical(group, y):
+    center, spread = pyro.sample("center", dist.Normal(0.0, 1.0)), pyro.sample("spread", dist.HalfNormal(1.0))
+    with pyro.plate("groups", 4):
+        effect = pyro.sample("effect", dist.Normal(center, spread))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
+
+
+def network(x, y):
+    first, bias, second = weights("first", 3, 6), weights("bias", 6), weights("second", 6)
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(torch.tanh(x @ first + bias) @ second, 1.0), obs=y)
+
+
+class Net(PyroModule):
+    def __init__(self):
+        super().__init__()
+        self.fixed = nn.Linear(3, 4)
+        self.last = PyroModule[nn.Linear](4, 1)
+        self.last.weight = PyroSample(dist.Normal(0.0, 1.0).expand([1, 4]).to_event(2))
+        self.last.bias = PyroSample(dist.Normal(0.0, 1.0).expand([1]).to_event(1))
+
+    def forward(self, x, y):
+        mean = self.last(torch.tanh(self.fixed(x))).squeeze(-1)
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.StudentT(4.0, mean, 1.0), obs=y)
+
+
+def mixture(y):
+    share = pyro.sample("share", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("components", 3):
+        mean = pyro.sample("mean", dist.Normal(0.0, 3.0))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(share))
+        pyro.sample("y", dist.Normal(mean[z], 1.0), obs=y)
+
+
+def two_discrete_latents(y):
+    rate = pyro.sample("rate", dist.Beta(2.0, 2.0))
+    mean = weights("mean", 3)
+    with pyro.plate("data", len(y)):
+        on = pyro.sample("on", dist.Bernoulli(rate))
+        z = pyro.sample("z", dist.Categorical(torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])[on.long()]))
+        pyro.sample("y", dist.Normal(mean[z] + on, 1.0), obs=y)
+
+
+def ordered(x, y):
+    slope, cut = weights("slope"), pyro.sample("cut", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.OrderedLogistic(slope * x, torch.cumsum(cut.exp(), 0)), obs=y)
+
+
+def two_sites_with_mask(y, count, seen):
+    mean, scale = weights("mean"), pyro.sample("scale", dist.Gamma(2.0, 2.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, scale).mask(seen), obs=y)
+        pyro.sample("count", dist.Poisson(scale), obs=count)
+
+
+def several_dims_each_row(x):
+    with pyro.plate("columns", 2, dim=-2):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    corner = pyro.sample("corner", dist.LKJCholesky(3, 1.0))
+    with pyro.plate("data", x.shape[1], dim=-1), pyro.plate("columns ", 2, dim=-2):
+        pyro.sample("x", dist.MultivariateNormal(mean[..., None].expand(-1, -1, 3), scale_tril=corner), obs=x)
+
+
+def with_factor(x, *, y):
+    angle = pyro.sample("angle", dist.Uniform(-1.0, 2.0))
+    with pyro.plate("data", len(y)):
+        pyro.deterministic("shown", x * angle)
+        pyro.factor("likelihood", -((y - x * angle) ** 2))
+
+
+def normal(*shape):
+    return torch.randn(shape)
+
+
+def kinds():
+    y = partial(normal, RECORDS)
+    x = partial(normal, RECORDS, 3)
+    return {
+        "logistic": (logistic, lambda: (x(), torch.randint(0, 2, (RECORDS,)).double()), {}),
+        "gaussian rows": (gaussian_rows, lambda: (x(),), {}),
+        "hierarchical": (hierarchical, lambda: (torch.randint(0, 4, (RECORDS,)), y()), {}),
+        "network": (network, lambda: (x(), y()), {}),
+        "PyroModule": (Net, lambda: (x(), y()), {}),
+        "mixture": (mixture, lambda: (y(),), {}),
+        "two discrete latents": (two_discrete_latents, lambda: (y(),), {}),
+        "ordered": (ordered, lambda: (y(), torch.randint(0, 3, (RECORDS,))), {}),
+        "two sites with mask": (two_sites_with_mask, lambda: (y(), torch.randint(0, 5, (RECORDS,)).double(), torch.rand(RECORDS) < 0.6), {}),
+        "several dims each row": (several_dims_each_row, lambda: (normal(2, RECORDS, 3),), {}),
+        "factor": (with_factor, lambda: (y(),), {"y": y}),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_terms_and_gradients_are_those_of_pyro(kind):
+    model, make, make_kwargs = kinds()[kind]
+    model = model() if isinstance(model, type) else model
+    args, kwargs = make(), {key: make_one() for key, make_one in make_kwargs.items()}
+    density = RecordDensity(model, args, kwargs)
+
+    def potential(*rows, **more):
+        return initialize_model(config_enumerate(model), rows, more, max_plate_nesting=2)[1]
+
+    def record(value, i):
+        return value.narrow(value.shape.index(RECORDS), i, 1)
+
+    everything = potential(*args, **kwargs)
+    single = [potential(*[record(a, i) for a in args], **{k: record(v, i) for k, v in kwargs.items()}) for i in range(RECORDS)]
+    for _ in range(3):
+        theta = torch.randn(density.prior.dimension) * 0.7
+
+        def of_pyro(potential_fn, theta=theta):
+            gradients, value = potential_grad(potential_fn, density.prior.unflatten(theta.clone()))
+            return value.detach(), density.prior.flatten(gradients)
+
+        total, total_gradient = of_pyro(everything)
+        values, gradients = (torch.stack(v) for v in zip(*map(of_pyro, single)))
+        log_prior, prior_gradient = ((u - u_i.sum(0)) / (RECORDS - 1) for u, u_i in [(total, values), (total_gradient, gradients)])
+        got, got_gradient = density.prior.log_density_and_gradient(theta)
+        assert got == pytest.approx(float(log_prior), rel=1e-9, abs=1e-9)
+        assert density.prior.log_density(theta) == got
+        torch.testing.assert_close(got_gradient, prior_gradient, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(density.log_likelihoods(theta), -values - log_prior, rtol=1e-8, atol=1e-8)
+        record_gradients = -gradients - prior_gradient
+        norms = record_gradients.norm(dim=1)
+        for bound in [1e6, float(norms.median()), 1e-3]:
+            expected = (record_gradients * (bound / norms).clamp(max=1.0)[:, None]).sum(0)
+            torch.testing.assert_close(density.clipped_gradient_sum(theta, bound), expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["logistic", "mixture", "ordered"])
+def test_chunks_of_rows_change_nothing(kind, monkeypatch):
+    monkeypatch.setattr(__import__(__name__), "RECORDS", 203)
+    model, make, _ = kinds()[kind]
+    args = make()
+    whole, chunked = RecordDensity(model, args), RecordDensity(model, args, chunk_bytes=5_000)
+    theta = torch.randn(whole.prior.dimension)
+    assert chunked._programs["gradients"].rows < 100
+    torch.testing.assert_close(chunked.log_likelihoods(theta), whole.log_likelihoods(theta))
+    torch.testing.assert_close(chunked.clipped_gradient_sum(theta, 0.3), whole.clipped_gradient_sum(theta, 0.3))
+
+
+# -- records that are not numbers ------------------------------------------------------------------------------------------
+
+
+def without(args, i):
+    return tuple(torch.cat([a[:i], a[i + 1 :]]) for a in args)
+
+
+def spoil(args, value, i=3):
+    args[0][i] = value
+    return args
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e308])
+@pytest.mark.parametrize("chunk_bytes", [2**24, 500])
+def test_a_record_that_is_not_a_number_contributes_nothing(value, chunk_bytes):
+    args = spoil((torch.randn(20, 2), torch.randint(0, 2, (20,)).double()), value)
+    check_ignored(logistic, args, 3, chunk_bytes)
+
+
+@pytest.mark.parametrize("chunk_bytes", [2**24, 500])
+def test_a_record_at_which_the_computation_fails_contributes_nothing(chunk_bytes):
+    args = spoil((torch.randint(0, 4, (20,)), torch.randn(20)), 99)  # an index out of range
+    check_ignored(hierarchical, args, 3, chunk_bytes)
+
+
+def check_ignored(model, args, i, chunk_bytes):
+    density, rest = RecordDensity(model, args, chunk_bytes=chunk_bytes), RecordDensity(model, without(args, i))
+    theta, other = torch.randn(2, density.prior.dimension)
+    kept = [k for k in range(len(args[0])) if k != i]
+    for bound in [0.1, 100.0]:
+        torch.testing.assert_close(density.clipped_gradient_sum(theta, bound), rest.clipped_gradient_sum(theta, bound))
+        terms, others = density.log_likelihoods(theta), density.log_likelihoods(other)
+        torch.testing.assert_close(terms[kept], rest.log_likelihoods(theta))
+        # a likelihood of 0 or infinity is one end of the clipping range; everything else that is no number is nothing
+        share = 0.0 if (others[i] - terms[i]).isnan() else float((others[i] - terms[i]).clamp(-bound, bound))
+        expected = clipped_ratio_sum(rest.log_likelihoods(theta), rest.log_likelihoods(other), bound) + share
+        assert clipped_ratio_sum(terms, others, bound) == pytest.approx(expected)
+
+
+def test_ratios_are_clipped_one_by_one():
+    current = torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf, math.nan, 0.0, math.inf])
+    proposed = torch.tensor([0.3, 5.0, -5.0, 0.0, 0.0, 0.0, math.nan, math.inf])
+    assert clipped_ratio_sum(current, proposed, 1.0) == pytest.approx(0.3 + 1 - 1 - 1 + 1)
+
+
+def test_where_the_model_cannot_be_evaluated_is_told_from_bad_records():
+    def model(y):
+        log_scale = weights("log_scale")
+        with pyro.plate("data", len(y)):
+            pyro.factor("f", torch.sqrt(2.0 - log_scale) * y)  # nan for every record beyond 2
+
+    density = RecordDensity(model, (torch.randn(RECORDS),))
+    assert density.is_valid(torch.tensor([1.0])) and not density.is_valid(torch.tensor([3.0]))
+    with pytest.raises(InvalidPoint):
+        density.log_likelihoods(torch.tensor([3.0]))
+    assert density.clipped_gradient_sum(torch.tensor([3.0]), 1.0) == 0
+
+
+def test_the_set_up_does_not_look_at_the_data_and_what_follows_does_not_call_the_model():
+    calls = []
+
+    def model(x, y):
+        calls.append(None)
+        logistic(x, y)
+
+    x, y = torch.randn(30, 2), torch.randint(0, 2, (30,)).double()
+    later = torch.full_like(x, math.nan), torch.full_like(y, math.nan)
+    density, expected = RecordDensity(model, later), RecordDensity(logistic, (x, y))
+    later[0].copy_(x)
+    later[1].copy_(y)
+    during_set_up = len(calls)
+    for theta in torch.randn(5, 2):
+        torch.testing.assert_close(density.log_likelihoods(theta), expected.log_likelihoods(theta))
+        torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.5), expected.clipped_gradient_sum(theta, 0.5))
+    assert len(calls) == during_set_up
+
+
+# -- what has to be refused --------------------------------------------------------------------------------------------------
+
+
+def gaussian(y, mean, size=None, name="data", scale=1.0):
+    with pyro.plate(name, len(y) if size is None else size):
+        pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+
+def no_plate(y):
+    pyro.sample("y", dist.Normal(weights("m"), 1.0).expand([len(y)]).to_event(1), obs=y)
+
+
+def other_name(y):
+    gaussian(y, weights("m"), name="rows")
+
+
+def two_data_plates(y):
+    m = weights("m")
+    gaussian(y, m)
+    with pyro.plate("more", len(y)):
+        pyro.sample("again", dist.Normal(m, 1.0), obs=y)
+
+
+def one_name_twice(y):
+    m = weights("m")
+    gaussian(y, m)
+    with pyro.plate("data", 3, dim=-2):
+        pyro.sample("again", dist.Normal(m, 1.0), obs=torch.zeros(3, 1))
+
+
+def unplated_observation(y):
+    m = weights("m")
+    gaussian(y, m)
+    pyro.sample("total", dist.Normal(m, 1.0), obs=y.sum())
+
+
+def factor_outside(y):
+    m = weights("m")
+    gaussian(y, m)
+    pyro.factor("total", (m * y).sum())
+
+
+def longer_than_the_plate(y):
+    gaussian(y, weights("m"), size=len(y) - 1)
+
+
+def broadcast_observation(y):
+    gaussian(y[:1], weights("m"), size=len(y))
+
+
+def hard_coded_size(y):
+    gaussian(y, weights("m"), size=20)
+
+
+def centred(y):
+    gaussian(y - y.mean(), weights("m"))
+
+
+def scaled_by_the_largest(y):
+    gaussian(y / y.abs().max(), weights("m"))
+
+
+def most_frequent_label(y, label):
+    gaussian(y, weights("m") * label.max())
+
+
+def tempered_by_the_number(y):
+    with pyro.plate("data", len(y)), pyro.poutine.scale(scale=10.0 / len(y)):
+        pyro.sample("y", dist.Normal(weights_outside["m"], 1.0), obs=y)
+
+
+weights_outside = {}
+
+
+def tempered(y):
+    weights_outside["m"] = weights("m")
+    tempered_by_the_number(y)
+
+
+def neighbours(y):
+    gaussian(y, weights("m") * y.roll(1))
+
+
+def by_position(y):
+    gaussian(y, weights("m") * torch.arange(len(y)))
+
+
+def empirical_bayes(y):
+    gaussian(y, pyro.sample("m", dist.Normal(y.mean(), 1.0)))
+
+
+def local_latent(y):
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(pyro.sample("m", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+
+def global_discrete(y):
+    gaussian(y, weights("m") + pyro.sample("z", dist.Bernoulli(0.5)))
+
+
+def subsampled(y):
+    m = weights("m")
+    with pyro.plate("data", len(y), subsample_size=5) as index:
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y[index])
+
+
+def sequential(y):
+    m = weights("m")
+    for i in pyro.plate("data", len(y)):
+        pyro.sample(f"y{i}", dist.Normal(m, 1.0), obs=y[i])
+
+
+def sequential_enumeration(y):
+    m = weights("m")
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(0.5), infer={"enumerate": "sequential"})
+        pyro.sample("y", dist.Normal(m + z, 1.0), obs=y)
+
+
+def nothing_observed(y):
+    m = weights("m")
+    with pyro.plate("data", len(y)):
+        pyro.deterministic("z", m + y)
+        pyro.sample("u", dist.Bernoulli(0.5))
+
+
+def nothing_to_sample(y):
+    gaussian(y, torch.tensor(0.0))
+
+
+def moving_support(y):
+    gaussian(y, pyro.sample("m", dist.Uniform(0.0, pyro.sample("top", dist.HalfNormal(1.0)))))
+
+
+def dropout(y):
+    gaussian(y, weights("m") * nn.functional.dropout(torch.ones(len(y)), 0.5))
+
+
+def batch_norm(y):
+    gaussian(nn.functional.batch_norm(y[:, None], None, None, training=True)[:, 0], weights("m"))
+
+
+def branch_on_the_data(y):
+    gaussian(y, weights("m") * (2.0 if float(y[0]) > 0 else 1.0))
+
+
+def by_numpy(y):
+    m = weights("m")
+    gaussian(y, m * torch.as_tensor(np.tanh(y.numpy())))
+
+
+DATA_ELSEWHERE = torch.randn(20)
+
+
+def from_elsewhere(_):
+    gaussian(DATA_ELSEWHERE, weights("m"))
+
+
+REFUSED = [
+    (no_plate, "no sites in a plate named 'data'"),
+    (other_name, "no sites in a plate named 'data'"),
+    (two_data_plates, "'again' is observed outside the plate"),
+    (one_name_twice, "."),  # Pyro itself, or we
+    (unplated_observation, "'total' is observed outside the plate"),
+    (factor_outside, "'total' is observed outside the plate"),
+    (longer_than_the_plate, "."),
+    (broadcast_observation, "another length"),
+    (hard_coded_size, "take its size from the data"),
+    (centred, "changes when"),
+    (scaled_by_the_largest, "changes when"),
+    (tempered, "changes when"),
+    (neighbours, "changes when"),
+    (by_position, "changes when"),
+    (empirical_bayes, "prior changes when"),
+    (local_latent, "'m' lies in the data plate"),
+    (global_discrete, "'z' lies outside the data plate"),
+    (subsampled, "subsamples"),
+    (sequential, "iterated over"),
+    (sequential_enumeration, "enumerated sequentially"),
+    (nothing_observed, "nothing is observed"),
+    (nothing_to_sample, "no continuous latent"),
+    (moving_support, "support of latent 'm'"),
+    (dropout, "random numbers"),
+    (batch_norm, "changes when|made-up"),
+    (branch_on_the_data, "changes when|recorded"),
+    (by_numpy, "recorded"),
+    (from_elsewhere, "take its size from the data"),
+]
+
+
+@pytest.mark.parametrize("model, message", REFUSED, ids=[model.__name__ for model, _ in REFUSED])
+def test_what_has_no_guarantee_is_refused(model, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        RecordDensity(model, (torch.randn(20),))
+    if model not in (one_name_twice, longer_than_the_plate, hard_coded_size, from_elsewhere):  # there it is the model's own error that says it
+        assert "20" not in str(caught.value), "the number of records is private under add-or-remove-one"
+
+
+def test_a_whole_number_shared_by_all_rows_is_refused():
+    with pytest.raises(ValueError, match="changes when"):
+        RecordDensity(most_frequent_label, (torch.randn(20), torch.randint(0, 2, (20,))))
+
+
+def test_data_have_to_be_tensors():
+    with pytest.raises(TypeError, match=r"torch\.as_tensor"):
+        RecordDensity(gaussian_rows, (np.zeros((4, 2)),))
+
+
+def test_a_start_comes_from_the_prior_alone():
+    prior = Prior(lambda: pyro.sample("rate", dist.Gamma(3.0, 2.0)))
+    draws = [float(prior.constrain(prior.sample())["rate"]) for _ in range(300)]
+    assert kstest(draws, gamma(3.0, scale=0.5).cdf).pvalue > 1e-6
+
+
+def test_drawing_from_the_prior_neither_uses_nor_moves_the_callers_seed():
+    prior = Prior(lambda: weights("m", 2))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = prior.sample()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first, prior.sample())

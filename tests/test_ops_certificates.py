@@ -1,0 +1,211 @@
+"""The certificates of exact draws against densities by quadrature, on neighbouring data sets."""
+
+import math
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from scipy import stats
+
+from torch_dpbayes import ops
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
+
+RELATIONS = ("replace_one", "add_or_remove_one")
+EPSILONS = (0.0, 0.1, 0.3, 0.7, 1.5, 3.0)
+SIGNIFICANCE = 1e-6 / 6  # one in a million runs of this file fails by chance
+GRID = np.linspace(-14, 14, 20001)
+
+
+def tensors(records):
+    x, y = zip(*records) if records else ((), ())
+    return torch.tensor(x, dtype=torch.float64).reshape(-1, 1), torch.tensor(y, dtype=torch.float64)
+
+
+def density(potential):
+    """exp(−U) on the grid, normalised."""
+    values = np.array([float(potential(torch.tensor([w], dtype=torch.float64))) for w in GRID[::20]])
+    values = np.interp(GRID, GRID[::20], values)
+    weights = np.exp(values.min() - values)
+    return weights / weights.sum()
+
+
+def deltas(p, q):
+    """The exact δ at EPSILONS, the worse direction."""
+    return [max(np.clip(a - math.exp(e) * b, 0, None).sum() for a, b in ((p, q), (q, p))) for e in EPSILONS]
+
+
+def profile(event, epsilon):
+    """The stated δ(ε), from the closed forms rather than from the accountant."""
+    if isinstance(event, MuGaussianDpEvent):
+        return stats.norm.cdf(event.mu / 2 - epsilon / event.mu) - math.exp(epsilon) * stats.norm.cdf(-event.mu / 2 - epsilon / event.mu)
+    assert isinstance(event, BoundedRangeDpEvent)
+    b = event.epsilon
+    return 0.0 if epsilon >= b else (1 - math.exp(-(b - epsilon) / 2)) ** 2 / (1 - math.exp(-b))
+
+
+def potential_of(glm, records, certificate, setting, **options):
+    if isinstance(certificate, ops.StronglyLogConcave):
+        options = {"max_grad_norm": certificate.max_grad_norm, **options}
+        return glm.target(tensors(records), tempering=setting.tempering, **options).potential
+    whole = certificate.temper == "posterior"
+    target = glm.target(tensors(records), tempering=1.0 if whole else setting.tempering, max_grad_norm=math.inf)
+    low, high = options.get("clip", certificate.log_likelihood_range)
+    return lambda w: (setting.tempering if whole else 1.0) * target.clipped_potential(w, low, high, certificate.relative)
+
+
+def worst_excess(glm, neighbours, certificate, setting, **options):
+    exact = deltas(*(density(potential_of(glm, records, certificate, setting, **options)) for records in neighbours))
+    stated = [profile(certificate.event(glm, setting), epsilon) for epsilon in EPSILONS]
+    return max(e - s for e, s in zip(exact, stated)), max(e / s for e, s in zip(exact, stated) if s > 1e-3)
+
+
+def glm_of(family, **options):
+    extra = {"gaussian": {"noise_std": 0.5}, "poisson": {"max_count": 3.0}}.get(family, {})
+    return ops.GLM(family, **{**extra, **options})
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+@pytest.mark.parametrize("family", ops.glm.FAMILIES)
+@pytest.mark.parametrize(
+    "certificate",
+    [
+        ops.Bounded((-2.0, 0.5)),
+        ops.Bounded(3.0, temper="posterior"),
+        ops.Bounded.from_lipschitz(1.0, 2.0),
+        ops.StronglyLogConcave(),
+        ops.StronglyLogConcave(max_grad_norm=0.3),
+    ],
+    ids=["interval", "posterior", "lipschitz", "concave", "concave-clipped"],
+)
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(
+    base=st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=3),
+    record=st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6])),
+    other=st.tuples(st.sampled_from([-1.0, 1.0, 0.1]), st.sampled_from([-1e6, 0.0, 1.0, 1e6])),
+    std=st.sampled_from([0.5, 2.0]),
+    rho=st.sampled_from([0.3, 1.0]),
+)
+def test_exact_densities_never_exceed_the_stated_delta(certificate, family, neighboring, base, record, other, std, rho):
+    glm = glm_of(family, prior_std=std)
+    neighbours = ([*base, record], [*base, other] if neighboring == "replace_one" else base)
+    assert worst_excess(glm, neighbours, certificate, ops.certificates.Setting(rho, None, neighboring))[0] < 1e-5
+
+
+STEEP = 1e4  # a logistic curve this steep is a step: its clipped log likelihood is at one end or the other
+
+
+@pytest.mark.parametrize(("neighboring", "base"), [("replace_one", 0), ("add_or_remove_one", 0), ("replace_one", 1)])
+def test_bounded_is_reached_by_a_step_likelihood(neighboring, base):
+    glm = ops.GLM(prior_std=1.0, max_feature_norm=STEEP)
+    neighbours = (
+        [(STEEP, 1.0)] * (base + 1),
+        [(STEEP, 1.0)] * base + ([(STEEP, 0.0)] if neighboring == "replace_one" else []),
+    )
+    excess, share = worst_excess(glm, neighbours, ops.Bounded(1.0), ops.certificates.Setting(1.0, None, neighboring))
+    assert excess < 1e-3 and share > 0.9  # the step of the grid at 0
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_strong_concavity_is_reached_by_straight_lines(neighboring):
+    glm = glm_of("gaussian", prior_std=2.0)
+    neighbours = ([(1.0, 1e6)], [(1.0, -1e6)] if neighboring == "replace_one" else [])
+    excess, share = worst_excess(glm, neighbours, ops.StronglyLogConcave(max_grad_norm=0.3), ops.certificates.Setting(1.0, None, neighboring))
+    assert excess < 1e-5 and share > 0.99
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_the_attack_succeeds_without_the_clips(neighboring):
+    glm = glm_of("gaussian", prior_std=2.0)
+    neighbours = ([(1.0, 3.0)], [(1.0, -3.0)] if neighboring == "replace_one" else [])
+    setting = ops.certificates.Setting(1.0, None, neighboring)
+    assert worst_excess(glm, neighbours, ops.Bounded((-1.0, 0.0)), setting, clip=(-math.inf, math.inf))[0] > 0.1
+    assert worst_excess(glm, neighbours, ops.StronglyLogConcave(), setting, max_grad_norm=1e9)[0] > 0.1
+
+
+def test_tempering_the_prior_too_would_cost_more():
+    """Why only the likelihood is tempered under strong concavity: G/√(ρλ) against G/√λ at G = 2Lρ."""
+    glm, rho = glm_of("gaussian", prior_std=1.0), 0.25
+    certificate, setting = ops.StronglyLogConcave(max_grad_norm=1.0), ops.certificates.Setting(rho, None, "replace_one")
+    ends = []
+    for y in (1e6, -1e6):
+        target = glm.target(tensors([(1.0, y)]), tempering=1.0, max_grad_norm=1.0)
+        ends.append(density(lambda w, u=target.potential: rho * u(w)))
+    mu = certificate.event(glm, setting).mu
+    assert mu == pytest.approx(2 * rho)
+    exact = deltas(*ends)
+    assert exact == pytest.approx([profile(MuGaussianDpEvent(mu / math.sqrt(rho)), e) for e in EPSILONS], abs=1e-4)
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_stated_ranges(relation):
+    twice = 2 if relation == "replace_one" else 1
+    glm, setting = ops.GLM(prior_std=0.5), ops.certificates.Setting(0.3, None, relation)
+    assert ops.Bounded((-4.0, 1.0)).event(glm, setting).epsilon == pytest.approx(twice * 5 * 0.3)
+    assert ops.Bounded(2.0).event(glm, setting).epsilon == pytest.approx(twice * 2 * 0.3)
+    assert ops.Bounded.from_lipschitz(0.5, 3.0).event(glm, setting).epsilon == pytest.approx(twice * 2 * 0.5 * 3.0 * 0.3)
+    assert ops.StronglyLogConcave(max_grad_norm=0.7).event(glm, setting).mu == pytest.approx(twice * 0.7 * 0.3 / 2)
+
+
+def test_a_finite_run_costs_at_most_as_much_as_an_exact_draw():
+    glm = ops.GLM(prior_std=0.5)
+    exact = ops.StronglyLogConcave().event(glm, ops.certificates.Setting(1.0, None, "replace_one")).mu
+    runs = [ops.OnePosteriorSample(glm, ops.FiniteRunLangevin(steps=t), num_data=1000).event.mu for t in (1, 10, 100, 10**4, 10**7)]
+    assert runs == sorted(runs) and runs[-1] <= exact * (1 + 1e-6)
+
+
+def test_the_tempering_inverts_the_bounded_range_profile():
+    for epsilon, delta in ((1.0, 1e-5), (0.1, 1e-8), (3.0, 1e-3)):
+        sampler = ops.OnePosteriorSample(ops.GLM(), ops.Bounded(10.0), epsilon=epsilon, delta=delta)
+        b = sampler.event.epsilon
+        assert profile(sampler.event, epsilon) <= delta
+        assert profile(BoundedRangeDpEvent(b * 1.001), epsilon) > delta
+        assert b > epsilon
+
+
+# --- draws -------------------------------------------------------------------------------------------------------------
+
+COLUMNS = 200  # independent one-dimensional posteriors: every record touches one column
+
+
+def conjugate():
+    y = torch.linspace(-3, 3, COLUMNS, dtype=torch.float64)
+    precision = 1 / 0.8**2 + 1 / 0.5**2
+    return ops.GLM("gaussian", prior_std=0.8, noise_std=0.5), y, y.numpy() / 0.5**2 / precision, precision
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("certificate", [ops.Bounded((-80.0, 5.0)), ops.StronglyLogConcave(max_grad_norm=1e4)], ids=["bounded", "concave"])
+def test_draws_by_nuts_follow_the_posterior(certificate):
+    glm, y, mean, precision = conjugate()
+    standard = []
+    for _ in range(5):
+        draw = ops.OnePosteriorSample(glm, certificate).sample(torch.eye(COLUMNS, dtype=torch.float64), y)["weights"].numpy()
+        standard.append((draw - mean) * math.sqrt(precision))
+    assert stats.kstest(np.concatenate(standard), "norm").pvalue > SIGNIFICANCE
+
+
+def test_draws_by_nuts_have_the_mean_and_variance_of_the_tempered_posterior():
+    glm, y, _, _ = conjugate()
+    certificate = ops.Bounded((-300.0, 5.0), warmup_steps=200)
+    rho = 0.5
+    epsilon = PrivacyAccountant(neighboring="replace_one").compose(certificate.event(glm, ops.certificates.Setting(rho, None, "replace_one")))
+    sampler = ops.OnePosteriorSample(glm, certificate, epsilon=epsilon.get_epsilon(1e-5), delta=1e-5)
+    assert sampler.tempering == pytest.approx(rho, rel=1e-3)
+    draw = sampler.sample(torch.eye(COLUMNS, dtype=torch.float64), y)["weights"].numpy()
+    precision = 1 / 0.8**2 + sampler.tempering / 0.5**2
+    standard = (draw - sampler.tempering * y.numpy() / 0.5**2 / precision) * math.sqrt(precision)
+    assert stats.kstest(standard, "norm").pvalue > SIGNIFICANCE
+
+
+def test_the_sampler_ignores_the_global_seed_and_leaves_it_alone():
+    glm, y, _, _ = conjugate()
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        draws.append(ops.OnePosteriorSample(glm, ops.Bounded(10.0, warmup_steps=5)).sample(torch.eye(COLUMNS), y)["weights"])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(*draws)

@@ -1,0 +1,237 @@
+"""The finite-run certificate against exact output densities, and the law of its draws against closed forms."""
+
+import math
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from scipy import stats
+from scipy.interpolate import CubicSpline
+
+from torch_dpbayes import ops
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.privacy_loss import _gaussian_delta as gaussian_delta
+
+RELATIONS = ("replace_one", "add_or_remove_one")
+EPSILONS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0)
+SIGNIFICANCE = 1e-6 / 8  # one in a million runs of this file fails by chance
+
+
+def tensors(records):
+    """Features [n, 1] and targets [n] of a list of pairs."""
+    x, y = zip(*records) if records else ((), ())
+    return torch.tensor(x, dtype=torch.float64).reshape(-1, 1), torch.tensor(y, dtype=torch.float64)
+
+
+def output_density(glm, records, certificate, setting, steps, *, grid, max_grad_norm=None):
+    """The density of the last state on a grid, by exact iteration of the library's own step."""
+    clip = certificate.max_grad_norm if max_grad_norm is None else max_grad_norm
+    target = glm.target(tensors(records), tempering=setting.tempering, max_grad_norm=clip)
+    slope = np.array([float(target.gradient(torch.tensor([g], dtype=torch.float64))) for g in grid])
+    spacing = grid[1] - grid[0]
+    density, kernels = stats.norm.pdf(grid, -steps[0] * float(target.gradient(target.start)), math.sqrt(2 * steps[0])), {}
+    for h in steps[1:]:
+        if h not in kernels:
+            kernels[h] = stats.norm.pdf(grid[None, :], (grid - h * slope)[:, None], math.sqrt(2 * h)) * spacing
+        density = density @ kernels[h]
+    return density
+
+
+def grids(steps):
+    """Wider and wider, fine enough for the trapezoidal rule to be exact to round-off (it converges exponentially on Gaussians)."""
+    for width in (6, 12, 25, 50, 100):
+        yield np.linspace(-width, width, 1 + int(2 * width * 8 / math.sqrt(2 * min(steps))))
+
+
+def worst_excess(glm, neighbours, certificate, setting, claimed=None, **options):
+    """max over both directions and EPSILONS of exact δ − claimed δ, and of exact δ / claimed δ where claimed δ is not tiny."""
+    mu = certificate.event(claimed or glm, setting).mu
+    h = np.broadcast_to(certificate._steps(certificate._constants(claimed or glm, setting)), certificate.steps)
+    for grid in grids(h):
+        densities = [output_density(glm, records, certificate, setting, h, grid=grid, **options) for records in neighbours]
+        spacing = grid[1] - grid[0]
+        if all(abs(density.sum() * spacing - 1) < 1e-9 for density in densities):
+            break
+    else:
+        raise AssertionError("no grid is wide enough")
+    fine = np.linspace(grid[0], grid[-1], 16 * len(grid))
+    both = [CubicSpline(grid, density)(fine) for density in densities]
+    excess, share = -math.inf, 0.0
+    for p, q in (both, both[::-1]):
+        for epsilon in EPSILONS:
+            exact = float(np.clip(p - math.exp(epsilon) * q, 0, None).sum() * (fine[1] - fine[0]))
+            bound = gaussian_delta(mu, epsilon)
+            excess = max(excess, exact - bound)
+            share = max(share, exact / bound if bound > 1e-3 else 0.0)
+    return excess, share
+
+
+def glm_of(family, **options):
+    extra = {"gaussian": {"noise_std": 1.0}, "poisson": {"max_count": 3.0}}.get(family, {})
+    return ops.GLM(family, **{**extra, **options})
+
+
+@pytest.mark.parametrize(
+    ("steps", "lam", "mu"), [(10**3, 4.0, 0.491), (10**4, 4.0, 0.993), (10**7, 4.0, 1.000)]
+)
+def test_reference_values(steps, lam, mu):
+    sample = ops.OnePosteriorSample(ops.GLM(prior_std=lam**-0.5), ops.FiniteRunLangevin(steps=steps), num_data=32561)
+    assert sample.event.mu == pytest.approx(mu, abs=5e-4)
+    m = lam + 32561 / 4
+    faster = ops.FiniteRunLangevin(steps=steps, step_size=2 / (lam + m))
+    if steps == 10**3:
+        assert ops.OnePosteriorSample(ops.GLM(prior_std=0.5), faster, num_data=32561).event.mu == pytest.approx(0.675, abs=6e-4)
+
+
+def test_epsilon_of_the_reference_case():
+    sample = ops.OnePosteriorSample(ops.GLM(prior_std=0.5), ops.FiniteRunLangevin(steps=10_000), num_data=32561)
+    assert PrivacyAccountant(neighboring="replace_one").compose(sample.event).get_epsilon(1e-5) == pytest.approx(4.34, abs=5e-3)
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+@pytest.mark.parametrize("lam", [0.0, 0.3, 2.0])
+@pytest.mark.parametrize("schedule", ["constant", "decaying", "rising"])
+def test_mu_equals_the_closed_form_where_every_gradient_is_at_its_clip(neighboring, lam, schedule):
+    """Then the step is affine: θ_t is Gaussian, and μ is the difference of means over the standard deviation."""
+    t, clip, rho = 25, 0.7, 0.4
+    glm = ops.GLM("gaussian", prior_std=math.inf if lam == 0 else lam**-0.5, noise_std=1.0)
+    setting = ops.certificates.Setting(rho, 3, neighboring)
+    m = lam + rho * 3
+    h = {"constant": np.full(t, 1 / m), "decaying": 1 / m / np.arange(1, t + 1) ** 0.5, "rising": np.linspace(0.1, 2 / (lam + m), t)}[schedule]
+    certificate = ops.FiniteRunLangevin(steps=t, step_size=h[0] if schedule == "constant" else h, max_grad_norm=clip)
+    mean = variance = 0.0
+    for step in h:
+        shrink = 1 - step * lam
+        mean = shrink * mean + step * rho * clip * (2 if neighboring == "replace_one" else 1)
+        variance = shrink**2 * variance + 2 * step
+    exact = mean / math.sqrt(variance)
+    mu = certificate.event(glm, setting).mu
+    assert exact <= mu <= exact * (1 + 1e-8)
+
+
+def test_the_closed_form_has_its_limits():
+    mu = ops.certificates.finite_run_mu
+    one = np.asarray
+    # c -> 1 is c = 1, one step has μ = Δ√(h/2) at any contraction, and endless steps have μ = Δ√(h/2 · (1+c)/(1-c))
+    assert mu(1.0, one(0.1), one(1e-13), 1000) == pytest.approx(mu(1.0, one(0.1), one(0.0), 1000), rel=1e-6)
+    for gap in (0.0, 1e-9, 0.3, 1.0):
+        assert mu(2.0, one(0.1), one(gap), 1) == pytest.approx(2 * math.sqrt(0.05))
+    assert mu(1.0, one(0.1), one(0.3), 10**9) == pytest.approx(math.sqrt(0.05 * 1.7 / 0.3))
+    for count in (1, 2, 40):
+        same = np.full(count, 0.1), np.full(count, 0.02)
+        assert mu(1.0, *same, count) <= mu(1.0, one(0.1), one(0.02), count) * (1 + 1e-9)
+    assert mu(1.0, np.array([5.0, 0.1]), np.array([0.2, 1.0]), 2) == pytest.approx(math.sqrt(0.05))  # c = 0 forgets everything
+
+
+records = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)
+extreme = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6]))
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+@pytest.mark.parametrize("family", ops.glm.FAMILIES)
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    base=records, record=extreme, other=extreme, lam=st.sampled_from([0.0, 0.5, 2.0]), t=st.integers(1, 12), stretch=st.sampled_from([0.3, 1.0, 1.9]),
+    clip=st.sampled_from([0.5, 1.0, 2.0]), rho=st.sampled_from([0.3, 1.0]),
+)  # fmt: skip
+def test_exact_output_densities_never_exceed_the_stated_delta(family, neighboring, base, record, other, lam, t, stretch, clip, rho):
+    glm = glm_of(family, prior_std=math.inf if lam == 0 else lam**-0.5)
+    neighbours = ([*base, record], [*base, other] if neighboring == "replace_one" else base)
+    setting = ops.certificates.Setting(rho, len(base) + 1, neighboring)
+    m = glm.prior_smoothness + rho * (len(base) + 1) * glm.record_smoothness(clip)
+    certificate = ops.FiniteRunLangevin(steps=t, step_size=min(stretch / m, 0.5), max_grad_norm=clip)
+    excess, _ = worst_excess(glm, neighbours, certificate, setting)
+    assert excess < 1e-6
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+@pytest.mark.parametrize("lam", [0.0, 1.0])
+def test_the_stated_delta_is_reached_by_saturated_records(neighboring, lam):
+    glm = glm_of("gaussian", prior_std=math.inf if lam == 0 else lam**-0.5)
+    neighbours = ([(1.0, 1e6)], [(1.0, -1e6)] if neighboring == "replace_one" else [])
+    excess, share = worst_excess(glm, neighbours, ops.FiniteRunLangevin(steps=10), ops.certificates.Setting(1.0, 1, neighboring))
+    assert excess < 1e-6 and share > 0.999
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_the_attack_succeeds_on_features_that_are_not_clipped(neighboring):
+    claimed, attacked = ops.GLM(prior_std=1.0), ops.GLM(prior_std=1.0, max_feature_norm=6.0)
+    neighbours = ([(6.0, 1.0)], [(6.0, 0.0)] if neighboring == "replace_one" else [])
+    certificate = ops.FiniteRunLangevin(steps=10, step_size=0.05)
+    setting = ops.certificates.Setting(1.0, 1, neighboring)
+    assert worst_excess(attacked, neighbours, certificate, setting, claimed=claimed, max_grad_norm=1e9)[0] > 0.05
+    assert worst_excess(claimed, neighbours, certificate, setting)[0] < 1e-6
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+def test_the_attack_succeeds_without_the_gradient_clip(neighboring):
+    glm = glm_of("gaussian", prior_std=1.0)
+    neighbours = ([(1.0, 8.0)], [(1.0, -8.0)] if neighboring == "replace_one" else [])
+    certificate = ops.FiniteRunLangevin(steps=10)
+    setting = ops.certificates.Setting(1.0, 1, neighboring)
+    assert worst_excess(glm, neighbours, certificate, setting, max_grad_norm=1e9)[0] > 0.05
+    assert worst_excess(glm, neighbours, certificate, setting)[0] < 1e-6
+
+
+# --- the law of a draw -------------------------------------------------------------------------------------------------
+
+COLUMNS = 200  # independent one-dimensional posteriors in one run: every record touches one column
+
+
+def draws(glm, y, certificate, repeats, **options):
+    out = []
+    for _ in range(repeats):
+        sampler = ops.OnePosteriorSample(glm, certificate, **options)
+        out.append(sampler.sample(torch.eye(COLUMNS, dtype=torch.float64), y)["weights"])
+    return torch.stack(out).numpy(), sampler
+
+
+def test_draws_of_a_conjugate_model_follow_the_posterior():
+    y = torch.linspace(-3, 3, COLUMNS, dtype=torch.float64)
+    glm = ops.GLM("gaussian", prior_std=0.8, noise_std=0.5)
+    sample, sampler = draws(glm, y, ops.FiniteRunLangevin(steps=3000, max_grad_norm=1e9), 10)
+    assert sample.size == 2000
+    precision = 1 / 0.8**2 + 1 / 0.5**2
+    mean = y.numpy() / 0.5**2 / precision
+    h = float(sampler._certificate._steps(sampler._certificate._constants(glm, sampler._setting())))
+    standard = (sample - mean) * math.sqrt(precision * (1 - h * precision / 2))
+    assert h * precision < 0.02  # the variance of the posterior itself is 1 % smaller at most
+    assert stats.kstest(standard.ravel(), "norm").pvalue > SIGNIFICANCE
+    assert stats.kstest(1.6 * standard.ravel(), "norm").pvalue < SIGNIFICANCE  # the test sees an error of 60 %
+
+
+@pytest.mark.parametrize("family", ["bernoulli", "poisson"])
+def test_draws_of_other_families_follow_the_exact_law_of_the_chain(family):
+    glm, rho, t = glm_of(family, prior_std=1.5), 1.0, 60
+    y = torch.full((COLUMNS,), 1.0, dtype=torch.float64)
+    m = glm.prior_smoothness + COLUMNS * glm.record_smoothness(1.0)
+    h = np.repeat([1.5 / m, 2 / m], t // 2)
+    certificate = ops.FiniteRunLangevin(steps=t, step_size=h)
+    sample, sampler = draws(glm, y, certificate, 10)
+    setting = ops.certificates.Setting(rho, COLUMNS, "replace_one")
+    grid = np.linspace(-10, 10, 2001)
+    density = output_density(glm, [(1.0, 1.0)], certificate, setting, h, grid=grid)
+    cumulative = (np.cumsum(density) - density / 2) * (grid[1] - grid[0])
+    uniform = np.interp(sample.ravel(), grid, cumulative)
+    assert stats.kstest(uniform, "uniform").pvalue > SIGNIFICANCE
+
+
+def test_variance_of_the_estimate_is_inflated_as_stated():
+    """Over data sets: n records of N(θ, s²) have the sufficient statistic ȳ, and the draw's variance is (1 + 1/ρ)s²/n."""
+    n, s, target = 25, 2.0, 0.4
+    std = s / math.sqrt(n)
+    glm = ops.GLM("gaussian", prior_std=50.0, noise_std=std)
+    certificate = ops.FiniteRunLangevin(steps=2500, max_grad_norm=30.0)
+    probe = ops.OnePosteriorSample(glm, certificate, num_data=COLUMNS)
+    assert probe.variance_inflation == 2.0
+    epsilon = PrivacyAccountant(neighboring="replace_one").compose(certificate.event(glm, ops.certificates.Setting(target, COLUMNS, "replace_one")))
+    estimates = []
+    for _ in range(25):
+        y = 1.0 + std * torch.randn(COLUMNS, dtype=torch.float64)
+        sampler = ops.OnePosteriorSample(glm, ops.FiniteRunLangevin(steps=2500, max_grad_norm=30.0), epsilon.get_epsilon(1e-5), 1e-5)
+        estimates.append(sampler.sample(torch.eye(COLUMNS, dtype=torch.float64), y)["weights"])
+    assert sampler.variance_inflation == pytest.approx(1 + 1 / target, rel=1e-6)
+    ratio = torch.stack(estimates).var().item() / (sampler.variance_inflation * std**2)
+    assert abs(ratio - 1) < 0.05 + 5 * math.sqrt(2 / (25 * COLUMNS))

@@ -1,0 +1,423 @@
+"""Book-keeping: the sum of clipped per-record gradients from one backward pass (Bu, Wang, Zha and Karypis 2023).
+
+While a model runs in training mode, its layers see their parameters detached, so that autograd propagates through them but computes no
+gradient of theirs. Each layer notes what goes in and, on the way back, the gradient of what came out; from both follow every record's norm and
+the clipped sum (:mod:`torch_dpbayes.clipping.layers`), in place of the sum that autograd would have computed, and not in addition to it.
+
+An ordinary ``p.grad`` can therefore come only from a use that was not noted: a weight in ``torch.nn.functional``, a penalty in the loss, a part of
+the model called by itself. It is never clipped, and the step raises.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleHooks
+from opacus.grad_sample.functorch import prepare_layer
+from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
+from torch import Tensor, nn
+
+from . import layers
+from .gradient_source import COPIED, DISAGREE, PACKED, REMOVED, UNUSED, ForwardPasses, GradientSource, add_clipped, attach
+from .layers import Contribution, PerRecord
+
+
+class BookkeepingGradientSource(GradientSource):
+    """Σ clip(g_i) from the inputs and output gradients of the layers.
+
+    Args:
+        module: the model to record; it stays the user's own object.
+        loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
+        clipping_kernels: the way of computing for a layer by its name, in place of the one that the cost model takes: ``"gram"`` or
+            ``"instantiate"`` for linear layers, ``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"`` for convolutions.
+
+    Raises:
+        ValueError: no per-record gradients can be had of a layer, or ``clipping_kernels`` does not fit the model.
+
+    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that what goes into a layer and the gradient of what
+    comes out depend, in record i's row, on record i alone. ``PrivacyEngine.make_private`` checks what can be checked of that.
+    """
+
+    def __init__(self, module: nn.Module, *, loss_reduction: str = "mean", clipping_kernels: Mapping[str, str] | None = None) -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
+        self.loss_reduction = loss_reduction
+        self.step = 0  # which forward passes may still be backpropagated; grows when they are forgotten
+        self.is_copy = False
+        self._is_paused = self._is_removed = False
+        self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
+        self._module = module
+        before = GradientSource.attached_to(module)
+        if before is not None:
+            before.remove()
+        found = list(_recordable(module))
+        ways = _checked_ways(dict(found), clipping_kernels or {})
+        self._layers: list[_Layer] = []
+        for name, layer in found:
+            try:
+                self._layers.append(_Layer(self, name, layer, ways.get(name)))
+            except NotImplementedError as error:
+                for done in self._layers:
+                    done.remove()
+                raise ValueError(f"there are no per-record gradients for layer {name!r} ({type(layer).__name__}): {error}. Replace it.") from error
+        others = sorted({type(layer.module).__name__ for layer in self._layers if layer.kernel is layers.any_other})
+        if others:
+            warnings.warn(
+                f"there is no book-keeping kernel for {', '.join(others)}: their per-record gradients are instantiated by Opacus, which takes "
+                "more time and memory",
+                stacklevel=2,
+            )
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.passes = ForwardPasses(module, self._is_enabled)
+        attach(self, module)
+
+    def add_clipped_sum(
+        self,
+        named_parameters: Sequence[tuple[str, Tensor]],
+        max_grad_norm: float,
+        out: Sequence[Tensor],
+        *,
+        scale: Tensor | None = None,
+        second_moment: Tensor | None = None,
+    ) -> int:
+        with torch.no_grad(), _full_precision(out[0].device):
+            contributions = self._contributions(named_parameters)
+            n = contributions[0].records
+            if self.passes.has_stand_in or n == 0:
+                return 0
+            if scale is not None or (second_moment is not None and second_moment.dim() > 1):
+                return add_clipped(self._per_record(named_parameters, contributions), max_grad_norm, out, scale, second_moment)
+            norm = self._norm(contributions)
+            unit = n if self.loss_reduction == "mean" else 1  # the loss was divided by n, and so were g and norm
+            factor = norm.reciprocal().mul_(max_grad_norm).clamp_(max=unit)
+            if not math.isfinite(norm.sum()):  # 0·inf is nan: a record that is not finite has to be cut out, not scaled away
+                finite = torch.isfinite(norm * unit)
+                factor = torch.where(finite, factor, 0.0)
+                for contribution in contributions:
+                    contribution.keep_only(finite)
+            into = {p: o for (_, p), o in zip(named_parameters, out, strict=True)}
+            for contribution in contributions:
+                contribution.add_sum(factor, into)
+            if second_moment is not None:
+                pieces = second_moment.split([p.numel() for _, p in named_parameters])
+                squares = {p: o for (_, p), o in zip(named_parameters, pieces, strict=True)}
+                for contribution in contributions:
+                    contribution.add_squares(factor, squares)
+            return n
+
+    @torch.no_grad()
+    def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
+        contributions = self._contributions(named_parameters)
+        with _full_precision(contributions[0].parameters[0].device):
+            rows = 0 if self.passes.has_stand_in else contributions[0].records
+            unit = contributions[0].records if self.loss_reduction == "mean" else 1
+            return (self._norm(contributions) * unit)[:rows].float()
+
+    @torch.no_grad()
+    def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
+        for contribution in self._merged():
+            gradients = contribution.per_record().get(parameter)
+            if gradients is not None:
+                gradients = gradients.reshape(-1, *parameter.shape)
+                return gradients * len(gradients) if self.loss_reduction == "mean" else gradients
+        return None
+
+    def zero_grad(self, parameters: Iterable[Tensor]) -> None:
+        self._noted.clear()
+
+    def discard(self, parameters: Iterable[Tensor]) -> None:
+        self._noted.clear()
+        self.step += 1
+        self.passes.forget()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def use_stand_in(self) -> None:
+        self.passes.uses_stand_in = True
+
+    def remove(self) -> None:
+        self._is_removed = True
+        self.discard(())
+        self.passes.remove()
+        for layer in self._layers:
+            layer.remove()
+        attach(None, self._module)
+
+    def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
+        """The backward pass reached a layer."""
+        self._noted.append((layer, what))
+
+    def is_recording(self) -> bool:
+        """Inside a forward pass in training mode, or where a backward pass repeats a part of it (activation checkpointing)."""
+        return self.passes.is_open or (self.passes.count > 0 and self._is_enabled() and torch._C._current_graph_task_id() != -1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of a private model takes along how to get rid of the hooks, and nothing of the data."""
+        return {**self.__dict__, "_noted": [], "is_copy": True}
+
+    def _is_enabled(self) -> bool:
+        return not (self._is_paused or self._is_removed)
+
+    def _norm(self, contributions: Sequence[Contribution]) -> Tensor:
+        """Every record's norm over everything that was recorded, per unit of the loss' reduction."""
+        norms = [contribution.norm() for contribution in contributions]
+        norm = norms[0]
+        if len(norms) > 1:
+            dtype = max((t.dtype for t in norms), key=lambda d: d.itemsize)
+            norm = torch.linalg.vector_norm(torch.stack([t.to(dtype) for t in norms]), dim=0)
+        return norm
+
+    def _per_record(self, named_parameters: Sequence[tuple[str, Tensor]], contributions: Sequence[Contribution]) -> list[Tensor]:
+        found = {p: g for contribution in contributions for p, g in contribution.per_record().items()}
+        n = contributions[0].records if self.loss_reduction == "mean" else 1
+        return [found[p] * n for _, p in named_parameters]
+
+    def _contributions(self, named_parameters: Sequence[tuple[str, Tensor]]) -> list[Contribution]:
+        """Of the last backward pass, each parameter in one of them; or an error that says why there are none."""
+        if self._is_removed:
+            raise RuntimeError(REMOVED)
+        for name, p in named_parameters:
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"parameter {name!r} has an ordinary gradient, which is not clipped: it was used other than by the forward pass of its module "
+                    "inside the model's, or p.grad was set. Please call the model itself, not its parts: model(x); use weights through their "
+                    "modules, not through torch.nn.functional; state a prior instead of a penalty on the weights; and call "
+                    "optimizer.zero_grad() after a backward pass in eval mode."
+                )
+        if any(p.requires_grad for p in self._frozen):
+            raise RuntimeError(COPIED)
+        self.passes.require_one(bool(self._noted))
+        contributions = self._merged()
+        found = {p for contribution in contributions for p in contribution.parameters}
+        for name, p in named_parameters:
+            if p not in found:
+                raise RuntimeError(UNUSED.format(name))
+        if len({contribution.records for contribution in contributions}) > 1:
+            raise RuntimeError(DISAGREE)
+        return contributions
+
+    def _merged(self) -> list[Contribution]:
+        """One contribution for each layer, and one for layers that share a parameter."""
+        of_layer: dict[_Layer, list[Contribution | layers.Call]] = {}
+        for layer, what in self._noted:
+            of_layer.setdefault(layer, []).append(what)
+        merged: list[Contribution] = []
+        for layer, noted in of_layer.items():
+            calls = [what for what in noted if not isinstance(what, Contribution)]
+            parts = [what for what in noted if isinstance(what, Contribution)]
+            if calls:
+                parts.append(layer.contribution(calls))
+            merged.append(layers.together(parts))
+        if len(merged) > 1 and sum(len(c.parameters) for c in merged) > len({p for c in merged for p in c.parameters}):
+            merged = _by_shared_parameter(merged)
+        self._noted = [(layer, c) for layer, c in zip(of_layer, merged, strict=False)]
+        return merged
+
+
+class _Layer:
+    """One layer of a private model: runs it on detached parameters and notes what its gradients follow from."""
+
+    def __init__(self, source: BookkeepingGradientSource, name: str, module: nn.Module, way: str | None) -> None:
+        self.source, self.name, self.module, self.way = source, name, module, way
+        kernel = layers.kernel_of(module)
+        self.kernel = layers.any_other if kernel is None else kernel
+        is_whole = kernel is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS
+        if is_whole:
+            prepare_layer(module)
+        self.owners = [m for m in (module.modules() if is_whole else [module]) if m._parameters]
+        self.known = [(m, n, p, p.requires_grad) for m in self.owners for n, p in m._parameters.items() if p is not None]
+        self.calls = self.calls_of_step = 0
+        self.anchor = torch.zeros((), requires_grad=True)
+        self.original: Callable[..., Any] = module.forward
+        self.had_own = "forward" in module.__dict__
+        module.__dict__["forward"] = self.forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A bound method is pickled by its name, which is taken."""
+        return {k: v for k, v in self.__dict__.items() if k != "original" or self.had_own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.had_own:
+            self.original = MethodType(type(self.module).forward, self.module)
+
+    def remove(self) -> None:
+        if self.had_own:
+            self.module.__dict__["forward"] = self.original
+        else:
+            self.module.__dict__.pop("forward", None)
+        self.module.__dict__.pop("ft_compute_sample_grad", None)
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (torch.is_grad_enabled() and self.source.is_recording()):
+            return self.original(*args, **kwargs)
+        is_trainable = False
+        for owner, name, p, was_trainable in self.known:
+            is_trainable = is_trainable or p.requires_grad
+            if owner._parameters.get(name) is not p or (p.requires_grad and not was_trainable):
+                raise RuntimeError(COPIED)
+        if self.source.is_copy:
+            raise RuntimeError(COPIED)
+        if not is_trainable:
+            return self.original(*args, **kwargs)
+        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        call = _Call(self, inputs)
+        if any(t.requires_grad for t in inputs):
+            out = self._run_detached(args, kwargs)
+            self._require_tensor(out)
+            if any(out is t for t in inputs):
+                out = out.view_as(out)
+            if out.requires_grad:
+                out.register_hook(call.receive)
+                return out
+            out = out.clone() if out._base is not None else out
+        else:
+            with torch.no_grad():
+                out = self.original(*args, **kwargs)
+            self._require_tensor(out)
+            if out._base is not None or any(out is t for t in inputs):
+                out = out.clone()
+        return _Start.apply(out, self.anchor, call)
+
+    def _run_detached(self, args: Any, kwargs: Any) -> Any:
+        before = [(owner, owner._parameters) for owner in self.owners]
+        for owner, parameters in before:
+            owner.__dict__["_parameters"] = {n: None if p is None else p.detach() for n, p in parameters.items()}
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            for owner, parameters in before:
+                owner.__dict__["_parameters"] = parameters
+
+    def _require_tensor(self, out: Any) -> None:
+        if not isinstance(out, Tensor):
+            raise RuntimeError(f"layer {self.name!r} returns {type(out).__name__}: a layer with parameters of its own must return one tensor")
+
+    def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
+        if any(len(g) == 0 for _, g in calls):
+            return PerRecord({p: p.new_zeros(0, p.numel()) for _, _, p, _ in self.known if p.requires_grad})
+        if len({len(g) for _, g in calls}) > 1:
+            raise RuntimeError(PACKED if isinstance(self.module, RNNLinear) else DISAGREE)
+        try:
+            return self.kernel(self.module, calls, self.way)
+        except Exception as error:
+            raise RuntimeError(f"layer {self.name!r} has no per-record gradients here: {error}") from error
+
+
+class _Call:
+    """One call of a layer, waiting for the gradient of what came out."""
+
+    __slots__ = ("inputs", "is_done", "layer", "step", "versions", "weights")
+
+    def __init__(self, layer: _Layer, inputs: Sequence[Tensor]) -> None:
+        self.layer, self.step, self.is_done = layer, layer.source.step, False
+        self.inputs = [t.detach() for t in inputs]
+        self.versions = [-1 if t.is_inference() else t._version for t in inputs]
+        self.weights = [p._version for _, _, p, _ in layer.known]
+        if layer.calls_of_step != self.step:
+            layer.calls, layer.calls_of_step = 0, self.step
+        layer.calls += 1
+
+    def receive(self, backprops: Tensor) -> None:
+        layer, source = self.layer, self.layer.source
+        if self.is_done or self.step != source.step:
+            raise RuntimeError(
+                "backward() ran twice through one forward pass, or through one of an earlier batch: add the losses up and call backward() once "
+                "for each batch."
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward(create_graph=True): gradients of gradients are not recorded by record, so a penalty on them would not be clipped. "
+                "Leave out create_graph."
+            )
+        for t, version in zip(self.inputs, self.versions, strict=True):
+            if version not in (-1, t._version):
+                raise RuntimeError(
+                    f"the input of layer {layer.name!r} was changed in place after the layer saw it, so its gradients cannot be computed any more: "
+                    "write x = x + y instead of x += y, and F.relu(x) instead of F.relu_(x)."
+                )
+        for (_, name, p, _), version in zip(layer.known, self.weights, strict=True):
+            if version != p._version:
+                raise RuntimeError(
+                    f"{name!r} of layer {layer.name!r} was changed between forward() and backward(), so these are the gradients of neither: "
+                    "step, load and re-initialise before the forward pass or after the backward pass."
+                )
+        self.is_done = True
+        call: layers.Call = (self.inputs, backprops.detach())
+        self.inputs = []
+        if layer.calls > 1:
+            source.note(layer, call)
+            return
+        with _full_precision(backprops.device):
+            source.note(layer, layer.contribution([call]))
+
+
+class _Start(torch.autograd.Function):
+    """Where autograd's graph begins: the output of a layer whose input needs no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, _anchor: Tensor, call: _Call) -> Tensor:
+        ctx.mark_dirty(out)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, backprops: Tensor) -> tuple[None, None, None]:
+        ctx.call.receive(backprops)
+        return None, None, None
+
+
+def _recordable(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers that have trainable parameters of their own; where there is nothing to compute those with but functorch, with all beneath."""
+    has_own = any(p is not None and p.requires_grad for p in module._parameters.values())
+    if has_own and not isinstance(module, DPRNNBase):  # which lists the parameters of its cells as its own
+        yield name, module
+        if layers.kernel_of(module) is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS:
+            return
+    for child, layer in module.named_children():  # each once
+        yield from _recordable(layer, f"{name}.{child}" if name else child)
+
+
+def _checked_ways(found: Mapping[str, nn.Module], given: Mapping[str, str]) -> Mapping[str, str]:
+    for name, way in given.items():
+        kernel = layers.kernel_of(found[name]) if name in found else None
+        allowed = {layers.linear: ("gram", "instantiate"), layers.convolution: ("gram", "unfold", "grouped", "loop")}.get(kernel, ())  # type: ignore[arg-type]
+        if way not in allowed:
+            raise ValueError(
+                f"clipping_kernels: {name!r} cannot be computed by {way!r}; "
+                + (f"it takes {' or '.join(map(repr, allowed))}" if allowed else "it is not a trainable linear or convolution layer of this model")
+            )
+    return given
+
+
+def _by_shared_parameter(contributions: Sequence[Contribution]) -> list[Contribution]:
+    groups: list[list[Contribution]] = []
+    for contribution in contributions:
+        mine = set(contribution.parameters)
+        joined = [contribution]
+        for group in [g for g in groups if any(mine & set(c.parameters) for c in g)]:
+            groups.remove(group)
+            joined += group
+        groups.append(joined)
+    for group in groups:
+        if len({c.records for c in group}) > 1:
+            raise RuntimeError(DISAGREE)
+    return [layers.together(group) for group in groups]
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Norms and sums are not subject to autocast, wherever backward() and step() are called."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()

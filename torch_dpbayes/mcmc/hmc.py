@@ -1,0 +1,203 @@
+"""DP-HMC: Hamiltonian Monte Carlo on clipped, noisy gradients, with a noisy accept test."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..accounting.accountant import PrivacyAccountant
+from .kernel import Outcome, PrivateKernel, check_noise, check_positive, noise_event
+from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
+
+
+class DPHMC(PrivateKernel):
+    r"""Differentially private Hamiltonian Monte Carlo.
+
+    .. math::
+        \tilde g(\theta) = -\sum_i \mathrm{clip}_b\big(\nabla\log p(x_i|\theta)\big) + z_g b\,\zeta - \nabla\log p(\theta), \qquad
+        p \leftarrow p - \tfrac\eta2 \tilde g, \quad \theta \leftarrow \theta + \eta M^{-1}p, \quad p \leftarrow p - \tfrac\eta2 \tilde g
+
+    L times from p ~ N(0, M), one noisy gradient a point; then the test of :class:`~torch_dpbayes.mcmc.DPPenalty` on the noisy
+    log-likelihood ratio R̃ between the ends: accept iff log u < R̃ + log prior ratio − kinetic energy difference − σ²/2,
+    σ = z_l·c·‖θ'−θ‖. The prior's gradient and the kinetic energy are exact.
+
+    The gradient at the point where the chain stays is kept for the next iteration, so k iterations take kL + 1 gradients. This is exact:
+    with the noises ζ_0..ζ_L of a trajectory as part of the state, (θ, p, ζ_0..ζ_L) → (θ', −p', ζ_L..ζ_0) preserves volume and undoes
+    itself, and independent noises of one law may be permuted.
+
+    Source: Räisä, Koskela and Honkela (2021), Algorithm 1, which draws k(L+1) gradients (``reuse_gradients=False``).
+
+    Args:
+        model: Pyro model with one vectorised data plate, see :class:`~torch_dpbayes.mcmc.RecordDensity`.
+        step_size: η.
+        num_steps: L.
+        log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of distance.
+        max_grad_norm: b, the clip bound of one record's gradient, in unconstrained space.
+        ratio_noise_multiplier: z_l, noise standard deviation / clip bound of the log ratio. 0: not private.
+        grad_noise_multiplier: z_g, likewise of the gradients.
+        accountant: where every iteration is charged.
+        data_plate: name of the data plate.
+        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), θ's coordinates being the sites sorted by name. None:
+            identity. A public constant, or made from earlier releases.
+        jitter: scale η in iteration t by a randomly shifted Halton sequence in (0, 1), so that no trajectory length is resonant.
+        reuse_gradients: keep the gradient at the point where the chain stays.
+        target_accept_prob: acceptance rate that warm-up adapts η to. None: no adaptation.
+
+    Raises:
+        ValueError: an argument is out of range, or, in ``MCMC.run``, the model is not fit for it.
+
+    **Privacy.** An iteration releases L noisy gradients (the first one L + 1; without reuse every one) and R̃. Adding or removing a record
+    moves their sums by b and c·‖θ'−θ‖, replacing one by twice that: ``GaussianDpEvent(z_g)`` and ``GaussianDpEvent(z_l)``. They are charged
+    before the trajectory starts, and count also where it diverges.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        step_size: float,
+        num_steps: int,
+        log_ratio_slope: float,
+        max_grad_norm: float,
+        ratio_noise_multiplier: float,
+        grad_noise_multiplier: float,
+        accountant: PrivacyAccountant,
+        data_plate: str = "data",
+        mass_matrix: Tensor | None = None,
+        jitter: bool = True,
+        reuse_gradients: bool = True,
+        target_accept_prob: float | None = 0.65,
+    ) -> None:
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(f"num_steps must be a positive whole number of leapfrog steps, got {num_steps!r}.")
+        super().__init__(model, accountant, target_accept_prob)
+        self._step_size = check_positive("step_size", step_size, "of the leapfrog integrator")
+        self._num_steps = num_steps
+        self._slope = check_positive("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
+        self._max_norm = check_positive("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
+        self._ratio_multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
+        self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
+        self._plate = data_plate
+        self._mass = _Mass(mass_matrix)
+        self._jitter, self._reuse = bool(jitter), bool(reuse_gradients)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._density: RecordDensity | None = None
+        self._terms: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self._shift = 0.0
+
+    def _private_state(self) -> tuple[str, ...]:
+        return ("_density", "_terms", "_gradient")
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
+        self._density = RecordDensity(self.model, args, kwargs, data_plate=self._plate)
+        self._mass.require_dimension(self._density.prior.dimension)
+        return self._density.prior
+
+    def _is_valid(self, theta: Tensor) -> bool:
+        assert self._density is not None
+        return self._density.is_valid(theta)
+
+    def _start(self, theta: Tensor) -> None:
+        self._terms = self._gradient = None
+        self._shift = float(torch.special.ndtr(torch.tensor(self._standard_normal(public=True), dtype=torch.float64)))
+
+    @property
+    def _scale(self) -> float:
+        return self._step_size * math.exp(self._log_scale)
+
+    def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
+        start = self._gradient if self._reuse else None
+        self._charge((noise_event(self._grad_multiplier), self._num_steps + (start is None)), (noise_event(self._ratio_multiplier), 1))
+        stay = theta, Outcome(False, math.nan)
+        try:
+            if start is None:
+                start = self._gradient = self._noisy_gradient(theta)
+            step = self._scale * (self._halton() if self._jitter else 1.0)
+            momentum = self._mass.momentum(self._gaussian(len(theta), public=True))
+            kinetic = self._mass.kinetic_energy(momentum)
+            moved, gradient = theta, start
+            for _ in range(self._num_steps):
+                momentum = momentum - step / 2 * gradient
+                moved = moved + step * self._mass.velocity(momentum)
+                if not moved.isfinite().all():
+                    return stay
+                gradient = self._noisy_gradient(moved)
+                momentum = momentum - step / 2 * gradient
+            assert self._density is not None
+            if self._terms is None:
+                self._terms = self._density.log_likelihoods(theta)
+            terms = self._density.log_likelihoods(moved)
+        except InvalidPoint:
+            return stay
+        log_prior = self._log_prior_at(moved)
+        if not math.isfinite(log_prior):
+            return stay
+        bound = self._slope * float(torch.linalg.vector_norm((moved - theta).double()))
+        rest = log_prior - self._log_prior + kinetic - self._mass.kinetic_energy(momentum)
+        outcome = self._metropolis(clipped_ratio_sum(self._terms, terms, bound), rest, self._ratio_multiplier * bound)
+        if not outcome.accepted:
+            return theta, outcome
+        self._terms, self._log_prior, self._gradient = terms, log_prior, gradient
+        return moved, outcome
+
+    def _noisy_gradient(self, theta: Tensor) -> Tensor:
+        """∇U with the data's part clipped and noised; the prior's is exact."""
+        assert self._density is not None and self._prior is not None
+        total = self._density.clipped_gradient_sum(theta, self._max_norm)
+        if self._grad_multiplier:
+            total = total + self._grad_multiplier * self._max_norm * self._gaussian(len(theta))
+        return -(total + self._prior.log_density_and_gradient(theta)[1])
+
+    def _halton(self) -> float:
+        """The radical inverse of the iteration's number in base 2, shifted modulo 1."""
+        value, digit, rest = self._shift, 0.5, self._iteration
+        while rest:
+            value, digit, rest = value + digit * (rest & 1), digit / 2, rest >> 1
+        return value % 1.0
+
+
+class _Mass:
+    """The mass matrix M of p ~ N(0, M)."""
+
+    def __init__(self, matrix: Tensor | None) -> None:
+        self._matrix = self._factor = None
+        if matrix is None:
+            return
+        matrix = matrix.detach().clone()
+        if matrix.dim() not in (1, 2) or matrix.shape[0] != matrix.shape[-1] or not matrix.isfinite().all():
+            raise ValueError("mass_matrix is a finite tensor (dimension,) or (dimension, dimension).")
+        if matrix.dim() == 1:
+            if not matrix.gt(0).all():
+                raise ValueError("a diagonal mass_matrix needs positive entries.")
+            self._factor = matrix.sqrt()
+        else:
+            self._factor, failed = torch.linalg.cholesky_ex(matrix)
+            if int(failed) or not torch.allclose(matrix, matrix.T, rtol=1e-5):
+                raise ValueError("mass_matrix must be symmetric and positive definite.")
+        self._matrix = matrix
+
+    def require_dimension(self, dimension: int) -> None:
+        if self._matrix is not None and len(self._matrix) != dimension:
+            raise ValueError(f"mass_matrix is for {len(self._matrix)} coordinates, the model has {dimension} unconstrained ones.")
+
+    def momentum(self, standard: Tensor) -> Tensor:
+        if self._factor is None:
+            return standard
+        factor = self._factor.to(standard)
+        return factor * standard if factor.dim() == 1 else factor @ standard
+
+    def velocity(self, momentum: Tensor) -> Tensor:
+        if self._matrix is None or self._factor is None:
+            return momentum
+        if self._matrix.dim() == 1:
+            return momentum / self._matrix.to(momentum)
+        return torch.cholesky_solve(momentum[:, None], self._factor.to(momentum))[:, 0]
+
+    def kinetic_energy(self, momentum: Tensor) -> float:
+        return 0.5 * float((momentum.double() * self.velocity(momentum.double())).sum())

@@ -1,0 +1,342 @@
+"""What all private kernels share: Pyro's contract, charges, public randomness, and the draws so far.
+
+One iteration of a kernel charges everything that it is going to release, draws the noise, and accepts or rejects. Warm-up, rejected proposals
+and every chain are charged alike. Whatever happens with the noisy numbers is post-processing.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import pickle
+import shutil
+import tempfile
+import time
+import weakref
+from abc import abstractmethod
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
+from torch import Tensor
+
+from ..accounting import events
+from ..accounting.accountant import PrivacyAccountant
+from ..noise import GaussianNoise
+from .record_density import Model, Prior, UnfitModel
+
+_DRAWS = 100
+_RUNNING = ("_noise", "_public", "_theta", "_log_prior", "_prior")
+
+
+class Outcome(NamedTuple):
+    """One noisy Metropolis test."""
+
+    accepted: bool
+    log_ratio: float
+    """Noisy log-likelihood ratio, as charged."""
+
+
+class PrivateKernel(MCMCKernel):
+    """Base of the private kernels. A subclass charges an iteration and says where to go.
+
+    Args:
+        model: the Pyro model.
+        accountant: where every iteration is charged. Parallel chains need one with ``path=``, which processes share.
+        target_accept_prob: what warm-up adapts the scale of the moves to, by the noisy accept decisions alone. None: no adaptation.
+
+    **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for; they may be published. The kernel keeps the data
+    from :meth:`setup` on, in private attributes that are never pickled, until :meth:`cleanup`. Randomness comes from the operating system: Pyro's
+    and torch's seeds neither repeat a run nor, which matters more, reveal its noise.
+    """
+
+    def __init__(self, model: Model, accountant: PrivacyAccountant, target_accept_prob: float | None) -> None:
+        if not isinstance(accountant, PrivacyAccountant):
+            raise TypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}: every iteration is charged somewhere.")
+        if target_accept_prob is not None and not 0 < target_accept_prob < 1:
+            raise ValueError(f"target_accept_prob must lie in (0, 1) or be None, got {target_accept_prob!r}.")
+        super().__init__()
+        self.model = model
+        self.transforms: dict[str, Any] | None = None
+        self._accountant = accountant
+        self._target = target_accept_prob
+        self._initial: dict[str, Tensor] | None = None
+        self._chains: list[list[dict[str, Tensor]]] = []
+        self._epsilon = (-math.inf, "")
+        self._spool = _Spool() if getattr(accountant, "path", None) is not None else None
+        self._log_scale = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._prior: Prior | None = None
+        self._noise: GaussianNoise | None = None
+        self._public: GaussianNoise | None = None
+        self._theta: Tensor | None = None
+        self._log_prior, self._started = 0.0, False
+        self._log_ratios: list[float] = []
+        self._accepted = self._iteration = self._counted = self._warmup_steps = 0
+
+    # -- what an algorithm's file provides ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
+        """Check the model and take hold of the data. Nothing is released, nothing charged."""
+
+    @abstractmethod
+    def _start(self, theta: Tensor) -> None:
+        """A chain begins at ``theta``, or was put there."""
+
+    @abstractmethod
+    def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
+        """Charge one iteration, then make it: the next θ."""
+
+    def _is_valid(self, theta: Tensor) -> bool:
+        """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
+        return True
+
+    # -- Pyro's contract --------------------------------------------------------------------------------------------------
+
+    @property
+    def accountant(self) -> PrivacyAccountant:
+        """Where every iteration is charged."""
+        return self._accountant
+
+    @property
+    def initial_params(self) -> dict[str, Tensor] | None:
+        """Where the chain starts, in unconstrained space: what the user gave, or else a draw from the prior. Never chosen by the data."""
+        if self._initial is not None or self._prior is None or self._theta is None:
+            return self._initial
+        return self._prior.unflatten(self._theta)
+
+    @initial_params.setter
+    def initial_params(self, params: dict[str, Tensor] | None) -> None:
+        self._initial = params
+
+    def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
+        """Called by Pyro at the start of every chain, and once more after parallel ones. Releases and charges nothing.
+
+        Raises:
+            ValueError: the model or the data are not fit for record-wise clipping, see :class:`RecordDensity`, or the start is not finite.
+        """
+        self._forget()
+        self._warmup_steps = warmup_steps
+        self._log_scale = 0.0
+        with torch.no_grad():
+            prior = self._prepare(args, kwargs)
+            self._prior, self.transforms = prior, prior.transforms
+            self._noise, self._public = GaussianNoise(), GaussianNoise()
+            if self._initial is not None:
+                self._theta = prior.flatten(self._initial)
+                self._require_start(self._theta)
+                return
+            for _ in range(_DRAWS):
+                self._theta = prior.sample()
+                if self._is_valid(self._theta):
+                    return
+        raise ValueError(f"the model cannot be evaluated at any of {_DRAWS} draws from its prior: pass initial_params= to MCMC, made without data.")
+
+    def sample(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One iteration: charged first, then made.
+
+        Raises:
+            PrivacyBudgetExceeded: the iteration does not fit into the budget; nothing was released. The draws so far: :meth:`get_samples`.
+        """
+        if self._prior is None:
+            raise RuntimeError("sample() before setup(): run the kernel with pyro.infer.MCMC(kernel, ...).run(data).")
+        with torch.no_grad():
+            theta = self._prior.flatten(params)
+            if not self._started or self._theta is None or not torch.equal(theta, self._theta):
+                self._log_prior = self._require_start(theta)
+                self._start(theta)
+                self._theta, self._started = theta, True
+            self._theta, outcome = self._iterate(theta)
+            self._record(outcome)
+            return self._prior.unflatten(self._theta.clone())
+
+    def _require_start(self, theta: Tensor) -> float:
+        """log p(θ) where a chain may start. A chain at a point without density would stay there, at full price."""
+        log_prior = self._log_prior_at(theta)
+        if not math.isfinite(log_prior) or not self._is_valid(theta):
+            raise ValueError(
+                "the chain would start where the values are not finite, the prior has no density or the model cannot be evaluated: pass "
+                "initial_params= in unconstrained space, where zeros are a safe choice."
+            )
+        return log_prior
+
+    def _record(self, outcome: Outcome) -> None:
+        assert self._prior is not None and self._theta is not None
+        self._log_ratios.append(outcome.log_ratio)
+        self._iteration += 1
+        if self._iteration <= self._warmup_steps:
+            if self._target is not None:
+                self._log_scale += (outcome.accepted - self._target) * self._iteration**-0.6
+            if self._iteration == self._warmup_steps:
+                self._accepted = self._counted = 0
+                return
+        self._accepted += outcome.accepted
+        self._counted += 1
+        if self._iteration > self._warmup_steps:
+            if self._iteration == self._warmup_steps + 1:
+                self._chains.append([])
+            draw = {name: value.detach().cpu().clone() for name, value in self._prior.constrain(self._theta).items()}
+            if self._spool is not None and multiprocessing.parent_process() is not None:
+                self._spool.write(draw)
+            else:
+                self._chains[-1].append(draw)
+
+    def cleanup(self) -> None:
+        """Called by Pyro at the end of a chain: lets go of the data and of the start."""
+        self._forget()
+        self._initial = None
+
+    def logging(self) -> OrderedDict[str, str]:
+        """For the progress bar: scale, rate of noisy acceptances, epsilon so far. Nothing exact."""
+        return OrderedDict(
+            [
+                ("step size", f"{self._scale:.2e}"),
+                ("acc. rate", f"{self._accepted / max(self._counted, 1):.3f}"),
+                ("epsilon", self._spent()),
+            ]
+        )
+
+    def diagnostics(self) -> dict[str, Any]:
+        """Rate of noisy acceptances after warm-up, and the noisy log-likelihood ratios of all iterations, as charged."""
+        return {
+            "acceptance rate": self._accepted / max(self._counted, 1),
+            "noisy log ratios": list(self._log_ratios),
+        }
+
+    def get_samples(self, group_by_chain: bool = False) -> Any:
+        """The draws after warm-up of all chains that this kernel ran, also of those that the budget or Ctrl-C ended.
+
+        ``MCMC.run`` forgets its draws when it is left by an exception; they are paid for, and can be had here, parallel chains
+        included.
+
+        Args:
+            group_by_chain: a list of dicts, one a chain, instead of one dict with all draws. Chains may differ in length.
+
+        Returns:
+            values by site, in the supports of the model's distributions, (number of draws, ...).
+        """
+        chains = [chain for chain in self._chains if chain] + (self._spool.read() if self._spool is not None else [])
+        grouped = [{name: torch.stack([draw[name] for draw in chain]) for name in chain[0]} for chain in chains]
+        if group_by_chain or not grouped:
+            return grouped if group_by_chain else {}
+        return {name: torch.cat([chain[name] for chain in grouped]) for name in grouped[0]}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A kernel travels to spawned workers before setup; whatever stems from the data stays here.
+        state = dict(self.__dict__)
+        for name in (*_RUNNING, *self._private_state()):
+            state[name] = None
+        return {**state, "_chains": []}
+
+    def _private_state(self) -> tuple[str, ...]:
+        return ()
+
+    def _spent(self) -> str:
+        # Composing takes milliseconds and a chain logs every iteration: once a second is enough.
+        if time.monotonic() - self._epsilon[0] > 1.0:
+            delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
+            self._epsilon = (time.monotonic(), f"{self._accountant.get_epsilon(delta):.3g}")
+        return self._epsilon[1]
+
+    # -- parts of an iteration ----------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _scale(self) -> float:
+        """The scale of the moves in force."""
+
+    def _charge(self, *charges: tuple[events.DpEvent, int]) -> None:
+        parts = [events.SelfComposedDpEvent(event, count) for event, count in charges if count]
+        self._accountant.compose(events.ComposedDpEvent(parts), label=type(self).__name__)
+
+    def _gaussian(self, size: int, public: bool = False) -> Tensor:
+        source = self._public if public else self._noise
+        assert source is not None and self._prior is not None
+        return source.standard_normal(size, dtype=self._prior.dtype, device=self._prior.device)
+
+    def _standard_normal(self, public: bool = False) -> float:
+        source = self._public if public else self._noise
+        assert source is not None
+        return float(source.standard_normal(1, dtype=torch.float64, device=torch.device("cpu")))
+
+    def _metropolis(self, log_ratio: float, rest: float, std: float) -> Outcome:
+        """log u < R̃ + rest − std²/2 with R̃ = ``log_ratio`` + noise of ``std``; what is not a number rejects."""
+        noisy = log_ratio + std * self._standard_normal() if std else log_ratio
+        log_uniform = float(torch.special.log_ndtr(torch.tensor(self._standard_normal(public=True), dtype=torch.float64)))
+        return Outcome(log_uniform < noisy + rest - std**2 / 2, noisy)
+
+    def _log_prior_at(self, theta: Tensor) -> float:
+        """log p(θ), or −inf where the model cannot be evaluated."""
+        assert self._prior is not None
+        if not theta.isfinite().all():
+            return -math.inf
+        try:
+            value = self._prior.log_density(theta)
+        except UnfitModel:
+            raise
+        except Exception:  # depends on θ alone
+            return -math.inf
+        return value if not math.isnan(value) else -math.inf
+
+
+def noise_event(noise_multiplier: float) -> events.DpEvent:
+    """A full-batch Gaussian sum, or a release without noise."""
+    return events.GaussianDpEvent(float(noise_multiplier)) if noise_multiplier else events.NonPrivateDpEvent()
+
+
+def check_noise(name: str, value: float) -> float:
+    """``value`` as 0 or a valid noise multiplier."""
+    return float(value) if value == 0 else events.gaussian_noise_multiplier(value, name)
+
+
+def check_positive(name: str, value: Any, what: str) -> float:
+    """``value`` as a positive finite float."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive finite number, {what}; got {value!r}.")
+    return float(value)
+
+
+class _Spool:
+    """Draws of worker processes, in files that outlive them. They are releases that were charged, not data."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="torch_dpbayes_")
+        self._file: Any = None
+        weakref.finalize(self, _remove, self.folder, os.getpid())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "_file": None}
+
+    def write(self, draw: dict[str, Tensor]) -> None:
+        if self._file is None or self._file[0] != os.getpid():
+            name = f"{multiprocessing.current_process().name}-{os.getpid()}"
+            self._file = (os.getpid(), open(Path(self.folder, name), "wb"))
+        pickle.dump({name: value.numpy() for name, value in draw.items()}, self._file[1])
+        self._file[1].flush()
+
+    def read(self) -> list[list[dict[str, Tensor]]]:
+        chains = []
+        for path in sorted(Path(self.folder).iterdir(), key=lambda p: (p.stat().st_ctime_ns, p.name)):
+            chain = []
+            with path.open("rb") as file:
+                while True:
+                    try:
+                        chain.append({name: torch.as_tensor(value) for name, value in pickle.load(file).items()})
+                    except (EOFError, pickle.UnpicklingError):  # the last draw of a worker that was stopped may be cut short
+                        break
+            chains.append(chain)
+        return [chain for chain in chains if chain]
+
+
+def _remove(folder: str, creator: int) -> None:
+    if os.getpid() == creator:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+__all__ = ["Outcome", "PrivateKernel", "check_noise", "check_positive", "noise_event"]

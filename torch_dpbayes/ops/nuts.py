@@ -1,0 +1,36 @@
+"""One state of Pyro's No-U-Turn sampler: exact in the limit of a long warm-up, which is an assumption and never checked on the data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..noise import fresh_generator
+
+
+def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps: int) -> Tensor:
+    """The state after ``warmup_steps`` adaptive steps and one more (Hoffman and Gelman 2014, in Pyro's implementation).
+
+    Args:
+        potential: U of a flat vector, differentiable and finite everywhere.
+        start: where the chain begins, ``[d]``.
+        warmup_steps: steps in which step size and masses are adapted.
+
+    **Privacy.** Step sizes, acceptance rates and divergences depend on the records exactly: all of that is dropped here. The randomness
+    that makes the draw
+    private comes from the operating system, not from torch's global generator, whose seed somebody may know.
+    """
+    from pyro.infer import MCMC, NUTS
+
+    kernel = NUTS(potential_fn=lambda params: potential(params["theta"]))
+    chain = MCMC(kernel, num_samples=1, warmup_steps=warmup_steps, initial_params={"theta": start}, disable_progbar=True)
+    devices = [start.device] if start.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        torch.set_rng_state(fresh_generator().get_state())
+        if devices:
+            torch.cuda.set_rng_state(fresh_generator(start.device).get_state(), start.device)
+        chain.run()
+    theta: Tensor = chain.get_samples()["theta"][0]
+    return theta.detach().clone()

@@ -1,0 +1,233 @@
+"""One posterior sample: solve for the tempering, charge, draw, release one value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded, check_delta, check_epsilon
+from ..accounting.events import DpEvent, positive_count
+from ..noise import GaussianNoise
+from .certificates import Certificate, Setting, StepTooLarge
+from .glm import GLM
+
+_LEAST_TEMPERING = 1e-9
+_PRECISION = 1e-9  # relative, of the tempering
+_DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
+
+
+class OnePosteriorSample:
+    r"""Releases one draw from a posterior with a tempered likelihood, and says why that is private.
+
+    .. math:: \theta \sim p_\rho(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho
+
+    A draw from a posterior is random enough to be private by itself, if no record can change the density much: that is what the
+    certificate bounds. With
+    ``epsilon`` the largest ρ ≤ 1 is found at which everything on the accountant, this draw included, meets (``epsilon``, ``delta``); without, ρ = 1.
+
+    Sources: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9; the certificates name theirs.
+
+    Args:
+        model: a :class:`~torch_dpbayes.ops.GLM`.
+        certificate: what bounds a record's influence, and how the draw is made.
+        epsilon: the target ε, of everything on the accountant after one draw. None: no tempering; the certificate decides what it costs.
+        delta: of the target. None: the accountant's.
+        accountant: where the draw is charged. None: one of its own, with the target as its budget, for neighbours that replace one record.
+        num_data: the number of records, a public constant; an upper bound N_max on that of both neighbouring data sets if the accountant's
+            relation is add-or-remove-one. None: taken from the data under replace-one, where it is public.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or the certificate says nothing about this model.
+
+    **Privacy.** :meth:`sample` charges the certificate's event to the accountant, then releases one draw; n draws are n releases and cost that much.
+    Nothing else about the chain leaves: no path, no acceptance rate, no diagnostic, no exception or log line that a record's value can trigger.
+    """
+
+    def __init__(
+        self,
+        model: GLM,
+        certificate: Certificate,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        accountant: PrivacyAccountant | None = None,
+        *,
+        num_data: int | None = None,
+    ) -> None:
+        if not isinstance(certificate, Certificate):
+            raise TypeError(f"certificate must be one of torch_dpbayes.ops' certificates, as FiniteRunLangevin(steps=1000), got {certificate!r}")
+        if not isinstance(model, GLM):
+            raise TypeError(f"model must be a dpb.ops.GLM, got {type(model).__name__}")
+        certificate.check(model)
+        if delta is None and accountant is not None:
+            delta = accountant.delta
+        if epsilon is not None:
+            epsilon = check_epsilon(epsilon)
+            if delta is None:
+                raise ValueError("a target needs both numbers: OnePosteriorSample(..., epsilon=1.0, delta=1e-5)")
+        if accountant is None:
+            accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+        self._model = model
+        self._certificate = certificate
+        self._epsilon = epsilon
+        self._delta = None if delta is None else check_delta(delta)
+        self._accountant = accountant
+        self._num_data = None if num_data is None else positive_count(num_data, "num_data")
+        if accountant.neighboring == "add_or_remove_one" and num_data is None and certificate.needs_num_data(model):
+            raise ValueError(
+                "this accountant's neighbours add or remove a record, so the number of records is itself private, but the guarantee depends "
+                "on it: state "
+                "num_data=, an upper bound that holds for every data set that could occur, or use PrivacyAccountant(neighboring='replace_one')."
+            )
+        self._solved: dict[int | None, float] = {}
+        self._last_num_data: int | None = None
+
+    # --- known without the data ----------------------------------------------------------------------------------------
+
+    @property
+    def accountant(self) -> PrivacyAccountant:
+        """Where draws are charged."""
+        return self._accountant
+
+    @property
+    def tempering(self) -> float:
+        """ρ, the factor of the log likelihood; data-free."""
+        return self._setting().tempering
+
+    @property
+    def variance_inflation(self) -> float:
+        """1 + 1/ρ: the asymptotic variance of the draw as an estimate, in units of that of the maximum likelihood estimate.
+
+        A Wald interval around a draw from n records is draw ± quantile · √((1 + 1/ρ) I⁻¹/n), with the Fisher information I at the draw
+        (Wang, Fienberg,
+        Smola 2015, Proposition 9). It counts no bias: of the prior, of clipping, and of a chain that was stopped early.
+        """
+        return 1 + 1 / self.tempering
+
+    @property
+    def event(self) -> DpEvent:
+        """What one draw is charged for."""
+        return self._certificate.event(self._model, self._setting())
+
+    def guarantee(self) -> str:
+        """What one draw costs, what was proved and what was assumed, in words. Data-free; for a GLM it needs ``num_data``, or a draw before."""
+        setting = self._setting()
+        event = self._certificate.event(self._model, setting)
+        alone = PrivacyAccountant(method=self._accountant.method, neighboring=self._accountant.neighboring).compose(event)
+        delta = self._delta if self._delta is not None else _DELTA_IN_WORDS
+        statement = self._certificate.statement(self._model, setting)
+        relation = {"replace_one": "one record is replaced", "add_or_remove_one": "one record is added or removed"}[setting.neighboring]
+        lines = [
+            f"One posterior sample, certificate {type(self._certificate).__name__}, log likelihood tempered by rho = {setting.tempering:.6g}",
+            f"  one draw    {event}: epsilon = {alone.get_epsilon(delta):.5g} at delta = {delta:g} when {relation}; n draws cost n times this event",
+            *(f"  proved      {line}" for line in statement.proved),
+            *(f"  ASSUMED     {line}" for line in statement.assumed),
+        ]
+        if not statement.assumed:
+            lines.append("  assumed     nothing about data, model or convergence; floating point is taken for real numbers")
+        return "\n".join(lines)
+
+    # --- the release -----------------------------------------------------------------------------------------------------
+
+    def sample(self, *data: Any) -> dict[str, Tensor]:
+        """Charges one release, then draws.
+
+        Args:
+            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the device of the features decides where the chain runs.
+
+        Returns:
+            The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM.
+
+        Raises:
+            PrivacyBudgetExceeded: the draw would pass the target or the accountant's budget. Nothing is charged or released.
+            ValueError, TypeError: shapes that do not fit. Nothing is charged.
+
+        **Privacy.** Released is the returned draw; its event is :attr:`event`.
+        """
+        num_data = self._check_num_data(self._model.num_records(data))
+        setting = self._setting(num_data)
+        event = self._certificate.event(self._model, setting)
+        if self._epsilon is not None and self._total(event) > self._epsilon * (1 + 1e-9):
+            raise PrivacyBudgetExceeded(
+                f"one more draw would pass the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: n draws cost n releases, and "
+                "everything on "
+                "the accountant counts. Make a new OnePosteriorSample with a larger epsilon; it will temper the likelihood to what is left."
+            )
+        self._accountant.compose(event, label=f"one posterior sample ({type(self._certificate).__name__})")
+        self._last_num_data = num_data
+        with torch.no_grad():
+            theta = self._certificate.draw(self._model, data, setting, GaussianNoise())
+            return self._model.release(theta)
+
+    # --- the tempering ---------------------------------------------------------------------------------------------------
+
+    def _check_num_data(self, found: int) -> int | None:
+        if self._accountant.neighboring == "replace_one":
+            if self._num_data is not None and found != self._num_data:
+                raise ValueError(f"num_data = {self._num_data} was stated, but there are {found} records")
+            return found
+        if self._num_data is not None and found > self._num_data:
+            raise ValueError(
+                f"there are more records than num_data = {self._num_data}, which was stated as an upper bound for every data set that could "
+                "occur: the "
+                "guarantee does not cover this one. Choose the bound without looking at the data."
+            )
+        return self._num_data
+
+    def _setting(self, num_data: int | None = None) -> Setting:
+        if num_data is None:
+            num_data = self._num_data if self._num_data is not None else self._last_num_data
+        if not self._certificate.needs_num_data(self._model):
+            num_data = None
+        elif num_data is None:
+            raise ValueError("the guarantee depends on the number of records: state OnePosteriorSample(..., num_data=N), or draw first")
+        if num_data not in self._solved:
+            self._solved[num_data] = self._solve(num_data)
+        return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
+
+    def _total(self, event: DpEvent) -> float:
+        """ε of what the accountant holds and ``event``."""
+        assert self._delta is not None
+        joint = PrivacyAccountant(method=self._accountant.method, neighboring=self._accountant.neighboring)
+        for charge in self._accountant.history:
+            if charge.adaptive:
+                raise ValueError(
+                    "the accountant holds adaptive charges, whose guarantee is its budget as a whole: no target below it can be met. Leave "
+                    "out epsilon= and "
+                    "choose a certificate whose own cost fits the budget."
+                )
+            joint.compose(charge.event, charge.count)
+        return joint.compose(event).get_epsilon(self._delta)
+
+    def _solve(self, num_data: int | None) -> float:
+        """The largest tempering that meets the target."""
+
+        def cost(tempering: float) -> float:
+            return self._total(self._certificate.event(self._model, Setting(tempering, num_data, self._accountant.neighboring)))
+
+        if self._epsilon is None:
+            return 1.0
+        epsilon = self._epsilon
+
+        def meets(tempering: float) -> bool:
+            try:
+                return cost(tempering) <= epsilon
+            except StepTooLarge:  # M grows with the tempering; whether a step size that was given suits the result is checked there
+                return False
+
+        if meets(1.0):
+            return 1.0
+        low, high = _LEAST_TEMPERING, 1.0
+        if not meets(low):
+            if cost(low) > epsilon:
+                raise ValueError(
+                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met: what the accountant holds, or the certificate even without a "
+                    "likelihood, costs more. Use a larger epsilon or an empty accountant."
+                )
+        while high > low * (1 + _PRECISION):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if meets(middle) else (low, middle)
+        self._certificate.event(self._model, Setting(high, num_data, self._accountant.neighboring))  # raises if a step is what stopped it
+        return low
