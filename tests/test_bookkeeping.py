@@ -340,7 +340,7 @@ def test_autocast_and_half_precision(grad_sample_mode):
     half = copy.deepcopy(reference).bfloat16()
     found, norms = clipped(make(half), half, x.bfloat16(), weights.bfloat16(), 0.5)
     assert found.dtype == norms.dtype == torch.float32
-    assert float((found - expected).norm()) < 0.05 * float(expected.norm())
+    assert float((found - expected).norm()) < 0.1 * float(expected.norm())
 
 
 def run(grad_sample_mode, net, data, seed):
