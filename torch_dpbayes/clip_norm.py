@@ -61,7 +61,8 @@ def private_clipped_fraction(
     if len(norms) != draw.sampler_of_draws.size:
         raise ValueError("a record of the draw appears not exactly once in the gradients: pass each batch whole through the model once")
     total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
-    noise = optimizer._noise.standard_normal(1, dtype=torch.float64, device=norms.device)
+    hides = (repr((bound, noise_multiplier)), norms)
+    noise = optimizer._noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
     rate = optimizer.expected_batch_size / optimizer.num_data
     gaussian = events.GaussianDpEvent(float(noise_multiplier))
     event = gaussian if rate == 1.0 else events.PoissonSampledDpEvent(rate, gaussian)

@@ -2,15 +2,16 @@
 
 A noise vector that is used twice protects nothing: subtracting the two releases removes it. A :class:`GaussianNoise` therefore
 draws from a stream of its own. By default that is seeded with the full state from the operating system; torch's own
-``Generator.seed()`` keeps 32 bits on the CPU, few enough to try them all. With a generator of the caller's, every position of its
-stream is used at most once in a process.
+``Generator.seed()`` keeps 32 bits on the CPU, few enough to try them all. A generator of the caller's gives a key for each release, and the
+noise comes from a hash of the key and of what it is to hide (as the nonces of RFC 6979 do): a run that is repeated is the same bit for bit,
+a run that departs from it in anything gets independent noise. In one process every position of such a generator is used at most once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ _used_positions: set[tuple[str, bytes]] = set()
 _CPU_STATE_BYTES = 5056  # torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
 _PIECE = 2**16  # numbers; 256 kB of float32
 _CPU_WORDS = slice(24, 24 + 8 * 624)
+_ENTROPY_BYTES = 8 + 4 * 624
 
 
 def stream_position(generator: torch.Generator) -> bytes:
@@ -33,11 +35,15 @@ def stream_position(generator: torch.Generator) -> bytes:
 
 def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
     """A generator whose state comes from the operating system's entropy."""
+    return _generator_from(os.urandom(_ENTROPY_BYTES), device)
+
+
+def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generator:
     generator = torch.Generator(device=device)
-    generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))
+    generator.manual_seed(int.from_bytes(entropy[:8], "little", signed=True))
     state = generator.get_state()
     if state.numel() == _CPU_STATE_BYTES:
-        words = torch.frombuffer(bytearray(os.urandom(4 * 624)), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+        words = torch.frombuffer(bytearray(entropy[8:]), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
         state[_CPU_WORDS] = words.view(torch.uint8)
         generator.set_state(state)
     return generator
@@ -64,32 +70,44 @@ class GaussianNoise:
         if generator is not None:
             _refuse_used("noise", stream_position(generator))
 
-    def standard_normal(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A fresh N(0, I) vector of length ``size``."""
-        return torch.randn(size, dtype=dtype, device=device, generator=self.next_stream(device))
+    def standard_normal(self, size: int, *, dtype: torch.dtype, device: torch.device, hides: Iterable[Tensor | str] = ()) -> Tensor:
+        """A fresh N(0, I) vector of length ``size``; ``hides`` as in :meth:`next_stream`."""
+        return torch.randn(size, dtype=dtype, device=device, generator=self.next_stream(device, hides))
 
-    def next_stream(self, device: torch.device, *, use: bool = True) -> torch.Generator:
-        """Where the next noise vector is to be drawn from; with ``use=False`` only checked, which a charge comes after."""
-        if os.getpid() != self._pid:
-            if self.generator is not None:
-                raise RuntimeError(
-                    "this noise generator was made in another process: a forked copy draws the same noise as its parent, and the "
-                    "difference of two releases then has none. Build the optimizer inside the worker, or leave out generator=."
-                )
-            self._own, self._pid = None, os.getpid()
+    def require_usable(self, device: torch.device) -> None:
+        """Raise what :meth:`next_stream` would, before a release is charged."""
         if self.generator is None:
-            if self._own is None or self._own.device != device:
-                self._own = fresh_generator(device)
-            return self._own
+            return
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this noise generator was made in another process: a forked copy draws the same noise as its parent, and the "
+                "difference of two releases then has none. Build the optimizer inside the worker, or leave out generator=."
+            )
         if self.generator.device.type != device.type:
             raise ValueError(
                 f"generator= lives on {self.generator.device}, the parameters on {device}: pass torch.Generator(device={str(device)!r})"
             )
-        if use:
-            use_position("noise", self.generator)
-        else:
-            _refuse_used("noise", stream_position(self.generator))
-        return self.generator
+        _refuse_used("noise", stream_position(self.generator))
+
+    def next_stream(self, device: torch.device, hides: Iterable[Tensor | str]) -> torch.Generator:
+        """Where the noise of the next release is drawn from.
+
+        ``hides`` is all that the release is made of: with a generator of the caller's, streams are equal only where all of it is.
+        """
+        self.require_usable(device)
+        if self.generator is None:
+            if self._own is None or self._own.device != device or os.getpid() != self._pid:
+                self._own, self._pid = fresh_generator(device), os.getpid()
+            return self._own
+        use_position("noise", self.generator)
+        key = torch.randint(-(2**63), 2**63 - 1, (4,), generator=self.generator, device=self.generator.device)
+        digest = hashlib.shake_256(key.cpu().numpy().tobytes())
+        for part in hides:
+            if isinstance(part, str):
+                digest.update(hashlib.blake2b(part.encode()).digest())
+            else:
+                digest.update(hashlib.blake2b(part.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data).digest())
+        return _generator_from(digest.digest(_ENTROPY_BYTES), device)
 
 
 def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Generator) -> None:

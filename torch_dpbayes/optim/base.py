@@ -17,7 +17,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -324,9 +324,9 @@ class PrivateOptimizer(Optimizer):
         priors = self._prior_gradients(layout)
         before = None if self._cannot_overflow(layout, priors) else self._snapshot(layout)
         if math.isfinite(smallest):
-            self._noise.next_stream(layout.device, use=False)
+            self._noise.require_usable(layout.device)
             self.accountant.compose(self._event_of(smallest), label=type(self).__name__)
-            self._add_noise(layout, smallest, self._noise.next_stream(layout.device))
+            self._add_noise(layout, smallest, self._noise.next_stream(layout.device, self._hidden(layout)))
         else:  # every lr is 0: nothing of the sums is used
             layout.buffer.zero_()
         start = 0
@@ -343,6 +343,12 @@ class PrivateOptimizer(Optimizer):
         self._update(layout.parts)
         if before is not None:
             self._require_still_finite(layout, before)
+
+    def _hidden(self, layout: _Layout) -> Iterator[Tensor | str]:
+        """All that a release is made of."""
+        yield repr((self._settings(), [part.noise_multiplier for part in layout.parts]))
+        yield layout.buffer
+        yield from layout.parameters
 
     def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator) -> None:
         """Σ clip(g_i) turns into S/B, for each group with its own z."""
@@ -586,7 +592,6 @@ class PrivateOptimizer(Optimizer):
             "algorithm": type(self).__name__,
             "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
             "accountant": self.accountant.state_dict(),
-            "settings": self._settings(),
         }
         if self._noise.generator is not None:
             private["noise"] = self._noise.generator.get_state()
@@ -607,12 +612,6 @@ class PrivateOptimizer(Optimizer):
             raise ValueError(f"this is the state of {other}, not of {type(self).__name__}")
         if private["shapes"] != [[list(p.shape) for p in group["params"]] for group in self.param_groups]:
             raise ValueError("the state belongs to parameters of another number or other shapes than this optimizer's")
-        resumes_noise = "noise" in private and self._noise.generator is not None
-        if resumes_noise and private["settings"] != self._settings():
-            raise ValueError(
-                f"the saved run had {private['settings']}, this optimizer has {self._settings()}: the same noise under other settings would let both "
-                "releases be solved for the gradient. Resume with the same settings, or without generator=."
-            )
         self._resume_accountant(private["accountant"])
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -621,12 +620,13 @@ class PrivateOptimizer(Optimizer):
                 if isinstance(value, Tensor) and value.dtype != p.dtype:  # torch rounds it to the parameter's dtype
                     self.state[p][name] = value.detach().clone().to(p.device)
         self._start_afresh()
-        if resumes_noise and self._noise.generator is not None:
+        if "noise" in private and self._noise.generator is not None:
             self._noise.generator.set_state(private["noise"])
         if "sampler" in private and self._sampler is not None and self._sampler.has_user_generator:
             self._sampler.generator.set_state(private["sampler"])
 
     def _settings(self) -> dict[str, Any]:
+        """On which the law of a release depends."""
         return {name: getattr(self, name) for name in _OPTIONS_OF_ALL_GROUPS}
 
     def _resume_accountant(self, saved: dict[str, Any]) -> None:

@@ -104,9 +104,6 @@ class DPSGHMC(PrivateOptimizer):
         """m, or ``"matched"``."""
         return self._momentum
 
-    def _settings(self) -> dict[str, Any]:
-        return super()._settings() | {"momentum": self._momentum}
-
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         if self._is_matched:
             return 0.0  # asks for no noise of its own

@@ -117,9 +117,6 @@ class DPSGNHT(PrivateOptimizer):
         """α, the friction in force; None before the first step."""
         return next((group["friction"] for group in self.param_groups if "friction" in group), None)
 
-    def _settings(self) -> dict[str, Any]:
-        return super()._settings() | {"momentum": self._momentum, "thermostat_gain": self._thermostat_gain}
-
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         scale = self.expected_batch_size / self.max_grad_norm
         return scale * math.sqrt(2 * (1 - self._momentum) * self.temperature / (group["lr"] * self.num_data))
