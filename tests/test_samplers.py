@@ -1,6 +1,7 @@
 """What all four samplers share: charges, reports, groups, schedules, resumption, split batches, dtypes, bad input."""
 
 import copy
+import io
 import math
 from functools import partial
 
@@ -103,6 +104,49 @@ def test_the_charge_is_the_noise_that_was_added(make, neighboring, batches):
     expected = {"poisson": PoissonSampledDpEvent, "full": GaussianDpEvent, "unspecified": UnspecifiedBatchGaussianDpEvent}[batches]
     assert type(event) is expected
     assert charged.noise_multiplier**-2 == pytest.approx(inverse_square, rel=4 * tolerance)
+
+
+def a_matrix(size):
+    return torch.randn(size, size, dtype=torch.float64).tril(-1) * 0.2 + torch.diag(torch.rand(size, dtype=torch.float64) + 0.5)
+
+
+@pytest.mark.parametrize("share", [0.2, 2.0])
+@pytest.mark.parametrize("fisher, scale", [("full", None), ("full", "vector"), ("full", "matrix"), ("diagonal", "vector")])
+def test_the_charge_of_fisher_scoring_with_groups_and_a_scale(share, fisher, scale):
+    """One record moves (S, M) by C and C² in units of F; the noise, measured in those units, is what the event says: smallest z of the groups."""
+    size, clip, records, steps = 40, 0.5, 40, 150
+    ones = torch.eye(size, dtype=torch.float64)
+    units = {None: ones, "vector": torch.diag(torch.rand(size, dtype=torch.float64) + 0.1), "matrix": a_matrix(size)}[scale]
+    parameters = [nn.Parameter(torch.zeros(size // 2, dtype=torch.float64)) for _ in range(2)]
+    optimizer = DPSGFS(
+        [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.2, 0.05))], 1.0, num_data=records, expected_batch_size=10, max_grad_norm=clip,
+        sampling="poisson", prior_std=math.inf, fisher=fisher, fisher_share=share,
+        sensitivity_scale={None: None, "vector": units.diagonal(), "matrix": units}[scale],
+    )  # fmt: skip
+    moved, noise = [], {"gradient": [], "moment": []}
+    add_noise = optimizer._add_noise
+
+    def recording(layout, smallest, stream):
+        moved.append((float(layout.gradient.norm()), float(layout.second_moment.norm())))
+        layout.buffer.zero_()
+        add_noise(layout, smallest, stream)
+        noise["gradient"].append(torch.linalg.solve(units, layout.gradient) * 10 / clip)
+        noise["moment"].append(layout.second_moment * 10 / clip**2)
+
+    optimizer._add_noise = recording
+    for _ in range(steps):
+        fill(parameters, records=1, value=1e3)
+        optimizer.step()
+    for norms in moved:
+        assert norms[0] == pytest.approx(clip, rel=1e-9)
+        assert norms[1] <= clip**2 * (1 + 1e-9) if fisher == "diagonal" else norms[1] == pytest.approx(clip**2, rel=1e-9)
+    first, second = torch.stack(noise["gradient"]).split(size // 2, dim=1)
+    assert float((second.square().mean() / first.square().mean()).sqrt()) == pytest.approx(2.0, rel=10 / math.sqrt(2 * first.numel()))
+    moment = torch.cat(noise["moment"])
+    inverse_square = 1 / float(first.square().mean()) + 1 / float(moment.square().mean())
+    ((event, count, _, _),) = optimizer.accountant.history
+    assert count == steps
+    assert event.event.noise_multiplier**-2 == pytest.approx(inverse_square, rel=10 / math.sqrt(2 * first.numel()))
 
 
 def test_joint_sensitivity_of_gradient_and_fisher():
@@ -227,7 +271,10 @@ def test_resume_is_bit_for_bit_with_generators(make):
     """The state after three epochs in one go, and after one, save, load and two: equal, velocities, friction and Fisher estimate included."""
     net, optimizer, loader = private_model(make, seed=int(torch.randint(2**40, ())))
     train(net, optimizer, loader)
-    weights, state = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
+    weights, file = copy.deepcopy(net.state_dict()), io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
     train(net, optimizer, loader, 2)
     expected = [p.detach().clone() for p in net.parameters()]
 

@@ -115,10 +115,11 @@ def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Gener
 
     On the CPU by pieces that stay in the cache: the noise itself never travels through memory.
     """
-    pieces = list(in_cache(target))
-    noise = torch.empty_like(pieces[0][0])
-    for (piece,) in pieces:
-        torch.add(noise[: len(piece)].normal_(0.0, std / divisor, generator=stream), piece, alpha=1.0 / divisor, out=piece)
+    noise = None
+    for (piece,) in in_cache(target):
+        if noise is None or len(noise) != len(piece):
+            noise = torch.empty_like(piece)
+        torch.add(noise.normal_(0.0, std / divisor, generator=stream), piece, alpha=1.0 / divisor, out=piece)
 
 
 def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -72,6 +72,7 @@ class _Layout:
         self.names = [name for _, names, _ in members for name in names]
         self.named = list(zip(self.names, self.parameters, strict=True))
         self.dtype, self.device = _noise_dtype(self.parameters), self.parameters[0].device
+        self.norm_dtype = None if all(p.dtype is self.dtype for p in self.parameters) else self.dtype
         sizes = [p.numel() for p in self.parameters]
         self.buffer = torch.zeros(sum(sizes) + second_moment, dtype=self.dtype, device=self.device)
         self.gradient, self.second_moment = self.buffer[: sum(sizes)], self.buffer[sum(sizes) :]
@@ -164,7 +165,7 @@ class PrivateOptimizer(Optimizer):
         self._pending = False  # whether the buffer holds parts of a draw that BatchMemoryManager splits
         self._pending_records = 0
         self._pending_draw = -1
-        self._largest = math.inf  # norm of the largest parameter before the step
+        self._largest = math.inf  # at least the norm of the largest parameter before the step
         self._last_event: tuple[Any, events.DpEvent] | None = None
         self._warned = False
 
@@ -447,8 +448,8 @@ class PrivateOptimizer(Optimizer):
                 )
 
     def _require_finite(self, layout: _Layout) -> None:
-        norms = torch._foreach_norm(layout.parameters, 2, dtype=layout.dtype)
-        self._largest = float(torch.stack(norms).amax())  # NaN if any is
+        norms = torch._foreach_norm(layout.parameters, 2, dtype=layout.norm_dtype)
+        self._largest = sum(map(float, norms)) if len(norms) <= 4 else float(torch.stack(norms).sum())  # or more; NaN if any is
         if not math.isfinite(self._largest) and (broken := _not_finite(layout)):
             raise ValueError(
                 f"parameter {broken!r} is not finite: every record's gradient would count as zero. The lr is probably too large; go back to "

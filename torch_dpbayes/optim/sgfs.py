@@ -275,14 +275,14 @@ class DPSGFS(PrivateOptimizer):
         for part, information, scale in zip(parts, fisher.split(sizes), scales, strict=True):
             if part.group["lr"] == 0:
                 continue
-            noise, prior = self._privacy_variance(part), self.temperature / part.group["prior_std"] ** 2
+            noise, prior = self._privacy_variance(part) / weight, self.temperature / part.group["prior_std"] ** 2 / weight
             if scale is None:
                 for gradient, fisher_piece in in_cache(part.gradient, information):
-                    gradient.div_(fisher_piece.clamp(min=floor).mul_(weight).add_(noise + prior))
+                    gradient.div_(fisher_piece.clamp(min=floor).add_(noise + prior))
             else:  # out of the units of F
                 for gradient, fisher_piece, unit in in_cache(part.gradient, information, scale.square()):
-                    gradient.div_(fisher_piece.clamp(min=floor).mul_(weight).add_(noise).mul_(unit).add_(prior))
-            torch._foreach_add_(part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data)
+                    gradient.div_(fisher_piece.clamp(min=floor).add_(noise).mul_(unit).add_(prior))
+            torch._foreach_add_(part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data / weight)
 
     def _step_full(self, parts: list[Part], fisher: Tensor, floor: float) -> None:
         def over_parts(value: Callable[[Part], float]) -> Tensor:

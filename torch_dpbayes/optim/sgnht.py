@@ -159,11 +159,13 @@ class DPSGNHT(PrivateOptimizer):
         for part in parts:
             lr = float(part.group["lr"])
             velocity, velocities = self._kept(part, "velocity")
-            for v, gradient in in_cache(velocity, part.gradient):
-                doubled = gradient.mul_(-lr).add_(v, alpha=2 - friction)  # v + v', twice the velocity at the half step
-                if lr > 0:
-                    kinetic += self.num_data * float(torch.linalg.vector_norm(doubled)) ** 2 / (4 * lr * self.temperature)
-                torch.sub(doubled, v, out=v)
+            if lr == 0:
+                velocity.mul_(1 - friction)
+            else:
+                for v, gradient in in_cache(velocity, part.gradient):
+                    doubled = gradient.add_(v, alpha=-(2 - friction) / lr)  # −(v + v')/η, twice the velocity at the half step
+                    kinetic += self.num_data * lr * float(torch.dot(doubled, doubled)) / (4 * self.temperature)
+                    v.neg_().add_(doubled, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)
         if active:
             friction = min(friction + self._thermostat_gain * (kinetic / number - 1), _LARGEST_FRICTION)
