@@ -1,16 +1,14 @@
-"""What all tests share: one thread for each worker, and a fresh seed for each test, printed when the test fails."""
+"""What all tests share: one thread for each process, and a fresh seed for each test, printed when the test fails."""
 
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores: more threads than cores only slow them down
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes share the cores: more threads than cores slow all of them down
 
 import hypothesis
 import pytest
 import torch
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("torch_dpbayes", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("torch_dpbayes")

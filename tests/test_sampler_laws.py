@@ -144,16 +144,21 @@ def test_momentum_zero_is_sgld():
 # -- SGNHT ---------------------------------------------------------------------------------------------------------------------
 
 
-def sgnht(kind, needed, step=0.02, steps=1000, replicas=REPLICAS, momentum=0.99):
-    return sampled(kind, step, noise=math.sqrt(needed), momentum=momentum, steps=steps, replicas=replicas)
+def sgnht(kind, needed, temperature=1.0, step=0.02, steps=1000, replicas=REPLICAS, momentum=0.99):
+    return sampled(kind, step, noise=math.sqrt(needed), temperature=temperature, momentum=momentum, steps=steps, replicas=replicas)
 
 
-@pytest.mark.parametrize("needed", [0.1, 0.5, 0.9, 1.0])
-def test_thermostat_holds_the_temperature_under_privacy_noise(needed):
+@pytest.mark.parametrize("needed, temperature", [(0.1, 1.0), (0.5, 0.3), (0.9, 1.0), (1.0, 2.0)])
+def test_thermostat_holds_the_temperature_under_privacy_noise(needed, temperature):
     """α settles at α*, and θ samples T: within 3 % up to α* = 0.9, and beyond."""
-    theta, optimizer = sgnht(DPSGNHT, needed)
+    theta, optimizer = sgnht(DPSGNHT, needed, temperature)
     assert optimizer.friction == pytest.approx(needed, rel=0.02)
-    assert_normal(theta, 1 / RECORDS / (1 - 0.02 / (2 * (2 - needed))))
+    assert_normal(theta, temperature / RECORDS / (1 - 0.02 / (2 * (2 - needed))))
+
+
+def test_friction_starts_where_it_is_needed():
+    _, optimizer = sampled(DPSGNHT, 0.02, noise=0.8, momentum=0.99, steps=1, replicas=10, thermostat_gain=1e-9)
+    assert optimizer.friction == pytest.approx(0.64)
 
 
 class EndStep(DPSGNHT):
@@ -473,6 +478,52 @@ def test_the_fisher_estimate_starts_at_its_largest():
     torch.testing.assert_close(optimizer.state[theta]["fisher"], (clip**2 * identity + 2 * moment) / 3)
 
 
+@pytest.mark.parametrize("fisher", ["full", "diagonal"])
+def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
+    """Eigenvalues below s√(2d), entries below s√2, are raised to it; s² follows the average: s² ← (1−β)²s² + β²(σ_F/B)²."""
+    dimension, records, clip, share, beta = 3, 50, 0.8, 0.5, 0.125
+    theta = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
+    optimizer = DPSGFS(
+        [theta], 0.1, num_data=records, expected_batch_size=records, max_grad_norm=clip, noise_multiplier=0.5, prior_std=math.inf, fisher=fisher,
+        fisher_share=share, fisher_decay=1 - beta,
+    )  # fmt: skip
+    optimizer._add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
+    left = 0.01
+    level = left * math.sqrt(2 * dimension if fisher == "full" else 2)
+    values = torch.tensor([-1.0, 0.5 * level, 3 * level], dtype=torch.float64)
+    rotation = torch.linalg.qr(torch.randn(dimension, dimension, dtype=torch.float64))[0] if fisher == "full" else torch.eye(3, dtype=torch.float64)
+    estimate = (rotation * values) @ rotation.T
+    state = {"fisher": estimate if fisher == "full" else values, "fisher_steps": 1000, "fisher_noise": left**2}
+    optimizer.state[theta].update({name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()})
+    theta.grad_sample = torch.full((records, dimension), 0.1, dtype=torch.float64)
+    z = optimizer.effective_noise_multiplier
+    optimizer.step()
+    raised = (rotation / (records * values.clamp(min=level) + (z * clip) ** 2)) @ rotation.T
+    torch.testing.assert_close(theta.detach(), -2 * records * raised @ torch.full((dimension,), 0.1, dtype=torch.float64))
+    added = (z * clip**2 / math.sqrt(share) / records) ** 2
+    assert optimizer.state[theta]["fisher_noise"] == pytest.approx((1 - beta) ** 2 * left**2 + beta**2 * added)
+
+
+@pytest.mark.slow
+def test_the_floor_does_not_cool_the_samples():
+    """Where the noise of one M is four times the Fisher information. A floor there samples .66 of the variance."""
+    dimension, records, steps = 5, 1000, 20_000
+    x = torch.randn(records, dimension, dtype=torch.float64)
+    x *= math.sqrt(dimension) / x.norm(dim=1, keepdim=True)
+    y = torch.randn(records, dtype=torch.float64)
+    curvature = x.T @ x
+    mode = torch.linalg.solve(curvature, x.T @ y)
+    theta = nn.Parameter(mode.clone())
+    optimizer = DPSGFS([theta], 0.3, num_data=records, expected_batch_size=records, max_grad_norm=12.0, prior_std=math.inf)
+    chain = torch.empty(steps, dimension, dtype=torch.float64)
+    for t in range(steps):
+        theta.grad_sample = x * (x @ theta.detach() - y)[:, None]
+        optimizer.step()
+        chain[t] = theta.detach() - mode
+    whitened = chain[2000:] @ torch.linalg.cholesky(curvature)
+    assert abs(relative_error(whitened, 1.0)) < tolerance(dimension * effective_size(whitened)) < 0.2
+
+
 def test_fisher_scoring_at_small_lr_is_sgld():
     """η → 0: z_L → ∞, and the step on ĝ is SGLD's."""
     lr, records = 1e-9, 50
@@ -496,7 +547,7 @@ def test_up_to_a_hundred_dimensions_and_condition_number_hundred(kind, momentum,
     lr, replicas = 0.5, 56_000
     left = 0.7 if momentum == "matched" else momentum  # 1 - friction
     options = {} if kind is DPSGLD else {"momentum": momentum}
-    steps = 50 + math.ceil(3.5 * condition * (1 - left) / lr)
+    steps = (600 if kind is DPSGNHT else 50) + math.ceil(3.5 * condition * (1 - left) / lr)  # α settles in a few 1/gain
     theta, _ = sampled(kind, lr, curvatures=curvatures.tolist(), noise=math.sqrt(1 - left), steps=steps, replicas=replicas, **options)
     exact = 1 / (curvatures * RECORDS) / (1 - lr * curvatures / (2 * (1 + left)))
     errors = theta.square().mean(0) / exact - 1

@@ -387,6 +387,10 @@ def test_too_much_friction_names_the_lr_that_works(make):
         optimizer.step()
     assert len(optimizer.accountant) == 0
     works = float(str(error.value).split("Use lr <= ")[1].split(",")[0])
+    optimizer.param_groups[0]["lr"] = 1.001 * works  # printed to four digits
+    fill(parameters)
+    with pytest.raises(ValueError, match="Use lr <= "):
+        optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.999 * works
     fill(parameters)
     optimizer.step()
