@@ -253,6 +253,16 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun():
     assert 2.8 < shared.get_epsilon() <= 3.0
 
 
+@pytest.mark.parametrize("make", [partial(dpb.optim.DPSGFS, lr=20.0), partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched")])
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_the_target_is_met_by_what_the_sampler_releases_under_the_method_of_the_budget(make, method):
+    accountant = dpb.PrivacyAccountant(2.0, 1e-5, method=method)
+    net, optimizer, loader = with_epsilon(dpb.PrivacyEngine(accountant=accountant), optimizer=make, target_epsilon=2.0, epochs=3)
+    for _ in range(3):
+        epoch(net, optimizer, loader)
+    assert 1.9 < accountant.get_epsilon() <= 2.0
+
+
 def test_a_built_optimizer_with_too_low_a_floor():
     net = nn.Linear(4, 3)
     built = dpb.optim.DPSGLD(net.parameters(), 20.0, num_data=60, expected_batch_size=12, max_grad_norm=1.0, noise_multiplier=0.3)

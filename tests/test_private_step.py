@@ -206,7 +206,7 @@ def test_copies_resumes_and_equal_seeds_never_repeat_noise():
     original = bare([p], prior_std=math.inf, generator=seeded)
     seen = [noise_of(original, p)]
     duplicate = copy.deepcopy(original)
-    assert duplicate.accountant is original.accountant
+    assert duplicate.accountant is original.accountant and duplicate._noise.generator is None
     q = duplicate.param_groups[0]["params"][0]
     seen += [noise_of(duplicate, q), noise_of(original, p)]
     plain = bare([p], prior_std=math.inf)

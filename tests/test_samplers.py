@@ -291,6 +291,20 @@ def test_resume_is_bit_for_bit_with_generators(make):
     assert len(resumed.accountant) == len(optimizer.accountant)
 
 
+def test_clearing_the_state_resets_the_velocity():
+    optimizer, parameters = built(DPSGHMC)
+    fill(parameters, value=1.0)
+    optimizer.step()
+    optimizer.state.clear()
+    optimizer._add_noise = lambda layout, smallest, stream: layout.buffer.zero_()
+    before = [p.detach().clone() for p in parameters]
+    for group in optimizer.param_groups:
+        group["prior_std"] = math.inf
+    fill(parameters)
+    optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before))
+
+
 def test_state_of_half_precision_parameters_is_resumed_exactly():
     optimizer, parameters = built(DPSGHMC, dtype=torch.bfloat16)
     for _ in range(3):

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from .accounting.accountant import PrivacyAccountant
-from .accounting.calibration import get_noise_multiplier
+from .accounting.calibration import get_noise_multiplier, noise_multiplier_for
+from .accounting.events import DpEvent
 from .clipping.bookkeeping import BookkeepingGradientSource
 from .clipping.gradient_source import GradientSource, HooksGradientSource
 from .model_checks import check_layers, check_model, fixed_tensors, made_up_inputs
@@ -164,16 +165,12 @@ class PrivacyEngine:
         """
         accountant = self._accountant_for(optimizer, target_epsilon, target_delta)
         loader = _poisson_loader(data_loader)
-        floor = _calibrated(accountant, loader, target_epsilon, target_delta, epochs)
-        if isinstance(optimizer, PrivateOptimizer):
-            if optimizer.noise_multiplier < floor:
-                raise ValueError(
-                    f"the optimizer was built with noise_multiplier = {optimizer.noise_multiplier}; epsilon = {target_epsilon} after "
-                    f"{epochs} epochs needs at least {floor:.4f}: build it with that, or pass a factory"
-                )
-            built = _build(module, optimizer, loader, accountant, max_grad_norm, None)
-        else:
-            built = _build(module, optimizer, loader, accountant, max_grad_norm, floor)
+        built, floor = _build_calibrated(module, optimizer, loader, accountant, max_grad_norm, target_epsilon, target_delta, epochs)
+        if built.noise_multiplier < floor:
+            raise ValueError(
+                f"the optimizer was built with noise_multiplier = {built.noise_multiplier}; epsilon = {target_epsilon} after "
+                f"{epochs} epochs needs at least {floor:.4f}: build it with that, or pass a factory"
+            )
         return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
 
     def plan(
@@ -204,9 +201,9 @@ class PrivacyEngine:
         if target_epsilon is not None:
             if noise_multiplier is not None:
                 raise ValueError("target_epsilon sets the floor: leave out noise_multiplier")
-            floor = _calibrated(accountant, loader, target_epsilon, delta, epochs)
-            noise_multiplier = None if isinstance(optimizer, PrivateOptimizer) else floor
-        built = _build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
+            built, _ = _build_calibrated(module, optimizer, loader, accountant, max_grad_norm, target_epsilon, delta, epochs)
+        else:
+            built = _build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
         steps = epochs * len(loader)
         z = built.effective_noise_multiplier
         after = PrivacyAccountant(method=accountant.method, neighboring=accountant.neighboring)
@@ -363,8 +360,17 @@ def _poisson_loader(data_loader: DataLoader[Any]) -> PoissonLoader:
     return PoissonLoader(data_loader, data_loader.batch_size / num_data)
 
 
-def _calibrated(accountant: PrivacyAccountant, loader: PoissonLoader, epsilon: float, delta: float, epochs: int) -> float:
-    """The smallest floor with which ``epochs`` passes on top of the accountant's history stay within (epsilon, delta)."""
+def _build_calibrated(
+    module: nn.Module,
+    optimizer: OptimizerFactory | PrivateOptimizer,
+    loader: PoissonLoader,
+    accountant: PrivacyAccountant,
+    max_grad_norm: float | None,
+    epsilon: float,
+    delta: float,
+    epochs: int,
+) -> tuple[PrivateOptimizer, float]:
+    """The optimizer, and the floor with which ``epochs`` passes on top of the accountant's history stay within (epsilon, delta)."""
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
         raise ValueError(f"epochs must be a positive integer, got {epochs!r}")
     if accountant.epsilon is not None and accountant.delta is not None:
@@ -373,14 +379,47 @@ def _calibrated(accountant: PrivacyAccountant, loader: PoissonLoader, epsilon: f
                 f"the target ({epsilon}, {delta}) exceeds the accountant's budget ({accountant.epsilon}, {accountant.delta}), which includes "
                 "what was spent before"
             )
-    return get_noise_multiplier(
+    steps = epochs * len(loader)
+    if isinstance(optimizer, PrivateOptimizer):
+        built = _build(module, optimizer, loader, accountant, max_grad_norm, None)
+        return built, _calibrated(built, steps, accountant, epsilon, delta)
+    plain = get_noise_multiplier(
         target_epsilon=epsilon,
         target_delta=delta,
         sample_rate=loader.sample_rate,
-        steps=epochs * len(loader),
+        steps=steps,
         neighboring=accountant.neighboring,
         history=accountant.history,
     )
+    built = _build(module, optimizer, loader, accountant, max_grad_norm, plain)
+    floor = _calibrated(built, steps, accountant, epsilon, delta)
+    if floor > plain:  # it releases more than the gradient
+        built = _build(module, optimizer, loader, accountant, max_grad_norm, floor)
+    return built, floor
+
+
+def _calibrated(optimizer: PrivateOptimizer, steps: int, accountant: PrivacyAccountant, epsilon: float, delta: float) -> float:
+    def event(noise_multiplier: float) -> DpEvent:
+        return optimizer._event(noise_multiplier, "poisson")
+
+    def fits(noise_multiplier: float) -> bool:
+        left = accountant.remaining(event(noise_multiplier))
+        return left is None or left >= steps
+
+    floor = noise_multiplier_for(
+        event, target_epsilon=epsilon, target_delta=delta, steps=steps, neighboring=accountant.neighboring, history=accountant.history
+    )
+    if fits(floor):
+        return floor
+    low, high = floor, floor  # the budget is kept by another rule than the one that the target is priced by: method "rdp", or a filter
+    while not fits(high):
+        low, high = high, 2 * high
+        if high > 1e7:
+            raise ValueError(f"nothing is left of the accountant's budget for {steps} steps, however large the noise")
+    while high > 1.001 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
