@@ -159,6 +159,18 @@ class PaddedTokens(nn.Module):
         return self.last(self.embedding(x.long().abs().clamp(max=49)).mean(1))
 
 
+class Sorting(Wrapped):
+    """Runs one layer on the records in another order; what comes out is in theirs."""
+
+    def __init__(self, sign):
+        super().__init__(torch.relu)
+        self.sign = sign
+
+    def forward(self, x):
+        order = (self.sign * x[:, 0]).argsort()
+        return self.last(torch.tanh(self.first(x[order]))[order.argsort()])
+
+
 class Positions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -213,6 +225,7 @@ ALLOWED = {
     "dropout of channels": (lambda: image(nn.Dropout2d(0.3), nn.Dropout(0.2)), IMAGE),
     "one number a record": (lambda: Scalar(torch.relu), FLAT),
     "padding index": (lambda: PaddedTokens(padding_idx=0), FLAT),
+    "sparse gradients": (lambda: PaddedTokens(sparse=True), FLAT),
     "u-net": (UNet, IMAGE),
     "attention by hand": (OwnAttention, SEQUENCE),
     "own parameter beside a layer": (OwnParameter, FLAT),
@@ -243,6 +256,8 @@ REFUSED = {
     "gradients divided by counts": (lambda: PaddedTokens(scale_grad_by_freq=True), FLAT, ["'embedding'", "scale_grad_by_freq"]),
     "mixing behind a zero head": (ZeroHead, FLAT, ["ZeroHead", "another record"]),
     "statistics in a frozen parameter": (RunningMean, FLAT, ["'mean'", "without noise"]),
+    "one layer on sorted records": (lambda: Sorting(1.0), FLAT, ["'first.weight'", "not the gradients of the records"]),
+    "one layer on records sorted downwards": (lambda: Sorting(-1.0), FLAT, ["'first.weight'", "not the gradients of the records"]),
     "max_norm": (lambda: PaddedTokens(max_norm=1.0), FLAT, ["'embedding'", "max_norm"]),
     "positions shared by the batch": (Positions, SEQUENCE, ["'position.weight'", "dimension 0"]),
     "not finite on made-up records": (lambda: Wrapped(torch.log), FLAT, ["not finite", "example_inputs"]),

@@ -14,17 +14,17 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleHooks
-from opacus.grad_sample.functorch import prepare_layer
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import Tensor, nn
 
 from . import layers
-from .gradient_source import COPIED, DISAGREE, PACKED, REMOVED, UNUSED, ForwardPasses, GradientSource, add_clipped, attach
+from .gradient_source import COPIED, DISAGREE, PACKED, REMOVED, UNUSED, ForwardPasses, GradientSource, _map, _tensors, add_clipped, attach
 from .layers import Contribution, PerRecord
 
 
@@ -52,6 +52,7 @@ class BookkeepingGradientSource(GradientSource):
         self.is_copy = False
         self._is_paused = self._is_removed = False
         self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
+        self._held: list[tuple[_Layer, Tensor, int]] = []  # and its version
         self._module = module
         before = GradientSource.attached_to(module)
         if before is not None:
@@ -93,8 +94,8 @@ class BookkeepingGradientSource(GradientSource):
                 return 0
             if scale is not None or (second_moment is not None and second_moment.dim() > 1):
                 return add_clipped(self._per_record(named_parameters, contributions), max_grad_norm, out, scale, second_moment)
-            norm = self._norm(contributions)
             unit = n if self.loss_reduction == "mean" else 1  # the loss was divided by n, and so were g and norm
+            norm = self._norm(contributions, max_grad_norm / unit)
             factor = norm.reciprocal().mul_(max_grad_norm).clamp_(max=unit)
             if not math.isfinite(norm.sum()):  # 0·inf is nan: a record that is not finite has to be cut out, not scaled away
                 finite = torch.isfinite(norm * unit)
@@ -117,7 +118,7 @@ class BookkeepingGradientSource(GradientSource):
         with _full_precision(contributions[0].parameters[0].device):
             rows = 0 if self.passes.has_stand_in else contributions[0].records
             unit = contributions[0].records if self.loss_reduction == "mean" else 1
-            return (self._norm(contributions) * unit)[:rows].float()
+            return (self._norm(contributions, 0.0) * unit)[:rows].float()
 
     @torch.no_grad()
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
@@ -130,9 +131,11 @@ class BookkeepingGradientSource(GradientSource):
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         self._noted.clear()
+        self._held.clear()
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self._noted.clear()
+        self._held.clear()
         self.step += 1
         self.passes.forget()
 
@@ -158,6 +161,7 @@ class BookkeepingGradientSource(GradientSource):
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
         self._noted.append((layer, what))
+        self._held += [(layer, t, t._version) for t in (what.held() if isinstance(what, Contribution) else layer.needed(what))]
 
     def is_recording(self) -> bool:
         """Inside a forward pass in training mode, or where a backward pass repeats a part of it (activation checkpointing)."""
@@ -165,19 +169,24 @@ class BookkeepingGradientSource(GradientSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and nothing of the data."""
-        return {**self.__dict__, "_noted": [], "is_copy": True}
+        return {**self.__dict__, "_noted": [], "_held": [], "is_copy": True}
 
     def _is_enabled(self) -> bool:
         return not (self._is_paused or self._is_removed)
 
-    def _norm(self, contributions: Sequence[Contribution]) -> Tensor:
-        """Every record's norm over everything that was recorded, per unit of the loss' reduction."""
-        norms = [contribution.norm() for contribution in contributions]
-        norm = norms[0]
-        if len(norms) > 1:
-            dtype = max((t.dtype for t in norms), key=lambda d: d.itemsize)
-            norm = torch.linalg.vector_norm(torch.stack([t.to(dtype) for t in norms]), dim=0)
-        return norm
+    def _norm(self, contributions: Sequence[Contribution], floor: float) -> Tensor:
+        """Every record's norm over everything that was recorded, per unit of the loss' reduction; norms below ``floor`` are not clipped."""
+        norm = _joint_norm(contributions)
+        sizes = [(c, size) for c in contributions if isinstance(c, layers.Product) and (size := c.size()) is not None]
+        if not sizes:
+            return norm
+        limit = layers.LARGEST_CANCELLATION * norm.clamp(min=floor)
+        above = torch.stack([size > limit for _, size in sizes])
+        if not bool(above.any()):
+            return norm
+        for (contribution, _), which in zip(sizes, above, strict=True):
+            contribution.set_apart(which)
+        return _joint_norm(contributions)
 
     def _per_record(self, named_parameters: Sequence[tuple[str, Tensor]], contributions: Sequence[Contribution]) -> list[Tensor]:
         found = {p: g for contribution in contributions for p, g in contribution.per_record().items()}
@@ -196,9 +205,20 @@ class BookkeepingGradientSource(GradientSource):
                     "modules, not through torch.nn.functional; state a prior instead of a penalty on the weights; and call "
                     "optimizer.zero_grad() after a backward pass in eval mode."
                 )
+            if p._backward_hooks:
+                raise RuntimeError(
+                    f"parameter {name!r} has a hook on its gradient (register_hook), which is not called: there is no such gradient. Remove the "
+                    "hook; to leave parameters as they are, freeze them with requires_grad_(False)."
+                )
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(COPIED)
         self.passes.require_one(bool(self._noted))
+        for layer, t, version in self._held:
+            if t._version != version:
+                raise RuntimeError(
+                    f"the input of layer {layer.name!r}, the gradient of its output or a parameter was changed in place between backward() and "
+                    "step(), which still needs it: write into batches, buffers and parameters after the step, or into copies."
+                )
         contributions = self._merged()
         found = {p for contribution in contributions for p in contribution.parameters}
         for name, p in named_parameters:
@@ -210,6 +230,8 @@ class BookkeepingGradientSource(GradientSource):
 
     def _merged(self) -> list[Contribution]:
         """One contribution for each layer, and one for layers that share a parameter."""
+        if len(self._noted) == 1 and isinstance(self._noted[0][1], Contribution):
+            return [self._noted[0][1]]
         of_layer: dict[_Layer, list[Contribution | layers.Call]] = {}
         for layer, what in self._noted:
             of_layer.setdefault(layer, []).append(what)
@@ -233,10 +255,8 @@ class _Layer:
         self.source, self.name, self.module, self.way = source, name, module, way
         kernel = layers.kernel_of(module)
         self.kernel = layers.any_other if kernel is None else kernel
-        is_whole = kernel is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS
-        if is_whole:
-            prepare_layer(module)
-        self.owners = [m for m in (module.modules() if is_whole else [module]) if m._parameters]
+        self.is_whole = kernel is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS
+        self.owners = [m for m in (module.modules() if self.is_whole else [module]) if m._parameters]
         self.known = [(m, n, p, p.requires_grad) for m in self.owners for n, p in m._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
@@ -258,7 +278,6 @@ class _Layer:
             self.module.__dict__["forward"] = self.original
         else:
             self.module.__dict__.pop("forward", None)
-        self.module.__dict__.pop("ft_compute_sample_grad", None)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,10 +292,10 @@ class _Layer:
             raise RuntimeError(COPIED)
         if not is_trainable:
             return self.original(*args, **kwargs)
-        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        call = _Call(self, inputs)
+        inputs = list(_tensors((args, kwargs)))
+        call = _Call(self, inputs, args, kwargs)
         if any(t.requires_grad for t in inputs):
-            out = self._run_detached(args, kwargs)
+            out = self._run_with({}, args, kwargs)
             self._require_tensor(out)
             if any(out is t for t in inputs):
                 out = out.view_as(out)
@@ -292,10 +311,16 @@ class _Layer:
                 out = out.clone()
         return _Start.apply(out, self.anchor, call)
 
-    def _run_detached(self, args: Any, kwargs: Any) -> Any:
+    def again(self, args: Any, kwargs: Any, values: Mapping[Tensor, Tensor], inputs: Sequence[Tensor]) -> Any:
+        """The same call with other numbers."""
+        tensors = iter(inputs)
+        args, kwargs = _map((args, kwargs), lambda _: next(tensors))
+        return self._run_with(values, args, kwargs)
+
+    def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
         before = [(owner, owner._parameters) for owner in self.owners]
         for owner, parameters in before:
-            owner.__dict__["_parameters"] = {n: None if p is None else p.detach() for n, p in parameters.items()}
+            owner.__dict__["_parameters"] = {n: None if p is None else values.get(p, p.detach()) for n, p in parameters.items()}
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -306,10 +331,14 @@ class _Layer:
         if not isinstance(out, Tensor):
             raise RuntimeError(f"layer {self.name!r} returns {type(out).__name__}: a layer with parameters of its own must return one tensor")
 
+    def needed(self, call: layers.Call) -> list[Tensor]:
+        """What must not change until :meth:`contribution`."""
+        return [*call.inputs, call.backprops, *((p for _, _, p, _ in self.known) if self.is_whole else ())]
+
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
-        if any(len(g) == 0 for _, g in calls):
+        if any(len(call.backprops) == 0 for call in calls):
             return PerRecord({p: p.new_zeros(0, p.numel()) for _, _, p, _ in self.known if p.requires_grad})
-        if len({len(g) for _, g in calls}) > 1:
+        if len({len(call.backprops) for call in calls}) > 1:
             raise RuntimeError(PACKED if isinstance(self.module, RNNLinear) else DISAGREE)
         try:
             return self.kernel(self.module, calls, self.way)
@@ -320,12 +349,14 @@ class _Layer:
 class _Call:
     """One call of a layer, waiting for the gradient of what came out."""
 
-    __slots__ = ("inputs", "is_done", "layer", "step", "versions", "weights")
+    __slots__ = ("again", "inputs", "is_done", "layer", "step", "versions", "weights")
 
-    def __init__(self, layer: _Layer, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, layer: _Layer, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> None:
         self.layer, self.step, self.is_done = layer, layer.source.step, False
-        self.inputs = [t.detach() for t in inputs]
-        self.versions = [-1 if t.is_inference() else t._version for t in inputs]
+        self.inputs = [t.clone() if t.is_inference() else t.detach() for t in inputs]
+        self.versions = [t._version for t in self.inputs]
+        # without the tensors, which would keep the graph alive
+        self.again = partial(layer.again, *_map((args, kwargs), lambda t: _EMPTY)) if layer.is_whole else _unneeded
         self.weights = [p._version for _, _, p, _ in layer.known]
         if layer.calls_of_step != self.step:
             layer.calls, layer.calls_of_step = 0, self.step
@@ -344,7 +375,7 @@ class _Call:
                 "Leave out create_graph."
             )
         for t, version in zip(self.inputs, self.versions, strict=True):
-            if version not in (-1, t._version):
+            if version != t._version:
                 raise RuntimeError(
                     f"the input of layer {layer.name!r} was changed in place after the layer saw it, so its gradients cannot be computed any more: "
                     "write x = x + y instead of x += y, and F.relu(x) instead of F.relu_(x)."
@@ -356,7 +387,7 @@ class _Call:
                     "step, load and re-initialise before the forward pass or after the backward pass."
                 )
         self.is_done = True
-        call: layers.Call = (self.inputs, backprops.detach())
+        call = layers.Call(self.inputs, backprops.detach(), self.again)
         self.inputs = []
         if layer.calls > 1:
             source.note(layer, call)
@@ -418,6 +449,51 @@ def _by_shared_parameter(contributions: Sequence[Contribution]) -> list[Contribu
     return [layers.together(group) for group in groups]
 
 
-def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Norms and sums are not subject to autocast, wherever backward() and step() are called."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+def _joint_norm(contributions: Sequence[Contribution]) -> Tensor:
+    norms = [contribution.norm() for contribution in contributions]
+    if len(norms) == 1:
+        return norms[0]
+    dtype = max((t.dtype for t in norms), key=lambda d: d.itemsize)
+    return torch.linalg.vector_norm(torch.stack([t.to(dtype) for t in norms]), dim=0)
+
+
+def _unneeded(_values: Mapping[Tensor, Tensor], _inputs: Sequence[Tensor]) -> Tensor:
+    raise AssertionError("a kernel needs no second run")
+
+
+_EMPTY = torch.empty(0)
+
+# Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without the properties, which are slow.
+_PRODUCTS = {"cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")), "cuda": (("cuda", "matmul"), ("cuda", "conv"))}
+if hasattr(torch._C, "_get_fp32_precision_getter"):
+    _precision_of: Callable[[str, str], Any] = torch._C._get_fp32_precision_getter
+    _set_precision_of: Callable[[str, str, Any], Any] = torch._C._set_fp32_precision_setter
+else:  # torch before 2.9
+
+    def _precision_of(backend: str, operation: str) -> Any:
+        return "tf32" if backend == "cuda" and _flags(operation).allow_tf32 else "ieee"
+
+    def _set_precision_of(_backend: str, operation: str, precision: Any) -> None:
+        _flags(operation).allow_tf32 = precision != "ieee"
+
+    def _flags(operation: str) -> Any:
+        return torch.backends.cuda.matmul if operation == "matmul" else torch.backends.cudnn
+
+
+def _full_precision(device: torch.device) -> AbstractContextManager[None]:
+    """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
+    reduced = [(*of, before) for of in _PRODUCTS.get(device.type, ()) if (before := _precision_of(*of)) not in ("ieee", "none")]
+    is_autocast = torch.is_autocast_enabled(device.type)
+    return _raised_precision(device, reduced, is_autocast) if reduced or is_autocast else nullcontext()
+
+
+@contextmanager
+def _raised_precision(device: torch.device, reduced: Sequence[tuple[str, str, str]], is_autocast: bool) -> Iterator[None]:
+    for backend, operation, _ in reduced:
+        _set_precision_of(backend, operation, "ieee")
+    try:
+        with torch.autocast(device.type, enabled=False) if is_autocast else nullcontext():
+            yield
+    finally:
+        for backend, operation, before in reduced:
+            _set_precision_of(backend, operation, before)

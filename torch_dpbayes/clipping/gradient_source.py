@@ -131,6 +131,7 @@ class ForwardPasses:
         self.has_stand_in = False
         self.uses_stand_in = False
         self._is_enabled = is_enabled
+        self._root, self._modules = module, list(module.modules())
         self._modes = [(name, layer) for name, layer in module.named_modules() if not layer.training]
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -157,6 +158,12 @@ class ForwardPasses:
         return _map(output, lambda t: t[:0] if t.dim() > 0 else t) if was_open and self.has_stand_in else None
 
     def require_one(self, is_anything_recorded: bool) -> None:
+        now = list(self._root.modules())
+        if len(now) != len(self._modules) or any(a is not b for a, b in zip(now, self._modules, strict=True)):
+            raise RuntimeError(
+                "a module was added to the model, replaced or removed since it was checked that every record is treated by itself: call make_private "
+                "again after changing the model."
+            )
         for name, layer in self._modes:
             if layer.training:
                 raise RuntimeError(

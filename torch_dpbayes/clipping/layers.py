@@ -13,23 +13,38 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from opacus.grad_sample import GradSampleHooks
-from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
+from torch.func import grad, vmap
 
-# (what went in, gradient of what came out) for one call of a layer
-Call = tuple[Sequence[Tensor], Tensor]
 
-WAYS = ("gram", "instantiate", "unfold", "grouped", "loop")
+class Call(NamedTuple):
+    """One call of a layer.
 
-# Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a multiply-add in a matrix product and in a
-# oneDNN convolution, a number copied by unfold, a number written to fresh memory, a call of a convolution.
-_MATMUL, _CONVOLUTION, _UNFOLD, _WRITE, _CALL = 0.022, 0.012, 0.5, 1.0, 80e3
+    Attributes:
+        inputs: the tensors that went in.
+        backprops: the gradient of what came out.
+        again: repeats the call with given values of the parameters and given tensors.
+    """
+
+    inputs: Sequence[Tensor]
+    backprops: Tensor
+    again: Callable[[Mapping[Tensor, Tensor], Sequence[Tensor]], Tensor]
+
+
+# Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a multiply-add in a matrix product, in one of
+# float64 and in a oneDNN convolution, a number copied by unfold, a number written to fresh memory, a call of a convolution.
+_MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE, _CALL = 0.022, 0.044, 0.012, 0.5, 1.0, 80e3
 _CHUNK = 2**20  # numbers in a temporary that is worked off in chunks: about what stays in the cache
+
+# A product over positions adds up terms of size κ·‖g_i‖, which cancel down to ‖g_i‖ and leave about κ·2⁻²⁴·‖g_i‖ of rounding in float32. Below this κ
+# that is 6e-5 of the clip norm; a record above it is summed by itself first, as its norm is.
+LARGEST_CANCELLATION = 2.0**10
 
 
 class Contribution(ABC):
@@ -42,6 +57,10 @@ class Contribution(ABC):
 
     records: int
     parameters: tuple[Tensor, ...]
+
+    def held(self) -> tuple[Tensor, ...]:
+        """Tensors of other people's that must stay as they are until the sum is taken."""
+        return ()
 
     @abstractmethod
     def norm(self) -> Tensor:
@@ -92,7 +111,64 @@ class PerRecord(Contribution):
         self.gradients = {p: _rows(g, keep) for p, g in self.gradients.items()}
 
 
-class Outer(Contribution):
+class Product(Contribution):
+    """Held as what went in and the gradient of what came out, of which one product makes the sum over records and positions.
+
+    Args:
+        inputs, backprops: with records in dimension 0.
+    """
+
+    def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
+        self.inputs, self.backprops = inputs, backprops
+        self.records = len(backprops)
+        self._apart: tuple[Tensor, PerRecord] | None = None
+
+    def held(self) -> tuple[Tensor, ...]:
+        return (self.inputs, self.backprops)
+
+    def size(self) -> Tensor | None:
+        """At least Σ_t ‖(term t of g_i)‖, what rounding in the product is relative to; None where there is one term."""
+        return None
+
+    def set_apart(self, which: Tensor) -> None:
+        """Sum these records by themselves from now on, their norms included."""
+        index = which.nonzero().flatten()
+        apart = PerRecord(self._instantiated(self.inputs[index], self.backprops[index]))
+        norm = self.norm()
+        self.inputs, self.backprops = _rows(self.inputs, ~which), _rows(self.backprops, ~which)
+        self._set_norm(norm.index_copy(0, index, apart.norm().to(norm.dtype)))
+        self._apart = index, apart
+
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        self._add_product(factor, out)
+        if self._apart is not None:
+            index, apart = self._apart
+            apart.add_sum(factor[index], out)
+
+    def per_record(self) -> dict[Tensor, Tensor]:
+        gradients = PerRecord(self._instantiated(self.inputs, self.backprops)).gradients
+        if self._apart is not None:
+            index, apart = self._apart
+            gradients = {p: g.index_copy(0, index, apart.gradients[p]) for p, g in gradients.items()}
+        return gradients
+
+    def keep_only(self, keep: Tensor) -> None:
+        self.inputs, self.backprops = _rows(self.inputs, keep), _rows(self.backprops, keep)
+        if self._apart is not None:
+            index, apart = self._apart
+            apart.keep_only(keep[index])
+
+    @abstractmethod
+    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _set_norm(self, norm: Tensor) -> None: ...
+
+    @abstractmethod
+    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None: ...
+
+
+class Outer(Product):
     """A linear layer: Σ_t g_t a_tᵀ and Σ_t g_t, held as a and g.
 
     Args:
@@ -102,54 +178,50 @@ class Outer(Contribution):
     """
 
     def __init__(self, weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor) -> None:
-        self.weight, self.bias, self.inputs, self.backprops = weight, bias, inputs, backprops
+        super().__init__(inputs, backprops)
+        self.weight, self.bias = weight, bias
         self.parameters = tuple(p for p in (weight, bias) if p is not None)
-        self.records = len(backprops)
-        self._norm: Tensor | None = None
+        self._norm: Tensor
+        self._size: Tensor | None
+        self._norm, self._size = (self._vector_norm(), None) if backprops.dim() == 2 else self._gram_norm()
 
     def norm(self) -> Tensor:
-        if self._norm is None:
-            self._norm = self._vector_norm() if self.backprops.dim() == 2 else self._gram_norm()
         return self._norm
+
+    def size(self) -> Tensor | None:
+        return self._size
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
         if self.weight is None:
             return g
         a = _norm_above(self.inputs)
-        return g * a if self.bias is None else g * (a * a + 1.0).sqrt_()
+        return g.mul_(a if self.bias is None else a.square_().add_(1.0).sqrt_())
 
-    def _gram_norm(self) -> Tensor:
+    def _gram_norm(self) -> tuple[Tensor, Tensor]:
+        """In float64: where positions cancel, the square of the norm is small beside the terms that it is the sum of."""
         n, positions, _ = self.backprops.shape
-        norms = []
+        norms, sizes = [], []
         for part in _chunks(n, positions * positions * 2):
-            a, g = self.inputs[part], self.backprops[part]
-            a, g = a.to(_wide(a)), g.to(_wide(g))
+            g = self.backprops[part].double()
             gram = torch.bmm(g, g.transpose(1, 2))
             size = gram.diagonal(dim1=1, dim2=2)
             if self.weight is not None:
+                a = self.inputs[part].double()
                 other = torch.bmm(a, a.transpose(1, 2))
                 if self.bias is not None:
                     other.add_(1.0)
                 size = size * other.diagonal(dim1=1, dim2=2)
                 gram.mul_(other)
-            square = gram.sum((1, 2)).clamp_(min=0.0)
-            # Where the positions cancel, rounding can eat the whole norm, and the record would go unclipped: those are computed as they are summed.
-            size = size.clamp(min=0.0).sqrt().sum(1).square()
-            unit = 4 * math.sqrt(max(a.shape[-1], g.shape[-1])) * torch.finfo(gram.dtype).eps
-            doubtful = square < 100 * unit * size
-            if bool(doubtful.any()):
-                terms = _outer(self.weight, self.bias, a[doubtful], g[doubtful]).values()
-                square[doubtful] = torch.stack([t.flatten(1).square().sum(1) for t in terms]).sum(0)
-            norms.append(square.sqrt_())
-        return torch.cat(norms)
+            sizes.append(size.clamp(min=0.0).sqrt().sum(1))
+            norms.append(gram.sum((1, 2)).clamp_(min=0.0).sqrt_())
+        dtype = _wide(self.backprops)
+        return torch.cat(norms).to(dtype), torch.cat(sizes).to(dtype)
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         dtype = out[self.parameters[0]].dtype
-        factor = factor.to(dtype)
-        g = self.backprops.to(dtype) * factor.view(-1, *[1] * (self.backprops.dim() - 1))
-        if g.dim() > 2:
-            g = g.flatten(0, 1)
+        g = self.backprops.to(dtype) * factor.to(dtype).view(-1, *[1] * (self.backprops.dim() - 1))
+        g = g.flatten(0, -2)
         if self.weight is not None and self.weight in out:
             out[self.weight].view(self.weight.shape).addmm_(g.T, self.inputs.reshape(len(g), -1).to(dtype))
         if self.bias is not None and self.bias in out:
@@ -166,46 +238,47 @@ class Outer(Contribution):
         if self.bias is not None and self.bias in out:
             out[self.bias].add_(g.sum(0))
 
-    def per_record(self) -> dict[Tensor, Tensor]:
-        return PerRecord(_outer(self.weight, self.bias, self.inputs, self.backprops)).gradients
+    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
+        return _outer(self.weight, self.bias, inputs, backprops)
 
-    def keep_only(self, keep: Tensor) -> None:
-        self.inputs, self.backprops = _rows(self.inputs, keep), _rows(self.backprops, keep)
+    def _set_norm(self, norm: Tensor) -> None:
+        self._norm, self._size = norm, None
 
 
-class Convolution(Contribution):
-    """A convolution held as what went in and the gradient of what came out, its norm computed already."""
+class Convolution(Product):
+    """A convolution that is too large for its per-record gradients to be kept."""
 
     def __init__(self, geometry: _Geometry, inputs: Tensor, backprops: Tensor, way: str) -> None:
-        self.geometry, self.inputs, self.backprops = geometry, inputs, backprops
-        self.parameters = geometry.parameters
-        self.records = len(backprops)
-        weight = geometry.gram_norm(inputs, backprops) if way == "gram" else geometry.instantiated_norm(inputs, backprops, way)
-        self._bias = backprops.flatten(2).sum(2) if geometry.bias is not None else None
-        if self._bias is None:
-            self._norm = weight
-        else:
-            self._norm = torch.linalg.vector_norm(torch.stack([weight, torch.linalg.vector_norm(self._bias, dim=1, dtype=_wide(self._bias))]), dim=0)
+        super().__init__(inputs, backprops)
+        self.geometry, self.parameters = geometry, geometry.parameters
+        a, g = inputs.to(_wide(inputs)), backprops.to(_wide(backprops))
+        self._norm = geometry.gram_norm(a, g) if way == "gram" else geometry.instantiated_norm(a, g, way)
+        if geometry.bias is not None:
+            bias = torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1)
+            self._norm = torch.linalg.vector_norm(torch.stack([self._norm, bias]), dim=0)
+        a_and_g = [torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (a, g)]
+        self._size: Tensor | None = a_and_g[0] * a_and_g[1] * math.sqrt(geometry.overlap)
 
     def norm(self) -> Tensor:
         return self._norm
 
-    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+    def size(self) -> Tensor | None:
+        return self._size
+
+    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
+        return self.geometry.per_record(inputs, backprops, "unfold")
+
+    def _set_norm(self, norm: Tensor) -> None:
+        self._norm, self._size = norm, None
+
+    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         weight, bias = self.geometry.weight, self.geometry.bias
+        dtype = out[self.parameters[0]].dtype
+        g = self.backprops.to(dtype) * factor.to(dtype).view(-1, *[1] * (self.backprops.dim() - 1))
         if weight is not None and weight in out:
-            dtype = out[weight].dtype
-            g = self.backprops.to(dtype) * factor.to(dtype).view(-1, *[1] * (self.backprops.dim() - 1))
             out[weight].add_(self.geometry.weight_gradient(self.inputs.to(dtype), g).flatten())
-        if bias is not None and self._bias is not None and bias in out:
-            out[bias].addmv_(self._bias.to(out[bias].dtype).T, factor.to(out[bias].dtype))
-
-    def per_record(self) -> dict[Tensor, Tensor]:
-        return self.geometry.per_record(self.inputs, self.backprops, "unfold")
-
-    def keep_only(self, keep: Tensor) -> None:
-        self.inputs, self.backprops = _rows(self.inputs, keep), _rows(self.backprops, keep)
-        if self._bias is not None:
-            self._bias = _rows(self._bias, keep)
+        if bias is not None and bias in out:
+            out[bias].add_(g.flatten(2).sum(2).sum(0))
 
 
 class Tokens(Contribution):
@@ -220,6 +293,7 @@ class Tokens(Contribution):
 
     def __init__(self, weight: Tensor, tokens: Tensor, backprops: Tensor, padding_idx: int | None) -> None:
         self.weight, self.parameters, self.records = weight, (weight,), len(tokens)
+        self._held = (tokens, backprops)  # which one position a record is used as it is
         records = torch.arange(len(tokens), device=tokens.device)
         g = backprops.flatten(0, 1)
         if tokens.shape[1] == 1:
@@ -231,6 +305,9 @@ class Tokens(Contribution):
         if padding_idx is not None:
             kept = self._tokens != padding_idx
             self._tokens, self._records, self._rows = self._tokens[kept], self._records[kept], self._rows[kept]
+
+    def held(self) -> tuple[Tensor, ...]:
+        return self._held
 
     def norm(self) -> Tensor:
         norms = torch.linalg.vector_norm(self._rows, dim=1, dtype=_wide(self._rows))
@@ -272,7 +349,7 @@ def together(parts: Sequence[Contribution]) -> Contribution:
 def linear(module: nn.Module, calls: Sequence[Call], way: str | None) -> Contribution:
     weight, bias = _trainable(module, "weight"), _trainable(module, "bias")
     pieces = []
-    for (inputs,), g in calls:
+    for (inputs,), g, _ in calls:
         if g.dim() < 2:
             raise ValueError("the input has no dimension of records")
         g = g.flatten(1, -2) if g.dim() > 3 else g
@@ -297,7 +374,7 @@ def convolution(module: nn.Module, calls: Sequence[Call], way: str | None) -> Co
     geometry = _Geometry(module)
     if len(calls) > 1:
         return together([convolution(module, [call], way) for call in calls])
-    ((inputs,), g) = calls[0]
+    (inputs,), g, _ = calls[0]
     if g.dim() != len(geometry.kernel) + 2:
         raise ValueError("the input has no dimension of records")
     if geometry.weight is None:
@@ -314,15 +391,15 @@ def convolution(module: nn.Module, calls: Sequence[Call], way: str | None) -> Co
 
 def embedding(module: nn.Module, calls: Sequence[Call], _way: str | None) -> Contribution:
     assert isinstance(module, nn.Embedding)
-    tokens = torch.cat([inputs.reshape(len(inputs), -1) for (inputs,), _ in calls], dim=1)
-    g = torch.cat([g.reshape(len(g), -1, module.embedding_dim) for _, g in calls], dim=1)
+    tokens = torch.cat([inputs.reshape(len(inputs), -1) for (inputs,), _, _ in calls], dim=1)
+    g = torch.cat([g.reshape(len(g), -1, module.embedding_dim) for _, g, _ in calls], dim=1)
     return Tokens(module.weight, tokens, g, module.padding_idx)
 
 
 def normalization(module: nn.Module, calls: Sequence[Call], _way: str | None) -> Contribution:
     weight, bias = _trainable(module, "weight"), _trainable(module, "bias")
     parts: list[Contribution] = []
-    for (inputs,), g in calls:
+    for (inputs,), g, _ in calls:
         a = inputs.to(g.dtype)
         gradients: dict[Tensor, Tensor] = {}
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -349,13 +426,29 @@ def normalization(module: nn.Module, calls: Sequence[Call], _way: str | None) ->
 
 
 def any_other(module: nn.Module, calls: Sequence[Call], _way: str | None) -> Contribution:
-    """Through Opacus: its grad sampler for this kind of layer, or functorch."""
-    sampler = GradSampleHooks.GRAD_SAMPLERS.get(type(module), ft_compute_per_sample_gradient)
+    """Through Opacus' grad sampler for this kind of layer, or by running it once more for each record under torch.func."""
+    sampler = GradSampleHooks.GRAD_SAMPLERS.get(type(module))
     parts: list[Contribution] = []
-    for inputs, g in calls:
-        found = sampler(module, list(inputs), g)
+    for call in calls:
+        found = _transformed(module, call) if sampler is None else sampler(module, list(call.inputs), call.backprops)
         parts.append(PerRecord({p: t for p, t in found.items() if p.requires_grad}))
     return together(parts)
+
+
+def _transformed(module: nn.Module, call: Call) -> dict[Tensor, Tensor]:
+    """grad of each record's (output · backprop) under vmap. Opacus would do it with a copy of the layer, which does not hear of later changes."""
+    g = call.backprops
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    inputs = tuple(t.to(g.dtype) if t.is_floating_point() else t for t in call.inputs)
+    is_mixed = any(p.dtype != g.dtype for p in parameters) and g.dtype in (torch.bfloat16, torch.float16)
+
+    def loss(values: tuple[Tensor, ...], tensors: tuple[Tensor, ...], backprop: Tensor) -> Tensor:
+        with torch.autocast(g.device.type, dtype=g.dtype, enabled=is_mixed):
+            out = call.again(dict(zip(parameters, values, strict=True)), [t[None] for t in tensors])
+        return (out * backprop[None]).sum()
+
+    found = vmap(grad(loss), in_dims=(None, 0, 0))(tuple(p.detach() for p in parameters), inputs, g)
+    return dict(zip(parameters, found, strict=True))
 
 
 Kernel = Callable[[nn.Module, Sequence[Call], str | None], Contribution]
@@ -389,7 +482,7 @@ def kernel_of(module: nn.Module) -> Kernel | None:
 def choose_linear(positions: int, width_in: int, width_out: int) -> str:
     """``"gram"`` or ``"instantiate"`` for a linear layer, by the estimated time of either."""
     weights = width_in * width_out
-    gram = positions**2 * (width_in + width_out) * _MATMUL + positions * weights * _MATMUL
+    gram = positions**2 * (width_in + width_out) * _GRAM + positions * weights * _MATMUL
     instantiate = positions * weights * _MATMUL + weights * _WRITE
     return "gram" if gram < instantiate else "instantiate"
 
@@ -409,7 +502,7 @@ def choose_convolution(geometry: _Geometry, inputs: Tensor, backprops: Tensor) -
     way = min(times, key=lambda w: times[w])
     again = products * (_CONVOLUTION if is_onednn else _MATMUL) + held * _UNFOLD  # the weighted sum, from inputs and output gradients
     is_kept = weights <= held or (weights <= 2 * held and weights * _WRITE < again)
-    gram = unfolded * _UNFOLD + positions**2 * (columns * geometry.groups + backprops.shape[1]) * _MATMUL
+    gram = unfolded * _UNFOLD + positions**2 * (columns * geometry.groups + backprops.shape[1]) * _GRAM
     if gram + again < times[way] + (weights * _WRITE if is_kept else again):
         return "gram", False
     return way, is_kept
@@ -434,6 +527,7 @@ class _Geometry:
         self.padding: list[int] = [int(p) for p in module.padding] if is_even else [0] * len(self.kernel)
         if is_even:
             self._pad = [0] * len(self._pad)
+        self.overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))  # how many positions an input takes part in
 
     def padded(self, inputs: Tensor) -> Tensor:
         return F.pad(inputs, self._pad, mode=self._mode) if any(self._pad) else inputs

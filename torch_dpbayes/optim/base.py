@@ -376,8 +376,13 @@ class PrivateOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the last backward pass, per-record ones included."""
-        self._source.zero_grad(p for group in self.param_groups for p in group["params"])
-        super().zero_grad(set_to_none)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._source.zero_grad(parameters)
+        if not set_to_none:
+            super().zero_grad(False)
+            return
+        for p in parameters:
+            p.grad = None
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Called by Opacus' ``BatchMemoryManager`` before each part of a draw; ``do_skip`` says that more parts follow."""
