@@ -16,7 +16,7 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .clipping.gradient_source import GradientSource
+from .clipping.gradient_source import GradientSource, _tensors
 
 _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
@@ -341,16 +341,6 @@ def _map(function: Any, value: Any) -> Any:
         mapped = [_map(function, v) for v in value]
         return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [t for v in value.values() for t in _tensors(v)]
-    if isinstance(value, (tuple, list)):
-        return [t for v in value for t in _tensors(v)]
-    return []
 
 
 class _SameRandomNumbers(TorchDispatchMode):

@@ -24,7 +24,20 @@ from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import Tensor, nn
 
 from . import layers
-from .gradient_source import COPIED, DISAGREE, PACKED, REMOVED, UNUSED, ForwardPasses, GradientSource, _map, _tensors, add_clipped, attach
+from .gradient_source import (
+    COPIED,
+    DISAGREE,
+    PACKED,
+    REMOVED,
+    UNUSED,
+    ForwardPasses,
+    GradientSource,
+    _joint_norm,
+    _map,
+    _tensors,
+    add_clipped,
+    attach,
+)
 from .layers import Contribution, PerRecord
 
 
@@ -176,7 +189,7 @@ class BookkeepingGradientSource(GradientSource):
 
     def _norm(self, contributions: Sequence[Contribution], floor: float) -> Tensor:
         """Every record's norm over everything that was recorded, per unit of the loss' reduction; norms below ``floor`` are not clipped."""
-        norm = _joint_norm(contributions)
+        norm = _joint_norm([contribution.norm() for contribution in contributions])
         sizes = [(c, size) for c in contributions if isinstance(c, layers.Product) and (size := c.size()) is not None]
         if not sizes:
             return norm
@@ -185,8 +198,9 @@ class BookkeepingGradientSource(GradientSource):
         if not bool(above.any()):
             return norm
         for (contribution, _), which in zip(sizes, above, strict=True):
-            contribution.set_apart(which)
-        return _joint_norm(contributions)
+            if bool(which.any()):
+                contribution.set_apart(which)
+        return _joint_norm([contribution.norm() for contribution in contributions])
 
     def _per_record(self, named_parameters: Sequence[tuple[str, Tensor]], contributions: Sequence[Contribution]) -> list[Tensor]:
         found = {p: g for contribution in contributions for p, g in contribution.per_record().items()}
@@ -204,11 +218,6 @@ class BookkeepingGradientSource(GradientSource):
                     "inside the model's, or p.grad was set. Please call the model itself, not its parts: model(x); use weights through their "
                     "modules, not through torch.nn.functional; state a prior instead of a penalty on the weights; and call "
                     "optimizer.zero_grad() after a backward pass in eval mode."
-                )
-            if p._backward_hooks:
-                raise RuntimeError(
-                    f"parameter {name!r} has a hook on its gradient (register_hook), which is not called: there is no such gradient. Remove the "
-                    "hook; to leave parameters as they are, freeze them with requires_grad_(False)."
                 )
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(COPIED)
@@ -257,7 +266,7 @@ class _Layer:
         self.kernel = layers.any_other if kernel is None else kernel
         self.is_whole = kernel is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS
         self.owners = [m for m in (module.modules() if self.is_whole else [module]) if m._parameters]
-        self.known = [(m, n, p, p.requires_grad) for m in self.owners for n, p in m._parameters.items() if p is not None]
+        self.known = [(m, n, p) for m in self.owners for n, p in m._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
         self.original: Callable[..., Any] = module.forward
@@ -283,33 +292,30 @@ class _Layer:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not (torch.is_grad_enabled() and self.source.is_recording()):
             return self.original(*args, **kwargs)
-        is_trainable = False
-        for owner, name, p, was_trainable in self.known:
-            is_trainable = is_trainable or p.requires_grad
-            if owner._parameters.get(name) is not p or (p.requires_grad and not was_trainable):
-                raise RuntimeError(COPIED)
-        if self.source.is_copy:
+        is_trainable, is_changed = False, self.source.is_copy
+        for owner, name, p in self.known:
+            is_trainable |= p.requires_grad
+            is_changed |= owner._parameters.get(name) is not p
+        if is_changed:
             raise RuntimeError(COPIED)
         if not is_trainable:
             return self.original(*args, **kwargs)
         inputs = list(_tensors((args, kwargs)))
         call = _Call(self, inputs, args, kwargs)
-        if any(t.requires_grad for t in inputs):
+        has_graph = any(t.requires_grad for t in inputs)
+        if has_graph:
             out = self._run_with({}, args, kwargs)
-            self._require_tensor(out)
-            if any(out is t for t in inputs):
-                out = out.view_as(out)
-            if out.requires_grad:
-                out.register_hook(call.receive)
-                return out
-            out = out.clone() if out._base is not None else out
         else:
             with torch.no_grad():
                 out = self.original(*args, **kwargs)
-            self._require_tensor(out)
-            if out._base is not None or any(out is t for t in inputs):
-                out = out.clone()
-        return _Start.apply(out, self.anchor, call)
+        if not isinstance(out, Tensor):
+            raise RuntimeError(f"layer {self.name!r} returns {type(out).__name__}: a layer with parameters of its own must return one tensor")
+        is_input = any(out is t for t in inputs)
+        if has_graph and out.requires_grad:
+            out = out.view_as(out) if is_input else out
+            out.register_hook(call.receive)
+            return out
+        return _Start.apply(out.clone() if is_input or out._base is not None else out, self.anchor, call)
 
     def again(self, args: Any, kwargs: Any, values: Mapping[Tensor, Tensor], inputs: Sequence[Tensor]) -> Any:
         """The same call with other numbers."""
@@ -327,17 +333,13 @@ class _Layer:
             for owner, parameters in before:
                 owner.__dict__["_parameters"] = parameters
 
-    def _require_tensor(self, out: Any) -> None:
-        if not isinstance(out, Tensor):
-            raise RuntimeError(f"layer {self.name!r} returns {type(out).__name__}: a layer with parameters of its own must return one tensor")
-
     def needed(self, call: layers.Call) -> list[Tensor]:
         """What must not change until :meth:`contribution`."""
-        return [*call.inputs, call.backprops, *((p for _, _, p, _ in self.known) if self.is_whole else ())]
+        return [*call.inputs, call.backprops, *((p for _, _, p in self.known) if self.is_whole else ())]
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
         if any(len(call.backprops) == 0 for call in calls):
-            return PerRecord({p: p.new_zeros(0, p.numel()) for _, _, p, _ in self.known if p.requires_grad})
+            return PerRecord({p: p.new_zeros(0, p.numel()) for _, _, p in self.known if p.requires_grad})
         if len({len(call.backprops) for call in calls}) > 1:
             raise RuntimeError(PACKED if isinstance(self.module, RNNLinear) else DISAGREE)
         try:
@@ -357,7 +359,7 @@ class _Call:
         self.versions = [t._version for t in self.inputs]
         # without the tensors, which would keep the graph alive
         self.again = partial(layer.again, *_map((args, kwargs), lambda t: _EMPTY)) if layer.is_whole else _unneeded
-        self.weights = [p._version for _, _, p, _ in layer.known]
+        self.weights = [p._version for _, _, p in layer.known]
         if layer.calls_of_step != self.step:
             layer.calls, layer.calls_of_step = 0, self.step
         layer.calls += 1
@@ -380,11 +382,16 @@ class _Call:
                     f"the input of layer {layer.name!r} was changed in place after the layer saw it, so its gradients cannot be computed any more: "
                     "write x = x + y instead of x += y, and F.relu(x) instead of F.relu_(x)."
                 )
-        for (_, name, p, _), version in zip(layer.known, self.weights, strict=True):
+        for (_, name, p), version in zip(layer.known, self.weights, strict=True):
             if version != p._version:
                 raise RuntimeError(
                     f"{name!r} of layer {layer.name!r} was changed between forward() and backward(), so these are the gradients of neither: "
                     "step, load and re-initialise before the forward pass or after the backward pass."
+                )
+            if p._backward_hooks or p._post_accumulate_grad_hooks:
+                raise RuntimeError(
+                    f"{name!r} of layer {layer.name!r} has a hook on its gradient (register_hook), which is not called: there is no such gradient. "
+                    "Remove the hook; to leave parameters as they are, freeze them with requires_grad_(False)."
                 )
         self.is_done = True
         call = layers.Call(self.inputs, backprops.detach(), self.again)
@@ -447,14 +454,6 @@ def _by_shared_parameter(contributions: Sequence[Contribution]) -> list[Contribu
         if len({c.records for c in group}) > 1:
             raise RuntimeError(DISAGREE)
     return [layers.together(group) for group in groups]
-
-
-def _joint_norm(contributions: Sequence[Contribution]) -> Tensor:
-    norms = [contribution.norm() for contribution in contributions]
-    if len(norms) == 1:
-        return norms[0]
-    dtype = max((t.dtype for t in norms), key=lambda d: d.itemsize)
-    return torch.linalg.vector_norm(torch.stack([t.to(dtype) for t in norms]), dim=0)
 
 
 def _unneeded(_values: Mapping[Tensor, Tensor], _inputs: Sequence[Tensor]) -> Tensor:

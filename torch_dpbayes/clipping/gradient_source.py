@@ -6,6 +6,7 @@ changes by at most C, and the number of records in the batch, which only the che
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,8 +33,8 @@ UNUSED = (
 )
 REMOVED = "the model was made private again since: step with the optimizer of the last make_private call"
 COPIED = (
-    "no per-record gradients can be recorded for this model: it is a copy of a private one, or a parameter was added or unfrozen since. Call "
-    "make_private on it again; for predictions use model.eval() and torch.no_grad()."
+    "no per-record gradients can be recorded for this model: it is a copy of a private one, or a parameter was added, exchanged or unfrozen "
+    "since. Call make_private on it again; for predictions use model.eval() and torch.no_grad()."
 )
 # The first layer's input needs no gradient; Opacus' hooks are right there, and torch warns all the same.
 _HARMLESS_WARNING = "Full backward hook is firing when gradients are computed with respect to module outputs"
@@ -362,7 +363,13 @@ def _records(named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """Every record's norm over all parameters, in float32 or better."""
-    norms = [torch.linalg.vector_norm(g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    return _joint_norm([torch.linalg.vector_norm(g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients])
+
+
+def _joint_norm(norms: Sequence[Tensor]) -> Tensor:
+    """Every record's norm over all parts from those of the parts."""
+    if len(norms) == 1:
+        return norms[0]
     dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
     return torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]), dim=0)
 
@@ -416,8 +423,10 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        mapped = {k: _map(v, function) for k, v in value.items()}
-        return mapped if type(value) is dict else type(value)(**mapped)
+        mapped: Any = copy.copy(value)  # of which more than its items may count
+        for k, v in value.items():
+            mapped[k] = _map(v, function)
+        return mapped
     if isinstance(value, (tuple, list)):
         items = [_map(v, function) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -22,6 +22,8 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
+from .gradient_source import _norms
+
 
 class Call(NamedTuple):
     """One call of a layer.
@@ -96,8 +98,7 @@ class PerRecord(Contribution):
             self.records = -1  # no number of records: the source raises
 
     def norm(self) -> Tensor:
-        norms = [torch.linalg.vector_norm(g, dim=1, dtype=_wide(g)) for g in self.gradients.values()]
-        return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return _norms(list(self.gradients.values()))
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         for p, g in self.gradients.items():
@@ -122,21 +123,25 @@ class Product(Contribution):
         self.inputs, self.backprops = inputs, backprops
         self.records = len(backprops)
         self._apart: tuple[Tensor, PerRecord] | None = None
+        self._norm: Tensor
+        self._size: Tensor | None
 
     def held(self) -> tuple[Tensor, ...]:
         return (self.inputs, self.backprops)
 
+    def norm(self) -> Tensor:
+        return self._norm
+
     def size(self) -> Tensor | None:
         """At least Σ_t ‖(term t of g_i)‖, what rounding in the product is relative to; None where there is one term."""
-        return None
+        return self._size
 
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
         index = which.nonzero().flatten()
         apart = PerRecord(self._instantiated(self.inputs[index], self.backprops[index]))
-        norm = self.norm()
         self.inputs, self.backprops = _rows(self.inputs, ~which), _rows(self.backprops, ~which)
-        self._set_norm(norm.index_copy(0, index, apart.norm().to(norm.dtype)))
+        self._norm, self._size = self._norm.index_copy(0, index, apart.norm().to(self._norm.dtype)), None
         self._apart = index, apart
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
@@ -162,9 +167,6 @@ class Product(Contribution):
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]: ...
 
     @abstractmethod
-    def _set_norm(self, norm: Tensor) -> None: ...
-
-    @abstractmethod
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None: ...
 
 
@@ -181,15 +183,7 @@ class Outer(Product):
         super().__init__(inputs, backprops)
         self.weight, self.bias = weight, bias
         self.parameters = tuple(p for p in (weight, bias) if p is not None)
-        self._norm: Tensor
-        self._size: Tensor | None
         self._norm, self._size = (self._vector_norm(), None) if backprops.dim() == 2 else self._gram_norm()
-
-    def norm(self) -> Tensor:
-        return self._norm
-
-    def size(self) -> Tensor | None:
-        return self._size
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
@@ -219,7 +213,7 @@ class Outer(Product):
         return torch.cat(norms).to(dtype), torch.cat(sizes).to(dtype)
 
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        dtype = out[self.parameters[0]].dtype
+        dtype = next(iter(out.values())).dtype
         g = self.backprops.to(dtype) * factor.to(dtype).view(-1, *[1] * (self.backprops.dim() - 1))
         g = g.flatten(0, -2)
         if self.weight is not None and self.weight in out:
@@ -231,7 +225,7 @@ class Outer(Product):
         if self.backprops.dim() > 2:
             super().add_squares(factor, out)
             return
-        dtype = out[self.parameters[0]].dtype
+        dtype = next(iter(out.values())).dtype
         g = (self.backprops.to(dtype) * factor.to(dtype)[:, None]).square_()
         if self.weight is not None and self.weight in out:
             out[self.weight].view(self.weight.shape).addmm_(g.T, self.inputs.to(dtype).square())
@@ -240,9 +234,6 @@ class Outer(Product):
 
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
         return _outer(self.weight, self.bias, inputs, backprops)
-
-    def _set_norm(self, norm: Tensor) -> None:
-        self._norm, self._size = norm, None
 
 
 class Convolution(Product):
@@ -257,23 +248,14 @@ class Convolution(Product):
             bias = torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1)
             self._norm = torch.linalg.vector_norm(torch.stack([self._norm, bias]), dim=0)
         a_and_g = [torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (a, g)]
-        self._size: Tensor | None = a_and_g[0] * a_and_g[1] * math.sqrt(geometry.overlap)
-
-    def norm(self) -> Tensor:
-        return self._norm
-
-    def size(self) -> Tensor | None:
-        return self._size
+        self._size = a_and_g[0] * a_and_g[1] * math.sqrt(geometry.overlap)
 
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
         return self.geometry.per_record(inputs, backprops, "unfold")
 
-    def _set_norm(self, norm: Tensor) -> None:
-        self._norm, self._size = norm, None
-
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         weight, bias = self.geometry.weight, self.geometry.bias
-        dtype = out[self.parameters[0]].dtype
+        dtype = next(iter(out.values())).dtype
         g = self.backprops.to(dtype) * factor.to(dtype).view(-1, *[1] * (self.backprops.dim() - 1))
         if weight is not None and weight in out:
             out[weight].add_(self.geometry.weight_gradient(self.inputs.to(dtype), g).flatten())
