@@ -2,10 +2,12 @@
 
 from .accountant import Charge, EpsilonBounds, PrivacyAccountant, PrivacyBudgetExceeded
 from .calibration import get_noise_multiplier, get_num_steps, noise_multiplier_for
+from .ledger import LedgerError
 
 __all__ = [
     "Charge",
     "EpsilonBounds",
+    "LedgerError",
     "PrivacyAccountant",
     "PrivacyBudgetExceeded",
     "get_noise_multiplier",

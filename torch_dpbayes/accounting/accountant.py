@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 import os
 import threading
+import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, NoReturn, overload
-
-import attr
-import numpy as np
+from multiprocessing import util
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, overload
 
 from . import events, privacy_loss, renyi
+from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Settings, filter_code
 from .events import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-from .privacy_loss import Concentrated, Gaussian, Neighboring, NonPrivate, Pair, Sampled, added
+from .headroom import Method
+from .ledger import Flag, Key, Ledger, Row, Session
+from .privacy_loss import Concentrated, Neighboring, NonPrivate, Pair
 
-Method = Literal["pld", "rdp"]
+__all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
 _SMALLEST_DELTA = 1e-10
-_MOST_STEPS = 2**40
-_COARSE = 1.02  # ratio of merged levels in a first, cheap check of a charge
-
-
-class PrivacyBudgetExceeded(RuntimeError):
-    """A charge would have passed the budget. Nothing was recorded, and nothing may be released."""
+_KNOWN_EVENTS = 4096
 
 
 class Charge(NamedTuple):
@@ -42,45 +41,6 @@ class EpsilonBounds(NamedTuple):
     upper: float
 
 
-class _Filter(NamedTuple):
-    """A limit on an additive cost, fixed by the budget alone: it holds however the charges are chosen."""
-
-    kind: Literal["gaussian", "renyi"]
-    order: float
-    limit: float
-
-    @classmethod
-    def fixed(cls, kind: Literal["gaussian", "renyi"], epsilon: float, delta: float) -> _Filter:
-        if kind == "gaussian":
-            return cls(kind, math.inf, privacy_loss.gaussian_mu(epsilon, delta) ** 2)
-        order = renyi.filter_order(epsilon, delta)
-        return cls(kind, order, float(renyi.allowed(epsilon, delta, [order])[0]))
-
-    def cost(self, counts: Mapping[Pair, int]) -> float:
-        if self.kind == "gaussian":
-            return math.fsum(count * privacy_loss.dominating_mu(pair) ** 2 for pair, count in counts.items())
-        return float(renyi.curve(counts, [self.order])[0])
-
-    def epsilon(self, delta: float) -> float:
-        if self.kind == "gaussian":
-            return privacy_loss.upper_epsilon({Gaussian(math.sqrt(self.limit)): 1}, delta)
-        return renyi.epsilon(np.array([self.limit]), delta, [self.order])
-
-    def delta(self, epsilon: float) -> float:
-        if self.kind == "gaussian":
-            return privacy_loss.upper_delta({Gaussian(math.sqrt(self.limit)): 1}, epsilon)
-        return renyi.delta(np.array([self.limit]), epsilon, [self.order])
-
-
-class _Reserve:
-    """Releases that certainly still fit, together with all other reserves."""
-
-    __slots__ = ("last", "left", "used")
-
-    def __init__(self, left: int, last: Pair) -> None:
-        self.left, self.used, self.last = left, 0, last
-
-
 class PrivacyAccountant:
     r"""Records releases, and says what they cost together: epsilon such that for all neighbours D, D' and all S
 
@@ -90,15 +50,34 @@ class PrivacyAccountant:
     the accountant as it was. Charge first, release second.
 
     Args:
-        epsilon: the budget's epsilon. ``None``: no limit.
+        epsilon: the budget's epsilon. ``None``: no limit, or, with ``path``, that of the file.
         delta: the budget's delta, also the default of :meth:`get_epsilon`. At least 1e-10.
         method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi curves: 3 to 15 percent
             above, and knows zero-concentrated releases.
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another.
+        path: a SQLite file on a local disk that keeps the history, made if there is none. Processes share it: the accountant may be forked, pickled and
+            copied, and other programs may open the same path. Close it (``with``, :meth:`close`, or the end of the program), so that steps reserved ahead
+            are given back.
 
-    **Privacy.** Every number returned is an upper bound, discretisation and round-off included, for releases whose
-    parameters were fixed before the first of them (``method="rdp"``: likewise, because the best order is chosen
-    afterwards). Parameters chosen from earlier outputs need ``compose(..., adaptive=True)`` from the first charge on.
+    Raises:
+        ValueError: a setting is out of range, or is not the one that the file was made with.
+        LedgerError: the file cannot be used.
+
+    **Privacy.** Every number returned is an upper bound, discretisation and round-off included. What it is a bound for, :meth:`summary` says:
+
+    * *Fixed.* Releases whose parameters and number were fixed before the first of them (``method="rdp"``: likewise, because the best order is chosen
+      afterwards). That is one job, or several that all opened an empty file.
+    * *Registered.* With :meth:`register` before the first release: any selection of the registered releases, in any order, by any jobs, chosen in any way.
+      Reason: the expected excess E[(1 - e^(epsilon - L))_+] of a set of independent losses does not depend on the order in which they are added, and
+      adding one to it never lowers it; so by induction no adaptive choice of the next one gains anything over taking them all.
+    * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the first charge on, or a job that opens a file which holds
+      charges already. Then the Renyi divergence at one order (or, if declared with a Gaussian first charge, mu^2) of everything in the file stays below a
+      limit; both follow from the budget and the first charge alone, so they were fixed before the first release (Feldman, Zrnic 2021; Smith, Thakurta 2022). The
+      guarantee is the budget, however much of it is used. Where a later job makes an undeclared file turn to its filter, everything charged before counts
+      against the filter's limit from the start, and the file is refused to later jobs if that exceeds the limit already. This is (epsilon, delta) provided
+      that whether there would be later jobs was not decided from outputs. If it was, the two ways in which the file could have gone on, each of them
+      (epsilon, delta), split the outputs between them, and together they are (epsilon, 2 delta). Declare or register to be free of the condition.
+    * *None.* Later jobs in a file without a budget: no limit was fixed in advance, so epsilon is infinite.
     """
 
     def __init__(
@@ -108,6 +87,7 @@ class PrivacyAccountant:
         *,
         method: Method = "pld",
         neighboring: Neighboring = "add_or_remove_one",
+        path: str | os.PathLike[str] | None = None,
     ) -> None:
         if method not in ("pld", "rdp"):
             raise ValueError(f"method must be 'pld' or 'rdp', got {method!r}.")
@@ -117,19 +97,58 @@ class PrivacyAccountant:
             epsilon = check_epsilon(epsilon)
             if delta is None:
                 raise ValueError("a budget needs both numbers: PrivacyAccountant(epsilon=3.0, delta=1e-5).")
-        self._epsilon = epsilon
-        self._delta = None if delta is None else check_delta(delta)
-        self._method: Method = method
-        self._neighboring: Neighboring = neighboring
-        self._charges: dict[tuple[DpEvent, str | None, bool], int] = {}
-        self._counts: dict[Pair, int] = {}
-        self._filter: _Filter | None = None
-        self._reserves: dict[Pair, _Reserve] = {}
-        self._falling = False
-        self._last_steps = 1
-        self._memory: dict[float, float] = {}
-        self._process = os.getpid()
+        delta = None if delta is None else check_delta(delta)
+        settings = {"epsilon": epsilon, "delta": delta, "method": method, "neighboring": neighboring}
+        self._set_up(settings, None if path is None else Ledger(path, settings, create=True))
+
+    def _set_up(self, settings: Mapping[str, Any], ledger: Ledger | None, job: str = "", later: bool = False) -> None:
+        if ledger is not None:
+            settings = ledger.settings
+        self._epsilon: float | None = settings["epsilon"]
+        self._delta: float | None = settings["delta"]
+        self._method: Method = settings["method"]
+        self._neighboring: Neighboring = settings["neighboring"]
+        self._ledger = ledger
         self._lock = threading.RLock()
+        self._known: dict[DpEvent, Part] = {}
+        self._memory: dict[float, float] = {}
+        self._memory_of = 0
+        self._open_book(None if ledger is None else Session(ledger, job or uuid.uuid4().hex, later))
+        if self._book.session is not None and not job:
+            self._book.session.later = bool(self._book.counts)
+        _accountants.add(self)
+
+    def _open_book(self, session: Session | None) -> None:
+        budget = None if self._epsilon is None or self._delta is None else (self._epsilon, self._delta)
+        self._book = Book(Settings(budget, self._method, self._neighboring), session)
+        self._book.refresh()
+        if session is not None:
+            util.Finalize(self, session.settle_quietly, exitpriority=100)  # also in children of multiprocessing
+
+    def _current(self, *, charging: bool = False) -> Book:
+        """What is known of the history; begun anew from the file in a forked child, and after an interruption."""
+        book = self._book
+        if os.getpid() == book.process and not book.stale:
+            return book
+        if book.session is None:
+            if charging:
+                raise RuntimeError(
+                    "this accountant was forked into another process, where a charge would be lost to its parent: one "
+                    "budget would be spent twice. Make it with PrivacyAccountant(..., path='budget.db'), which processes share, or give every process an "
+                    "accountant with a share of the budget."
+                )
+            return book
+        book.settle()
+        ledger = Ledger(book.session.ledger.path, {"id": book.session.ledger.id})
+        self._open_book(Session(ledger, book.session.job, book.session.later))
+        self._ledger = ledger
+        return self._book
+
+    def _read(self) -> Book:
+        """What is known of the history, and what other processes charged since."""
+        book = self._current()
+        book.refresh()
+        return book
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -154,23 +173,40 @@ class PrivacyAccountant:
         return self._neighboring
 
     @property
+    def path(self) -> Path | None:
+        """The file that keeps the history, or ``None``."""
+        return None if self._ledger is None else self._ledger.path
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """``"fixed"``, ``"registered"``, ``"filter"`` or ``"none"``: what :meth:`get_epsilon` is a bound for; see the class."""
+        with self._lock:
+            return self._read().guarantee
+
+    @property
     def history(self) -> tuple[Charge, ...]:
         """What was charged, equal charges added up, in the order of their first occurrence. A copy."""
         with self._lock:
-            return tuple(Charge(event, n, label, adaptive) for (event, label, adaptive), n in self._charges.items())
+            found: dict[tuple[DpEvent, str | None, bool], int] = {}
+            for (event, label, flag), count in self._read().charges.items():
+                key = event, label, flag == "adaptive"
+                found[key] = found.get(key, 0) + count
+            return tuple(Charge(event, count, label, adaptive) for (event, label, adaptive), count in found.items())
 
     def __len__(self) -> int:
         """How many releases were charged."""
-        return sum(self._charges.values())
+        with self._lock:
+            return sum(self._read().charges.values())
 
     def __bool__(self) -> bool:
         # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would drop a budget.
         return True
 
     def __repr__(self) -> str:
+        place = "" if self._ledger is None else f", path={str(self._ledger.path)!r}"
         return (
             f"PrivacyAccountant(epsilon={self._epsilon}, delta={self._delta}, method={self._method!r}, "
-            f"neighboring={self._neighboring!r}): {len(self)} releases"
+            f"neighboring={self._neighboring!r}{place}): {sum(self._book.charges.values())} releases"
         )
 
     @overload
@@ -187,15 +223,15 @@ class PrivacyAccountant:
             return_bounds: also return a lower bound, to see how tight the guarantee is.
 
         Returns:
-            An upper bound on epsilon. Under an adaptive filter it is what the filter guarantees, spent or not: a run
-            that may stop depending on its outputs has no smaller guarantee.
+            An upper bound on epsilon. Under a filter it is what the filter guarantees, spent or not: a run
+            that may stop depending on its outputs has no smaller guarantee. Where several jobs follow a registered schedule it is that of the whole schedule.
         """
         delta = self._default_delta(delta)
         with self._lock:
-            upper = self._upper(delta)
+            upper = self._upper(self._read(), delta)
             if not return_bounds:
                 return upper
-            known: dict[Pair, int] = {pair: n for pair, n in self._counts.items() if not isinstance(pair, Concentrated)}
+            known: dict[Pair, int] = {pair: n for pair, n in self._book.counts.items() if not isinstance(pair, Concentrated)}
             lower = privacy_loss.lower_epsilon(known, delta) if known else 0.0
             return EpsilonBounds(min(lower, upper), upper)
 
@@ -205,23 +241,29 @@ class PrivacyAccountant:
         if not 0 <= epsilon < math.inf:
             raise ValueError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
         with self._lock:
-            if not self._counts:
+            book = self._read()
+            if not book.counts:
                 return 0.0
-            if self._filter is not None:
-                return self._filter.delta(epsilon)
+            if book.guarantee == "none":
+                return 1.0
+            if book.guarantee == "filter" and book.filter is not None:
+                return book.filter.delta(epsilon)
             if self._method == "rdp":
-                return renyi.delta(renyi.curve(self._counts), epsilon)
-            return privacy_loss.upper_delta(self._counts, epsilon)
+                return renyi.delta(renyi.curve(book.guaranteed()), epsilon)
+            return privacy_loss.upper_delta(book.guaranteed(), epsilon)
 
     def remaining(self, event: DpEvent) -> int | float:
-        """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it costs nothing."""
-        need = self._need(self._parts(event, 1))
+        """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it costs nothing.
+
+        Exact for one process without open blocks of others; what others have reserved may come back. A job that opened a file which held charges already gets
+        the number that its filter lets through.
+        """
+        need: dict[Pair, int] = {}
+        for _, times, pair in self._parts(event, 1):
+            need[pair] = need.get(pair, 0) + times
         with self._lock:
-            if self._epsilon is None or not need:
-                return math.inf
-            if any(isinstance(pair, NonPrivate) for pair in need):
-                return 0
-            return largest(self._fits_more(self._counts, need), start=self._last_steps)
+            left = self._read().remaining(need) if need else None
+            return math.inf if left is None else left
 
     def _default_delta(self, delta: float | None) -> float:
         if delta is not None:
@@ -230,23 +272,22 @@ class PrivacyAccountant:
             raise ValueError("delta is needed, as this accountant has no budget: get_epsilon(delta=1e-5).")
         return self._delta
 
-    def _upper(self, delta: float) -> float:
-        if not self._counts:
+    def _upper(self, book: Book, delta: float) -> float:
+        if not book.counts:
             return 0.0
-        if self._filter is not None:
-            return self._filter.epsilon(delta)
+        if book.guarantee == "none":
+            return math.inf
+        if book.guarantee == "filter" and book.filter is not None:
+            return book.filter.epsilon(delta)
+        if self._memory_of != book.changes:
+            self._memory, self._memory_of = {}, book.changes
         if delta not in self._memory:
-            value = self._price(self._counts, delta)
+            value = book.price(book.guaranteed(), delta)
             if self._epsilon is not None and delta == self._delta:
-                # What is recorded was admitted by a composition with more releases than these, which kept the budget.
+                # What is recorded was admitted by a bound on more releases than these, which kept the budget.
                 value = min(value, self._epsilon)
             self._memory[delta] = value
         return self._memory[delta]
-
-    def _price(self, counts: Mapping[Pair, int], delta: float) -> float:
-        if self._method == "rdp":
-            return renyi.epsilon(renyi.curve(counts), delta)
-        return privacy_loss.upper_epsilon(counts, delta)
 
     # --- charging ----------------------------------------------------------------------------------------------------
 
@@ -261,18 +302,21 @@ class PrivacyAccountant:
             label: what :meth:`summary` adds up the shares by.
             adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then a filter: a limit
                 on a Renyi divergence at one order, or on mu^2 if the first charge is a Gaussian, derived from the
-                budget alone. It needs a budget, and must be in force from the first charge.
+                budget and the first charge alone. It needs a budget, and must be in force from the first charge. What a registered schedule covers needs no filter.
 
         Raises:
             PrivacyBudgetExceeded: the charge would pass the budget. Nothing may be released.
+            LedgerError: the charge could not be written to the file. Nothing may be released.
             ValueError: the event gives no guarantee here; the message says what to use instead.
         """
-        count = events.positive_count(count)
+        if type(count) is not int or count != 1:
+            count = events.positive_count(count)
         if label is not None and (not isinstance(label, str) or not label):
             raise ValueError(f"label must be a non-empty string or None, got {label!r}.")
         parts = self._parts(event, count)
-        with self._lock:
-            self._record(parts, label, bool(adaptive))
+        if parts:
+            with self._lock:
+                self._current(charging=True).charge(parts, label, bool(adaptive))
         return self
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
@@ -284,164 +328,56 @@ class PrivacyAccountant:
         rate = events.sampling_rate(sample_rate)
         self.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))))
 
-    def _parts(self, event: DpEvent, count: int) -> list[tuple[DpEvent, int, Pair]]:
+    def register(self, schedule: Iterable[tuple[DpEvent, int]]) -> PrivacyAccountant:
+        """Fixes, before the first release, all that jobs may release without a filter: events and how often each.
+
+        A charge is then taken out of the schedule if it has at least as much noise and at most the sampling rate of an event that is left there, and is recorded as
+        that event. Jobs may come and go, in any order, and choose from the schedule as they like, also after seeing outputs. What is not in it is adaptive.
+        Calling it again with the same schedule does nothing, so that every worker can.
+
+        Args:
+            schedule: pairs (event, count).
+
+        Raises:
+            PrivacyBudgetExceeded: the schedule costs more than the budget. Nothing was registered.
+            ValueError: something was charged or registered before, or there is no budget.
+
+        **Privacy.** Releases nothing. The guarantee for any releases from the schedule is the price of the schedule; see the class.
+        """
+        parts = [part for event, count in schedule for part in self._parts(event, events.positive_count(count))]
+        with self._lock:
+            self._current(charging=True).register(parts)
+        return self
+
+    def _parts(self, event: DpEvent, count: int) -> list[Part]:
+        try:
+            known = self._known.get(event)
+        except TypeError:  # an event that cannot be hashed; the checks below say what is wrong with it
+            known = None
+        if known is not None:
+            return [(known[0], count, known[2])]
         parts = []
         for part, times in events.elementary(event, count):
-            pair = privacy_loss.dominating_pair(part, self._neighboring)
+            pair = self._book.pair(part)
             if self._method == "pld" and isinstance(pair, Concentrated):
                 raise ValueError(privacy_loss.ZCDP_REFUSAL)
             parts.append((part, times, pair))
+        if len(parts) == 1 and parts[0][0] == event:
+            if len(self._known) >= _KNOWN_EVENTS:
+                self._known.clear()
+            self._known[parts[0][0]] = parts[0]  # not under ``event``, whose numbers may be arrays that change
         return parts
 
-    @staticmethod
-    def _need(parts: Iterable[tuple[DpEvent, int, Pair]]) -> dict[Pair, int]:
-        need: dict[Pair, int] = {}
-        for _, times, pair in parts:
-            need[pair] = need.get(pair, 0) + times
-        return need
+    def close(self) -> None:
+        """Returns to the file what is reserved and was not used. The accountant can still be used; without ``path`` nothing happens."""
+        with self._lock:
+            self._book.settle()
 
-    def _record(self, parts: list[tuple[DpEvent, int, Pair]], label: str | None, adaptive: bool) -> None:
-        if not parts:
-            return
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "this accountant was forked into another process, where a charge would be lost to its parent: one "
-                "budget would be spent twice. Charge in the process that made the accountant, or give every process "
-                "an accountant with a share of the budget."
-            )
-        if adaptive and self._filter is None:
-            self._start_filter("gaussian" if all(isinstance(pair, Gaussian) for _, _, pair in parts) else "renyi")
-        try:
-            if self._epsilon is not None and not self._reserved(parts):
-                self._admit(self._need(parts))
-        except BaseException:
-            if not self._counts:
-                self._filter = None
-            raise
-        self._keep(parts, label, adaptive)
+    def __enter__(self) -> PrivacyAccountant:
+        return self
 
-    def _keep(self, parts: list[tuple[DpEvent, int, Pair]], label: str | None, adaptive: bool) -> None:
-        for part, times, pair in parts:
-            key = (part, label, adaptive)
-            self._charges[key] = self._charges.get(key, 0) + times
-            self._counts[pair] = self._counts.get(pair, 0) + times
-        self._memory.clear()
-
-    def _start_filter(self, kind: Literal["gaussian", "renyi"]) -> None:
-        if self._epsilon is None or self._delta is None:
-            raise ValueError(
-                "adaptive=True needs a budget: parameters chosen from earlier outputs are private only against a limit "
-                "that was fixed before. Make the accountant with PrivacyAccountant(epsilon=..., delta=...)."
-            )
-        if self._counts:
-            raise ValueError(
-                "this accountant already holds charges that were not adaptive. Whether to become adaptive would itself "
-                "be a choice made after seeing outputs, which neither guarantee covers. Charge with adaptive=True from "
-                "the first charge on, in a new accountant."
-            )
-        self._filter = _Filter.fixed(kind, self._epsilon, self._delta)
-
-    def _reserved(self, parts: list[tuple[DpEvent, int, Pair]]) -> bool:
-        """Takes the charge out of the reserves if they cover it: no composition per step."""
-        taken: list[tuple[_Reserve, int, Pair]] = []
-        for _, times, pair in parts:
-            reserve = self._reserves.get(pair)
-            if reserve is None or reserve.left < times:
-                reserve = next((r for p, r in self._reserves.items() if r.left >= times and _covers(p, pair)), None)
-            if reserve is None:
-                for other, n, _ in taken:
-                    other.left += n
-                    other.used -= n
-                return False
-            reserve.left -= times
-            reserve.used += times
-            taken.append((reserve, times, pair))
-        for reserve, _, pair in taken:
-            reserve.last = pair
-        return True
-
-    def _fits(self, counts: Mapping[Pair, int], tolerance: float = 1.0) -> bool:
-        assert self._epsilon is not None and self._delta is not None
-        if self._filter is not None:
-            return self._filter.cost(counts) <= self._filter.limit * tolerance
-        return self._price(counts, self._delta) <= self._epsilon * tolerance
-
-    def _admit(self, need: dict[Pair, int]) -> None:
-        """Checks a charge against the budget, and reserves what else will fit for the charges to come."""
-        if any(isinstance(pair, NonPrivate) for pair in need):
-            raise PrivacyBudgetExceeded(
-                "a release without noise (z = 0) has no finite epsilon and fits no budget. Use a positive noise "
-                "multiplier, or an accountant without a budget. Nothing was recorded; release nothing."
-            )
-        expected = {reserve.last: reserve.used for reserve in self._reserves.values() if reserve.used}
-        for pair, times in need.items():
-            family = [p for p in expected if _same_family(p, pair)]
-            expected[pair] = max([times, *(expected.pop(p) for p in family)])
-            # A multiplier that fell below what was reserved will fall again: from now on reserve for lower ones.
-            self._falling |= any(_same_family(p, pair) and not _covers(p, pair) for p in self._reserves)
-        least = min(expected.values())
-        base = added(self._counts, need)
-        many = self._method == "pld" and len(base) > 48
-        if not many and not self._fits(base):
-            self._refuse(need)
-        # From cheap to exact: coarse levels first. While multipliers fall, a reserve for lower ones lasts longer, but
-        # is smaller; one for the present multiplier serves this step only.
-        slacks = ((1.2, 1.0), (1.03, 0.5), (1.0, 0.02)) if self._falling else ((1.0, 1.0),)
-        steps, worth = 0, 0.0
-        weights: dict[Pair, int] = {}
-        for ratio in (_COARSE, privacy_loss.RATIO) if many else (privacy_loss.RATIO,):
-            for slack, value in slacks:
-                candidate: dict[Pair, int] = {}
-                for pair, used in expected.items():
-                    candidate[_weaker(pair, slack)] = max(1, min(round(used / least), 1000))
-                fit = largest(self._fits_more(base, candidate, ratio), start=self._last_steps, rough=True)
-                if fit * value > worth:
-                    steps, weights, worth = fit, candidate, fit * value
-                if fit > 4 + len(self) // 20:
-                    break
-            if worth > 4:
-                break
-        if many and not steps and not self._fits(base):
-            self._refuse(need)
-        self._reserves = {pair: _Reserve(steps * n, pair) for pair, n in weights.items()}
-        for pair, times in need.items():  # charged past the reserve, but part of what to expect next time
-            kept = (r for p, r in self._reserves.items() if _same_family(p, pair) or p == pair)
-            reserve = next(kept, None) or self._reserves.setdefault(pair, _Reserve(0, pair))
-            reserve.used, reserve.last = times, pair
-        self._last_steps = max(steps, 1)
-
-    def _fits_more(
-        self, base: Mapping[Pair, int], more: Mapping[Pair, int], ratio: float = privacy_loss.RATIO
-    ) -> Callable[[int], bool]:
-        """Whether so many times ``more`` fit after ``base``, as a function that is cheap to call again."""
-        assert self._epsilon is not None and self._delta is not None
-        epsilon, delta = self._epsilon, self._delta
-        if self._filter is not None:
-            before, each, limit = self._filter.cost(base), self._filter.cost(more), self._filter.limit
-            return lambda steps: before + steps * each <= limit
-        if self._method == "rdp":
-            past, step = renyi.curve(base), renyi.curve(more)
-            return lambda steps: renyi.epsilon(past + steps * step, delta) <= epsilon
-        if len(base) <= 4:
-            return lambda steps: self._fits(added(base, more, steps))
-        price = privacy_loss.extension(base, more, delta, self._last_steps, ratio)
-        return lambda steps: price(steps) <= epsilon
-
-    def _refuse(self, need: dict[Pair, int]) -> NoReturn:
-        assert self._epsilon is not None and self._delta is not None
-        times = sum(need.values())
-        if times > 1:
-            unit = {pair: 1 for pair in need}
-            left = largest(self._fits_more(self._counts, unit))
-            fit = f"{left} of these would still fit"
-        else:
-            fit = "not one more fits"
-        raise PrivacyBudgetExceeded(
-            f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon = {self._epsilon:g} at "
-            f"delta = {self._delta:g} ({len(self)} releases so far, epsilon = {self._upper(self._delta):.4g}); {fit}. "
-            "Nothing was recorded; release nothing. Stop here, or plan the next run with fewer steps, a larger noise "
-            "multiplier or a smaller sampling rate (torch_dpbayes.get_noise_multiplier)."
-        )
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # --- handing on --------------------------------------------------------------------------------------------------
 
@@ -459,63 +395,81 @@ class PrivacyAccountant:
                 "  budget      "
                 + ("none" if self._epsilon is None else f"epsilon = {self._epsilon:g} at delta = {self._delta:g}"),
                 f"  spent       epsilon <= {bounds.upper:.5g} at delta = {delta:g} (and >= {bounds.lower:.5g}), "
-                f"{len(self)} releases",
-                f"  guarantee   {self._guarantee()}",
+                f"{sum(self._book.charges.values())} releases",
+                f"  guarantee   {self._describe(self._book, delta)}",
             ]
-            lines += self._shares(delta)
+            if self._ledger is not None:
+                lines.append(f"  ledger      {self._ledger.path}")
+            for label, (share, count) in self.shares(delta).items():
+                cost = "" if share is None else f"{share:.1%} of the cost, "
+                lines.append(f"  {label or '(no label)':<11} {cost}{count} releases")
             return "\n".join(lines)
 
-    def _guarantee(self) -> str:
-        if self._filter is None:
+    def _describe(self, book: Book, delta: float) -> str:
+        if book.guarantee == "none":
+            return (
+                "none for jobs that began after others had charged: there is no budget that a filter could keep. Had all parameters been fixed "
+                f"before the first release, epsilon <= {book.price(book.counts, delta):.5g} at delta = {delta:g}"
+            )
+        if book.guarantee == "registered":
+            left = sum(book.open_registered().values())
+            return f"upper bound for the schedule that was registered before the first release, whoever releases what of it; {left} releases of it are left"
+        if book.guarantee == "fixed" or book.filter is None:
             kind = "privacy loss distributions" if self._method == "pld" else "Renyi curves, at the best order"
             return f"upper bound by {kind}; valid for parameters fixed before the first release"
-        spent = self._filter.cost(self._counts) / self._filter.limit
-        what = "mu^2" if self._filter.kind == "gaussian" else f"the Renyi divergence of order {self._filter.order:.3g}"
-        return f"filter on {what}, valid for parameters chosen from earlier outputs; {spent:.1%} of it used"
+        text = f"filter on {book.filter.describe()}, valid for parameters chosen from earlier outputs; {book.used_share():.1%} of it used"
+        if not book.declared:
+            text += (
+                f"; in force since a second job began: if outputs decided whether there would be one, the guarantee is delta = {2 * (self._delta or 0.0):g}"
+            )
+        return text
 
-    def _shares(self, delta: float) -> list[str]:
-        """Shares of an additive cost: the Renyi divergence at the order that decides epsilon."""
-        labels: dict[str, dict[Pair, int]] = {}
-        for (event, label, _), count in self._charges.items():
-            for _, times, pair in self._parts(event, count):
-                group = labels.setdefault(label or "(no label)", {})
-                group[pair] = group.get(pair, 0) + times
-        if any(isinstance(pair, NonPrivate) for pair in self._counts):
-            return [f"  {label:<11} {sum(group.values())} releases" for label, group in labels.items()]
-        total = renyi.curve(self._counts)
-        best = renyi.best_order(total, delta) if self._counts else 0
-        return [
-            f"  {label:<11} {renyi.curve(group)[best] / total[best]:.1%} of the cost, {sum(group.values())} releases"
-            for label, group in labels.items()
-        ]
+    def shares(self, delta: float | None = None) -> dict[str | None, tuple[float | None, int]]:
+        """Of each label the share of the cost, and the releases. The cost that adds up is the Renyi divergence at the order which decides epsilon at
+        ``delta``; the share is ``None`` if something was released without noise."""
+        delta = self._default_delta(delta)
+        with self._lock:
+            book = self._read()
+        labels: dict[str | None, dict[Pair, int]] = {}
+        for (event, label, _), count in book.charges.items():
+            group = labels.setdefault(label, {})
+            pair = book.pair(event)
+            group[pair] = group.get(pair, 0) + count
+        if any(isinstance(pair, NonPrivate) for pair in book.counts):
+            return {label: (None, sum(group.values())) for label, group in labels.items()}
+        total = renyi.curve(book.counts)
+        best = renyi.best_order(total, delta) if book.counts else 0
+        return {label: (float(renyi.curve(group)[best] / total[best]), sum(group.values())) for label, group in labels.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The history and the settings, as strings, floats and lists."""
+        """The history and the settings, as strings, floats and lists. With ``path`` also which file it is, where what was used of
+        open blocks is written down first."""
         with self._lock:
+            book = self._read()
+            book.settle()
             return {
                 "method": self._method,
                 "neighboring": self._neighboring,
-                "filter": self._filter.kind if self._filter else "",
+                "filter": filter_code(book.filter) if book.filter is not None and not book.plan else "",
                 "budget": [b for b in (self._epsilon, self._delta) if b is not None] if self._epsilon else [],
-                "history": [
-                    [_encode(event), float(count), label or "", "adaptive" if adaptive else "fixed"]
-                    for (event, label, adaptive), count in self._charges.items()
-                ],
+                "history": [[events.encode(event), float(count), label or "", flag] for (event, label, flag), count in book.charges.items()],
+                "registered": [[events.encode(event), float(count)] for (event, _, _), count in book.plan.items()],
+                "ledger": "" if self._ledger is None else self._ledger.id,
             }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over a saved history. This accountant must be empty, of the same method and relation; its own budget
         holds, and must be the saved one if the history is adaptive.
 
+        A state that was saved from a file belongs to that file, which went on counting: loading it there checks that the file holds at least what was saved, and
+        changes nothing; anywhere else it is refused.
+
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is loaded.
         """
         with self._lock:
-            if self._counts:
-                raise ValueError(
-                    "this accountant is not empty: loading would forget or double what it holds. Load into a new "
-                    "PrivacyAccountant."
-                )
+            book = self._current(charging=True)
+            book.refresh()
             missing = {"method", "neighboring", "filter", "budget", "history"} - set(state_dict)
             if missing:
                 raise ValueError(f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing.")
@@ -525,44 +479,55 @@ class PrivacyAccountant:
                         f"the saved accountant has {name}={state_dict[name]!r}, this one {getattr(self, name)!r}: "
                         "their numbers mean different things. Make this accountant with the saved setting."
                     )
-            lines = [
-                (_decode(code), int(count), label or None, kind == "adaptive")
-                for code, count, label, kind in state_dict["history"]
+            lines: list[tuple[DpEvent, int, str | None, Flag]] = [
+                (events.decode(code), events.positive_count(int(count)), label or None, flag) for code, count, label, flag in state_dict["history"]
             ]
-            own = [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
-            if any(adaptive for *_, adaptive in lines) and list(state_dict["budget"]) != own:
+            if home := state_dict.get("ledger"):
+                self._check_same_ledger(book, str(home), lines)
+                return
+            if book.counts or book.plan:
                 raise ValueError(
-                    f"the saved history is adaptive, which is private only against the limit {state_dict['budget']} "
+                    "this accountant is not empty: loading would forget or double what it holds. Load into a new "
+                    "PrivacyAccountant."
+                )
+            own = [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
+            same = list(state_dict["budget"]) == own
+            plan: dict[Key, int] = {(events.decode(code), None, "registered"): int(count) for code, count in state_dict.get("registered", [])}
+            if not same and (plan or any(flag == "adaptive" for *_, flag in lines)):
+                raise ValueError(
+                    f"the saved history is adaptive or follows a registered schedule, which is private only against the limit {state_dict['budget']} "
                     f"that was fixed at its start; this accountant's is {own}."
                 )
-            loaded = [(self._parts(event, events.positive_count(count)), *rest) for event, count, *rest in lines]
-            counts = self._need(part for parts, _, _ in loaded for part in parts)
-            self._reserves.clear()
-            if state_dict["filter"]:
-                self._start_filter(state_dict["filter"])
+            rule = book.saved_filter(state_dict["filter"])
             # A history that was admitted under the same budget may be priced a hair above it by another discretisation.
-            same = list(state_dict["budget"]) == own
-            try:
-                slack = 1.0 if not same else 1.001 if self._method == "pld" and self._filter is None else 1 + 1e-9
-                if self._epsilon is not None and counts and not self._fits(counts, slack):
-                    raise PrivacyBudgetExceeded(
-                        f"the saved history costs more than this accountant's budget, epsilon = {self._epsilon:g} at "
-                        f"delta = {self._delta:g}. Nothing was loaded. Load it into an accountant with the budget that "
-                        "it was made with."
-                    )
-            except BaseException:
-                self._filter = None
-                raise
-            for parts, label, adaptive in loaded:
-                self._keep(parts, label, adaptive)
+            slack = 1.0 if not same else 1.001 if self._method == "pld" else 1 + 1e-9
+            book.load([(part, label, flag) for event, count, label, flag in lines for part in self._parts(event, count)], plan, rule, slack)
 
-    def _refuse_copy(self, *_: Any) -> NoReturn:
-        raise TypeError(
-            "a PrivacyAccountant cannot be copied or sent to another process: both copies would spend the same budget. "
-            "Pass the object itself on, or save state_dict() and load it into a new accountant when this one is gone."
-        )
+    def _check_same_ledger(self, book: Book, home: str, lines: list[tuple[DpEvent, int, str | None, Flag]]) -> None:
+        if self._ledger is None or self._ledger.id != home:
+            raise ValueError(
+                "the saved history belongs to a ledger file, which goes on counting: a copy of it here would let one budget be spent twice. Open "
+                "that file, PrivacyAccountant(path=...), and hand it to whatever resumes."
+            )
+        held: dict[DpEvent, int] = {}
+        for (event, _, _), count in book.charges.items():
+            held[event] = held.get(event, 0) + count
+        for event, count, _, _ in lines:
+            held[event] = held.get(event, 0) - count
+        if min(held.values(), default=0) < 0:
+            raise ValueError(
+                f"the ledger {self.path} holds less than the saved run was charged for: it was restored from an older copy. Resuming would forget what came after it."
+            )
 
-    __copy__ = __deepcopy__ = __reduce_ex__ = _refuse_copy
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        session = self._book.session
+        if session is None:
+            raise TypeError(
+                "a PrivacyAccountant in memory cannot be copied or sent to another process: both copies would spend the same budget. "
+                "Make it with PrivacyAccountant(..., path='budget.db'), which copies and processes share; or pass the object itself on, or save state_dict() "
+                "and load it into a new accountant when this one is gone."
+            )
+        return _open_again, (str(session.ledger.path), session.ledger.id, session.job, session.later)
 
     # --- what Opacus asks of an accountant ---------------------------------------------------------------------------
 
@@ -587,6 +552,34 @@ class PrivacyAccountant:
         return hook
 
 
+_accountants: weakref.WeakSet[PrivacyAccountant] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    # A lock that another thread held at the moment of the fork would never be released in the child.
+    for accountant in _accountants:
+        accountant._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _open_again(path: str, identity: str, job: str, later: bool) -> PrivacyAccountant:
+    """The accountant of the same job in another place."""
+    ledger = Ledger(path, {"id": identity})
+    accountant = PrivacyAccountant.__new__(PrivacyAccountant)
+    accountant._set_up({}, ledger, job, later)
+    return accountant
+
+
+def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]:
+    """A ledger as it is, and its rows, without writing anything; the accountant is that of a new job."""
+    rows = (ledger := Ledger(path, {}, read_only=True)).read()
+    accountant = PrivacyAccountant.__new__(PrivacyAccountant)
+    accountant._set_up({}, Ledger(ledger.path, {}, read_only=True))
+    return accountant, rows
+
+
 def check_epsilon(epsilon: Any) -> float:
     """``epsilon`` as a positive finite ``float``."""
     value = float(epsilon)
@@ -607,60 +600,3 @@ def check_delta(delta: Any) -> float:
             "delta >= 1e-10."
         )
     return value
-
-
-def largest(fits: Callable[[int], bool], *, start: int = 1, rough: bool = False) -> int:
-    """The largest number of steps that fits, 0 if none; ``rough``: one that fits and is at least 3/4 of it."""
-    low, high = 0, start
-    if fits(start):
-        while fits(4 * high):
-            high *= 4
-            if high >= _MOST_STEPS:
-                return high
-        low, high = high, 4 * high
-    else:
-        while high > 1 and not fits(high // 4 or 1):
-            high = high // 4 or 1
-        if high == 1:
-            return 0
-        low = high // 4 or 1
-    while high - low > (max(1, high // 4) if rough else 1):
-        middle = max(low + 1, min(high - 1, math.isqrt(low * high)))
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _same_family(a: Pair, b: Pair) -> bool:
-    if isinstance(a, Sampled) and isinstance(b, Sampled):
-        return a.kind == b.kind and a.rate == b.rate
-    return type(a) is type(b) and isinstance(a, Gaussian)
-
-
-def _covers(reserve: Pair, pair: Pair) -> bool:
-    """Whether ``reserve`` dominates ``pair``: less noise and a larger sampling rate are less private."""
-    if isinstance(reserve, Sampled) and isinstance(pair, Sampled):
-        return reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
-    if isinstance(reserve, Gaussian) and isinstance(pair, Gaussian):
-        return reserve.mu >= pair.mu
-    return reserve == pair
-
-
-def _weaker(pair: Pair, slack: float) -> Pair:
-    if isinstance(pair, Sampled):
-        return Sampled(pair.kind, pair.rate, pair.noise / slack)
-    return Gaussian(pair.mu * slack) if isinstance(pair, Gaussian) else pair
-
-
-def _encode(event: DpEvent) -> list[Any]:
-    values = (getattr(event, field.name) for field in attr.fields(type(event)))
-    return [type(event).__name__, *(_encode(v) if isinstance(v, DpEvent) else float(v) for v in values)]
-
-
-def _decode(code: Any) -> DpEvent:
-    if not isinstance(code, list) or not code or code[0] not in events.__all__:
-        raise ValueError(f"this is not a saved event: {code!r}.")
-    values = [_decode(value) if isinstance(value, list) else float(value) for value in code[1:]]
-    if code[0] == "SampledWithoutReplacementDpEvent":
-        values[:2] = int(values[0]), int(values[1])
-    event: DpEvent = getattr(events, code[0])(*values)
-    return event

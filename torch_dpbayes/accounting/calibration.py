@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import events, privacy_loss
-from .accountant import check_delta, check_epsilon, largest
+from .accountant import check_delta, check_epsilon
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from .headroom import largest
 from .privacy_loss import Neighboring, Pair
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
@@ -164,9 +165,9 @@ def get_num_steps(
     )
     before = _counts(history, neighboring)
 
-    def fits(steps: int) -> bool:
+    def excess(steps: int) -> float:
         counts = dict(before)
         _add(counts, event, steps, neighboring)
-        return privacy_loss.upper_epsilon(counts, delta) <= epsilon
+        return privacy_loss.upper_epsilon(counts, delta) - epsilon
 
-    return largest(fits)
+    return largest(excess)

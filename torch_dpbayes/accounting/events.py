@@ -42,6 +42,8 @@ __all__ = [
     "ZCDpEvent",
 ]
 
+_GRID = 1.005  # ratio of the noise multipliers that reserves are rounded down to
+
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class UnspecifiedBatchGaussianDpEvent(DpEvent):
@@ -202,3 +204,37 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
         )
     else:
         raise TypeError(f"an event from torch_dpbayes.accounting.events is needed, got {event!r}.")
+
+
+def lowered(event: DpEvent, slack: float) -> DpEvent:
+    """An elementary event that dominates ``event`` and all those with up to ``slack`` times less noise, on a grid of ratio 1.005."""
+
+    def down(noise: float) -> float:
+        return min(_GRID ** math.floor(math.log(noise / slack) / math.log(_GRID)), noise / slack)
+
+    if isinstance(event, PoissonSampledDpEvent):
+        return PoissonSampledDpEvent(event.sampling_probability, lowered(event.event, slack))
+    if isinstance(event, SampledWithoutReplacementDpEvent):
+        return SampledWithoutReplacementDpEvent(event.source_dataset_size, event.sample_size, lowered(event.event, slack))
+    if isinstance(event, GaussianDpEvent | UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent):
+        return type(event)(down(event.noise_multiplier))
+    if isinstance(event, MuGaussianDpEvent):
+        return MuGaussianDpEvent(1 / down(1 / event.mu))
+    return event
+
+
+def encode(event: DpEvent) -> list[Any]:
+    """An event as a list of its class name and its numbers, which JSON keeps exactly."""
+    values = (getattr(event, field.name) for field in attr.fields(type(event)))
+    return [type(event).__name__, *(encode(v) if isinstance(v, DpEvent) else float(v) for v in values)]
+
+
+def decode(code: Any) -> DpEvent:
+    """The event that :func:`encode` wrote."""
+    if not isinstance(code, list) or not code or code[0] not in __all__:
+        raise ValueError(f"this is not a saved event: {code!r}.")
+    values = [decode(value) if isinstance(value, list) else float(value) for value in code[1:]]
+    if code[0] == "SampledWithoutReplacementDpEvent":
+        values[:2] = int(values[0]), int(values[1])
+    event: DpEvent = globals()[code[0]](*values)
+    return event

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -449,7 +449,7 @@ class Composition:
     """One direction, composed level by level on the tilted grid, then read as a privacy profile."""
 
     def __init__(self, plan: _Plan, levels: Mapping[Pair, int], reverse: bool, tail: float) -> None:
-        self.plan, self.interval, self.tail = plan, plan.interval, tail
+        self.plan, self.interval, self.tail, self.reverse = plan, plan.interval, tail, reverse
         self._first = math.floor(plan.lower / plan.interval) - 2
         last = math.ceil(plan.upper / plan.interval) + 2
         self._size = fft.next_fast_len(max(last - self._first + 1, 64), real=True)
@@ -461,6 +461,10 @@ class Composition:
         for pair, count in levels.items():
             self._add(grid_masses(pair, self.interval, tail)[reverse], count)
         self._finish()
+
+    def like(self, levels: Mapping[Pair, int]) -> Composition:
+        """Other levels on the same grid."""
+        return Composition(self.plan, levels, self.reverse, self.tail)
 
     def followed_by(self, other: Composition, times: int) -> Composition:
         """This composition, and then ``times`` the other, which was made with the same plan."""
@@ -593,6 +597,7 @@ def _directions(levels: Mapping[Pair, int]) -> tuple[bool, ...]:
 
 _EXACT_LEVELS = 48  # up to this many different levels are composed as they are
 _MOST_LEVELS = 1000
+_ROUGH_RATIO, _ROUGH_ACCURACY = 1.02, 1e-3  # of a first bound where levels are many
 RATIO = 1.002  # ratio within which levels are merged
 _LOWER_RATIO = 1.005
 
@@ -666,6 +671,7 @@ def compose(
     epsilon: float | None = None,
     accuracy: float = _ACCURACY,
     interval: float | None = None,
+    reverse: bool | None = None,
 ) -> list[Composition]:
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
@@ -675,18 +681,19 @@ def compose(
         epsilon: the epsilon near which it will be asked for delta.
         accuracy: relative excess of epsilon that the discretisation aims at.
         interval: the discretisation interval, instead.
+        reverse: this direction only.
     """
     total = sum(levels.values())
     log_delta = math.log(delta) if delta is not None else -23.0
     tail = _tail(math.exp(log_delta), total)
     compositions = []
-    for reverse in _directions(levels):
-        plan = _plan(levels, reverse, tail, epsilon=epsilon, log_delta=log_delta, accuracy=accuracy, interval=interval)
-        composition = Composition(plan, levels, reverse, tail)
+    for direction in _directions(levels) if reverse is None else (reverse,):
+        plan = _plan(levels, direction, tail, epsilon=epsilon, log_delta=log_delta, accuracy=accuracy, interval=interval)
+        composition = Composition(plan, levels, direction, tail)
         for _ in range(_ATTEMPTS):
             if composition.wrapped <= 100 * _OUTSIDE:
                 break
-            composition = Composition(composition.wider_plan(), levels, reverse, tail)
+            composition = Composition(composition.wider_plan(), levels, direction, tail)
         compositions.append(composition)
     return compositions
 
@@ -774,39 +781,81 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO
     if (mu := _only_mu(levels)) is not None:
         return _gaussian_epsilon(mu, delta)
     try:
-        return _worst([c.upper_epsilon(delta) for c in compose(levels, delta=delta)])
+        if len(levels) <= _EXACT_LEVELS:
+            return _worst([c.upper_epsilon(delta) for c in compose(levels, delta=delta)])
+        # Where levels are many a rough bound on one direction often shows that it is not the worse one.
+        rough = compose(merge(levels, _ROUGH_RATIO), delta=delta, accuracy=_ROUGH_ACCURACY)
+        bounds = {c.reverse: c.upper_epsilon(delta) for c in rough}
+        fine: dict[bool, float] = {}
+        for reverse in sorted(bounds, key=lambda direction: -bounds[direction]):
+            if not fine or not bounds[reverse] <= max(fine.values()):
+                (composition,) = compose(levels, delta=delta, reverse=reverse)
+                fine[reverse] = composition.upper_epsilon(delta)
+        return _worst(list(fine.values()))
     except OverflowError:
         return math.inf
 
 
-def extension(
-    counts: Mapping[Pair, int], more: Mapping[Pair, int], delta: float, guess: int, ratio: float = RATIO
-) -> Callable[[int], float]:
+class Extension:
     """The function from steps to an upper bound on epsilon of ``counts`` and ``steps`` times ``more``.
 
     A call costs one inverse FFT. The bound is tightest near ``guess`` steps.
     """
-    if set(map(type, [*counts, *more])) <= {Gaussian}:
-        return lambda steps: upper_epsilon(added(counts, more, steps), delta)
-    base, step = merge(counts, ratio), merge(more, ratio)
-    joint = merge(added(counts, more, guess), ratio)
-    tail = _tail(delta, 4 * sum(joint.values()))
-    directions = []
-    try:
-        for reverse in _directions(joint):
-            plan = _plan(joint, reverse, tail, log_delta=math.log(delta))
-            directions.append((Composition(plan, base, reverse, tail), Composition(plan, step, reverse, tail)))
-    except OverflowError:
-        return lambda steps: math.inf
 
-    def bound(steps: int) -> float:
+    def __init__(
+        self,
+        counts: Mapping[Pair, int],
+        more: Mapping[Pair, int],
+        delta: float,
+        guess: int,
+        ratio: float = RATIO,
+        accuracy: float = _ACCURACY,
+    ) -> None:
+        self._delta, self._ratio, self._counts, self._more = delta, ratio, dict(counts), dict(more)
+        self._directions: list[tuple[Composition, Composition]] = []
+        self._beyond = False
+        self._gaussian = set(map(type, [*counts, *more])) <= {Gaussian}
+        if self._gaussian:
+            return
+        base, step = merge(counts, ratio), merge(more, ratio)
+        joint = merge(added(counts, more, guess), ratio)
+        tail = _tail(delta, 4 * sum(joint.values()))
+
+        def composed(reverse: bool, levels: Mapping[Pair, int], accuracy: float) -> tuple[Composition, Composition]:
+            plan = _plan(joint, reverse, tail, log_delta=math.log(delta), accuracy=accuracy)
+            return Composition(plan, levels, reverse, tail), Composition(plan, step, reverse, tail)
+
         try:
-            joint = [before.followed_by(after, steps) if steps else before for before, after in directions]
-            return _worst([c.upper_epsilon(delta) for c in joint])
+            if len(base) > _EXACT_LEVELS and ratio < _ROUGH_RATIO:  # the better direction does not decide: it may stay rough
+                rough = [composed(reverse, merge(base, _ROUGH_RATIO), _ROUGH_ACCURACY) for reverse in _directions(joint)]
+                rough.sort(key=lambda pair: pair[0].upper_epsilon(delta))
+                self._directions = [*rough[:-1], composed(rough[-1][0].reverse, base, accuracy)]
+            else:
+                self._directions = [composed(reverse, base, accuracy) for reverse in _directions(joint)]
+        except OverflowError:
+            self._beyond = True
+
+    def extend(self, counts: Mapping[Pair, int], more: Mapping[Pair, int]) -> None:
+        """``counts`` were released too, and ``more`` is to be asked for from now on. The grid stays what it was."""
+        self._counts, self._more = added(self._counts, counts), dict(more)
+        new, step = merge(counts, self._ratio), merge(more, self._ratio)
+        try:
+            self._directions = [
+                (base.followed_by(base.like(new), 1) if new else base, base.like(step)) for base, _ in self._directions
+            ]
+        except OverflowError:
+            self._beyond = True
+
+    def __call__(self, steps: int) -> float:
+        if self._gaussian:
+            return upper_epsilon(added(self._counts, self._more, steps), self._delta)
+        if self._beyond:
+            return math.inf
+        try:
+            joint = [before.followed_by(after, steps) if steps else before for before, after in self._directions]
+            return _worst([c.upper_epsilon(self._delta) for c in joint])
         except OverflowError:
             return math.inf
-
-    return bound
 
 
 def _worst(values: list[float]) -> float:

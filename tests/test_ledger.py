@@ -1,0 +1,808 @@
+"""The ledger: one history in a file, and the guarantee that holds for those who share it."""
+
+import copy
+import json
+import math
+import os
+import pickle
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, headroom, ledger, privacy_loss, renyi
+from torch_dpbayes.accounting.__main__ import main
+from torch_dpbayes.accounting.accountant import look_at
+from torch_dpbayes.accounting.events import ComposedDpEvent, GaussianDpEvent, NonPrivateDpEvent, PoissonSampledDpEvent, PureDpEvent
+from torch_dpbayes.accounting.ledger import LedgerError
+
+DELTA = 1e-5
+RELATIONS = ("add_or_remove_one", "replace_one")
+
+
+def sampled(noise, rate=0.01):
+    return PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
+
+
+STEP = sampled(1.0)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "budget.db"
+
+
+def counted(path):
+    """How many releases the file counts, read with SQLite alone."""
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute("SELECT coalesce(sum(count), 0) FROM rows WHERE kind IN ('charge', 'block', 'return')").fetchone()[0]
+    finally:
+        connection.close()
+
+
+def in_child(work):
+    """Exit code of ``work`` in a forked child: what it returns, 99 after an exception."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = work() or 0
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+# --- the history -----------------------------------------------------------------------------------------------------
+
+
+def test_a_reopened_file_holds_exactly_what_was_charged(path):
+    with PrivacyAccountant(3.0, DELTA, path=path, neighboring="replace_one") as accountant:
+        accountant.compose(STEP, 10, label="a").compose(GaussianDpEvent(30.0), label="b")
+        for _ in range(300):
+            accountant.compose(STEP, label="a")
+        for k in range(50):
+            accountant.compose(sampled(2.0 + k / 100), label="c")
+        told = accountant.history, accountant.get_epsilon(), accountant.summary()
+    again = PrivacyAccountant(path=path, neighboring="replace_one")
+    assert (again.epsilon, again.delta, again.path) == (3.0, DELTA, path)
+    assert sorted(again.history, key=str) == sorted(told[0], key=str)
+    assert again.get_epsilon() == pytest.approx(told[1], rel=1e-12)
+    assert again.summary().splitlines()[2] == told[2].splitlines()[2]
+    memory = PrivacyAccountant(3.0, DELTA, neighboring="replace_one")
+    for charge in told[0]:
+        memory.compose(*charge)
+    assert memory.get_epsilon() == pytest.approx(told[1], rel=1e-12)
+    assert counted(path) == len(memory) == 361
+
+
+def test_blocks_count_for_everyone_until_they_are_returned(path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    for _ in range(40):
+        accountant.compose(STEP)
+    assert len(accountant) == 40
+    assert counted(path) > 40
+    assert len(PrivacyAccountant(path=path)) == counted(path)
+    accountant.close()
+    assert len(accountant) == counted(path) == len(PrivacyAccountant(path=path)) == 40
+    accountant.compose(STEP)
+    del accountant  # forgetting an accountant closes it
+    assert counted(path) == 41
+
+
+def test_the_file_is_durable_and_readable_with_other_tools(path):
+    with PrivacyAccountant(3.0, DELTA, path=path) as accountant:
+        accountant.compose(STEP, label="x")
+    connection = sqlite3.connect(path)
+    assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    row = connection.execute("SELECT time, kind, label, event, count FROM rows ORDER BY seq").fetchone()
+    connection.close()
+    assert row[0].startswith("20")
+    assert row[1:] == ("block", "x", json.dumps(["PoissonSampledDpEvent", 0.01, ["GaussianDpEvent", 1.0]]), 4)
+
+
+def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
+    said = []
+
+    class Listening(sqlite3.Connection):
+        def execute(self, sql, *arguments):
+            said.append(sql)
+            return super().execute(sql, *arguments)
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Listening, **k))
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    composed = []
+    price = privacy_loss.compose
+    monkeypatch.setattr(privacy_loss, "compose", lambda *a, **k: (composed.append(len(said)), price(*a, **k))[1])
+    with pytest.raises(PrivacyBudgetExceeded):
+        for _ in range(100_000):
+            accountant.compose(STEP)
+    begins = [i for i, sql in enumerate(said) if sql.startswith("BEGIN")]
+    ends = [i for i, sql in enumerate(said) if sql in ("COMMIT", "ROLLBACK")]
+    assert len(begins) == len(ends) > 10
+    assert all("synchronous = FULL" in said[i - 1] for i in begins if said[i - 1].startswith("PRAGMA s"))
+    assert sum("synchronous = FULL" in sql for sql in said) == len(begins)
+    assert {said[i] for i in begins} == {"BEGIN IMMEDIATE"}
+    assert composed, "near the edge something must have been composed"
+    assert not any(begin < moment <= end for moment in composed for begin, end in zip(begins, ends, strict=True)), "a composition inside a transaction"
+
+
+@pytest.mark.parametrize(("method", "relation"), [("pld", "add_or_remove_one"), ("pld", "replace_one"), ("rdp", "replace_one")])
+@pytest.mark.parametrize("where", ["memory", "file"])
+@pytest.mark.parametrize("event", [sampled(1.2, 0.02), GaussianDpEvent(60.0), PureDpEvent(0.01)], ids=["sampled", "gaussian", "pure"])
+def test_remaining_is_exact(where, method, relation, event, tmp_path):
+    settings = {"method": method, "neighboring": relation, **({"path": tmp_path / "l.db"} if where == "file" else {})}
+    accountant = PrivacyAccountant(2.5, DELTA, **settings)
+    accountant.compose(sampled(1.5), 100).compose(GaussianDpEvent(90.0), 3)
+    fit = accountant.remaining(event)
+    assert fit > 30
+    for k in range(fit):
+        accountant.compose(event)
+        if k == fit - 30:
+            assert accountant.remaining(event) == fit - k - 1
+    assert accountant.remaining(event) == 0
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(event)
+    # the bound that is reported, for one more, is above the budget, and not above it as it is
+    beyond = PrivacyAccountant(method=method, neighboring=relation)
+    for charge in accountant.history:
+        beyond.compose(charge.event, charge.count)
+    assert beyond.get_epsilon(DELTA) <= 2.5 * (1 + 1e-6)
+    assert beyond.compose(event).get_epsilon(DELTA) > 2.5 * (1 - 1e-6)
+
+
+@given(
+    schedule=st.lists(
+        st.tuples(st.sampled_from(["sampled", "gaussian", "both"]), st.floats(0.7, 5.0), st.integers(1, 60), st.booleans()), min_size=1, max_size=40
+    ),
+    relation=st.sampled_from(RELATIONS),
+)
+@settings(max_examples=6, deadline=None)
+def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
+    with tempfile.TemporaryDirectory() as folder:
+        memory = PrivacyAccountant(1.5, DELTA, neighboring=relation)
+        file = PrivacyAccountant(1.5, DELTA, neighboring=relation, path=f"{folder}/l.db")
+        for kind, noise, count, close in schedule:
+            event = {"sampled": sampled(noise), "gaussian": GaussianDpEvent(20 * noise)}.get(kind) or ComposedDpEvent([sampled(noise), GaussianDpEvent(50.0)])
+            outcomes = []
+            for accountant in (memory, file):
+                try:
+                    accountant.compose(event, count)
+                    outcomes.append(True)
+                except PrivacyBudgetExceeded:
+                    outcomes.append(False)
+            if outcomes[0] != outcomes[1]:  # near the edge the order of sums may decide; the bound decides nothing else
+                assert file.remaining(event) <= count
+                break
+            if close:
+                file.close()
+            assert sorted(memory.history, key=str) == sorted(file.history, key=str)
+        file.close()
+        assert counted(f"{folder}/l.db") == len(file)
+        counts = {}
+        for charge in file.history:
+            pair = privacy_loss.dominating_pair(charge.event, relation)
+            counts[pair] = counts.get(pair, 0) + charge.count
+        if counts:
+            assert privacy_loss.lower_epsilon(counts, DELTA) <= 1.5
+            assert privacy_loss.upper_epsilon(counts, DELTA) <= 1.5 * (1 + 3e-3)
+
+
+def test_a_refused_charge_changes_nothing(path):
+    accountant = PrivacyAccountant(1.0, DELTA, path=path).compose(STEP, 10)
+    before = accountant.history
+    for event in (NonPrivateDpEvent(), GaussianDpEvent(0.1), ComposedDpEvent([STEP, GaussianDpEvent(0.5)])):
+        with pytest.raises(PrivacyBudgetExceeded, match="Nothing was recorded"):
+            accountant.compose(event)
+        assert accountant.history == before
+    accountant.close()
+    assert counted(path) == 10
+
+
+@pytest.mark.parametrize("noises", ["rising", "falling", "waves"])
+def test_a_schedule_costs_few_commits_and_few_compositions(path, noises, monkeypatch):
+    commits, compositions = [], []
+    append, compose = ledger.Ledger.append, privacy_loss.compose
+    monkeypatch.setattr(ledger.Ledger, "append", lambda *a, **k: (commits.append(1), append(*a, **k))[1])
+    monkeypatch.setattr(privacy_loss, "compose", lambda *a, **k: (compositions.append(1), compose(*a, **k))[1])
+    accountant = PrivacyAccountant(4.0, DELTA, path=path)
+    for t in range(3000):
+        x = {"rising": t / 3000, "falling": 1 - t / 3000, "waves": 0.5 + 0.5 * math.sin(t / 100)}[noises]
+        accountant.compose(sampled(1 + 2 * x))
+    assert not compositions
+    assert len(commits) < 150
+    accountant.close()
+    assert counted(path) == 3000 == sum(charge.count for charge in PrivacyAccountant(path=path).history)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_fixed_at_creation_is_refused_to_change(path):
+    PrivacyAccountant(3.0, DELTA, path=path)
+    for other in (
+        {"epsilon": 2.0, "delta": DELTA},
+        {"epsilon": 3.0, "delta": 1e-6},
+        {"neighboring": "replace_one"},
+        {"method": "rdp"},
+    ):
+        with pytest.raises(ValueError, match="fixed at its creation"):
+            PrivacyAccountant(**other, path=path)
+    unlimited = path.with_name("unlimited.db")
+    PrivacyAccountant(path=unlimited)
+    with pytest.raises(ValueError, match="epsilon = None"):
+        PrivacyAccountant(3.0, DELTA, path=unlimited)
+
+
+@pytest.mark.parametrize("name", [":memory:", "", "file:budget.db?mode=memory"])
+def test_paths_that_are_no_files_are_refused(name):
+    with pytest.raises(ValueError, match="local disk"):
+        PrivacyAccountant(path=name)
+
+
+def test_names_that_mean_the_same_file(path, tmp_path, monkeypatch):
+    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 5).close()
+    (tmp_path / "link.db").symlink_to(path)
+    assert len(PrivacyAccountant(path=tmp_path / "link.db").compose(STEP)) == 6
+    monkeypatch.chdir(tmp_path)
+    accountant = PrivacyAccountant(path="budget.db")
+    monkeypatch.chdir("/")
+    assert accountant.compose(STEP).path == path
+    os.link(path, tmp_path / "second.db")
+    with pytest.raises(LedgerError, match="hard link"):
+        PrivacyAccountant(path=tmp_path / "second.db")
+
+
+# --- copies, processes -----------------------------------------------------------------------------------------------
+
+
+def test_copies_share_the_file(path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 3)
+    for copied in (copy.copy(accountant), copy.deepcopy(accountant), pickle.loads(pickle.dumps(accountant))):
+        before = len(accountant)
+        copied.compose(STEP, 2)
+        copied.close()
+        assert len(accountant) == before + 2
+        assert copied.guarantee == accountant.guarantee == "fixed"  # the same job
+
+
+def test_in_memory_copies_name_path():
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="path="):
+            duplicate(PrivacyAccountant(1.0, DELTA))
+
+
+@forks
+def test_forked_children_name_path_or_share(path):
+    memory, file = PrivacyAccountant(3.0, DELTA), PrivacyAccountant(3.0, DELTA, path=path)
+    for _ in range(10):
+        file.compose(STEP)
+
+    def child():
+        file.compose(STEP, 7)
+        file.close()
+        try:
+            memory.compose(STEP)
+        except RuntimeError as error:
+            return 17 if "path=" in str(error) else 1
+
+    assert in_child(child) == 17
+    file.compose(STEP)
+    assert len(file) == 18
+    file.close()
+    assert counted(path) == 18
+    assert file.guarantee == "fixed"
+
+
+@forks
+def test_a_child_never_returns_a_block_of_its_parent(path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    reserved = counted(path)
+    assert reserved > 1
+    assert in_child(lambda: accountant.close()) == 0
+    assert in_child(lambda: len(accountant) != reserved) == 0  # to the child the parent's block is spent
+    assert counted(path) == reserved
+
+
+# --- which guarantee -------------------------------------------------------------------------------------------------
+
+
+def test_one_job_has_the_tight_guarantee(path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 1000)
+    assert accountant.guarantee == "fixed"
+    assert accountant.get_epsilon() == PrivacyAccountant().compose(STEP, 1000).get_epsilon(DELTA)
+    assert "fixed before" in accountant.summary()
+
+
+def test_a_second_job_is_adaptive_and_everything_counts_against_its_filter(path):
+    first = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 500, label="first")
+    first.close()
+    second = PrivacyAccountant(path=path)
+    fit = second.remaining(STEP)
+    assert second.compose(STEP, label="second").guarantee == "filter"
+    assert second.history[-1].adaptive
+    assert first.guarantee == "filter"
+    assert first.get_epsilon() == second.get_epsilon() == pytest.approx(3.0, rel=1e-9)
+    assert "filter" in first.summary()
+    assert "2e-05" in first.summary()
+    with pytest.raises(PrivacyBudgetExceeded, match="began after"):
+        for _ in range(10_000):
+            second.compose(STEP)
+    second.close()
+    assert abs(len(second) - 500 - fit) <= 1
+    with pytest.raises(PrivacyBudgetExceeded):  # the first job is under the filter now, too
+        first.compose(STEP)
+    # the limit, computed here from what the file says and the definition of a Renyi filter
+    order = float(next(row.label for row in look_at(path)[1] if row.kind == "filter").removeprefix("renyi "))
+    total = len(second) * renyi.curve({privacy_loss.dominating_pair(STEP, "add_or_remove_one"): 1}, [order])[0]
+    assert renyi.epsilon(torch.tensor([total]).numpy(), DELTA, [order]) <= 3.0 + 1e-6
+    assert renyi.epsilon(torch.tensor([total * 1.002]).numpy(), DELTA, [order]) > 3.0
+
+
+def test_a_second_job_is_refused_where_the_first_used_more_than_a_filter_allows(path):
+    first = PrivacyAccountant(3.0, DELTA, path=path)
+    fit = first.remaining(STEP)
+    first.compose(STEP, int(0.99 * fit)).close()
+    second = PrivacyAccountant(path=path)
+    assert second.remaining(STEP) == 0
+    with pytest.raises(PrivacyBudgetExceeded, match="register"):
+        second.compose(sampled(50.0))
+    assert second.guarantee == first.guarantee == "fixed"
+    first.compose(STEP, fit - int(0.99 * fit))  # the first job goes on
+    assert first.remaining(STEP) == 0
+
+
+@pytest.mark.parametrize("event", [STEP, GaussianDpEvent(30.0)], ids=["renyi", "gaussian"])
+def test_a_declared_filter_holds_for_all_jobs(path, event):
+    PrivacyAccountant(3.0, DELTA, path=path).compose(event, adaptive=True).close()
+    memory = PrivacyAccountant(3.0, DELTA).compose(event, adaptive=True)
+    second = PrivacyAccountant(path=path)
+    assert second.guarantee == "filter"
+    assert second.remaining(event) == memory.remaining(event)
+    second.compose(sampled(3.0))
+    third = PrivacyAccountant(path=path).compose(event)
+    assert "chosen from earlier outputs" in third.summary()
+    assert "2e-05" not in third.summary()
+    assert {charge.adaptive for charge in third.history} == {True}
+
+
+def test_a_refused_declaration_leaves_the_file_as_it_was(path):
+    accountant = PrivacyAccountant(0.1, DELTA, path=path)
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(GaussianDpEvent(1.0), adaptive=True)
+    accountant.compose(GaussianDpEvent(100.0))
+    assert accountant.guarantee == "fixed"
+    with pytest.raises(ValueError, match="first charge"):
+        accountant.compose(GaussianDpEvent(100.0), adaptive=True)
+    accountant.close()
+    assert counted(path) == 1
+
+
+def test_without_a_budget_later_jobs_have_no_guarantee(path):
+    PrivacyAccountant(path=path).compose(STEP, 100).close()
+    second = PrivacyAccountant(path=path).compose(STEP, 10)
+    assert second.guarantee == "none"
+    assert second.get_epsilon(DELTA) == math.inf
+    assert second.get_delta(1.0) == 1.0
+    assert "none for jobs" in second.summary()
+    assert len(second) == 110
+
+
+def test_jobs_that_opened_an_empty_file_were_all_fixed_in_advance(path):
+    jobs = [PrivacyAccountant(3.0, DELTA, path=path) for _ in range(3)]
+    for job in jobs:
+        job.compose(STEP, 10)
+    assert {job.guarantee for job in jobs} == {"fixed"}
+    assert PrivacyAccountant(path=path).compose(STEP).guarantee == "filter"
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_registered_schedule(where, tmp_path):
+    where = {"path": tmp_path / "l.db"} if where == "file" else {}
+    schedule = [(STEP, 2000), (GaussianDpEvent(30.0), 5)]
+    first = PrivacyAccountant(4.0, DELTA, **where).register(schedule)
+    assert first.register(schedule) is first  # every worker may say it again
+    with pytest.raises(ValueError, match="registered"):
+        first.register([(STEP, 10)])
+    price = PrivacyAccountant().compose(STEP, 2000).compose(GaussianDpEvent(30.0), 5).get_epsilon(DELTA)
+    for k in range(300):
+        first.compose(sampled(1.0 + k / 1000, 0.01 - k / 10**6), label="first")
+    assert first.guarantee == "registered"
+    assert first.get_epsilon() == PrivacyAccountant().compose(STEP, 300).get_epsilon(DELTA)
+    later = PrivacyAccountant(path=where["path"]) if where else first
+    if where:
+        first.close()
+        assert later.compose(STEP).guarantee == "registered"
+        assert later.get_epsilon() == pytest.approx(price, rel=1e-12)
+    left = 2000 - len(later)
+    later.compose(STEP, left).compose(GaussianDpEvent(31.0), 5)
+    assert {charge.event for charge in later.history} == {STEP, GaussianDpEvent(30.0)}
+    assert later.guarantee == "registered"
+    assert "registered before" in later.summary()
+    # anything more is adaptive: the whole schedule and this have to fit the filter
+    extra = later.remaining(sampled(2.0))
+    assert 0 < extra < PrivacyAccountant(4.0, DELTA).compose(STEP, 2000).remaining(sampled(2.0))
+    assert later.compose(sampled(2.0)).guarantee == "filter"
+    assert later.get_epsilon() == pytest.approx(4.0)
+    with pytest.raises(PrivacyBudgetExceeded):
+        later.compose(sampled(2.0), extra)
+    later.compose(sampled(2.0), extra - 1)
+    assert later.remaining(sampled(2.0)) == 0
+    later.close()
+    if where:
+        assert counted(where["path"]) == 2005 + extra
+
+
+def test_a_registered_schedule_must_fit_and_come_first():
+    with pytest.raises(PrivacyBudgetExceeded, match="Nothing was registered"):
+        PrivacyAccountant(1.0, DELTA).register([(STEP, 100_000)])
+    with pytest.raises(ValueError, match="before the first release"):
+        PrivacyAccountant(1.0, DELTA).compose(STEP).register([(STEP, 10)])
+    with pytest.raises(ValueError, match="budget"):
+        PrivacyAccountant().register([(STEP, 10)])
+
+
+def test_a_schedule_that_passes_the_filter_leaves_nothing_beside_it(path):
+    steps = PrivacyAccountant(3.0, DELTA).remaining(STEP)
+    first = PrivacyAccountant(3.0, DELTA, path=path).register([(STEP, steps)])
+    with pytest.raises(PrivacyBudgetExceeded):
+        first.compose(sampled(0.9))
+    for _ in range(20):
+        first.compose(STEP)
+    first.close()
+    second = PrivacyAccountant(path=path)
+    assert second.remaining(STEP) == steps - 20
+    second.compose(STEP, steps - 20)
+    with pytest.raises(PrivacyBudgetExceeded):
+        second.compose(STEP)
+    assert second.get_epsilon() <= 3.0
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_adaptive_choice_within_a_fixed_set_gains_anything(data):
+    """The lemma behind registered schedules, by dynamic programming over the best possible adversary."""
+    losses = data.draw(st.lists(st.lists(st.tuples(st.floats(-2, 2), st.floats(0.05, 1)), min_size=2, max_size=3), min_size=1, max_size=4))
+    kinds = []
+    for outcomes in losses:  # a pair (P, Q) is given by P and the losses; Q's masses must add up to at most 1
+        total = sum(p for _, p in outcomes)
+        outcomes = [(loss, p / total) for loss, p in outcomes]
+        shift = math.log(sum(p * math.exp(-loss) for loss, p in outcomes))
+        kinds.append([(loss + shift, p) for loss, p in outcomes])
+    epsilon = data.draw(st.floats(0, 2))
+
+    def excess(loss):
+        return max(0.0, 1 - math.exp(epsilon - loss))
+
+    def best(loss, left):
+        """What the adversary gets, who may also stop."""
+        options = [excess(loss)]
+        options += [sum(p * best(loss + step, left - {i}) for step, p in kinds[i]) for i in left]
+        return max(options)
+
+    def all_of_them(loss, left):
+        return excess(loss) if not left else sum(p * all_of_them(loss + step, left[1:]) for step, p in kinds[left[0]])
+
+    assert best(0.0, frozenset(range(len(kinds)))) <= all_of_them(0.0, list(range(len(kinds)))) + 1e-12
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_belongs_to_its_file(path, tmp_path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    for k in range(100):
+        accountant.compose(sampled(1 + k / 1000))
+    state = json.loads(json.dumps(accountant.state_dict()))
+    history = accountant.history
+    accountant.load_state_dict(state)
+    again = PrivacyAccountant(path=path)
+    again.load_state_dict(state)
+    assert accountant.history == history
+    assert sorted(again.history, key=str) == sorted(history, key=str)
+    for other in (PrivacyAccountant(3.0, DELTA), PrivacyAccountant(3.0, DELTA, path=tmp_path / "other.db")):
+        with pytest.raises(ValueError, match="belongs to a ledger"):
+            other.load_state_dict(state)
+    accountant.compose(STEP).close()
+    older = copy.deepcopy(state)
+    older["history"][0][1] = 10.0
+    with pytest.raises(ValueError, match="older copy"):
+        again.load_state_dict(older)
+
+
+def test_a_state_from_memory_moves_into_an_empty_file(path):
+    memory = PrivacyAccountant(3.0, DELTA).compose(STEP, 50, label="x").compose(GaussianDpEvent(40.0), 2)
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    accountant.load_state_dict(memory.state_dict())
+    assert accountant.history == memory.history == PrivacyAccountant(path=path).history
+    assert accountant.remaining(STEP) == memory.remaining(STEP)
+    with pytest.raises(ValueError, match="not empty"):
+        accountant.load_state_dict(memory.state_dict())
+    filtered = PrivacyAccountant(3.0, DELTA).compose(STEP, 50, adaptive=True)
+    file = PrivacyAccountant(3.0, DELTA, path=path.with_name("filtered.db"))
+    file.load_state_dict(filtered.state_dict())
+    assert file.summary().splitlines()[3] == filtered.summary().splitlines()[3]
+    assert PrivacyAccountant(path=file.path).remaining(STEP) == filtered.remaining(STEP)
+    planned = PrivacyAccountant(3.0, DELTA).register([(STEP, 100)]).compose(STEP, 30)
+    loaded = PrivacyAccountant(3.0, DELTA)
+    loaded.load_state_dict(planned.state_dict())
+    assert loaded.guarantee == "registered"
+    assert loaded.remaining(STEP) == planned.remaining(STEP)
+
+
+# --- things that break -----------------------------------------------------------------------------------------------
+
+
+def test_a_busy_file_is_an_error_and_no_release(path, monkeypatch):
+    monkeypatch.setattr(ledger, "BUSY_SECONDS", 0.2)
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    accountant.close()
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(LedgerError, match="busy"):
+        accountant.compose(STEP)
+    other.execute("ROLLBACK")
+    other.close()
+    accountant.compose(STEP).close()
+    assert counted(path) == len(accountant) == 2
+
+
+@forks
+def test_a_full_disk_is_an_error_and_no_release(path):
+    accountant = PrivacyAccountant(20.0, DELTA, path=path)
+    accountant.compose(STEP).close()
+
+    def child():
+        room = path.stat().st_size + 40_000
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+        released = 0
+        try:
+            for k in range(100_000):
+                accountant.compose(sampled(1 + k / 1000), label="x" * 200)
+                accountant.close()
+                released += 1
+        except LedgerError as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            kept = counted(path) >= 1 + released
+            accountant.compose(STEP)  # room was made
+            accountant.close()
+            return 17 if kept and released > 3 and "disk" in str(error) and counted(path) >= 2 + released else 1
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert in_child(child) == 17
+    assert resource.getrlimit(resource.RLIMIT_FSIZE) == before
+    assert len(PrivacyAccountant(path=path)) == counted(path)
+
+
+@forks
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_read_only_file_is_an_error_and_no_release(what):
+    folder = Path(tempfile.mkdtemp())  # where another user may go, unlike pytest's
+    try:
+        folder.chmod(0o777)
+        path = folder / "budget.db"
+        PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).close()
+        (path if what == "file" else folder).chmod(0o444 if what == "file" else 0o555)
+
+        def child():
+            if os.getuid() == 0:
+                os.setuid(65534)
+            assert look_at(path)[0].get_epsilon() > 0
+            try:
+                PrivacyAccountant(path=path).compose(STEP)
+            except LedgerError as error:
+                return 17 if "read-only" in str(error) or "permissions" in str(error) else 1
+
+        assert in_child(child) == 17
+        folder.chmod(0o777)
+        assert counted(path) == 1
+    finally:
+        shutil.rmtree(folder)
+
+
+def damage_random(content):
+    return os.urandom(len(content))
+
+
+def damage_truncated(content):
+    return content[: len(content) // 2]
+
+
+def damage_pages(content):
+    return content[:4096] + os.urandom(len(content) - 4096)
+
+
+@pytest.mark.parametrize("damage", [damage_random, damage_truncated, damage_pages])
+def test_a_corrupt_file_is_an_error_and_no_release(path, damage):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    for k in range(200):
+        accountant.compose(sampled(1 + k / 1000))
+    accountant.close()
+    damaged = damage(path.read_bytes())
+    path.write_bytes(damaged)
+    with pytest.raises(LedgerError, match="damaged|not a ledger"):
+        PrivacyAccountant(3.0, DELTA, path=path)
+    with pytest.raises(LedgerError):
+        accountant.compose(STEP, 5000)
+    assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("statement", ["UPDATE rows SET count = 1 WHERE seq = 2", "DELETE FROM rows WHERE seq = 2"])
+def test_rows_that_were_changed_are_noticed(path, statement):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    for k in range(5):
+        accountant.compose(sampled(1 + k / 10), 30)
+    accountant.close()
+    connection = sqlite3.connect(path)
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+    with pytest.raises(LedgerError, match="damaged"):
+        PrivacyAccountant(path=path)
+
+
+def test_a_file_that_went_back_in_time_or_away_is_noticed(path, tmp_path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    accountant.close()
+    shutil.copy(path, tmp_path / "backup.db")
+    accountant.compose(STEP, 100).close()
+    shutil.copy(tmp_path / "backup.db", path)
+    with pytest.raises(LedgerError, match="backup"):
+        accountant.compose(STEP)
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(LedgerError, match="gone"):
+            accountant.compose(STEP)
+    assert not path.exists(), "a charge must not make the file anew"
+    PrivacyAccountant(3.0, DELTA, path=path)
+    with pytest.raises(LedgerError, match="another ledger"):
+        accountant.compose(STEP)
+
+
+def test_other_databases_and_other_formats_are_refused(path):
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE mine (x)")
+    connection.commit()
+    connection.close()
+    content = path.read_bytes()
+    with pytest.raises(LedgerError, match="not a ledger"):
+        PrivacyAccountant(3.0, DELTA, path=path)
+    assert path.read_bytes() == content
+    path.unlink()
+    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 3).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 2")
+    connection.close()
+    with pytest.raises(LedgerError, match="format 2, this torch_dpbayes reads format 1"):
+        PrivacyAccountant(3.0, DELTA, path=path)
+    assert counted(path) == 3
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(LedgerError, match="no folder"):
+        PrivacyAccountant(path=tmp_path / "none" / "budget.db")
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, sqlite3.OperationalError("disk I/O error")])
+def test_an_interrupted_commit_never_counts_less_than_was_released(path, monkeypatch, moment, error):
+    """Whether or not the commit reached the disk, nothing is used twice and nothing is returned twice."""
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    released, fail = 0, []
+
+    class Failing(sqlite3.Connection):
+        def execute(self, sql, *arguments):
+            if sql == "COMMIT" and fail and moment == "before":
+                raise fail.pop()
+            result = super().execute(sql, *arguments)
+            if sql == "COMMIT" and fail:
+                raise fail.pop()
+            return result
+
+    connect = sqlite3.connect
+    monkeypatch.setattr(ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Failing, **k))
+    for k in range(2000):
+        if k in (20, 130, 133, 500, 1400):
+            fail.append(error)
+        try:
+            accountant.compose(sampled(2 - k / 4000))
+            released += 1
+        except (KeyboardInterrupt, LedgerError):
+            pass
+        if k % 100 == 0:
+            assert counted(path) >= released
+    fail.clear()
+    accountant.close()
+    # what an interrupt left in doubt was returned; a charge may be recorded whose release the interrupt prevented
+    assert released <= counted(path) <= released + 5
+    assert not ledger.open_blocks(look_at(path)[1])
+    assert len(accountant) == len(PrivacyAccountant(path=path)) == counted(path)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(path):
+    with PrivacyAccountant(3.0, DELTA, path=path) as accountant:
+        for _ in range(50):
+            accountant.compose(STEP, label="DPSGLD")
+        accountant.compose(GaussianDpEvent(40.0), label="report")
+        yield accountant.compose(STEP, label="DPSGLD")
+
+
+def test_the_command_says_what_there_is(full, path, capsys):
+    before = path.read_bytes()
+    assert main([str(path)]) == 0
+    said = capsys.readouterr().out
+    for part in ("DPSGLD", "report", "epsilon = 3", "epsilon <=", "left for a new job", "open blocks", f"pid {os.getpid()}", "add_or_remove_one"):
+        assert part in said
+    assert main([str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["budget"] == {"epsilon": 3.0, "delta": DELTA}
+    assert found["epsilon"] == pytest.approx(look_at(path)[0].get_epsilon())
+    assert {entry["label"]: entry["releases"] for entry in found["labels"]}["DPSGLD"] >= 51
+    assert sum(block["count"] for block in found["open_blocks"]) > 0
+    assert found["remaining"][0]["steps"] > 0
+    assert path.read_bytes() == before
+
+
+def test_the_command_draws(full, path, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main([str(path), "--plot", str(tmp_path / "spent.png")]) == 0
+    assert (tmp_path / "spent.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_explains_what_it_cannot_read(tmp_path, capsys):
+    (tmp_path / "x.db").write_bytes(b"no database at all " * 100)
+    for name in ("x.db", "none.db"):
+        assert main([str(tmp_path / name)]) == 1
+        assert name in capsys.readouterr().err
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_the_command_imports_neither_torch_nor_opacus(full, path):
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = ['accounting', {str(path)!r}]\n"
+        "try: runpy.run_module('torch_dpbayes.accounting', run_name='__main__')\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(*sorted({'torch', 'opacus', 'pyro', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning", "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stderr.split() == []
+    assert "DPSGLD" in ran.stdout
+
+
+# --- the bound in the loop -------------------------------------------------------------------------------------------
+
+
+def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch):
+    monkeypatch.setattr(headroom.Headroom, "_certify", lambda *_: False)
+    for relation in RELATIONS:
+        accountant = PrivacyAccountant(2.0, DELTA, neighboring=relation)
+        with pytest.raises(PrivacyBudgetExceeded):
+            for t in range(100_000):
+                accountant.compose(sampled(0.8 + (t % 200) / 100, 0.01 + (t % 7) / 1000), 5)
+        counts = {}
+        for charge in accountant.history:
+            pair = privacy_loss.dominating_pair(charge.event, relation)
+            counts[pair] = counts.get(pair, 0) + charge.count
+        assert privacy_loss.upper_epsilon(counts, DELTA) <= 2.0
+        assert 1.8 < renyi.epsilon(renyi.curve(counts), DELTA) <= 2.0
+
+

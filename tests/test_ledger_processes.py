@@ -1,0 +1,240 @@
+"""The ledger among processes: nothing is lost, nothing is spent twice, and nothing is forgotten when a process dies."""
+
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, privacy_loss
+from torch_dpbayes.accounting.accountant import look_at
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.ledger import open_blocks
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+DELTA = 1e-5
+ROOT = Path(__file__).resolve().parent.parent
+STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+
+
+def counted(path):
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute("SELECT coalesce(sum(count), 0) FROM rows WHERE kind IN ('charge', 'block', 'return')").fetchone()[0]
+    finally:
+        connection.close()
+
+
+def epsilon_of(path):
+    """What the rows cost, as if all of them had been fixed in advance."""
+    counts = {}
+    for row in look_at(path)[1]:
+        if row.kind in ("charge", "block", "return"):
+            pair = privacy_loss.dominating_pair(row.event, "add_or_remove_one")
+            counts[pair] = counts.get(pair, 0) + row.count
+    return privacy_loss.upper_epsilon({pair: count for pair, count in counts.items() if count}, DELTA)
+
+
+def charge(opener, steps, noises, answers):
+    """A worker: opens the ledger as ``opener`` says, and tells how often it was let through."""
+    accountant = opener()
+    released = 0
+    try:
+        for k in range(steps):
+            accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noises[k % len(noises)])), label=f"worker {os.getpid()}")
+            released += 1
+    except PrivacyBudgetExceeded:
+        pass
+    accountant.close()
+    answers.put((os.getpid(), released))
+
+
+class ByPath:
+    def __init__(self, path):
+        self.path = path
+
+    def __call__(self):
+        return PrivacyAccountant(path=self.path)
+
+
+class Shared:
+    def __init__(self, accountant):
+        self.accountant = accountant
+
+    def __call__(self):
+        return self.accountant
+
+
+def run_workers(opener, number, steps, noises, method):
+    context = multiprocessing.get_context(method)
+    answers = context.Queue()
+    workers = [context.Process(target=charge, args=(opener, steps, noises, answers)) for _ in range(number)]
+    for worker in workers:
+        worker.start()
+    told = dict(answers.get(timeout=500) for _ in workers)
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    return told
+
+
+@pytest.mark.parametrize(
+    ("number", "steps"), [pytest.param(4, 500, id="4x500"), pytest.param(8, 10_000, id="8x10000", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("how", ["forked", "by path"])
+def test_no_charge_is_lost(tmp_path, number, steps, how):
+    path = tmp_path / "budget.db"
+    budget = 4.0 if number == 4 else 25.0
+    parent = PrivacyAccountant(budget, DELTA, path=path)
+    opener = Shared(parent) if how == "forked" else ByPath(path)
+    told = run_workers(opener, number, steps, [1.0, 1.3, 2.0], "fork")
+    assert sum(told.values()) == number * steps == counted(path) == len(parent)
+    by_worker = {}
+    for label in parent.history:
+        by_worker[label.label] = by_worker.get(label.label, 0) + label.count
+    assert by_worker == {f"worker {pid}": steps for pid in told}
+    assert not open_blocks(look_at(path)[1])
+    assert parent.guarantee == "fixed" if how == "forked" else "filter"
+    assert epsilon_of(path) <= budget
+
+
+@pytest.mark.parametrize(
+    ("number", "steps"), [pytest.param(4, 500, id="4x500"), pytest.param(8, 10_000, id="8x10000", marks=pytest.mark.slow)]
+)
+def test_the_budget_is_never_passed(tmp_path, number, steps):
+    path = tmp_path / "budget.db"
+    parent = PrivacyAccountant(1.2, DELTA, path=path)
+    fit = parent.remaining(STEP)
+    assert fit < number * steps
+    told = run_workers(Shared(parent), number, steps, [1.0], "fork")
+    released = sum(told.values())
+    assert released == counted(path) == len(parent) <= fit
+    # A worker may have been refused for what another had reserved and gave back: that is left.
+    assert parent.remaining(STEP) == fit - released
+    assert released > 0.7 * fit
+    assert epsilon_of(path) <= 1.2
+
+
+def test_a_spawned_worker_is_the_same_job(tmp_path):
+    path = tmp_path / "budget.db"
+    parent = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 10)
+    told = run_workers(Shared(parent), 1, 20, [1.0], "spawn")
+    assert set(told.values()) == {20}
+    assert len(parent) == 30
+    assert parent.guarantee == "fixed"
+
+
+def test_threads_share_one_accountant(tmp_path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=tmp_path / "budget.db")
+    threads = [threading.Thread(target=lambda: [accountant.compose(STEP) for _ in range(200)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    accountant.close()
+    assert counted(accountant.path) == len(accountant) == 800
+
+
+def make(path):
+    return PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).epsilon
+
+
+def test_many_processes_may_make_the_file_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(6, mp_context=context) as pool:
+        for k in range(5):
+            path = tmp_path / f"budget{k}.db"
+            assert set(pool.map(make, [path] * 6)) == {3.0}
+            assert counted(path) >= 6
+
+
+def test_a_child_that_ends_returns_its_blocks(tmp_path):
+    path = tmp_path / "budget.db"
+    parent = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+
+    def work():
+        for _ in range(50):
+            parent.compose(STEP)
+
+    child = multiprocessing.get_context("fork").Process(target=work)
+    child.start()
+    child.join()
+    parent.close()
+    assert counted(path) == 51
+
+
+# --- dying -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
+    """Children of a warm parent die at random moments; a pipe, written after each charge, says what they released."""
+    path = tmp_path / "budget.db"
+    parent = PrivacyAccountant(60.0, DELTA, path=path)
+    for k in range(50):
+        parent.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1 + k / 100)))
+    parent.close()
+    released, before = 50, 50
+    generator = random.Random()
+    for _ in range(times):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                os.close(reader)
+                for k in range(1_000_000):
+                    parent.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5 + 0.5 * ((k * 7919) % 100) / 100)))
+                    os.write(writer, b"x")
+                    if k % 37 == 0:
+                        parent.close()
+            finally:
+                os._exit(1)
+        os.close(writer)
+        time.sleep(generator.expovariate(1 / 0.05))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(reader, "rb") as pipe:
+            released += len(pipe.read())
+        after = counted(path)
+        assert after >= released
+        assert after >= before
+        before = after
+    assert released > 50 + times, "the children were killed before they did anything"
+    assert len(PrivacyAccountant(path=path)) == before == len(parent)
+    assert len(open_blocks(look_at(path)[1])) <= 2 * times
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.events import GaussianDpEvent
+accountant = PrivacyAccountant(3.0, 1e-5, path=sys.argv[1])
+released = 0
+try:
+    while True:
+        accountant.compose(GaussianDpEvent(1e3 + released))
+        released += 1
+        if released == 300:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()
+finally:
+    print(released)
+"""
+
+
+def test_ctrl_c_returns_what_was_reserved(tmp_path):
+    path = tmp_path / "budget.db"
+    ran = subprocess.run([sys.executable, "-c", INTERRUPTED, str(path)], capture_output=True, text=True, cwd=ROOT)
+    assert "KeyboardInterrupt" in ran.stderr
+    released = int(ran.stdout)
+    assert released >= 300
+    assert released <= counted(path) <= released + 1  # the interrupt may come between the charge and its count
+    assert not open_blocks(look_at(path)[1])

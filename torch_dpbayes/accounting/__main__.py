@@ -1,0 +1,171 @@
+"""Prints a ledger for a person.
+
+    python -m torch_dpbayes.accounting budget.db [--json] [--delta 1e-5] [--plot spent.png]
+
+Nothing is written to the file, and neither torch nor Opacus is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+from . import events
+from .accountant import PrivacyAccountant, check_delta, look_at
+from .ledger import LedgerError, Row, open_blocks
+
+_POINTS = 25  # of the curve, each of which is a composition
+
+
+def report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict[str, Any]:
+    """What there is to say about a ledger, as JSON can hold it; infinite numbers as ``None``."""
+    upper = accountant.get_epsilon(delta)
+    last: dict[str, events.DpEvent] = {}
+    for row in rows:
+        if row.kind in ("charge", "block") and row.event is not None:
+            last.pop(row.label or "", None)
+            last[row.label or ""] = row.event
+    return {
+        "path": str(accountant.path),
+        "neighboring": accountant.neighboring,
+        "method": accountant.method,
+        "budget": None if accountant.epsilon is None else {"epsilon": accountant.epsilon, "delta": accountant.delta},
+        "guarantee": accountant.guarantee,
+        "epsilon": _finite(upper),
+        "delta": delta,
+        "releases": len(accountant),
+        "jobs": len({row.job for row in rows}),
+        "labels": [
+            {"label": label, "releases": count, "share": None if share is None else round(share, 6)} for label, (share, count) in accountant.shares(delta).items()
+        ],
+        "remaining": [
+            {"label": label or None, "event": _short(event), "steps": _finite(accountant.remaining(event))} for label, event in reversed(last.items())
+        ]
+        if accountant.epsilon is not None
+        else [],
+        "open_blocks": [
+            {"time": row.time, "label": row.label, "event": _short(row.event), "count": row.count, "writer": row.writer.partition(" ")[2]}
+            for row in open_blocks(rows)
+        ],
+        "first": rows[0].time if rows else None,
+        "last": rows[-1].time if rows else None,
+    }
+
+
+def text(found: dict[str, Any], summary: str) -> str:
+    """The report for a terminal."""
+    lines = summary.splitlines()
+    if found["first"]:
+        lines.insert(5, f"  written     {_minute(found['first'])} to {_minute(found['last'])} UTC, by {found['jobs']} job{'s' * (found['jobs'] != 1)}")
+    if found["remaining"]:
+        lines.append("left for a new job")
+        lines += [f"  {_number(entry['steps'])} x {entry['event']}  ({entry['label'] or 'no label'})" for entry in found["remaining"]]
+    if found["open_blocks"]:
+        lines.append("open blocks: reserved by a running process, or left behind by one that died, and charged in full")
+        lines += [
+            f"  {_minute(block['time'])}  {block['count']} x {block['event']}  ({block['label'] or 'no label'}, {block['writer']})"
+            for block in found["open_blocks"]
+        ]
+    return "\n".join(lines)
+
+
+def plot(accountant: PrivacyAccountant, rows: list[Row], delta: float, path: str) -> None:
+    """Epsilon over time, as a picture."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import dates, pyplot
+
+    times, epsilons = spent(accountant, rows, delta)
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.step(dates.date2num(times), epsilons, where="post", label=f"charged, at δ = {delta:g}")
+    if accountant.epsilon is not None and delta == accountant.delta:
+        axes.axhline(accountant.epsilon, color="black", linestyle="--", linewidth=1, label=f"budget ε = {accountant.epsilon:g}")
+    if accountant.guarantee == "filter":
+        axes.set_title("The guarantee is the budget; the curve is what the same releases cost if fixed in advance.", fontsize=9)
+    axes.xaxis_date()
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("ε")
+    axes.set_xlabel("time, UTC")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best")
+    figure.autofmt_xdate()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def spent(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> tuple[list[datetime], list[float]]:
+    """Moments, and epsilon of what stood in the ledger then. Rows are in the order in which they were written, whatever the clocks said."""
+    charged = [row for row in rows if row.kind in ("charge", "block", "return") and row.event is not None]
+    ends = [i for i in range(len(charged)) if i + 1 == len(charged) or charged[i + 1].time != charged[i].time]
+    chosen = set(ends[:: max(1, len(ends) // _POINTS)]) | set(ends[-1:])
+    times: list[datetime] = []
+    epsilons: list[float] = []
+    counts: dict[events.DpEvent, int] = {}
+    for i, row in enumerate(charged):
+        assert row.event is not None
+        counts[row.event] = counts.get(row.event, 0) + row.count
+        if i in chosen:
+            then = PrivacyAccountant(method=accountant.method, neighboring=accountant.neighboring)
+            for event, count in counts.items():
+                if count > 0:
+                    then.compose(event, count)
+            epsilon = then.get_epsilon(delta)
+            if math.isfinite(epsilon):
+                moment = datetime.fromisoformat(row.time)
+                times.append(max(moment, times[-1]) if times else moment)
+                epsilons.append(epsilon)
+    return times, epsilons
+
+
+def _short(event: events.DpEvent | None) -> str:
+    if isinstance(event, events.PoissonSampledDpEvent):
+        return f"Poisson q = {event.sampling_probability:.6g}, Gaussian z = {event.event.noise_multiplier:.6g}"
+    if isinstance(event, events.GaussianDpEvent):
+        return f"Gaussian z = {event.noise_multiplier:.6g}"
+    return str(event)
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _number(steps: int | None) -> str:
+    return "any number" if steps is None else str(steps)
+
+
+def _minute(time: str) -> str:
+    return time[:19].replace("T", " ")
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m torch_dpbayes.accounting", description="Prints what a ledger holds, and what is left of its budget.")
+    parser.add_argument("file", help="the ledger, as in PrivacyAccountant(path=...)")
+    parser.add_argument("--delta", type=float, help="report epsilon at this delta (default: that of the budget, else 1e-5)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", metavar="FILE.png", help="also draw epsilon over time")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    try:
+        accountant, rows = look_at(given.file)
+        delta = accountant.delta if given.delta is None else check_delta(given.delta)
+        delta = 1e-5 if delta is None else delta
+        found = report(accountant, rows, delta)
+        print(json.dumps(found, indent=2) if given.json else text(found, accountant.summary()))
+        if given.plot:
+            plot(accountant, rows, delta, given.plot)
+            print(f"picture: {given.plot}", file=sys.stderr)
+    except (LedgerError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,416 @@
+"""What still fits a budget, decided by the cheapest bound that can decide it.
+
+1. *An additive bound.* Renyi divergences at a few orders add up, and a budget allows each order a divergence that follows from the budget alone. A charge
+   fits if one order keeps its limit. That costs microseconds: the divergence of a release is computed once for each cell of a geometric grid of noise
+   multipliers (rounded down) and sampling rates (rounded up). Nothing that is reported is computed from these roundings.
+2. *A certificate.* Near the limit a composition shows that so many more releases of some kinds fit together. Charges that they dominate are taken out of it.
+3. *A composition.* Only it refuses, so that no charge is refused that the reported epsilon would have allowed.
+
+A filter (see :class:`Filter`) takes the place of all three where parameters may depend on earlier outputs: one order, one limit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from . import privacy_loss, renyi
+from .privacy_loss import Array, Gaussian, NonPrivate, Pair, Sampled, added
+
+Method = Literal["pld", "rdp"]
+
+_MOST_STEPS = 2**40
+_GRID = 1.02  # ratio of the cells in which the additive bound rounds
+_EXACT_COSTS = 16  # so many different releases are priced as they are before rounding starts
+_SLACK = 1.01  # the least by which a reserve for falling noise lies below it
+_FEW = 4  # levels that are composed afresh for every count tried
+_MANY = 48  # levels beyond which compositions merge
+_FAR_FROM_EDGE = 256  # steps that are known to fit, of which a small share is to be reserved
+_SHRINK = 8  # how much less a certificate is expected to hold than the one before
+_COARSE = 1.02  # ratio within which a first, cheap composition of many levels merges
+
+
+class Filter(NamedTuple):
+    """A limit on an additive cost, fixed before the first release, so that it holds however the charges are chosen.
+
+    kind "renyi": the Renyi divergence at one order (Feldman, Zrnic 2021, Theorem 4.3); kind "gaussian": mu^2 (Smith, Thakurta 2022).
+    """
+
+    kind: Literal["gaussian", "renyi"]
+    order: float
+    limit: float
+
+    @classmethod
+    def gaussian(cls, epsilon: float, delta: float) -> Filter:
+        """The filter of a budget for releases that are Gaussian."""
+        return cls("gaussian", math.inf, privacy_loss.gaussian_mu(epsilon, delta) ** 2)
+
+    @classmethod
+    def renyi(cls, epsilon: float, delta: float, first: Mapping[Pair, int]) -> Filter:
+        """The filter of a budget at the order that lets ``first`` happen most often: what is released first, which no output can have decided."""
+        orders = (1 + (renyi.filter_order(epsilon, delta) - 1) * np.geomspace(0.05, 2, 60)).tolist()
+        limits = renyi.allowed(epsilon, delta, orders)
+        best = int(np.argmax(limits / np.maximum(renyi.curve(first, orders), 1e-300)))
+        return cls.at(orders[best], epsilon, delta)
+
+    @classmethod
+    def at(cls, order: float, epsilon: float, delta: float) -> Filter:
+        """The filter of a budget at this order."""
+        return cls("renyi", order, float(renyi.allowed(epsilon, delta, [order])[0]))
+
+    def cost(self, counts: Mapping[Pair, int]) -> float:
+        if self.kind == "gaussian":
+            return math.fsum(count * privacy_loss.dominating_mu(pair) ** 2 for pair, count in counts.items())
+        return float(renyi.curve(counts, [self.order])[0])
+
+    def epsilon(self, delta: float) -> float:
+        if self.kind == "gaussian":
+            return privacy_loss.upper_epsilon({Gaussian(math.sqrt(self.limit)): 1}, delta)
+        return renyi.epsilon(np.array([self.limit]), delta, [self.order])
+
+    def delta(self, epsilon: float) -> float:
+        if self.kind == "gaussian":
+            return privacy_loss.upper_delta({Gaussian(math.sqrt(self.limit)): 1}, epsilon)
+        return renyi.delta(np.array([self.limit]), epsilon, [self.order])
+
+    def describe(self) -> str:
+        return "mu^2" if self.kind == "gaussian" else f"the Renyi divergence of order {self.order:.3g}"
+
+
+class _Family:
+    """Releases that differ in their noise only: what was seen of them lately, to guess what comes next."""
+
+    __slots__ = ("falling", "last", "slack", "used")
+
+    def __init__(self, last: Pair) -> None:
+        self.last, self.used, self.falling, self.slack = last, 0, False, _SLACK
+
+    def floor(self, pair: Pair) -> Pair:
+        """What to reserve so that the next releases are covered too. While noise falls, a little less of it."""
+        return weaker(pair, self.slack) if self.falling else pair
+
+    def fell_through(self) -> None:
+        self.slack = min(self.slack**2, 1.2)
+
+    def used_up(self) -> None:
+        self.slack = max(math.sqrt(self.slack), _SLACK)
+
+
+class Headroom:
+    """What is left of one budget after what was charged.
+
+    Args:
+        epsilon, delta: the budget.
+        method: how compositions are priced.
+        filter: the rule for parameters that may depend on earlier outputs, or ``None``.
+    """
+
+    def __init__(self, epsilon: float, delta: float, method: Method, filter: Filter | None = None) -> None:
+        self._epsilon, self._delta, self._method, self._filter = epsilon, delta, method, filter
+        if filter is None:
+            self._orders = _orders(epsilon, delta)
+            limits = renyi.allowed(epsilon, delta, self._orders)
+        else:
+            self._orders = () if filter.kind == "gaussian" else (filter.order,)
+            limits = np.array([filter.limit])
+        self._of_gaussian = np.array(self._orders) / 2 if self._orders else np.ones(1)
+        self._limits = limits * (1 - 1e-9)  # sums of costs carry round-off
+        self._costs: dict[Hashable, Array] = {}
+        self._families: dict[Hashable, _Family] = {}
+        self._certificate: dict[Pair, int] = {}
+        self._fine: tuple[dict[Pair, int], privacy_loss.Extension] | None = None
+        self._guess = 0
+        self._spent = np.zeros(len(self._limits))
+
+    # --- keeping up ----------------------------------------------------------------------------------------------------
+
+    def restart(self, counts: Mapping[Pair, int]) -> None:
+        """What was charged is ``counts``, whatever was said before."""
+        self._certificate.clear()
+        self._spent = np.zeros(len(self._limits))
+        for pair, count in counts.items():
+            self._spent = self._spent + count * self._cost(pair)
+
+    def spend(self, pair: Pair, count: int) -> None:
+        """So many releases were charged that :meth:`admits` or :meth:`room` let through."""
+        self._spent = self._spent + count * self._cost(pair)
+        family = self._family(pair)
+        if pair != family.last:
+            family.falling = covers(pair, family.last)
+            family.last = pair
+        family.used += count
+
+    def others_spent(self, counts: Mapping[Pair, int], net: Mapping[Pair, int]) -> None:
+        """Other processes charged ``net``, which is negative where they gave something back; ``counts`` is the sum of everything."""
+        freed = {pair: -count for pair, count in net.items() if count < 0}
+        certificate = self._certificate.copy()
+        covered = all(take(freed, p, count) or take(certificate, p, count) for p, count in net.items() if count > 0)
+        if freed or any(count < 0 for count in net.values()):
+            self.restart(counts)
+        else:
+            for pair, count in net.items():
+                self._spent = self._spent + count * self._cost(pair)
+        self._certificate = certificate if covered else {}
+
+    def _family(self, pair: Pair) -> _Family:
+        key: Hashable = pair
+        if isinstance(pair, Sampled):
+            key = (pair.kind, pair.rate)
+        elif isinstance(pair, Gaussian):
+            key = Gaussian
+        family = self._families.get(key)
+        if family is None:
+            family = self._families[key] = _Family(pair)
+        return family
+
+    @property
+    def filter(self) -> Filter | None:
+        """The rule for parameters that may depend on earlier outputs, or ``None``."""
+        return self._filter
+
+    def slack(self, pair: Pair) -> float:
+        """By how much the noise of a reserve should be lower than that of ``pair``: 1 unless noise is falling."""
+        family = self._family(pair)
+        return family.slack if family.falling else 1.0
+
+    def reserved(self, pair: Pair, fell_through: bool) -> None:
+        """A reserve for the family of ``pair`` ended: because noise fell below it, or because it was used up."""
+        family = self._family(pair)
+        if fell_through:
+            family.fell_through()
+        else:
+            family.used_up()
+
+    # --- deciding ------------------------------------------------------------------------------------------------------
+
+    def admits(self, counts: Mapping[Pair, int], need: Mapping[Pair, int]) -> bool:
+        """Whether ``need`` fits after ``counts``."""
+        if self._certificate and self._take_certified(need, 1):
+            return True
+        spent = self._spent
+        for pair, count in need.items():
+            spent = spent + count * self._cost(pair)
+        if (spent <= self._limits).any():
+            self._certificate.clear()
+            return True
+        return self._certify(counts, need)
+
+    def room(self, counts: Mapping[Pair, int], reserved: Mapping[Pair, int], unit: Mapping[Pair, int], wanted: int) -> int:
+        """How many times ``unit`` fits after ``counts`` and ``reserved``: exact if 0, else perhaps less, and at most ``wanted``."""
+        cheap = self._cheap(reserved, unit)
+        if cheap >= min(wanted, _FAR_FROM_EDGE):
+            return min(cheap, wanted)
+        certified = self._certified(unit)
+        if not certified:
+            base = added(counts, reserved)
+            if not self._certify(base, unit):
+                return cheap
+            for pair, count in unit.items():
+                self._certificate[pair] = self._certificate.get(pair, 0) + count
+            certified = self._certified(unit)
+        return min(max(cheap, certified), wanted)
+
+    def take(self, unit: Mapping[Pair, int], times: int) -> None:
+        """``times`` times ``unit`` is now reserved."""
+        if not self._take_certified(unit, times):
+            self._certificate.clear()
+
+    def remaining(self, counts: Mapping[Pair, int], unit: Mapping[Pair, int]) -> int:
+        """How many times ``unit`` fits after ``counts``, exactly."""
+        if any(isinstance(pair, NonPrivate) for pair in unit):
+            return 0
+        if any(isinstance(pair, NonPrivate) for pair in counts):
+            return 0
+        cheap = self._cheap({}, unit)
+        if cheap >= _MOST_STEPS:
+            return cheap
+        start = max(cheap + cheap // 4, 1)
+        if self._method == "pld" and self._filter is None and len(added(counts, unit)) > _FEW:
+            price = privacy_loss.Extension(counts, unit, self._delta, start)
+            start = max(largest(lambda steps: price(steps) - self._epsilon, start=start), 1)
+        return max(largest(self._excess(counts, unit), start=start), cheap)
+
+    def _cheap(self, reserved: Mapping[Pair, int], unit: Mapping[Pair, int]) -> int:
+        left, each = self._limits - self._spent, np.zeros(len(self._limits))
+        for pair, count in reserved.items():
+            left = left - count * self._cost(pair)
+        for pair, count in unit.items():
+            each = each + count * self._cost(pair)
+        possible = (left > 0) & np.isfinite(each)
+        if not possible.any():
+            return 0
+        return int(min(np.max(left[possible] / np.maximum(each[possible], 1e-300)) * (1 - 1e-12), _MOST_STEPS))
+
+    def _cost(self, pair: Pair) -> Array:
+        if isinstance(pair, Gaussian):
+            return pair.mu**2 * self._of_gaussian
+        key: Hashable = pair
+        cost = self._costs.get(key)
+        if cost is None and isinstance(pair, Sampled) and len(self._costs) >= _EXACT_COSTS:
+            cell = math.floor(math.log(pair.noise) / math.log(_GRID))
+            rate = _GRID ** math.ceil(math.log(pair.rate) / math.log(_GRID)) * (1 + 1e-12)
+            key = (pair.kind, rate, cell)
+            cost = self._costs.get(key)
+            if cost is None:
+                pair = Sampled(pair.kind, rate if rate < 1 else pair.rate, min(pair.noise, _GRID**cell * (1 - 1e-12)))
+                key = key if rate < 1 else pair
+        if cost is None:
+            if self._orders:
+                cost = renyi.curve({pair: 1}, self._orders)
+            else:
+                cost = np.array([privacy_loss.dominating_mu(pair) ** 2])
+            if len(self._costs) < 100_000:
+                self._costs[key] = cost
+        return cost
+
+    def _certified(self, unit: Mapping[Pair, int]) -> int:
+        return min((max((left for p, left in self._certificate.items() if covers(p, pair)), default=0) // n for pair, n in unit.items()), default=0)
+
+    def _take_certified(self, need: Mapping[Pair, int], times: int) -> bool:
+        if len(need) == 1:
+            ((pair, count),) = need.items()
+            return take(self._certificate, pair, count * times) is not None
+        certificate = self._certificate.copy()
+        if all(take(certificate, pair, count * times) for pair, count in need.items()):
+            self._certificate = certificate
+            return True
+        return False
+
+    def _certify(self, counts: Mapping[Pair, int], need: Mapping[Pair, int]) -> bool:
+        """Whether ``need`` fits; and a new certificate for what is to be expected after it."""
+        if any(isinstance(pair, NonPrivate) for pair in need):
+            return False
+        base = added(counts, need)
+        expected: dict[Pair, int] = {}
+        for pair, count in need.items():
+            family = self._family(pair)
+            old = [p for p in self._certificate if self._family(p) is family]
+            if old:
+                self.reserved(pair, fell_through=not covers(old[0], pair))
+            expected[family.floor(pair)] = max(family.used, count)
+        for family in self._families.values():
+            if family.used and all(self._family(pair) is not family for pair in need):
+                expected[family.floor(family.last)] = family.used
+            family.used = 0
+        least = min(expected.values())
+        unit = {pair: max(1, min(round(used / least), 1000)) for pair, used in expected.items()}
+        self._guess = self._guess // _SHRINK or max(sum(base.values()) // (_SHRINK * sum(unit.values())), 1)
+        steps = self._steps(base, unit)
+        self._certificate = {pair: steps * count for pair, count in unit.items() if steps > 0}
+        self._guess = max(steps, 1)
+        return steps >= 0
+
+    def _steps(self, base: dict[Pair, int], unit: dict[Pair, int]) -> int:
+        """How many times ``unit`` certainly fits after ``base``; -1 if ``base`` itself does not."""
+        excess = self._excess(base, unit)
+        if self._method == "rdp" or self._filter is not None or len(added(base, unit)) <= _FEW:
+            return largest(excess, start=self._guess) if excess(0) <= 0 else -1
+        if len(base) <= _MANY:
+            price = privacy_loss.Extension(base, unit, self._delta, self._guess)
+            steps = largest(lambda n: price(n) - self._epsilon, start=self._guess)
+            if steps > 8:  # the last ones are left to the bound that is reported
+                return steps - 1 - steps // 500
+            return largest(excess, start=max(steps, 1)) if excess(0) <= 0 else -1
+        if self._fine is None:
+            price = privacy_loss.Extension(base, unit, self._delta, self._guess, _COARSE, accuracy=1e-3)
+            steps = largest(lambda n: price(n) - self._epsilon, start=self._guess)
+            if steps > 16:
+                return steps
+        steps = largest(self._fine_excess(base, unit), start=self._guess)
+        return steps if steps > 0 or excess(0) <= 0 else -1
+
+    def _excess(self, base: Mapping[Pair, int], unit: Mapping[Pair, int]) -> Callable[[int], float]:
+        """What is reported after ``base`` and so many times ``unit``, minus the limit."""
+        if self._filter is not None:
+            before, each, limit = self._filter.cost(base), self._filter.cost(unit), self._filter.limit
+            return lambda steps: before + steps * each - limit
+        if self._method == "rdp":
+            past, step = renyi.curve(base), renyi.curve(unit)
+            return lambda steps: renyi.epsilon(past + (steps * step if steps else 0.0), self._delta) - self._epsilon
+        return lambda steps: privacy_loss.upper_epsilon(added(base, unit, steps) if steps else base, self._delta) - self._epsilon
+
+    def _fine_excess(self, base: dict[Pair, int], unit: dict[Pair, int]) -> Callable[[int], float]:
+        """A composition of many levels at full resolution, which is kept and extended by what was charged since."""
+        if self._fine is not None:
+            known, price = self._fine
+            since = {pair: count - known.get(pair, 0) for pair, count in base.items() if count != known.get(pair, 0)}
+            if all(count > 0 for count in since.values()) and all(pair in base for pair in known):
+                price.extend(since, unit)
+            else:
+                self._fine = None
+        if self._fine is None:
+            price = privacy_loss.Extension(base, unit, self._delta, max(self._guess, sum(base.values()) // 50))
+        self._fine = (base, price)
+        return lambda steps: price(steps) - self._epsilon
+
+
+def _orders(epsilon: float, delta: float) -> tuple[float, ...]:
+    """A few orders around the one that lasts longest for Gaussians, and below it, where sampling makes large orders explode."""
+    orders = 1 + (renyi.filter_order(epsilon, delta) - 1) * np.geomspace(0.15, 1.6, 12)
+    return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders if order < renyi.ORDERS[-1]}))
+
+
+def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:
+    """Takes ``count`` of what covers ``pair`` out of ``tokens``, and says what that was; ``None``: nothing does."""
+    left = tokens.get(pair, 0)
+    if left < count:
+        found = next((p for p, n in tokens.items() if n >= count and covers(p, pair)), None)
+        if found is None:
+            return None
+        pair, left = found, tokens[found]
+    tokens[pair] = left - count
+    return pair
+
+
+def largest(excess: Callable[[int], float], *, start: int = 1) -> int:
+    """The largest n >= 1 at which the increasing function is at most 0, or 0: bracketing, then false position."""
+    low, high = 0, 0
+    below, above = -math.inf, math.inf
+    n = max(start, 1)
+    while not high or not low:
+        value = excess(n)
+        if value <= 0:
+            low, below = n, value
+            if high or n >= _MOST_STEPS:
+                break
+            n *= 2
+        else:
+            high, above = n, value
+            if low or high == 1:
+                break
+            n = max(1, n // 2)
+    if not high:
+        return low
+    kept = 0
+    while high - low > 1:
+        if math.isfinite(above) and math.isfinite(below) and abs(kept) < 3:
+            n = low + int((high - low) * below / (below - above))
+        else:
+            n = (low + high) // 2
+            kept = 0
+        n = min(max(n, low + 1), high - 1)
+        value = excess(n)
+        if value <= 0:
+            low, below, kept = n, value, max(kept, 0) + 1
+        else:
+            high, above, kept = n, value, min(kept, 0) - 1
+    return low
+
+
+def covers(reserve: Pair, pair: Pair) -> bool:
+    """Whether ``reserve`` dominates ``pair``: less noise and a larger sampling rate are less private."""
+    if isinstance(reserve, Sampled) and isinstance(pair, Sampled):
+        return reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
+    if isinstance(reserve, Gaussian) and isinstance(pair, Gaussian):
+        return reserve.mu >= pair.mu
+    return reserve == pair
+
+
+def weaker(pair: Pair, slack: float) -> Pair:
+    """``pair`` with its noise lowered by ``slack``."""
+    if isinstance(pair, Sampled):
+        return Sampled(pair.kind, pair.rate, pair.noise / slack)
+    return Gaussian(pair.mu * slack) if isinstance(pair, Gaussian) else pair

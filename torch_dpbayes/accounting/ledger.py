@@ -1,0 +1,399 @@
+"""A history that outlives its process: one SQLite file that many processes charge.
+
+The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which count as spent for all the others), or the *return* of what
+a block did not use. Rows are numbered without gaps, and each carries a digest of itself and of the row before, so that the last digest is a version: a row that
+was changed, lost or brought back from a copy is noticed.
+
+How a process charges: it reads what is new, decides outside of any transaction whether a block fits, and commits the block in ``BEGIN IMMEDIATE`` only if
+the version is still the one it decided on; otherwise it decides again. Steps are then taken out of the block in memory. What was released is therefore on
+disk before it is released, whatever becomes of the process:
+
+* killed: the whole block stays charged, which is more than was released, never less;
+* closed (``close()``, the end of a ``with`` block or of the program, also by Ctrl-C): the rest is returned, once, which a unique index enforces;
+* forked: the child starts afresh from the file and never returns a block of its parent;
+* a commit that was interrupted, so that nobody knows whether it reached the disk: its block is not used, and is returned once the file can be read.
+
+A connection lives as long as one transaction, so that none is ever inherited by a child or writes into a file that was deleted or replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
+
+from . import events
+from .events import DpEvent
+from .privacy_loss import Pair
+
+BUSY_SECONDS = 60.0
+FORMAT = 1
+_APPLICATION = 0x64706279
+
+Kind = Literal["charge", "block", "return", "plan", "filter"]
+Flag = Literal["fixed", "adaptive", "registered"]
+Key = tuple[DpEvent, str | None, Flag]
+
+_COLUMNS = "seq, time, job, writer, later, kind, label, event, count, flag, block"
+_TABLES = (
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    "CREATE TABLE rows (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, job TEXT NOT NULL, writer TEXT NOT NULL, later INTEGER NOT NULL, "
+    "kind TEXT NOT NULL, label TEXT, event TEXT NOT NULL, count INTEGER NOT NULL, flag TEXT NOT NULL, block INTEGER NOT NULL, digest TEXT NOT NULL)",
+    "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
+)
+
+
+class LedgerError(RuntimeError):
+    """The ledger could not be read or written. Nothing may be released."""
+
+
+class Row(NamedTuple):
+    """One line of the file. ``block``: the number of the row that a return belongs to."""
+
+    seq: int
+    time: str
+    job: str
+    writer: str
+    later: bool
+    kind: Kind
+    label: str | None
+    event: DpEvent | None
+    count: int  # type: ignore[assignment]
+    flag: Flag
+    block: int
+
+    @property
+    def key(self) -> Key:
+        assert self.event is not None
+        return self.event, self.label, self.flag
+
+
+class Entry(NamedTuple):
+    """What is to become a row."""
+
+    kind: Kind
+    label: str | None
+    event: DpEvent | None
+    count: int  # type: ignore[assignment]
+    flag: Flag
+    block: int = 0
+
+
+class Ledger:
+    """The file: settings fixed at creation, and rows.
+
+    Args:
+        path: a plain path on a local disk.
+        settings: what must be in force. A ``None`` value takes over what the file has.
+        create: make the file with these settings if there is none.
+        read_only: never write, not even what SQLite keeps beside the file.
+
+    Raises:
+        ValueError: the file has other settings.
+        LedgerError: the file is not a ledger, is damaged, or cannot be used.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any], *, create: bool = False, read_only: bool = False) -> None:
+        self.path = _plain_path(path)
+        self._read_only = read_only
+        self.version, self._digest = 0, ""
+        if create and (not self.path.exists() or self.path.stat().st_size == 0):
+            self._create(settings)
+        with self._connection("read") as connection:
+            self._check(connection)
+            found = {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM settings")}
+        self.settings: dict[str, Any] = found
+        self._digest = _first_digest(found)
+        if settings.get("id", self.id) != self.id:
+            raise LedgerError(_replaced(self.path))
+        for name, value in settings.items():
+            if value is not None and found.get(name) != value:
+                raise ValueError(
+                    f"the ledger {self.path} was made with {name} = {found.get(name)!r}, not {value!r}. These are fixed at its creation, for what "
+                    "is in it was charged under them: open it with its own, or make another file."
+                )
+
+    @property
+    def id(self) -> str:
+        return str(self.settings["id"])
+
+    def _create(self, settings: Mapping[str, Any]) -> None:
+        if not self.path.parent.is_dir():
+            raise LedgerError(f"there is no folder {self.path.parent} for the ledger {self.path.name}: make it first.")
+        written = {**settings, "id": uuid.uuid4().hex, "created": _now()}
+        with self._connection("create") as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("BEGIN IMMEDIATE")
+            if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:  # else another process was faster
+                connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+                connection.execute(f"PRAGMA user_version = {FORMAT}")
+                for table in _TABLES:
+                    connection.execute(table)
+                values = [(name, json.dumps(value)) for name, value in written.items()]
+                connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
+            connection.execute("COMMIT")
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
+            raise LedgerError(f"{self.path} is an SQLite file, but not a ledger of torch_dpbayes. Give another path.")
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version != FORMAT:
+            raise LedgerError(
+                f"the ledger {self.path} has format {version}, this torch_dpbayes reads format {FORMAT}. Use the version that wrote it; nothing was changed."
+            )
+        (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise LedgerError(_damaged(self.path, verdict))
+
+    def read(self) -> list[Row]:
+        """The rows that came since the last call.
+
+        Raises:
+            LedgerError: a row is damaged, or what was read before is not there any more.
+        """
+        with self._connection("read") as connection:
+            self._same_file(connection)
+            rows = connection.execute(f"SELECT {_COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq", (self.version or 1,)).fetchall()
+        if self.version and (not rows or rows.pop(0)[-1] != self._digest):
+            raise LedgerError(
+                f"the ledger {self.path} does not hold any more what this process read in it: it was replaced by a copy or restored from a backup. What "
+                "was charged since would be forgotten, so nothing is released. Put the newer file back."
+            )
+        found = []
+        for *values, digest in rows:
+            self._digest = _digest(self._digest, values)
+            if values[0] != self.version + 1 or digest != self._digest:
+                raise LedgerError(_damaged(self.path, f"row {values[0]} is not what was written"))
+            self.version += 1
+            found.append(_decoded(values))
+        return found
+
+    def append(self, entries: Iterable[Entry], *, job: str, writer: str, later: bool, if_unchanged: bool = True) -> list[int] | None:
+        """Commits the entries and returns their numbers; ``None`` if ``if_unchanged`` and the file has rows that were not read yet.
+
+        Raises:
+            LedgerError: it cannot be said that the entries are on disk.
+        """
+        numbers: list[int] = []
+        with self._connection("write") as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            self._same_file(connection)
+            last = connection.execute("SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1").fetchone()
+            seq, digest = last or (0, _first_digest(self.settings))
+            unchanged = (seq, digest) == (self.version, self._digest)
+            if if_unchanged and not unchanged:
+                connection.execute("ROLLBACK")
+                return None
+            time = _now()
+            for entry in entries:
+                seq += 1
+                code = "" if entry.event is None else json.dumps(events.encode(entry.event))
+                values = [seq, time, job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
+                digest = _digest(digest, values)
+                connection.execute(f"INSERT INTO rows ({_COLUMNS}, digest) VALUES ({', '.join('?' * 12)})", [*values, digest])
+                numbers.append(seq)
+            connection.execute("COMMIT")
+        if unchanged:
+            self.version, self._digest = seq, digest
+        return numbers
+
+    def open_blocks_of(self, writer: str) -> list[Row]:
+        """The blocks of one process that were not settled."""
+        with self._connection("read") as connection:
+            self._same_file(connection)
+            rows = connection.execute(f"SELECT {_COLUMNS} FROM rows WHERE writer = ? ORDER BY seq", (writer,)).fetchall()
+        return open_blocks(_decoded(list(row)) for row in rows)
+
+    def _same_file(self, connection: sqlite3.Connection) -> None:
+        found = connection.execute("SELECT value FROM settings WHERE name = 'id'").fetchone()
+        if found is None or json.loads(found[0]) != self.id:
+            raise LedgerError(_replaced(self.path))
+
+    @contextmanager
+    def _connection(self, purpose: Literal["create", "read", "write"]) -> Iterator[sqlite3.Connection]:
+        connection: sqlite3.Connection | None = None
+        mode = "rwc" if purpose == "create" else "ro" if self._read_only else "rw"
+        try:
+            connection = self._connect(mode)
+            if purpose != "read":
+                connection.execute("PRAGMA synchronous = FULL")
+            yield connection
+        except sqlite3.Error as error:
+            raise _explained(self.path, error) from error
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _connect(self, mode: str) -> sqlite3.Connection:
+        if self.path.exists() and self.path.stat().st_nlink > 1:
+            raise LedgerError(
+                f"{self.path} has a second name (a hard link). SQLite keeps a journal for each name, so that charges under one would be invisible under the "
+                "other. Remove one of the names."
+            )
+        address = f"file:{quote(str(self.path))}?mode={mode}"
+        journal = Path(f"{self.path}-wal")
+        if mode == "ro" and not os.access(self.path.parent, os.W_OK) and not (journal.exists() and journal.stat().st_size):
+            address += "&immutable=1"  # where SQLite cannot keep its index beside the file, it reads only what is known not to change
+        return sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+
+
+class Block:
+    """Releases that one process reserved: how many are left, and what the others were used for."""
+
+    __slots__ = ("count", "key", "left", "open", "pair", "seq", "used")
+
+    def __init__(self, seq: int, key: Key, count: int) -> None:
+        self.seq, self.key, self.count, self.left, self.open = seq, key, count, count, True
+        self.used: dict[Key, int] = {}
+        self.pair: Pair | None = None  # what the accountant takes its event for
+
+    def settlement(self) -> list[Entry]:
+        """What takes the place of the block: the releases that it was used for, where they are others than its own, and the rest returned."""
+        event, label, flag = self.key
+        others = {key: count for key, count in self.used.items() if key != self.key}
+        entries = [Entry("charge", name, other, count, kind) for (other, name, kind), count in others.items()]
+        return [*entries, Entry("return", label, event, -(self.left + sum(others.values())), flag, self.seq)]
+
+
+class Session:
+    """One process at one ledger: the job that it belongs to, and its open blocks.
+
+    Args:
+        ledger: the file.
+        job: the same for all processes that an accountant was forked or sent to.
+        later: the ledger held charges already when the job began.
+    """
+
+    def __init__(self, ledger: Ledger, job: str, later: bool) -> None:
+        self.ledger, self.job, self.later = ledger, job, later
+        self.writer = f"{uuid.uuid4().hex} pid {os.getpid()} on {os.uname().nodename}"
+        self.blocks: list[Block] = []
+        self._process = os.getpid()
+        self._uncertain = False  # a commit was interrupted: there may be blocks that nobody took anything out of
+
+    def read(self) -> list[Row]:
+        """What others wrote since the last call."""
+        return [row for row in self.ledger.read() if row.writer != self.writer]
+
+    def commit(self, wanted: Iterable[tuple[Key, int]], finished: Iterable[Block] = (), also: Iterable[Entry] = ()) -> bool:
+        """Opens blocks and settles finished ones in one transaction, if the ledger is still what was read last.
+
+        Returns:
+            Whether it is. If not, nothing happened.
+        """
+        finished, wanted, also = list(finished), list(wanted), list(also)
+        entries = [entry for block in finished for entry in block.settlement()] + also
+        first = len(entries)
+        entries += [Entry("block", label, event, count, flag) for (event, label, flag), count in wanted]
+        usable = [block.open for block in finished]
+        self._uncertain = True
+        for block in finished:
+            block.open = False  # should the commit fail, nobody knows whether the block was returned: it is not used again
+        numbers = self.ledger.append(entries, job=self.job, writer=self.writer, later=self.later)
+        if numbers is None:
+            for block, was in zip(finished, usable, strict=True):
+                block.open = was
+            self._uncertain = False
+            return False
+        self.blocks = [block for block in self.blocks if block not in finished]
+        self.blocks += [Block(seq, key, count) for seq, (key, count) in zip(numbers[first:], wanted, strict=True)]
+        self._uncertain = False
+        return True
+
+    def settle(self) -> None:
+        """Returns what the open blocks did not use."""
+        if os.getpid() != self._process:
+            return  # they are the parent's
+        if self._uncertain:
+            known = {block.seq for block in self.blocks}
+            self.blocks += [Block(row.seq, row.key, row.count) for row in self.ledger.open_blocks_of(self.writer) if row.seq not in known]
+            self._uncertain = False
+        for block in list(self.blocks):
+            block.open = False
+            try:
+                self.ledger.append(block.settlement(), job=self.job, writer=self.writer, later=self.later, if_unchanged=False)
+            except LedgerError as error:
+                if not isinstance(error.__cause__, sqlite3.IntegrityError):  # settled before, by a commit that seemed to fail
+                    raise
+            self.blocks.remove(block)
+
+    def settle_quietly(self) -> None:
+        """At the end of the program, where an error could only be printed: what is not returned stays charged."""
+        try:
+            self.settle()
+        except (LedgerError, OSError):
+            pass
+
+
+def open_blocks(rows: Iterable[Row]) -> list[Row]:
+    """The blocks that were neither settled nor returned: of running processes, or of some that died."""
+    found: dict[int, Row] = {}
+    for row in rows:
+        if row.kind == "block":
+            found[row.seq] = row
+        elif row.kind == "return":
+            found.pop(row.block, None)
+    return list(found.values())
+
+
+def _plain_path(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or text.startswith((":memory:", "file:")) or "\0" in text:
+        raise ValueError(f"path must be the path of a file on a local disk, got {text!r}. Without path= the history is kept in memory.")
+    return Path(os.path.realpath(os.path.expanduser(text)))
+
+
+def _first_digest(settings: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _digest(before: str, values: list[Any]) -> str:
+    return hashlib.blake2b((before + json.dumps(values)).encode(), digest_size=16).hexdigest()
+
+
+def _decoded(values: list[Any]) -> Row:
+    seq, time, job, writer, later, kind, label, code, count, flag, block = values
+    return Row(seq, time, job, writer, bool(later), kind, label, events.decode(json.loads(code)) if code else None, count, flag, block)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _replaced(path: Path) -> str:
+    return f"{path} is another ledger than the one that was opened: it was replaced. Nothing is released. Put the right one back."
+
+
+def _damaged(path: Path, what: str) -> str:
+    return (
+        f"the ledger {path} is damaged ({what}). What was charged cannot be known, so nothing is released. Restore the newest backup only if nothing was charged "
+        "after it; otherwise take the budget as spent."
+    )
+
+
+def _explained(path: Path, error: sqlite3.Error) -> LedgerError:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        what = f"was kept busy by other processes for {BUSY_SECONDS:g} s. Nothing was recorded; release nothing, and try again"
+    elif code == sqlite3.SQLITE_FULL:
+        what = "cannot grow: the disk is full. Nothing may be released; make room, then go on"
+    elif code == sqlite3.SQLITE_IOERR:
+        what = f"cannot be read or written ({error}): is the disk full, or a size limit reached? Nothing may be released"
+    elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        what = "cannot be written: the file or its folder is read-only. Charging needs write access to both. Nothing may be released"
+    elif code == sqlite3.SQLITE_CANTOPEN:
+        gone = "it is gone" if not path.exists() else "check the permissions of the file and of its folder, which both must be writable"
+        what = f"cannot be opened: {gone}. Nothing may be released"
+    elif code == sqlite3.SQLITE_CONSTRAINT:
+        what = f"refused a row ({error}). Nothing may be released"
+    else:
+        return LedgerError(_damaged(path, str(error)))
+    return LedgerError(f"the ledger {path} {what}.")
