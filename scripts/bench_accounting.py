@@ -3,8 +3,9 @@
 
     python scripts/bench_accounting.py [--plot cost.png] [--others] [--charging] [--limit SECONDS]
 
-Everything runs on one core. ``--charging`` measures only what a charge against a budget costs in a loop. ``--others`` also runs dp_accounting (PLD and RDP), Opacus (RDP and PRV) and, if it is
-installed, prv-accountant; some of these take minutes. ``--limit`` stops any one of them after so many seconds.
+Everything runs on one core. ``--charging`` measures only what a charge against a budget costs in a loop. ``--others`` also runs dp_accounting (PLD
+and RDP), Opacus (RDP and PRV) and, if it is installed, prv-accountant; some of these take minutes. ``--limit`` stops any one of them after so many
+seconds.
 """
 
 import argparse
@@ -219,7 +220,7 @@ def charging() -> None:
         "z falling, all different": (lambda t: sampled(math.sqrt(11 - t / 1000)), 10_000, 4.0, 2.0),
         "z cyclical": (lambda t: sampled(1 + 3 * (t % 500) / 500), 10_000, 4.0, 2.0),
         "z rising, 100,000": (lambda t: sampled(2 * math.sqrt(1 + t / 10_000)), 100_000, 4.0, 1.8),
-        "two events in turn": (lambda t: sampled(1.0) if t % 2 else GaussianDpEvent(300.0), 20_000, 12.0, 6.0),
+        "two events in turn": (lambda t: GaussianDpEvent(300.0) if t % 2 else sampled(1.0), 20_000, 12.0, 6.0),
     }
 
     def loop(event: Callable[[int], DpEvent], steps: int, epsilon: float, neighboring: str, filed: bool, adaptive: bool) -> tuple[int, float, float]:

@@ -7,21 +7,29 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, headroom, ledger, privacy_loss, renyi
-from torch_dpbayes.accounting.__main__ import main
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, book, headroom, ledger, privacy_loss, renyi
+from torch_dpbayes.accounting.__main__ import main, spent
 from torch_dpbayes.accounting.accountant import look_at
-from torch_dpbayes.accounting.events import ComposedDpEvent, GaussianDpEvent, NonPrivateDpEvent, PoissonSampledDpEvent, PureDpEvent
+from torch_dpbayes.accounting.events import (
+    ComposedDpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    SelfComposedDpEvent,
+)
 from torch_dpbayes.accounting.ledger import LedgerError
 
 DELTA = 1e-5
@@ -138,7 +146,8 @@ def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
     assert sum("synchronous = FULL" in sql for sql in said) == len(begins)
     assert {said[i] for i in begins} == {"BEGIN IMMEDIATE"}
     assert composed, "near the edge something must have been composed"
-    assert not any(begin < moment <= end for moment in composed for begin, end in zip(begins, ends, strict=True)), "a composition inside a transaction"
+    inside = [moment for moment in composed for begin, end in zip(begins, ends, strict=True) if begin < moment <= end]
+    assert not inside, "a composition inside a transaction"
 
 
 @pytest.mark.parametrize(("method", "relation"), [("pld", "add_or_remove_one"), ("pld", "replace_one"), ("rdp", "replace_one")])
@@ -165,19 +174,77 @@ def test_remaining_is_exact(where, method, relation, event, tmp_path):
     assert beyond.compose(event).get_epsilon(DELTA) > 2.5 * (1 - 1e-6)
 
 
+@pytest.mark.parametrize(("method", "adaptive"), [("pld", False), ("pld", True), ("rdp", False)])
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_remaining_is_exact_after_many_levels(method, adaptive, relation):
+    """Where compositions merge levels, what is left must not be counted at a finer price than a charge is admitted at."""
+    accountant = PrivacyAccountant(6.0, DELTA, method=method, neighboring=relation)
+    for k in range(60):
+        accountant.compose(sampled(1.5 + 0.0137 * k, 0.008), 20, adaptive=adaptive)
+    event = sampled(1.237)
+    fit = accountant.remaining(event)
+    assert fit > 1000
+    accountant.compose(event, fit - 3, adaptive=adaptive)
+    for _ in range(3):
+        accountant.compose(event, adaptive=adaptive)
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(event, adaptive=adaptive)
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-4, 1e-3, 0.02])
+def test_tiny_budgets_hold(epsilon, adaptive, method):
+    accountant = PrivacyAccountant(epsilon, DELTA, method=method)
+    event = sampled(40.0, 0.001)
+    fit = accountant.remaining(event)
+    done = 0
+    with pytest.raises(PrivacyBudgetExceeded):
+        for _ in range(3000):
+            accountant.compose(event, max(fit // 20, 1), adaptive=adaptive)
+            done += max(fit // 20, 1)
+    assert done >= 0.9 * fit or adaptive  # the first charge decides the filter's order
+    if done:
+        assert privacy_loss.lower_epsilon({privacy_loss.dominating_pair(event, "add_or_remove_one"): done}, DELTA) <= epsilon
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(sampled(0.5), 10)
+
+
+def test_what_a_block_reserves_lasts_for_seconds(path, monkeypatch):
+    """A crash costs seconds of work, or an eighth of what is left if that is less; a commit is rare all the same."""
+    now = [0.0]
+    monkeypatch.setattr(book.time, "monotonic", lambda: now[0])
+
+    def reserved(seconds, steps):
+        accountant = PrivacyAccountant(20.0, DELTA, path=path)
+        most = 0
+        for _ in range(steps):
+            before = counted(path)
+            accountant.compose(STEP)
+            most = max(most, counted(path) - before)
+            now[0] += seconds
+        accountant.close()
+        return most
+
+    assert reserved(20.0, 12) <= 4
+    assert reserved(0.3, 100) <= 64
+    assert reserved(1e-4, 500) >= 256
+
+
 @given(
     schedule=st.lists(
-        st.tuples(st.sampled_from(["sampled", "gaussian", "both"]), st.floats(0.7, 5.0), st.integers(1, 60), st.booleans()), min_size=1, max_size=40
+        st.tuples(st.sampled_from(["sampled", "gaussian", "both"]), st.floats(0.7, 5.0), st.integers(1, 60), st.booleans()), min_size=1, max_size=20
     ),
     relation=st.sampled_from(RELATIONS),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
     with tempfile.TemporaryDirectory() as folder:
         memory = PrivacyAccountant(1.5, DELTA, neighboring=relation)
         file = PrivacyAccountant(1.5, DELTA, neighboring=relation, path=f"{folder}/l.db")
         for kind, noise, count, close in schedule:
-            event = {"sampled": sampled(noise), "gaussian": GaussianDpEvent(20 * noise)}.get(kind) or ComposedDpEvent([sampled(noise), GaussianDpEvent(50.0)])
+            both = ComposedDpEvent([sampled(noise), GaussianDpEvent(50.0)])
+            event = {"sampled": sampled(noise), "gaussian": GaussianDpEvent(20 * noise), "both": both}[kind]
             outcomes = []
             for accountant in (memory, file):
                 try:
@@ -200,6 +267,36 @@ def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
         if counts:
             assert privacy_loss.lower_epsilon(counts, DELTA) <= 1.5
             assert privacy_loss.upper_epsilon(counts, DELTA) <= 1.5 * (1 + 3e-3)
+
+
+def test_no_more_releases_than_can_be_counted(path):
+    for where in ({}, {"path": path}):
+        with pytest.raises(ValueError, match=r"2\*\*53"):
+            PrivacyAccountant(**where).compose(SelfComposedDpEvent(STEP, 2**40), 2**40)
+
+
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(where, path):
+    """Near the edge a composition vouches for so many more steps; charges of another kind, or of another process, void that."""
+    accountant = PrivacyAccountant(2.0, DELTA, **({"path": path} if where == "file" else {}))
+    other = PrivacyAccountant(path=path) if where == "file" else accountant
+    fit = accountant.remaining(STEP)
+    for _ in range(int(0.93 * fit)):
+        accountant.compose(STEP)
+    assert accountant._book._headroom._certificate, "the composition that this test is about did not happen"
+    event = GaussianDpEvent(8.0)
+    assert other.remaining(event) >= 1
+    other.compose(event)
+    with pytest.raises(PrivacyBudgetExceeded):
+        for _ in range(fit):
+            accountant.compose(STEP)
+    accountant.close()
+    other.close()
+    counts = {}
+    for charge in accountant.history:
+        pair = privacy_loss.dominating_pair(charge.event, "add_or_remove_one")
+        counts[pair] = counts.get(pair, 0) + charge.count
+    assert 1.99 < privacy_loss.upper_epsilon(counts, DELTA) <= 2.0
 
 
 def test_a_refused_charge_changes_nothing(path):
@@ -349,8 +446,8 @@ def test_a_second_job_is_adaptive_and_everything_counts_against_its_filter(path)
     # the limit, computed here from what the file says and the definition of a Renyi filter
     order = float(next(row.label for row in look_at(path)[1] if row.kind == "filter").removeprefix("renyi "))
     total = len(second) * renyi.curve({privacy_loss.dominating_pair(STEP, "add_or_remove_one"): 1}, [order])[0]
-    assert renyi.epsilon(torch.tensor([total]).numpy(), DELTA, [order]) <= 3.0 + 1e-6
-    assert renyi.epsilon(torch.tensor([total * 1.002]).numpy(), DELTA, [order]) > 3.0
+    assert renyi.epsilon(np.array([total]), DELTA, [order]) <= 3.0 + 1e-6
+    assert renyi.epsilon(np.array([total * 1.002]), DELTA, [order]) > 3.0
 
 
 def test_a_second_job_is_refused_where_the_first_used_more_than_a_filter_allows(path):
@@ -422,12 +519,11 @@ def test_a_registered_schedule(where, tmp_path):
     for k in range(300):
         first.compose(sampled(1.0 + k / 1000, 0.01 - k / 10**6), label="first")
     assert first.guarantee == "registered"
-    assert first.get_epsilon() == PrivacyAccountant().compose(STEP, 300).get_epsilon(DELTA)
+    assert first.get_epsilon() == pytest.approx(price, rel=1e-12)  # which part of it was taken may depend on outputs
     later = PrivacyAccountant(path=where["path"]) if where else first
     if where:
         first.close()
         assert later.compose(STEP).guarantee == "registered"
-        assert later.get_epsilon() == pytest.approx(price, rel=1e-12)
     left = 2000 - len(later)
     later.compose(STEP, left).compose(GaussianDpEvent(31.0), 5)
     assert {charge.event for charge in later.history} == {STEP, GaussianDpEvent(30.0)}
@@ -634,7 +730,7 @@ def test_a_corrupt_file_is_an_error_and_no_release(path, damage):
     accountant.close()
     damaged = damage(path.read_bytes())
     path.write_bytes(damaged)
-    with pytest.raises(LedgerError, match="damaged|not a ledger"):
+    with pytest.raises(LedgerError, match=r"damaged|not a ledger"):
         PrivacyAccountant(3.0, DELTA, path=path)
     with pytest.raises(LedgerError):
         accountant.compose(STEP, 5000)
@@ -692,6 +788,64 @@ def test_other_databases_and_other_formats_are_refused(path):
     assert counted(path) == 3
 
 
+def test_a_ledger_whose_making_was_cut_off_is_made_anew(path):
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.close()
+    assert path.stat().st_size > 0
+    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP).close()
+    assert counted(path) == 1
+
+
+def test_clocks_that_jump_change_nothing(path, monkeypatch):
+    """Rows are ordered by their numbers; times are for people."""
+    times = iter([f"20{year}-01-01T00:00:00.000+00:00" for year in (26, 27, 19, 38, 20) for _ in range(60)])
+    monkeypatch.setattr(ledger, "_now", lambda: next(times))
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    for k in range(100):
+        accountant.compose(sampled(1 + k / 100))
+        if k % 7 == 0:
+            accountant.close()
+    accountant.close()
+    again = PrivacyAccountant(path=path)
+    assert len(again) == counted(path) == 100
+    assert not ledger.open_blocks(look_at(path)[1])
+    times, epsilons = spent(again, look_at(path)[1], DELTA)
+    assert times == sorted(times)
+    assert epsilons[-1] == again.get_epsilon()
+
+
+@pytest.mark.parametrize(("owner", "moment"), [(book.Book, "_covering"), (ledger.Ledger, "append")])
+@pytest.mark.parametrize("what", ["close", "compose", "get_epsilon", "state_dict"])
+def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(path, monkeypatch, owner, moment, what):
+    """Else ``close`` could give back the block that a charge is about to be taken from, or a read could pass for the check before a commit."""
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    work = {name: getattr(accountant, name) for name in ("close", "get_epsilon", "state_dict")} | {"compose": lambda: accountant.compose(STEP)}
+    original = getattr(owner, moment)
+
+    def interrupted(*arguments, **options):
+        result = original(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return result
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: work[what]())
+    released = 1
+    try:
+        monkeypatch.setattr(owner, moment, interrupted)
+        with pytest.raises(RuntimeError, match="signal handler"):
+            for _ in range(100):
+                accountant.compose(STEP)
+                released += 1
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        monkeypatch.setattr(owner, moment, original)
+    assert counted(path) >= released
+    accountant.compose(STEP).close()
+    assert released + 1 <= counted(path) <= released + 2
+    assert len(accountant) == counted(path)
+    assert not ledger.open_blocks(look_at(path)[1])
+
+
 def test_no_folder(tmp_path):
     with pytest.raises(LedgerError, match="no folder"):
         PrivacyAccountant(path=tmp_path / "none" / "budget.db")
@@ -727,6 +881,7 @@ def test_an_interrupted_commit_never_counts_less_than_was_released(path, monkeyp
             assert counted(path) >= released
     fail.clear()
     accountant.close()
+    assert released >= 2000 - 5, "an interruption costs one charge, and the next one goes on"
     # what an interrupt left in doubt was returned; a charge may be recorded whose release the interrupt prevented
     assert released <= counted(path) <= released + 5
     assert not ledger.open_blocks(look_at(path)[1])
@@ -791,18 +946,97 @@ def test_the_command_imports_neither_torch_nor_opacus(full, path):
 # --- the bound in the loop -------------------------------------------------------------------------------------------
 
 
-def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch):
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("levels", [1, 60])
+def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch, relation, levels):
     monkeypatch.setattr(headroom.Headroom, "_certify", lambda *_: False)
-    for relation in RELATIONS:
-        accountant = PrivacyAccountant(2.0, DELTA, neighboring=relation)
-        with pytest.raises(PrivacyBudgetExceeded):
-            for t in range(100_000):
-                accountant.compose(sampled(0.8 + (t % 200) / 100, 0.01 + (t % 7) / 1000), 5)
-        counts = {}
-        for charge in accountant.history:
-            pair = privacy_loss.dominating_pair(charge.event, relation)
-            counts[pair] = counts.get(pair, 0) + charge.count
-        assert privacy_loss.upper_epsilon(counts, DELTA) <= 2.0
-        assert 1.8 < renyi.epsilon(renyi.curve(counts), DELTA) <= 2.0
+    accountant = PrivacyAccountant(2.0, DELTA, neighboring=relation)
+    with pytest.raises(PrivacyBudgetExceeded):
+        for t in range(100_000):
+            accountant.compose(sampled(0.9 + (t % levels) / 60))
+    counts = {}
+    for charge in accountant.history:
+        pair = privacy_loss.dominating_pair(charge.event, relation)
+        counts[pair] = counts.get(pair, 0) + charge.count
+    assert privacy_loss.upper_epsilon(counts, DELTA) <= 2.0
+    assert (1.8 if levels > 1 else 1.95) < renyi.epsilon(renyi.curve(counts), DELTA) <= 2.0
 
 
+@given(st.lists(st.tuples(st.floats(0.3, 30.0), st.floats(1e-5, 0.9999)), min_size=1, max_size=5), st.sampled_from(RELATIONS))
+@settings(max_examples=20, deadline=None)
+def test_the_cheap_bound_rounds_towards_less_privacy(settings, relation):
+    bound = headroom.Headroom(2.0, DELTA, "pld")
+    bound._costs = {k: 0.0 for k in range(100)}  # as after many different releases, when rounding begins
+    for noise, rate in [near for z, q in settings for near in ((1.01 * z, q / 1.01), (z, q))]:  # often of one cell
+        pair = privacy_loss.dominating_pair(sampled(noise, rate), relation)
+        assert (bound._cost(pair) >= renyi.curve({pair: 1}, bound._orders) * (1 - 1e-8)).all()
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+@pytest.mark.parametrize("budget", [None, 2.5])
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_repetitions_are_counted_like_any_other_charge(where, budget, adaptive, tmp_path):
+    """They take a short way; whatever comes between them, each is in the history once and against the budget once."""
+    if adaptive and budget is None:
+        return
+    accountant = PrivacyAccountant(budget, None if budget is None else DELTA, **({"path": tmp_path / "l.db"} if where == "file" else {}))
+    other, charged, mixed = sampled(3.0), 0, 0
+    for k in range(1200):
+        accountant.compose(STEP, label="a" if k % 400 < 200 else "b", adaptive=adaptive)
+        charged += 1
+        if k % 97 == 0:
+            accountant.compose(other, 2, adaptive=adaptive)
+            mixed += 2
+        if k % 61 == 0:
+            assert len(accountant) == charged + mixed
+        if k % 211 == 0:
+            accountant.close()
+        if k % 500 == 0:
+            accountant.remaining(other)
+            accountant.state_dict()
+    by_event = {}
+    for charge in accountant.history:
+        by_event[charge.event] = by_event.get(charge.event, 0) + charge.count
+    assert by_event == {STEP: charged, other: mixed}
+    assert {charge.label: charge.count for charge in accountant.history if charge.label} == {"a": 600, "b": 600}
+    if budget is None:
+        return
+    fit = accountant.remaining(STEP)
+    with pytest.raises(PrivacyBudgetExceeded):
+        for _ in range(fit + 1):
+            accountant.compose(STEP, adaptive=adaptive)
+            charged += 1
+    assert len(accountant) == charged + mixed
+    assert charged == 1200 + fit
+    accountant.close()
+    if where == "file":
+        assert counted(accountant.path) == charged + mixed
+
+
+@forks
+def test_repetitions_are_refused_in_a_forked_child_too():
+    accountant = PrivacyAccountant(3.0, DELTA)
+    for _ in range(100):
+        accountant.compose(STEP)
+
+    def child():
+        if len(accountant) != 100:
+            return 1
+        try:
+            accountant.compose(STEP)
+        except RuntimeError:
+            return 17
+
+    assert in_child(child) == 17
+
+
+def test_an_event_that_changes_is_charged_as_it_is():
+    """Numbers in an event may be arrays: the same object may stand for another release."""
+    noise = np.array(2.0)
+    event = PoissonSampledDpEvent(0.01, GaussianDpEvent(noise))
+    accountant = PrivacyAccountant()
+    for _ in range(5):
+        accountant.compose(event)
+    noise[...] = 1.0
+    accountant.compose(event)
+    assert {charge.event: charge.count for charge in accountant.history} == {sampled(2.0): 5, STEP: 1}

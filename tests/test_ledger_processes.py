@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import select
 import signal
 import sqlite3
 import subprocess
@@ -10,12 +11,14 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, privacy_loss
 from torch_dpbayes.accounting.accountant import look_at
+from torch_dpbayes.accounting.book import Book
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.ledger import open_blocks
 
@@ -199,7 +202,11 @@ def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
             finally:
                 os._exit(1)
         os.close(writer)
-        time.sleep(generator.expovariate(1 / 0.05))
+        delay, start = 0.05, time.monotonic()
+        if generator.random() < 0.8:  # else while it opens the ledger
+            select.select([reader], [], [], 60)
+            delay = time.monotonic() - start  # on a busy machine everything takes longer
+        time.sleep(generator.expovariate(1 / delay))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with os.fdopen(reader, "rb") as pipe:
@@ -208,7 +215,7 @@ def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
         assert after >= released
         assert after >= before
         before = after
-    assert released > 50 + times, "the children were killed before they did anything"
+    assert released >= 50 + times / 2, "the children were killed before they did anything"
     assert len(PrivacyAccountant(path=path)) == before == len(parent)
     assert len(open_blocks(look_at(path)[1])) <= 2 * times
 
@@ -238,3 +245,79 @@ def test_ctrl_c_returns_what_was_reserved(tmp_path):
     assert released >= 300
     assert released <= counted(path) <= released + 1  # the interrupt may come between the charge and its count
     assert not open_blocks(look_at(path)[1])
+
+
+ENDING = """
+import os, sys, threading
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.events import GaussianDpEvent
+accountant = PrivacyAccountant(30.0, 1e-5, path=sys.argv[1])
+def work(steps):
+    for _ in range(steps):
+        accountant.compose(GaussianDpEvent(1e3))
+        os.write(1, b"x")
+if sys.argv[2] == "daemon":
+    started = threading.Event()
+    threading.Thread(target=lambda: (work(300), started.set(), work(10**9)), daemon=True).start()
+    started.wait()
+else:
+    work(300)
+if sys.argv[2] == "error":
+    raise ValueError
+if sys.argv[2] == "_exit":
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "error", "_exit", "daemon"])
+def test_a_program_that_ends_without_close(tmp_path, how):
+    path = tmp_path / "budget.db"
+    ran = subprocess.run([sys.executable, "-c", ENDING, str(path), how], capture_output=True, cwd=ROOT)
+    assert (b"ValueError" in ran.stderr) == (how == "error")
+    released = ran.stdout.count(b"x")
+    if how in ("end", "error"):
+        assert counted(path) == released == 300
+    else:  # nobody was asked for the rest; a thread may charge while the program ends
+        assert counted(path) >= released >= 300
+
+
+def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_them(tmp_path, monkeypatch):
+    path = tmp_path / "budget.db"
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    covering = Book._covering
+
+    def slow(*arguments):
+        found = covering(*arguments)
+        inside.set()
+        go_on.wait(20)
+        return found
+
+    monkeypatch.setattr(Book, "_covering", slow)
+    charging = threading.Thread(target=lambda: accountant.compose(STEP))
+    charging.start()
+    inside.wait(20)
+    (at_the_end,) = [f for f in util._finalizer_registry.values() if f._weakref is not None and f._weakref() is accountant]
+    ending = threading.Thread(target=lambda: (at_the_end(), ended.set()))
+    ending.start()
+    assert not ended.wait(0.3), "the block was given back in the middle of a charge"
+    go_on.set()
+    charging.join()
+    ending.join()
+    assert counted(path) == 2
+
+
+def test_a_charge_after_blocks_were_given_back_at_the_end_is_written_anew(tmp_path):
+    """As by a thread that outlives the main program."""
+    path = tmp_path / "budget.db"
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    for _ in range(100):
+        accountant.compose(STEP)
+    (at_the_end,) = [f for f in util._finalizer_registry.values() if f._weakref is not None and f._weakref() is accountant]
+    at_the_end()
+    assert counted(path) == 100
+    for _ in range(3):
+        accountant.compose(STEP)
+    assert counted(path) >= 103
+    accountant.close()
+    assert counted(path) == len(accountant) == 103

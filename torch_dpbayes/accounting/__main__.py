@@ -41,7 +41,8 @@ def report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict
         "releases": len(accountant),
         "jobs": len({row.job for row in rows}),
         "labels": [
-            {"label": label, "releases": count, "share": None if share is None else round(share, 6)} for label, (share, count) in accountant.shares(delta).items()
+            {"label": label, "releases": count, "share": None if share is None else round(share, 6)}
+            for label, (share, count) in accountant.shares(delta).items()
         ],
         "remaining": [
             {"label": label or None, "event": _short(event), "steps": _finite(accountant.remaining(event))} for label, event in reversed(last.items())
@@ -61,7 +62,8 @@ def text(found: dict[str, Any], summary: str) -> str:
     """The report for a terminal."""
     lines = summary.splitlines()
     if found["first"]:
-        lines.insert(5, f"  written     {_minute(found['first'])} to {_minute(found['last'])} UTC, by {found['jobs']} job{'s' * (found['jobs'] != 1)}")
+        jobs = f"{found['jobs']} job{'s' * (found['jobs'] != 1)}"
+        lines.insert(5, f"  written     {_minute(found['first'])} to {_minute(found['last'])} UTC, by {jobs}")
     if found["remaining"]:
         lines.append("left for a new job")
         lines += [f"  {_number(entry['steps'])} x {entry['event']}  ({entry['label'] or 'no label'})" for entry in found["remaining"]]
@@ -146,7 +148,7 @@ def _minute(time: str) -> str:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m torch_dpbayes.accounting", description="Prints what a ledger holds, and what is left of its budget.")
+    parser = argparse.ArgumentParser("python -m torch_dpbayes.accounting", description="Prints what a ledger holds, and what is left of its budget.")
     parser.add_argument("file", help="the ledger, as in PrivacyAccountant(path=...)")
     parser.add_argument("--delta", type=float, help="report epsilon at this delta (default: that of the budget, else 1e-5)")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -8,21 +8,28 @@ import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from multiprocessing import util
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from . import events, privacy_loss, renyi
-from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Settings, filter_code
+from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, filter_code
 from .events import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from .headroom import Method
-from .ledger import Flag, Key, Ledger, Row, Session
+from .ledger import Flag, Key, Ledger, LedgerError, Row, Session
 from .privacy_loss import Concentrated, Neighboring, NonPrivate, Pair
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
 _SMALLEST_DELTA = 1e-10
 _KNOWN_EVENTS = 4096
+_IN_THE_MIDDLE = (
+    "this accountant was called from within one of its own charges, which only a signal handler can do: what it would read or write is not "
+    "known yet. Let the handler raise (SystemExit, KeyboardInterrupt): reserved steps are returned at the end of the program."
+)
+
+T = TypeVar("T")
 
 
 class Charge(NamedTuple):
@@ -55,9 +62,9 @@ class PrivacyAccountant:
         method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi curves: 3 to 15 percent
             above, and knows zero-concentrated releases.
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another.
-        path: a SQLite file on a local disk that keeps the history, made if there is none. Processes share it: the accountant may be forked, pickled and
-            copied, and other programs may open the same path. Close it (``with``, :meth:`close`, or the end of the program), so that steps reserved ahead
-            are given back.
+        path: a SQLite file on a local disk that keeps the history, made if there is none. Processes share it: the accountant may be forked, pickled
+            and copied, and other programs may open the same path. Close it (``with``, :meth:`close`, or the end of the program), so that steps
+            reserved ahead are given back.
 
     Raises:
         ValueError: a setting is out of range, or is not the one that the file was made with.
@@ -67,16 +74,18 @@ class PrivacyAccountant:
 
     * *Fixed.* Releases whose parameters and number were fixed before the first of them (``method="rdp"``: likewise, because the best order is chosen
       afterwards). That is one job, or several that all opened an empty file.
-    * *Registered.* With :meth:`register` before the first release: any selection of the registered releases, in any order, by any jobs, chosen in any way.
+    * *Registered.* With :meth:`register` before the first release: any selection of the registered releases, in any order, by any jobs, chosen in any
+      way.
       Reason: the expected excess E[(1 - e^(epsilon - L))_+] of a set of independent losses does not depend on the order in which they are added, and
       adding one to it never lowers it; so by induction no adaptive choice of the next one gains anything over taking them all.
-    * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the first charge on, or a job that opens a file which holds
-      charges already. Then the Renyi divergence at one order (or, if declared with a Gaussian first charge, mu^2) of everything in the file stays below a
-      limit; both follow from the budget and the first charge alone, so they were fixed before the first release (Feldman, Zrnic 2021; Smith, Thakurta 2022). The
-      guarantee is the budget, however much of it is used. Where a later job makes an undeclared file turn to its filter, everything charged before counts
-      against the filter's limit from the start, and the file is refused to later jobs if that exceeds the limit already. This is (epsilon, delta) provided
-      that whether there would be later jobs was not decided from outputs. If it was, the two ways in which the file could have gone on, each of them
-      (epsilon, delta), split the outputs between them, and together they are (epsilon, 2 delta). Declare or register to be free of the condition.
+    * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the first charge on, or a job that opens a file which
+      holds charges already. Then the Renyi divergence at one order (or, if declared with a Gaussian first charge, mu^2) of everything in the file
+      stays below a limit; both follow from the budget and the first charge alone, so they were fixed before the first release (Feldman, Zrnic 2021;
+      Smith, Thakurta 2022). The guarantee is the budget, however much of it is used. Where a later job makes an undeclared file turn to its filter,
+      everything charged before counts against the filter's limit from the start, and the file is refused to later jobs if that exceeds the limit
+      already. This is (epsilon, delta) provided that whether there would be later jobs was not decided from outputs. If it was, the two ways in which
+      the file could have gone on, each of them (epsilon, delta), split the outputs between them, and together they are (epsilon, 2 delta). Declare or
+      register to be free of the condition.
     * *None.* Later jobs in a file without a budget: no limit was fixed in advance, so epsilon is infinite.
     """
 
@@ -110,6 +119,9 @@ class PrivacyAccountant:
         self._neighboring: Neighboring = settings["neighboring"]
         self._ledger = ledger
         self._lock = threading.RLock()
+        self._changing = False
+        self._run: Run | None = None
+        self._last: DpEvent | None = None
         self._known: dict[DpEvent, Part] = {}
         self._memory: dict[float, float] = {}
         self._memory_of = 0
@@ -120,10 +132,11 @@ class PrivacyAccountant:
 
     def _open_book(self, session: Session | None) -> None:
         budget = None if self._epsilon is None or self._delta is None else (self._epsilon, self._delta)
+        self._run = None
         self._book = Book(Settings(budget, self._method, self._neighboring), session)
         self._book.refresh()
         if session is not None:
-            util.Finalize(self, session.settle_quietly, exitpriority=100)  # also in children of multiprocessing
+            util.Finalize(self, _settle_quietly, (session, self._lock), exitpriority=100)  # also in children of multiprocessing
 
     def _current(self, *, charging: bool = False) -> Book:
         """What is known of the history; begun anew from the file in a forked child, and after an interruption."""
@@ -134,8 +147,8 @@ class PrivacyAccountant:
             if charging:
                 raise RuntimeError(
                     "this accountant was forked into another process, where a charge would be lost to its parent: one "
-                    "budget would be spent twice. Make it with PrivacyAccountant(..., path='budget.db'), which processes share, or give every process an "
-                    "accountant with a share of the budget."
+                    "budget would be spent twice. Make it with PrivacyAccountant(..., path='budget.db'), which processes share, or give "
+                    "every process an accountant with a share of the budget."
                 )
             return book
         book.settle()
@@ -146,9 +159,27 @@ class PrivacyAccountant:
 
     def _read(self) -> Book:
         """What is known of the history, and what other processes charged since."""
+        if self._changing:
+            raise RuntimeError(_IN_THE_MIDDLE)
+        if self._run is not None:
+            self._book.enter(self._run)
         book = self._current()
         book.refresh()
         return book
+
+    def _change(self, change: Callable[[Book], T], *, charging: bool = True) -> T:
+        """One change at a time: threads wait for each other, and what a signal handler starts in the middle of one is refused."""
+        with self._lock:
+            if self._changing:
+                raise RuntimeError(_IN_THE_MIDDLE)
+            self._changing = True
+            try:
+                if self._run is not None:
+                    self._book.enter(self._run)
+                    self._run = None
+                return change(self._current(charging=charging))
+            finally:
+                self._changing = False
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
@@ -204,9 +235,10 @@ class PrivacyAccountant:
 
     def __repr__(self) -> str:
         place = "" if self._ledger is None else f", path={str(self._ledger.path)!r}"
+        releases = sum(self._book.charges.values()) + (self._run.taken if self._run is not None else 0)
         return (
             f"PrivacyAccountant(epsilon={self._epsilon}, delta={self._delta}, method={self._method!r}, "
-            f"neighboring={self._neighboring!r}{place}): {sum(self._book.charges.values())} releases"
+            f"neighboring={self._neighboring!r}{place}): {releases} releases"
         )
 
     @overload
@@ -223,8 +255,8 @@ class PrivacyAccountant:
             return_bounds: also return a lower bound, to see how tight the guarantee is.
 
         Returns:
-            An upper bound on epsilon. Under a filter it is what the filter guarantees, spent or not: a run
-            that may stop depending on its outputs has no smaller guarantee. Where several jobs follow a registered schedule it is that of the whole schedule.
+            An upper bound on epsilon. Under a filter it is what the filter guarantees, spent or not: a run that may stop depending on its outputs has
+            no smaller guarantee. With a registered schedule it is, from the first release on, that of the whole schedule, for the same reason.
         """
         delta = self._default_delta(delta)
         with self._lock:
@@ -255,8 +287,8 @@ class PrivacyAccountant:
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it costs nothing.
 
-        Exact for one process without open blocks of others; what others have reserved may come back. A job that opened a file which held charges already gets
-        the number that its filter lets through.
+        Exact for one process without open blocks of others; what others have reserved may come back. A job that opened a file which held charges
+        already gets the number that its filter lets through.
         """
         need: dict[Pair, int] = {}
         for _, times, pair in self._parts(event, 1):
@@ -302,22 +334,39 @@ class PrivacyAccountant:
             label: what :meth:`summary` adds up the shares by.
             adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then a filter: a limit
                 on a Renyi divergence at one order, or on mu^2 if the first charge is a Gaussian, derived from the
-                budget and the first charge alone. It needs a budget, and must be in force from the first charge. What a registered schedule covers needs no filter.
+                budget and the first charge alone. It needs a budget, and must be in force from the first charge. What a registered schedule covers
+                needs no filter.
 
         Raises:
             PrivacyBudgetExceeded: the charge would pass the budget. Nothing may be released.
             LedgerError: the charge could not be written to the file. Nothing may be released.
             ValueError: the event gives no guarantee here; the message says what to use instead.
         """
+        run = self._run
+        same = run is not None and type(count) is int and count == 1 and label == run.label and adaptive is run.adaptive
+        if run is not None and same and (event is run.event or event == run.event):
+            with self._lock:
+                process, book = os.getpid(), self._book
+                # No call from here on, so no signal handler: what is checked holds when it is used.
+                if run is self._run and run.block.left > 0 and run.block.open and process == book.process and not (book.stale or self._changing):
+                    run.block.left -= 1
+                    run.taken += 1
+                    return self
         if type(count) is not int or count != 1:
             count = events.positive_count(count)
         if label is not None and (not isinstance(label, str) or not label):
             raise ValueError(f"label must be a non-empty string or None, got {label!r}.")
         parts = self._parts(event, count)
         if parts:
-            with self._lock:
-                self._current(charging=True).charge(parts, label, bool(adaptive))
+            self._change(lambda book: self._charge(book, event, parts, label, bool(adaptive)))
         return self
+
+    def _charge(self, book: Book, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
+        book.charge(parts, label, adaptive)
+        # Known events, whose numbers cannot change, are one object each time.
+        repeated, self._last = len(parts) == 1 and parts[0][1] == 1 and parts[0][0] is self._last, parts[0][0]
+        if repeated:
+            self._run = book.run(event, parts[0], label, adaptive)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One Poisson-sampled Gaussian release, under the name that Opacus uses.
@@ -331,9 +380,10 @@ class PrivacyAccountant:
     def register(self, schedule: Iterable[tuple[DpEvent, int]]) -> PrivacyAccountant:
         """Fixes, before the first release, all that jobs may release without a filter: events and how often each.
 
-        A charge is then taken out of the schedule if it has at least as much noise and at most the sampling rate of an event that is left there, and is recorded as
-        that event. Jobs may come and go, in any order, and choose from the schedule as they like, also after seeing outputs. What is not in it is adaptive.
-        Calling it again with the same schedule does nothing, so that every worker can.
+        A charge is then taken out of the schedule if it has at least as much noise and at most the sampling rate of an event that is left there, and
+        is recorded as that event. Jobs may come and go, in any order, and choose from the schedule as they like, also after seeing outputs. What is
+        not in it is adaptive. Calling it again with the same schedule does nothing, so that every worker can. Where every step has another noise,
+        register a few levels below it: with ``path``, each different event is reserved, and written, by itself.
 
         Args:
             schedule: pairs (event, count).
@@ -345,8 +395,7 @@ class PrivacyAccountant:
         **Privacy.** Releases nothing. The guarantee for any releases from the schedule is the price of the schedule; see the class.
         """
         parts = [part for event, count in schedule for part in self._parts(event, events.positive_count(count))]
-        with self._lock:
-            self._current(charging=True).register(parts)
+        self._change(lambda book: book.register(parts))
         return self
 
     def _parts(self, event: DpEvent, count: int) -> list[Part]:
@@ -370,8 +419,7 @@ class PrivacyAccountant:
 
     def close(self) -> None:
         """Returns to the file what is reserved and was not used. The accountant can still be used; without ``path`` nothing happens."""
-        with self._lock:
-            self._book.settle()
+        self._change(Book.settle, charging=False)
 
     def __enter__(self) -> PrivacyAccountant:
         return self
@@ -400,9 +448,11 @@ class PrivacyAccountant:
             ]
             if self._ledger is not None:
                 lines.append(f"  ledger      {self._ledger.path}")
-            for label, (share, count) in self.shares(delta).items():
+            shares = {label or "(no label)": share for label, share in self.shares(delta).items()}
+            width = max(map(len, shares), default=0)
+            for label, (share, count) in shares.items():
                 cost = "" if share is None else f"{share:.1%} of the cost, "
-                lines.append(f"  {label or '(no label)':<11} {cost}{count} releases")
+                lines.append(f"  {label:<{max(width, 11)}} {cost}{count} releases")
             return "\n".join(lines)
 
     def _describe(self, book: Book, delta: float) -> str:
@@ -413,15 +463,17 @@ class PrivacyAccountant:
             )
         if book.guarantee == "registered":
             left = sum(book.open_registered().values())
-            return f"upper bound for the schedule that was registered before the first release, whoever releases what of it; {left} releases of it are left"
+            return (
+                f"upper bound for the schedule that was registered before the first release, whoever releases what of it; {left} "
+                "releases of it are left"
+            )
         if book.guarantee == "fixed" or book.filter is None:
             kind = "privacy loss distributions" if self._method == "pld" else "Renyi curves, at the best order"
             return f"upper bound by {kind}; valid for parameters fixed before the first release"
         text = f"filter on {book.filter.describe()}, valid for parameters chosen from earlier outputs; {book.used_share():.1%} of it used"
         if not book.declared:
-            text += (
-                f"; in force since a second job began: if outputs decided whether there would be one, the guarantee is delta = {2 * (self._delta or 0.0):g}"
-            )
+            doubled = 2 * (self._delta or 0.0)
+            text += f"; in force since a second job began: if outputs decided whether there would be one, the guarantee is delta = {doubled:g}"
         return text
 
     def shares(self, delta: float | None = None) -> dict[str | None, tuple[float | None, int]]:
@@ -430,22 +482,24 @@ class PrivacyAccountant:
         delta = self._default_delta(delta)
         with self._lock:
             book = self._read()
+            counts, charges = dict(book.counts), dict(book.charges)
         labels: dict[str | None, dict[Pair, int]] = {}
-        for (event, label, _), count in book.charges.items():
+        for (event, label, _), count in charges.items():
             group = labels.setdefault(label, {})
             pair = book.pair(event)
             group[pair] = group.get(pair, 0) + count
-        if any(isinstance(pair, NonPrivate) for pair in book.counts):
+        if any(isinstance(pair, NonPrivate) for pair in counts):
             return {label: (None, sum(group.values())) for label, group in labels.items()}
-        total = renyi.curve(book.counts)
-        best = renyi.best_order(total, delta) if book.counts else 0
+        total = renyi.curve(counts)
+        best = renyi.best_order(total, delta)
         return {label: (float(renyi.curve(group)[best] / total[best]), sum(group.values())) for label, group in labels.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the settings, as strings, floats and lists. With ``path`` also which file it is, where what was used of
         open blocks is written down first."""
-        with self._lock:
-            book = self._read()
+
+        def saved(book: Book) -> dict[str, Any]:
+            book.refresh()
             book.settle()
             return {
                 "method": self._method,
@@ -457,28 +511,30 @@ class PrivacyAccountant:
                 "ledger": "" if self._ledger is None else self._ledger.id,
             }
 
+        return self._change(saved, charging=False)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over a saved history. This accountant must be empty, of the same method and relation; its own budget
         holds, and must be the saved one if the history is adaptive.
 
-        A state that was saved from a file belongs to that file, which went on counting: loading it there checks that the file holds at least what was saved, and
-        changes nothing; anywhere else it is refused.
+        A state that was saved from a file belongs to that file, which went on counting: loading it there checks that the file holds at least what was
+        saved, and changes nothing; anywhere else it is refused.
 
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is loaded.
         """
-        with self._lock:
-            book = self._current(charging=True)
+        missing = {"method", "neighboring", "filter", "budget", "history"} - set(state_dict)
+        if missing:
+            raise ValueError(f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing.")
+        for name in ("method", "neighboring"):
+            if state_dict[name] != getattr(self, name):
+                raise ValueError(
+                    f"the saved accountant has {name}={state_dict[name]!r}, this one {getattr(self, name)!r}: "
+                    "their numbers mean different things. Make this accountant with the saved setting."
+                )
+
+        def load(book: Book) -> None:
             book.refresh()
-            missing = {"method", "neighboring", "filter", "budget", "history"} - set(state_dict)
-            if missing:
-                raise ValueError(f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing.")
-            for name in ("method", "neighboring"):
-                if state_dict[name] != getattr(self, name):
-                    raise ValueError(
-                        f"the saved accountant has {name}={state_dict[name]!r}, this one {getattr(self, name)!r}: "
-                        "their numbers mean different things. Make this accountant with the saved setting."
-                    )
             lines: list[tuple[DpEvent, int, str | None, Flag]] = [
                 (events.decode(code), events.positive_count(int(count)), label or None, flag) for code, count, label, flag in state_dict["history"]
             ]
@@ -503,6 +559,8 @@ class PrivacyAccountant:
             slack = 1.0 if not same else 1.001 if self._method == "pld" else 1 + 1e-9
             book.load([(part, label, flag) for event, count, label, flag in lines for part in self._parts(event, count)], plan, rule, slack)
 
+        self._change(load)
+
     def _check_same_ledger(self, book: Book, home: str, lines: list[tuple[DpEvent, int, str | None, Flag]]) -> None:
         if self._ledger is None or self._ledger.id != home:
             raise ValueError(
@@ -516,7 +574,8 @@ class PrivacyAccountant:
             held[event] = held.get(event, 0) - count
         if min(held.values(), default=0) < 0:
             raise ValueError(
-                f"the ledger {self.path} holds less than the saved run was charged for: it was restored from an older copy. Resuming would forget what came after it."
+                f"the ledger {self.path} holds less than the saved run was charged for: it was restored from an older copy. Resuming would "
+                "forget what came after it."
             )
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
@@ -524,8 +583,8 @@ class PrivacyAccountant:
         if session is None:
             raise TypeError(
                 "a PrivacyAccountant in memory cannot be copied or sent to another process: both copies would spend the same budget. "
-                "Make it with PrivacyAccountant(..., path='budget.db'), which copies and processes share; or pass the object itself on, or save state_dict() "
-                "and load it into a new accountant when this one is gone."
+                "Make it with PrivacyAccountant(..., path='budget.db'), which copies and processes share; or pass the object itself on, or "
+                "save state_dict() and load it into a new accountant when this one is gone."
             )
         return _open_again, (str(session.ledger.path), session.ledger.id, session.job, session.later)
 
@@ -558,10 +617,20 @@ _accountants: weakref.WeakSet[PrivacyAccountant] = weakref.WeakSet()
 def _renew_locks() -> None:
     # A lock that another thread held at the moment of the fork would never be released in the child.
     for accountant in _accountants:
-        accountant._lock = threading.RLock()
+        accountant._lock, accountant._changing = threading.RLock(), False
 
 
-os.register_at_fork(after_in_child=_renew_locks)
+if hasattr(os, "register_at_fork"):  # else there is no fork
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _settle_quietly(session: Session, lock: AbstractContextManager[Any]) -> None:
+    """At the end of the program, or of the accountant, where an error could only be printed: what is not returned stays charged."""
+    with lock:
+        try:
+            session.settle()
+        except (LedgerError, OSError):
+            pass
 
 
 def _open_again(path: str, identity: str, job: str, later: bool) -> PrivacyAccountant:

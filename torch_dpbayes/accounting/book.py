@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -13,7 +14,9 @@ from .headroom import Filter, Headroom, Method, covers, take
 from .ledger import Block, Entry, Flag, Key, Row, Session
 from .privacy_loss import Gaussian, Neighboring, NonPrivate, Pair, added
 
-_LARGEST_BLOCK = 1024  # steps
+_LARGEST_BLOCK = 8192  # steps
+_GROWTH = 4
+_SECONDS = (1.0, 10.0)  # how long a block should last: what a crash costs, against what a commit costs
 _SHARE = 8  # a block takes at most one part in so many of what is left
 
 Guarantee = Literal["fixed", "registered", "filter", "none"]
@@ -30,6 +33,15 @@ class Settings(NamedTuple):
     budget: tuple[float, float] | None
     method: Method
     neighboring: Neighboring
+
+
+class Run:
+    """Repetitions of one charge that need no decision any more: what they are taken out of, and how many are not in the book yet."""
+
+    __slots__ = ("adaptive", "block", "event", "flag", "label", "part", "taken")
+
+    def __init__(self, event: DpEvent, part: Part, label: str | None, adaptive: bool, flag: Flag, block: Block) -> None:
+        self.event, self.part, self.label, self.adaptive, self.flag, self.block, self.taken = event, part, label, adaptive, flag, block, 0
 
 
 class Book:
@@ -54,7 +66,7 @@ class Book:
         self._plan_left: dict[Pair, int] = {}
         self._first: dict[Pair, int] = {}
         self._headroom = None if settings.budget is None else Headroom(*settings.budget, settings.method)
-        self._block_sizes: dict[type, int] = {}
+        self._blocks: dict[type, tuple[int, float]] = {}  # of each kind of event how large the last one was, and when it was opened
 
     @property
     def guarantee(self) -> Guarantee:
@@ -79,10 +91,8 @@ class Book:
         return privacy_loss.upper_epsilon(counts, delta)
 
     def guaranteed(self) -> Mapping[Pair, int]:
-        """What the guarantee has to cover: what was charged, and all that is registered if it matters who took which part."""
-        if self.plan and self.later_jobs:
-            return self._planned()
-        return self.counts
+        """What the guarantee has to cover: what was charged, or all that is registered, for which part was taken may depend on outputs."""
+        return self._planned() if self.plan else self.counts
 
     def used_share(self) -> float:
         """How much of the filter's limit is used."""
@@ -146,6 +156,31 @@ class Book:
                 self._headroom.spend(pair, times)
             self._keep(event, label, flag, times, pair)
 
+    def run(self, event: DpEvent, part: Part, label: str | None, adaptive: bool) -> Run | None:
+        """What the next charges like this one may be taken out of, if it is worth it. Any other charge ends it."""
+        flag: Flag = "adaptive" if adaptive or self.is_later else "fixed"
+        if self.session is not None:
+            block = self._covering(self.session, part, {})
+        else:
+            certain = 0 if self.plan else _LARGEST_BLOCK if self._headroom is None else self._headroom.certain(part[2])
+            block = Block(0, (part[0], label, flag), certain)
+        return Run(event, part, label, adaptive, flag, block) if block is not None and block.left >= _SHARE else None
+
+    def enter(self, run: Run) -> None:
+        """Records what was taken. An interruption must not lose it: then the file tells, or in memory it is recorded twice."""
+        event, _, pair = run.part
+        if run.taken and self.session is not None:
+            taken, was_stale = run.taken, self.stale
+            self.stale, run.taken = True, 0
+            self._taken(run.block, (event, taken, pair), run.label, run.flag)
+            self.stale = was_stale
+        elif run.taken:
+            if self._headroom is not None:
+                self._headroom.take({pair: run.taken}, 1)
+                self._headroom.spend(pair, run.taken)
+            self._keep(event, run.label, run.flag, run.taken, pair)
+            run.taken = 0
+
     def _keep(self, event: DpEvent, label: str | None, flag: Flag, count: int, pair: Pair) -> None:
         key = event, label, flag
         self.charges[key] = self.charges.get(key, 0) + count
@@ -205,9 +240,9 @@ class Book:
                 assert self.session is not None
                 raise PrivacyBudgetExceeded(
                     f"the ledger {self.session.ledger.path} holds a job that used more than later jobs may find there ({rule.describe()} is "
-                    f"{cost / rule.limit:.1%} of its limit). That job is private because its schedule was fixed in advance; a later one, which may depend on "
-                    "its outputs, would not be. Nothing was recorded; release nothing. In a new ledger, register the schedule of all jobs "
-                    "(PrivacyAccountant.register), or charge with adaptive=True from the start."
+                    f"{cost / rule.limit:.1%} of its limit). That job is private because its schedule was fixed in advance; a later one, "
+                    "which may depend on its outputs, would not be. Nothing was recorded; release nothing. In a new ledger, "
+                    "register the schedule of all jobs (PrivacyAccountant.register), or charge with adaptive=True from the start."
                 )
             return rule
         if self.settings.budget is None:
@@ -340,17 +375,20 @@ class Book:
                 return False
             chosen[block] = chosen.get(block, 0) + part[1]
             taken.append((block, part))
-        for block, (event, times, pair) in taken:
-            block.left -= times
-            kind = flag
-            if block.key[2] == "registered":
-                event, pair, kind = block.key[0], self._block_pair(block), "registered"
-            elif self._headroom is not None:
-                self._headroom.spend(pair, times)
-            key = event, label, kind
-            block.used[key] = block.used.get(key, 0) + times
-            self._keep(event, label, kind, times, pair)
+        for block, part in taken:
+            block.left -= part[1]
+            self._taken(block, part, label, flag)
         return True
+
+    def _taken(self, block: Block, part: Part, label: str | None, flag: Flag) -> None:
+        event, times, pair = part
+        if block.key[2] == "registered":
+            event, pair, flag = block.key[0], self._block_pair(block), "registered"
+        elif self._headroom is not None:
+            self._headroom.spend(pair, times)
+        key = event, label, flag
+        block.used[key] = block.used.get(key, 0) + times
+        self._keep(event, label, flag, times, pair)
 
     def _covering(self, session: Session, part: Part, taken: Mapping[Block, int]) -> Block | None:
         """The block for ``part``: its own rather than one that merely dominates it."""
@@ -418,12 +456,17 @@ class Book:
     def _sized(
         self, session: Session, parts: list[Part], label: str | None, flag: Flag, finished: list[Block], left: Mapping[Pair, int]
     ) -> list[tuple[Key, int]]:
-        """Blocks for ``parts``: larger and larger, but a small share of what is left. May add to ``finished`` what has to be given back for it."""
+        """Blocks for ``parts`` that last for seconds, but are a small share of what is left. May add to ``finished`` what has to be given back."""
         if not parts:
             return []
         need = _need(parts)
         kind = type(parts[0][0])
-        size = min(2 * self._block_sizes.get(kind, 2), max(_LARGEST_BLOCK // sum(need.values()), 1))
+        size, opened = self._blocks.get(kind, (1, time.monotonic()))
+        lasted = time.monotonic() - opened
+        if lasted > _SECONDS[1]:
+            size = max(size // _GROWTH, 1)
+        elif lasted < _SECONDS[0]:
+            size = min(_GROWTH * size, max(_LARGEST_BLOCK // sum(need.values()), 1))
         fit = _SHARE * size
         if flag == "registered":
             fit = min(left[pair] // count for pair, count in need.items())
@@ -444,7 +487,7 @@ class Book:
                         self._refuse(need)
                     finished += others
         size = max(1, min(size, fit // _SHARE))
-        self._block_sizes[kind] = size
+        self._blocks[kind] = size, time.monotonic()
         wanted: dict[Key, int] = {}
         for event, count, _ in parts:
             wanted[event, label, flag] = wanted.get((event, label, flag), 0) + size * count
@@ -463,13 +506,14 @@ class Book:
 
     def settle(self) -> None:
         """Gives back what the open blocks did not use."""
-        if self.session is None or os.getpid() != self.process:
+        if self.session is None:
             return
-        blocks = list(self.session.blocks)
+        blocks, was_stale, self.stale = list(self.session.blocks), self.stale, True
         self.session.settle()
         for block in blocks:
             if block.key[2] == "registered":
                 self._plan_left[self._block_pair(block)] += block.left
+        self.stale = was_stale
 
     # --- saved histories ---------------------------------------------------------------------------------------------
 
@@ -504,7 +548,7 @@ class Book:
             self._headroom.restart(self._committed())
 
 
-_LATER = "this job, or another in the ledger, began after others had charged, and may depend on their outputs (PrivacyAccountant.register avoids that)."
+_LATER = "this job or another began after others had charged, and may depend on their outputs (PrivacyAccountant.register avoids that)."
 
 
 class _Outrun(Exception):

@@ -169,7 +169,8 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
             yield from elementary(part, count)
     elif isinstance(event, SelfComposedDpEvent):
         if event.count != 0:
-            yield from elementary(event.event, count * positive_count(event.count, "SelfComposedDpEvent.count"))
+            times = count * positive_count(event.count, "SelfComposedDpEvent.count")
+            yield from elementary(event.event, positive_count(times, "the number of releases in a SelfComposedDpEvent"))
     elif kind is NonPrivateDpEvent:
         yield event, count
     elif isinstance(event, GaussianDpEvent | UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent):

@@ -1,9 +1,10 @@
 """What still fits a budget, decided by the cheapest bound that can decide it.
 
-1. *An additive bound.* Renyi divergences at a few orders add up, and a budget allows each order a divergence that follows from the budget alone. A charge
-   fits if one order keeps its limit. That costs microseconds: the divergence of a release is computed once for each cell of a geometric grid of noise
-   multipliers (rounded down) and sampling rates (rounded up). Nothing that is reported is computed from these roundings.
-2. *A certificate.* Near the limit a composition shows that so many more releases of some kinds fit together. Charges that they dominate are taken out of it.
+1. *An additive bound.* Renyi divergences at a few orders add up, and a budget allows each order a divergence that follows from the budget alone. A
+   charge fits if one order keeps its limit. That costs microseconds: the divergence of a release is computed once for each cell of a geometric grid
+   of noise multipliers (rounded down) and sampling rates (rounded up). Nothing that is reported is computed from these roundings.
+2. *A certificate.* Near the limit a composition shows that so many more releases of some kinds fit together. Charges that they dominate are taken
+   out of it.
 3. *A composition.* Only it refuses, so that no charge is refused that the reported epsilon would have allowed.
 
 A filter (see :class:`Filter`) takes the place of all three where parameters may depend on earlier outputs: one order, one limit.
@@ -51,7 +52,7 @@ class Filter(NamedTuple):
     @classmethod
     def renyi(cls, epsilon: float, delta: float, first: Mapping[Pair, int]) -> Filter:
         """The filter of a budget at the order that lets ``first`` happen most often: what is released first, which no output can have decided."""
-        orders = (1 + (renyi.filter_order(epsilon, delta) - 1) * np.geomspace(0.05, 2, 60)).tolist()
+        orders = _orders(epsilon, delta, 0.05, 2, 60)
         limits = renyi.allowed(epsilon, delta, orders)
         best = int(np.argmax(limits / np.maximum(renyi.curve(first, orders), 1e-300)))
         return cls.at(orders[best], epsilon, delta)
@@ -111,7 +112,7 @@ class Headroom:
     def __init__(self, epsilon: float, delta: float, method: Method, filter: Filter | None = None) -> None:
         self._epsilon, self._delta, self._method, self._filter = epsilon, delta, method, filter
         if filter is None:
-            self._orders = _orders(epsilon, delta)
+            self._orders = _orders(epsilon, delta, 0.15, 1.6, 12)
             limits = renyi.allowed(epsilon, delta, self._orders)
         else:
             self._orders = () if filter.kind == "gaussian" else (filter.order,)
@@ -148,7 +149,7 @@ class Headroom:
         freed = {pair: -count for pair, count in net.items() if count < 0}
         certificate = self._certificate.copy()
         covered = all(take(freed, p, count) or take(certificate, p, count) for p, count in net.items() if count > 0)
-        if freed or any(count < 0 for count in net.values()):
+        if freed:
             self.restart(counts)
         else:
             for pair, count in net.items():
@@ -213,6 +214,11 @@ class Headroom:
             certified = self._certified(unit)
         return min(max(cheap, certified), wanted)
 
+    def certain(self, pair: Pair) -> int:
+        """How many more of ``pair`` fit that need no composition."""
+        unit = {pair: 1}
+        return max(self._cheap({}, unit), self._certified(unit))
+
     def take(self, unit: Mapping[Pair, int], times: int) -> None:
         """``times`` times ``unit`` is now reserved."""
         if not self._take_certified(unit, times):
@@ -251,12 +257,12 @@ class Headroom:
         cost = self._costs.get(key)
         if cost is None and isinstance(pair, Sampled) and len(self._costs) >= _EXACT_COSTS:
             cell = math.floor(math.log(pair.noise) / math.log(_GRID))
-            rate = _GRID ** math.ceil(math.log(pair.rate) / math.log(_GRID)) * (1 + 1e-12)
+            rate = min(_GRID ** math.ceil(math.log(pair.rate) / math.log(_GRID)) * (1 + 1e-12), 1 - 1e-12)
+            rate = max(rate, pair.rate)
             key = (pair.kind, rate, cell)
             cost = self._costs.get(key)
             if cost is None:
-                pair = Sampled(pair.kind, rate if rate < 1 else pair.rate, min(pair.noise, _GRID**cell * (1 - 1e-12)))
-                key = key if rate < 1 else pair
+                pair = Sampled(pair.kind, rate, min(pair.noise, _GRID**cell * (1 - 1e-12)))
         if cost is None:
             if self._orders:
                 cost = renyi.curve({pair: 1}, self._orders)
@@ -324,13 +330,16 @@ class Headroom:
 
     def _excess(self, base: Mapping[Pair, int], unit: Mapping[Pair, int]) -> Callable[[int], float]:
         """What is reported after ``base`` and so many times ``unit``, minus the limit."""
-        if self._filter is not None:
-            before, each, limit = self._filter.cost(base), self._filter.cost(unit), self._filter.limit
-            return lambda steps: before + steps * each - limit
-        if self._method == "rdp":
-            past, step = renyi.curve(base), renyi.curve(unit)
-            return lambda steps: renyi.epsilon(past + (steps * step if steps else 0.0), self._delta) - self._epsilon
-        return lambda steps: privacy_loss.upper_epsilon(added(base, unit, steps) if steps else base, self._delta) - self._epsilon
+
+        def excess(steps: int) -> float:
+            counts = added(base, unit, steps) if steps else base
+            if self._filter is not None:
+                return self._filter.cost(counts) - self._filter.limit
+            if self._method == "rdp":
+                return renyi.epsilon(renyi.curve(counts), self._delta) - self._epsilon
+            return privacy_loss.upper_epsilon(counts, self._delta) - self._epsilon
+
+        return excess
 
     def _fine_excess(self, base: dict[Pair, int], unit: dict[Pair, int]) -> Callable[[int], float]:
         """A composition of many levels at full resolution, which is kept and extended by what was charged since."""
@@ -347,10 +356,10 @@ class Headroom:
         return lambda steps: price(steps) - self._epsilon
 
 
-def _orders(epsilon: float, delta: float) -> tuple[float, ...]:
-    """A few orders around the one that lasts longest for Gaussians, and below it, where sampling makes large orders explode."""
-    orders = 1 + (renyi.filter_order(epsilon, delta) - 1) * np.geomspace(0.15, 1.6, 12)
-    return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders if order < renyi.ORDERS[-1]}))
+def _orders(epsilon: float, delta: float, low: float, high: float, number: int) -> tuple[float, ...]:
+    """Orders around the one that lasts longest for Gaussians, and below it, where sampling makes large orders explode."""
+    orders = np.minimum(1 + (renyi.filter_order(epsilon, delta) - 1) * np.geomspace(low, high, number), renyi.ORDERS[-1])
+    return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))  # of a whole order sampling has a closed form
 
 
 def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:

@@ -1,12 +1,12 @@
 """A history that outlives its process: one SQLite file that many processes charge.
 
-The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which count as spent for all the others), or the *return* of what
-a block did not use. Rows are numbered without gaps, and each carries a digest of itself and of the row before, so that the last digest is a version: a row that
-was changed, lost or brought back from a copy is noticed.
+The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which count as spent for all the others), or the *return*
+of what a block did not use. Rows are numbered without gaps, and each carries a digest of itself and of the row before, so that the last digest is a
+version: a row that was changed, lost or brought back from a copy is noticed.
 
-How a process charges: it reads what is new, decides outside of any transaction whether a block fits, and commits the block in ``BEGIN IMMEDIATE`` only if
-the version is still the one it decided on; otherwise it decides again. Steps are then taken out of the block in memory. What was released is therefore on
-disk before it is released, whatever becomes of the process:
+How a process charges: it reads what is new, decides outside of any transaction whether a block fits, and commits the block in ``BEGIN IMMEDIATE``
+only if the version is still the one it decided on; otherwise it decides again. Steps are then taken out of the block in memory. What was released is
+therefore on disk before it is released, whatever becomes of the process:
 
 * killed: the whole block stays charged, which is more than was released, never less;
 * closed (``close()``, the end of a ``with`` block or of the program, also by Ctrl-C): the rest is returned, once, which a unique index enforces;
@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -105,7 +106,7 @@ class Ledger:
         self.path = _plain_path(path)
         self._read_only = read_only
         self.version, self._digest = 0, ""
-        if create and (not self.path.exists() or self.path.stat().st_size == 0):
+        if create and self._is_blank():
             self._create(settings)
         with self._connection("read") as connection:
             self._check(connection)
@@ -124,6 +125,13 @@ class Ledger:
     @property
     def id(self) -> str:
         return str(self.settings["id"])
+
+    def _is_blank(self) -> bool:
+        """No file, an empty one, or one whose making was cut off."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return True
+        with self._connection("read") as connection:
+            return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
     def _create(self, settings: Mapping[str, Any]) -> None:
         if not self.path.parent.is_dir():
@@ -147,7 +155,8 @@ class Ledger:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version != FORMAT:
             raise LedgerError(
-                f"the ledger {self.path} has format {version}, this torch_dpbayes reads format {FORMAT}. Use the version that wrote it; nothing was changed."
+                f"the ledger {self.path} has format {version}, this torch_dpbayes reads format {FORMAT}. Use the version that wrote it; "
+                "nothing was changed."
             )
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
@@ -164,7 +173,8 @@ class Ledger:
             rows = connection.execute(f"SELECT {_COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq", (self.version or 1,)).fetchall()
         if self.version and (not rows or rows.pop(0)[-1] != self._digest):
             raise LedgerError(
-                f"the ledger {self.path} does not hold any more what this process read in it: it was replaced by a copy or restored from a backup. What "
+                f"the ledger {self.path} does not hold any more what this process read in it: it was replaced by a copy or restored from a "
+                "backup. What "
                 "was charged since would be forgotten, so nothing is released. Put the newer file back."
             )
         found = []
@@ -235,13 +245,15 @@ class Ledger:
     def _connect(self, mode: str) -> sqlite3.Connection:
         if self.path.exists() and self.path.stat().st_nlink > 1:
             raise LedgerError(
-                f"{self.path} has a second name (a hard link). SQLite keeps a journal for each name, so that charges under one would be invisible under the "
+                f"{self.path} has a second name (a hard link). SQLite keeps a journal for each name, so that charges under one would be "
+                "invisible under the "
                 "other. Remove one of the names."
             )
         address = f"file:{quote(str(self.path))}?mode={mode}"
         journal = Path(f"{self.path}-wal")
-        if mode == "ro" and not os.access(self.path.parent, os.W_OK) and not (journal.exists() and journal.stat().st_size):
-            address += "&immutable=1"  # where SQLite cannot keep its index beside the file, it reads only what is known not to change
+        writable = os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
+        if mode == "ro" and not writable and not (journal.exists() and journal.stat().st_size):
+            address += "&immutable=1"  # else SQLite would keep an index beside the file, which cannot be made, or could not be written by its owner
         return sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
 
 
@@ -274,7 +286,7 @@ class Session:
 
     def __init__(self, ledger: Ledger, job: str, later: bool) -> None:
         self.ledger, self.job, self.later = ledger, job, later
-        self.writer = f"{uuid.uuid4().hex} pid {os.getpid()} on {os.uname().nodename}"
+        self.writer = f"{uuid.uuid4().hex} pid {os.getpid()} on {platform.node()}"
         self.blocks: list[Block] = []
         self._process = os.getpid()
         self._uncertain = False  # a commit was interrupted: there may be blocks that nobody took anything out of
@@ -288,30 +300,26 @@ class Session:
 
         Returns:
             Whether it is. If not, nothing happened.
+
+        Raises:
+            LedgerError: nobody knows what is on disk. Take nothing out of any block any more: :meth:`settle`, and begin anew.
         """
         finished, wanted, also = list(finished), list(wanted), list(also)
         entries = [entry for block in finished for entry in block.settlement()] + also
         first = len(entries)
         entries += [Entry("block", label, event, count, flag) for (event, label, flag), count in wanted]
-        usable = [block.open for block in finished]
         self._uncertain = True
-        for block in finished:
-            block.open = False  # should the commit fail, nobody knows whether the block was returned: it is not used again
         numbers = self.ledger.append(entries, job=self.job, writer=self.writer, later=self.later)
-        if numbers is None:
-            for block, was in zip(finished, usable, strict=True):
-                block.open = was
-            self._uncertain = False
-            return False
-        self.blocks = [block for block in self.blocks if block not in finished]
-        self.blocks += [Block(seq, key, count) for seq, (key, count) in zip(numbers[first:], wanted, strict=True)]
+        if numbers is not None:
+            self.blocks = [block for block in self.blocks if block not in finished]
+            self.blocks += [Block(seq, key, count) for seq, (key, count) in zip(numbers[first:], wanted, strict=True)]
         self._uncertain = False
-        return True
+        return numbers is not None
 
     def settle(self) -> None:
         """Returns what the open blocks did not use."""
         if os.getpid() != self._process:
-            return  # they are the parent's
+            return  # the blocks are the parent's
         if self._uncertain:
             known = {block.seq for block in self.blocks}
             self.blocks += [Block(row.seq, row.key, row.count) for row in self.ledger.open_blocks_of(self.writer) if row.seq not in known]
@@ -324,13 +332,6 @@ class Session:
                 if not isinstance(error.__cause__, sqlite3.IntegrityError):  # settled before, by a commit that seemed to fail
                     raise
             self.blocks.remove(block)
-
-    def settle_quietly(self) -> None:
-        """At the end of the program, where an error could only be printed: what is not returned stays charged."""
-        try:
-            self.settle()
-        except (LedgerError, OSError):
-            pass
 
 
 def open_blocks(rows: Iterable[Row]) -> list[Row]:
@@ -374,7 +375,8 @@ def _replaced(path: Path) -> str:
 
 def _damaged(path: Path, what: str) -> str:
     return (
-        f"the ledger {path} is damaged ({what}). What was charged cannot be known, so nothing is released. Restore the newest backup only if nothing was charged "
+        f"the ledger {path} is damaged ({what}). What was charged cannot be known, so nothing is released. Restore the newest backup only "
+        "if nothing was charged "
         "after it; otherwise take the budget as spent."
     )
 
