@@ -1,6 +1,7 @@
 """The ledger: one history in a file, and the guarantee that holds for those who share it."""
 
 import copy
+import gc
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -377,6 +379,25 @@ def test_copies_share_the_file(path):
         assert copied.guarantee == accountant.guarantee == "fixed"  # the same job
 
 
+KEPT = """
+import pickle, sys
+from torch_dpbayes.accounting.events import GaussianDpEvent
+accountant = pickle.loads(bytes.fromhex(sys.argv[1]))
+print(accountant.compose(GaussianDpEvent(100.0)).guarantee)
+accountant.close()
+"""
+
+
+def test_an_accountant_that_was_kept_for_another_program_is_a_later_job(path):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    accountant.close()
+    kept = pickle.dumps(accountant)
+    assert pickle.loads(kept).guarantee == "fixed"
+    ran = subprocess.run([sys.executable, "-c", KEPT, kept.hex()], capture_output=True, text=True, cwd=Path(__file__).resolve().parent.parent)
+    assert ran.stdout.strip() == "filter", ran.stderr
+    assert accountant.guarantee == "filter"
+
+
 def test_in_memory_copies_name_path():
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="path="):
@@ -541,6 +562,37 @@ def test_a_registered_schedule(where, tmp_path):
     later.close()
     if where:
         assert counted(where["path"]) == 2005 + extra
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_what_the_registering_job_releases_beside_its_schedule_is_adaptive(where, tmp_path):
+    where = {"path": tmp_path / "l.db"} if where == "file" else {}
+    accountant = PrivacyAccountant(3.0, DELTA, **where).register([(GaussianDpEvent(50.0), 10)])
+    assert accountant.compose(GaussianDpEvent(50.0), 10).guarantee == "registered"
+    for _ in range(3):
+        accountant.compose(GaussianDpEvent(20.0), 10, label="beside")
+        assert accountant.guarantee == "filter"
+        accountant.close()
+    assert accountant.get_epsilon() == pytest.approx(3.0)
+    assert [charge.adaptive for charge in accountant.history] == [False, True]
+    if where:
+        assert PrivacyAccountant(**where).guarantee == "filter"
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_what_remains_beside_a_registered_schedule_may_be_charged_at_once(where, tmp_path):
+    where = {"path": tmp_path / "l.db"} if where == "file" else {}
+    accountant = PrivacyAccountant(3.0, DELTA, **where).register([(STEP, 100), (sampled(0.9), 50), (GaussianDpEvent(50.0), 3)])
+    accountant.compose(STEP, 20)
+    left = accountant.remaining(STEP)
+    assert left > 130
+    accountant.compose(STEP, left)
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(STEP, 2)
+    assert accountant.compose(GaussianDpEvent(60.0), 3).remaining(GaussianDpEvent(60.0)) == 0
+    assert len(accountant) == left + 23
+    accountant.close()
+    assert not where or counted(where["path"]) == left + 23
 
 
 def test_a_registered_schedule_must_fit_and_come_first():
@@ -797,6 +849,17 @@ def test_a_ledger_whose_making_was_cut_off_is_made_anew(path):
     assert counted(path) == 1
 
 
+def test_a_file_that_was_emptied_is_not_made_anew(path, monkeypatch):
+    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.1)
+    accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
+    accountant.close()
+    path.write_bytes(b"")
+    for use in (lambda: PrivacyAccountant(3.0, DELTA, path=path), lambda: accountant.compose(STEP, 9), lambda: len(accountant)):
+        with pytest.raises(LedgerError):
+            use()
+    assert path.read_bytes() == b""
+
+
 def test_clocks_that_jump_change_nothing(path, monkeypatch):
     """Rows are ordered by their numbers; times are for people."""
     times = iter([f"20{year}-01-01T00:00:00.000+00:00" for year in (26, 27, 19, 38, 20) for _ in range(60)])
@@ -846,7 +909,27 @@ def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(path, monkeypatch
     assert not ledger.open_blocks(look_at(path)[1])
 
 
+def test_an_accountant_collected_in_the_middle_of_a_commit_does_not_wait_for_itself(path, monkeypatch):
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    lost = [PrivacyAccountant(path=path).compose(STEP).compose(STEP)]
+    lost.append(lost)
+    now = ledger._now
+    monkeypatch.setattr(ledger, "_now", lambda: (gc.collect(), now())[1])
+    gc.disable()
+    try:
+        del lost
+        start = time.monotonic()
+        accountant.compose(STEP)
+    finally:
+        gc.enable()
+    assert time.monotonic() - start < 20
+    accountant.close()
+    assert counted(path) >= 3  # what the other had reserved stays charged
+
+
 def test_no_folder(tmp_path):
+    with pytest.raises(LedgerError, match="no file"):
+        PrivacyAccountant(path=tmp_path)
     with pytest.raises(LedgerError, match="no folder"):
         PrivacyAccountant(path=tmp_path / "none" / "budget.db")
 

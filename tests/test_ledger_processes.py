@@ -127,12 +127,27 @@ def test_the_budget_is_never_passed(tmp_path, number, steps):
     assert epsilon_of(path) <= 1.2
 
 
-def test_a_spawned_worker_is_the_same_job(tmp_path):
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_spawned_worker_is_the_same_job(tmp_path, method):
     path = tmp_path / "budget.db"
     parent = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 10)
-    told = run_workers(Shared(parent), 1, 20, [1.0], "spawn")
+    told = run_workers(Shared(parent), 1, 20, [1.0], method)
     assert set(told.values()) == {20}
     assert len(parent) == 30
+    assert parent.guarantee == "fixed"
+
+
+def compose_in_pool(accountant):
+    with accountant:
+        return accountant.compose(STEP).guarantee
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_an_accountant_sent_to_a_pool_is_the_same_job(tmp_path, method):
+    parent = PrivacyAccountant(3.0, DELTA, path=tmp_path / "budget.db").compose(STEP, 10)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
+        assert pool.submit(compose_in_pool, parent).result() == "fixed"
+    assert len(parent) == 11
     assert parent.guarantee == "fixed"
 
 
@@ -145,6 +160,37 @@ def test_threads_share_one_accountant(tmp_path):
         thread.join()
     accountant.close()
     assert counted(accountant.path) == len(accountant) == 800
+
+
+def test_a_fork_in_the_middle_of_another_threads_charge(tmp_path):
+    """SQLite in the child would find locks of the thread that it does not have: it would wait for ever, or take the file for damaged."""
+    path = tmp_path / "budget.db"
+    parent = PrivacyAccountant(30.0, DELTA, path=path)
+    stop, charged = threading.Event(), []
+
+    def work():
+        while not stop.is_set():
+            parent.compose(GaussianDpEvent(1e3)).close()
+            charged.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    signal.alarm(30)
+                    parent.compose(GaussianDpEvent(1e3)).close()
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        stop.set()
+        thread.join()
+    assert counted(path) == len(charged) + 10
 
 
 def make(path):
@@ -247,6 +293,54 @@ def test_ctrl_c_returns_what_was_reserved(tmp_path):
     assert not open_blocks(look_at(path)[1])
 
 
+STORM = """
+import random, signal, sys, time
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.events import GaussianDpEvent
+accountant = PrivacyAccountant(300.0, 1e-5, path=sys.argv[1] if sys.argv[1] else None)
+generator, released, armed, end = random.Random(), 0, False, time.monotonic() + 10
+
+def interrupt(*_):
+    if armed:
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+while time.monotonic() < end:
+    kind = generator.random()
+    signal.setitimer(signal.ITIMER_REAL, 10 ** generator.uniform(-6, -2))
+    try:
+        try:
+            armed = True
+            if kind < 0.05:
+                accountant.close()
+            elif kind < 0.1:
+                len(accountant)
+            else:
+                count = generator.choice([1, 1, 1, 5])
+                accountant.compose(GaussianDpEvent(1e3 + int(10 * kind)), count)
+                armed = False
+                released += count
+        finally:
+            armed = False
+    except KeyboardInterrupt:
+        pass
+accountant.close()
+assert len(accountant) >= released > 100
+print(released)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["file", "memory"])
+def test_interrupts_at_any_moment(tmp_path, where):
+    path = tmp_path / "budget.db"
+    ran = subprocess.run([sys.executable, "-c", STORM, str(path) if where == "file" else ""], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    if where == "file":
+        assert counted(path) >= int(ran.stdout)
+        assert not open_blocks(look_at(path)[1])
+
+
 ENDING = """
 import os, sys, threading
 from torch_dpbayes.accounting import PrivacyAccountant
@@ -281,6 +375,11 @@ def test_a_program_that_ends_without_close(tmp_path, how):
         assert counted(path) >= released >= 300
 
 
+def finalizer_of(accountant):
+    (found,) = [f for f in util._finalizer_registry.values() if (reference := getattr(f, "_weakref", None)) is not None and reference() is accountant]
+    return found
+
+
 def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_them(tmp_path, monkeypatch):
     path = tmp_path / "budget.db"
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
@@ -297,7 +396,7 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
     charging = threading.Thread(target=lambda: accountant.compose(STEP))
     charging.start()
     inside.wait(20)
-    (at_the_end,) = [f for f in util._finalizer_registry.values() if f._weakref is not None and f._weakref() is accountant]
+    at_the_end = finalizer_of(accountant)
     ending = threading.Thread(target=lambda: (at_the_end(), ended.set()))
     ending.start()
     assert not ended.wait(0.3), "the block was given back in the middle of a charge"
@@ -313,7 +412,7 @@ def test_a_charge_after_blocks_were_given_back_at_the_end_is_written_anew(tmp_pa
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     for _ in range(100):
         accountant.compose(STEP)
-    (at_the_end,) = [f for f in util._finalizer_registry.values() if f._weakref is not None and f._weakref() is accountant]
+    at_the_end = finalizer_of(accountant)
     at_the_end()
     assert counted(path) == 100
     for _ in range(3):

@@ -9,7 +9,8 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from multiprocessing import util
+from multiprocessing import parent_process, util
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -28,6 +29,8 @@ _IN_THE_MIDDLE = (
     "this accountant was called from within one of its own charges, which only a signal handler can do: what it would read or write is not "
     "known yet. Let the handler raise (SystemExit, KeyboardInterrupt): reserved steps are returned at the end of the program."
 )
+
+_PROGRAM = uuid.uuid4().hex  # the same in forked children
 
 T = TypeVar("T")
 
@@ -62,9 +65,10 @@ class PrivacyAccountant:
         method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi curves: 3 to 15 percent
             above, and knows zero-concentrated releases.
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another.
-        path: a SQLite file on a local disk that keeps the history, made if there is none. Processes share it: the accountant may be forked, pickled
-            and copied, and other programs may open the same path. Close it (``with``, :meth:`close`, or the end of the program), so that steps
-            reserved ahead are given back.
+        path: a SQLite file on a local disk that keeps the history, made if there is none. Processes share it: the accountant may be forked, copied
+            and sent to multiprocessing workers, and other programs may open the same path, or a pickle, as new jobs. Close it (``with``,
+            :meth:`close`, or the end of the program), so that steps reserved ahead are given back. Back it up while no program uses it, or
+            together with the file ending in ``-wal``, which has the newest charges.
 
     Raises:
         ValueError: a setting is out of range, or is not the one that the file was made with.
@@ -288,7 +292,8 @@ class PrivacyAccountant:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it costs nothing.
 
         Exact for one process without open blocks of others; what others have reserved may come back. A job that opened a file which held charges
-        already gets the number that its filter lets through.
+        already gets the number that its filter lets through; before a first charge with ``adaptive=True`` it is not yet that. Of an event with
+        several parts, what a registered schedule would cover is left out.
         """
         need: dict[Pair, int] = {}
         for _, times, pair in self._parts(event, 1):
@@ -586,7 +591,8 @@ class PrivacyAccountant:
                 "Make it with PrivacyAccountant(..., path='budget.db'), which copies and processes share; or pass the object itself on, or "
                 "save state_dict() and load it into a new accountant when this one is gone."
             )
-        return _open_again, (str(session.ledger.path), session.ledger.id, session.job, session.later)
+        starting_worker = get_spawning_popen() is not None  # which alone will read this
+        return _open_again, (str(session.ledger.path), session.ledger.id, session.job, session.later, starting_worker, _PROGRAM, os.getpid())
 
     # --- what Opacus asks of an accountant ---------------------------------------------------------------------------
 
@@ -633,11 +639,13 @@ def _settle_quietly(session: Session, lock: AbstractContextManager[Any]) -> None
             pass
 
 
-def _open_again(path: str, identity: str, job: str, later: bool) -> PrivacyAccountant:
-    """The accountant of the same job in another place."""
+def _open_again(path: str, identity: str, job: str, later: bool, starting_worker: bool, program: str, maker: int) -> PrivacyAccountant:
+    """The accountant of the same job, in the program that sent it or in a worker of that; anywhere else, as if kept until tomorrow, of a new job."""
+    parent = parent_process()
+    same = starting_worker or program == _PROGRAM or (parent is not None and maker == parent.pid)
     ledger = Ledger(path, {"id": identity})
     accountant = PrivacyAccountant.__new__(PrivacyAccountant)
-    accountant._set_up({}, ledger, job, later)
+    accountant._set_up({}, ledger, job if same else "", later)
     return accountant
 
 

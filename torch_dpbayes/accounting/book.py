@@ -160,7 +160,7 @@ class Book:
         """What the next charges like this one may be taken out of, if it is worth it. Any other charge ends it."""
         flag: Flag = "adaptive" if adaptive or self.is_later else "fixed"
         if self.session is not None:
-            block = self._covering(self.session, part, {})
+            block = self._covering(self.session, part[2], {})
         else:
             certain = 0 if self.plan else _LARGEST_BLOCK if self._headroom is None else self._headroom.certain(part[2])
             block = Block(0, (part[0], label, flag), certain)
@@ -196,11 +196,13 @@ class Book:
         registered: list[Part] = []
         rest: list[Part] = []
         for event, times, pair in parts:
-            taken = take(left, pair, times)
-            if taken is None:
+            while times and (kept := take(left, pair, 1)) is not None:
+                count = min(times, left[kept] + 1)
+                left[kept] -= count - 1
+                registered.append((planned[kept], count, kept))
+                times -= count
+            if times:
                 rest.append((event, times, pair))
-            else:
-                registered.append((planned[taken], times, taken))
         return registered, rest
 
     def _refuse(self, need: dict[Pair, int]) -> NoReturn:
@@ -369,12 +371,15 @@ class Book:
         """Takes the charge out of open blocks if they cover it: nothing is written, nothing is composed."""
         taken: list[tuple[Block, Part]] = []
         chosen: dict[Block, int] = {}
-        for part in parts:
-            block = self._covering(session, part, chosen)
-            if block is None:
-                return False
-            chosen[block] = chosen.get(block, 0) + part[1]
-            taken.append((block, part))
+        for event, times, pair in parts:
+            while times:
+                block = self._covering(session, pair, chosen)
+                if block is None:
+                    return False
+                count = min(times, block.left - chosen.get(block, 0))
+                chosen[block] = chosen.get(block, 0) + count
+                taken.append((block, (event, count, pair)))
+                times -= count
         for block, part in taken:
             block.left -= part[1]
             self._taken(block, part, label, flag)
@@ -384,21 +389,23 @@ class Book:
         event, times, pair = part
         if block.key[2] == "registered":
             event, pair, flag = block.key[0], self._block_pair(block), "registered"
-        elif self._headroom is not None:
-            self._headroom.spend(pair, times)
+        else:
+            flag = "adaptive" if self.plan else flag
+            if self._headroom is not None:
+                self._headroom.spend(pair, times)
         key = event, label, flag
         block.used[key] = block.used.get(key, 0) + times
         self._keep(event, label, flag, times, pair)
 
-    def _covering(self, session: Session, part: Part, taken: Mapping[Block, int]) -> Block | None:
-        """The block for ``part``: its own rather than one that merely dominates it."""
+    def _covering(self, session: Session, pair: Pair, taken: Mapping[Block, int]) -> Block | None:
+        """A block with something left for ``pair``: its own rather than one that merely dominates it."""
         found = None
         for block in session.blocks:
-            if block.open and block.left - taken.get(block, 0) >= part[1]:
+            if block.open and block.left > taken.get(block, 0):
                 kept = self._block_pair(block)
-                if kept == part[2]:
+                if kept == pair:
                     return block
-                if found is None and covers(kept, part[2]):
+                if found is None and covers(kept, pair):
                     found = block
         return found
 

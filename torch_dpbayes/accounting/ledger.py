@@ -13,7 +13,8 @@ therefore on disk before it is released, whatever becomes of the process:
 * forked: the child starts afresh from the file and never returns a block of its parent;
 * a commit that was interrupted, so that nobody knows whether it reached the disk: its block is not used, and is returned once the file can be read.
 
-A connection lives as long as one transaction, so that none is ever inherited by a child or writes into a file that was deleted or replaced.
+A connection lives as long as one transaction, and a fork waits for its end, so that none is ever inherited by a child or writes into a file that was
+deleted or replaced.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import json
 import os
 import platform
 import sqlite3
+import threading
+import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from . import events
@@ -36,8 +38,18 @@ from .events import DpEvent
 from .privacy_loss import Pair
 
 BUSY_SECONDS = 60.0
+MAKING_SECONDS = 10.0
 FORMAT = 1
 _APPLICATION = 0x64706279
+
+# Held while a connection is open, also by who forks: SQLite keeps a process' locks in its memory, where a child would find those of a connection that
+# it does not have. It would wait for them in vain, or read without any.
+_connections = threading.RLock()
+_being_written: set[str] = set()  # names, whose hash no signal handler can interrupt
+if hasattr(os, "register_at_fork"):  # else there is no fork
+    os.register_at_fork(before=_connections.acquire, after_in_parent=_connections.release, after_in_child=_connections.release)
+
+T = TypeVar("T")
 
 Kind = Literal["charge", "block", "return", "plan", "filter"]
 Flag = Literal["fixed", "adaptive", "registered"]
@@ -108,10 +120,8 @@ class Ledger:
         self.version, self._digest = 0, ""
         if create and self._is_blank():
             self._create(settings)
-        with self._connection("read") as connection:
-            self._check(connection)
-            found = {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM settings")}
-        self.settings: dict[str, Any] = found
+        found: dict[str, Any] = self._connected("read", self._checked_settings)
+        self.settings = found
         self._digest = _first_digest(found)
         if settings.get("id", self.id) != self.id:
             raise LedgerError(_replaced(self.path))
@@ -127,20 +137,28 @@ class Ledger:
         return str(self.settings["id"])
 
     def _is_blank(self) -> bool:
-        """No file, an empty one, or one whose making was cut off."""
-        if not self.path.exists() or self.path.stat().st_size == 0:
+        """No file, or one whose making was cut off."""
+        if not self.path.exists():
             return True
-        with self._connection("read") as connection:
-            return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        end = time.monotonic() + MAKING_SECONDS
+        while self.path.is_file() and not self.path.stat().st_size:
+            if time.monotonic() > end:
+                raise LedgerError(
+                    f"{self.path} is empty. If it was a ledger, what was charged is lost (a full disk?), and beginning anew would spend the budget "
+                    "twice: restore it. If it never was one, remove it."
+                )
+            time.sleep(0.01)  # another process may be making it
+        return self._connected("read", _has_no_tables)
 
     def _create(self, settings: Mapping[str, Any]) -> None:
         if not self.path.parent.is_dir():
             raise LedgerError(f"there is no folder {self.path.parent} for the ledger {self.path.name}: make it first.")
         written = {**settings, "id": uuid.uuid4().hex, "created": _now()}
-        with self._connection("create") as connection:
+
+        def create(connection: sqlite3.Connection) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("BEGIN IMMEDIATE")
-            if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:  # else another process was faster
+            if _has_no_tables(connection):  # else another process was faster
                 connection.execute(f"PRAGMA application_id = {_APPLICATION}")
                 connection.execute(f"PRAGMA user_version = {FORMAT}")
                 for table in _TABLES:
@@ -149,7 +167,16 @@ class Ledger:
                 connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
             connection.execute("COMMIT")
 
-    def _check(self, connection: sqlite3.Connection) -> None:
+        end = time.monotonic() + MAKING_SECONDS
+        while True:
+            try:
+                return self._connected("create", create)
+            except LedgerError as error:  # SQLite does not wait where two turn a new file to WAL
+                if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                    raise
+                time.sleep(0.01)
+
+    def _checked_settings(self, connection: sqlite3.Connection) -> dict[str, Any]:
         if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
             raise LedgerError(f"{self.path} is an SQLite file, but not a ledger of torch_dpbayes. Give another path.")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -161,6 +188,7 @@ class Ledger:
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise LedgerError(_damaged(self.path, verdict))
+        return {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM settings")}
 
     def read(self) -> list[Row]:
         """The rows that came since the last call.
@@ -168,9 +196,12 @@ class Ledger:
         Raises:
             LedgerError: a row is damaged, or what was read before is not there any more.
         """
-        with self._connection("read") as connection:
+
+        def select(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
             self._same_file(connection)
-            rows = connection.execute(f"SELECT {_COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq", (self.version or 1,)).fetchall()
+            return connection.execute(f"SELECT {_COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq", (self.version or 1,)).fetchall()
+
+        rows = self._connected("read", select)
         if self.version and (not rows or rows.pop(0)[-1] != self._digest):
             raise LedgerError(
                 f"the ledger {self.path} does not hold any more what this process read in it: it was replaced by a copy or restored from a "
@@ -192,8 +223,8 @@ class Ledger:
         Raises:
             LedgerError: it cannot be said that the entries are on disk.
         """
-        numbers: list[int] = []
-        with self._connection("write") as connection:
+
+        def insert(connection: sqlite3.Connection) -> tuple[list[int], str, bool] | None:
             connection.execute("BEGIN IMMEDIATE")
             self._same_file(connection)
             last = connection.execute("SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1").fetchone()
@@ -202,48 +233,66 @@ class Ledger:
             if if_unchanged and not unchanged:
                 connection.execute("ROLLBACK")
                 return None
-            time = _now()
+            moment, first = _now(), seq + 1
             for entry in entries:
                 seq += 1
                 code = "" if entry.event is None else json.dumps(events.encode(entry.event))
-                values = [seq, time, job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
+                values = [seq, moment, job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
                 digest = _digest(digest, values)
                 connection.execute(f"INSERT INTO rows ({_COLUMNS}, digest) VALUES ({', '.join('?' * 12)})", [*values, digest])
-                numbers.append(seq)
             connection.execute("COMMIT")
-        if unchanged:
-            self.version, self._digest = seq, digest
+            return list(range(first, seq + 1)), digest, unchanged
+
+        written = self._connected("write", insert)
+        if written is None:
+            return None
+        numbers, digest, unchanged = written
+        if unchanged and numbers:
+            self.version, self._digest = numbers[-1], digest
         return numbers
 
     def open_blocks_of(self, writer: str) -> list[Row]:
         """The blocks of one process that were not settled."""
-        with self._connection("read") as connection:
+
+        def select(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
             self._same_file(connection)
-            rows = connection.execute(f"SELECT {_COLUMNS} FROM rows WHERE writer = ? ORDER BY seq", (writer,)).fetchall()
-        return open_blocks(_decoded(list(row)) for row in rows)
+            return connection.execute(f"SELECT {_COLUMNS} FROM rows WHERE writer = ? ORDER BY seq", (writer,)).fetchall()
+
+        return open_blocks(_decoded(list(row)) for row in self._connected("read", select))
 
     def _same_file(self, connection: sqlite3.Connection) -> None:
         found = connection.execute("SELECT value FROM settings WHERE name = 'id'").fetchone()
         if found is None or json.loads(found[0]) != self.id:
             raise LedgerError(_replaced(self.path))
 
-    @contextmanager
-    def _connection(self, purpose: Literal["create", "read", "write"]) -> Iterator[sqlite3.Connection]:
+    def _connected(self, purpose: Literal["create", "read", "write"], work: Callable[[sqlite3.Connection], T]) -> T:
+        """What ``work`` does with a connection of its own. (Not a context manager, in whose ``__exit__`` Ctrl-C could leave it open.)"""
         connection: sqlite3.Connection | None = None
-        mode = "rwc" if purpose == "create" else "ro" if self._read_only else "rw"
-        try:
-            connection = self._connect(mode)
-            if purpose != "read":
-                connection.execute("PRAGMA synchronous = FULL")
-            yield connection
-        except sqlite3.Error as error:
-            raise _explained(self.path, error) from error
-        finally:
-            if connection is not None:
-                connection.close()
+        mode, name = "rwc" if purpose == "create" else "ro" if self._read_only else "rw", str(self.path)
+        with _connections:
+            if purpose != "read" and name in _being_written:
+                raise LedgerError(
+                    f"the ledger {self.path} is being written by this very thread: what runs now, in a signal handler or in garbage collection, "
+                    "came in the middle of it. Nothing was recorded; release nothing."
+                )
+            try:
+                connection = self._connect(mode)
+                if purpose != "read":
+                    _being_written.add(name)
+                    connection.execute("PRAGMA synchronous = FULL")
+                return work(connection)
+            except sqlite3.Error as error:
+                raise _explained(self.path, error) from error
+            finally:
+                try:
+                    if connection is not None:
+                        connection.close()
+                finally:
+                    if purpose != "read":
+                        _being_written.discard(name)
 
     def _connect(self, mode: str) -> sqlite3.Connection:
-        if self.path.exists() and self.path.stat().st_nlink > 1:
+        if self.path.is_file() and self.path.stat().st_nlink > 1:
             raise LedgerError(
                 f"{self.path} has a second name (a hard link). SQLite keeps a journal for each name, so that charges under one would be "
                 "invisible under the "
@@ -345,6 +394,10 @@ def open_blocks(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
+def _has_no_tables(connection: sqlite3.Connection) -> bool:
+    return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+
+
 def _plain_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not isinstance(text, str) or not text or text.startswith((":memory:", "file:")) or "\0" in text:
@@ -361,8 +414,8 @@ def _digest(before: str, values: list[Any]) -> str:
 
 
 def _decoded(values: list[Any]) -> Row:
-    seq, time, job, writer, later, kind, label, code, count, flag, block = values
-    return Row(seq, time, job, writer, bool(later), kind, label, events.decode(json.loads(code)) if code else None, count, flag, block)
+    seq, moment, job, writer, later, kind, label, code, count, flag, block = values
+    return Row(seq, moment, job, writer, bool(later), kind, label, events.decode(json.loads(code)) if code else None, count, flag, block)
 
 
 def _now() -> str:
@@ -392,8 +445,9 @@ def _explained(path: Path, error: sqlite3.Error) -> LedgerError:
     elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
         what = "cannot be written: the file or its folder is read-only. Charging needs write access to both. Nothing may be released"
     elif code == sqlite3.SQLITE_CANTOPEN:
-        gone = "it is gone" if not path.exists() else "check the permissions of the file and of its folder, which both must be writable"
-        what = f"cannot be opened: {gone}. Nothing may be released"
+        why = "check the permissions of the file and of its folder, which both must be writable"
+        why = why if path.is_file() else "it is no file" if path.exists() else "it is gone"
+        what = f"cannot be opened: {why}. Nothing may be released"
     elif code == sqlite3.SQLITE_CONSTRAINT:
         what = f"refused a row ({error}). Nothing may be released"
     else:

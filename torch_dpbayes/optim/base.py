@@ -636,7 +636,7 @@ class PrivateOptimizer(Optimizer):
         return {name: getattr(self, name) for name in _OPTIONS_OF_ALL_GROUPS}
 
     def _resume_accountant(self, saved: dict[str, Any]) -> None:
-        if len(self.accountant) == 0:
+        if len(self.accountant) == 0 or saved.get("ledger"):  # the file went on counting: it is asked whether it holds what was saved
             self.accountant.load_state_dict(saved)
             return
         known = PrivacyAccountant(method=self.accountant.method, neighboring=self.accountant.neighboring)
