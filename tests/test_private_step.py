@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
+from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.clipping.gradient_source import HooksGradientSource
 
 SIGNIFICANCE = 1e-5  # of each Kolmogorov-Smirnov test; there are fewer than ten in this file
@@ -273,6 +274,26 @@ def test_with_generators_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     run(0, 7, "b")
     assert run(7, 12, "b") == whole
     assert whole.split()[1] == "12"
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+def test_a_sum_over_very_many_records_moves_by_no_more_than_the_clip_bound(mode):
+    """All gradients in one direction: in float32 the sum of 200,000 rounds by a percent of C, differently for every number of records."""
+    records, net = 200_000, nn.Linear(1, 1)
+    x = 1 + 0.1 * torch.rand(records, 1)
+    source = {"bookkeeping": BookkeepingGradientSource, "hooks": HooksGradientSource}[mode](net)
+    optimizer = bare(net.parameters(), num_data=records, expected_batch_size=records, sampling=None, prior_std=math.inf)
+    optimizer._source, released = source, []
+
+    def recording(layout, smallest, stream):
+        released.append(layout.gradient.double().clone())
+        layout.buffer.zero_()
+
+    optimizer._add_noise = recording
+    for first in (0, 1):
+        net(x[first:]).sum().backward()
+        optimizer.step()
+    assert float((released[0] - released[1]).norm()) <= 1 + 1e-6
 
 
 # -- charges -----------------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from ..poisson_loader import PoissonSampler
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
 
 _LARGEST_LR = 1e30
+_MANY_RECORDS = 2**14
 _ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _OPTIONS_OF_ALL_GROUPS = ("num_data", "expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature", "sampling")
 
@@ -67,11 +68,12 @@ class Part:
 class _Layout:
     """Where the trainable parameters of one step live in the flat buffer, which holds Σ clip(g), then S, then ĝ."""
 
-    def __init__(self, members: list[tuple[dict[str, Any], list[str], list[Tensor]]], second_moment: int) -> None:
+    def __init__(self, members: list[tuple[dict[str, Any], list[str], list[Tensor]]], second_moment: int, records: float) -> None:
         self.parameters = [p for _, _, parameters in members for p in parameters]
         self.names = [name for _, names, _ in members for name in names]
         self.named = list(zip(self.names, self.parameters, strict=True))
-        self.dtype, self.device = _noise_dtype(self.parameters), self.parameters[0].device
+        self.records = records
+        self.dtype, self.device = _sum_dtype(self.parameters, records), self.parameters[0].device
         self.norm_dtype = None if all(p.dtype is self.dtype for p in self.parameters) else self.dtype
         sizes = [p.numel() for p in self.parameters]
         self.buffer = torch.zeros(sum(sizes) + second_moment, dtype=self.dtype, device=self.device)
@@ -84,7 +86,7 @@ class _Layout:
         ]
 
     def holds(self, members: list[tuple[dict[str, Any], list[str], list[Tensor]]]) -> bool:
-        if len(self.parts) != len(members) or (self.parameters[0].device, _noise_dtype(self.parameters)) != (self.device, self.dtype):
+        if len(self.parts) != len(members) or (self.parameters[0].device, _sum_dtype(self.parameters, self.records)) != (self.device, self.dtype):
             return False
         for part, (group, _, parameters) in zip(self.parts, members, strict=True):
             if part.group is not group or [id(p) for p in part.parameters] != [id(p) for p in parameters]:
@@ -557,7 +559,7 @@ class PrivateOptimizer(Optimizer):
         if len({p.device for p in parameters}) > 1:
             raise RuntimeError("the parameters live on several devices; one norm per record needs them on one")
         self._pending = False
-        self._layout = _Layout(members, self._second_moment_size(sum(p.numel() for p in parameters)))
+        self._layout = _Layout(members, self._second_moment_size(sum(p.numel() for p in parameters)), self._expected_batch_size)
         return self._layout
 
     def _second_moment_size(self, num_parameters: int) -> int:
@@ -660,9 +662,10 @@ def _not_finite(layout: _Layout) -> str:
     return next((name for name, p in layout.named if not bool(torch.isfinite(p).all())), "")
 
 
-def _noise_dtype(parameters: list[Tensor]) -> torch.dtype:
-    """float64 where a parameter has it, else float32: norms and noise of half-precision parameters are computed in float32."""
-    return torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+def _sum_dtype(parameters: list[Tensor], records: float) -> torch.dtype:
+    """Of norms, sums and noise: float64 where a parameter has it or where so many records are added that float32 would round by more than 10⁻³·C."""
+    wide = records >= _MANY_RECORDS or any(p.dtype == torch.float64 for p in parameters)
+    return torch.float64 if wide else torch.float32
 
 
 def _require_positive(name: str, value: float, *, allow_infinite: bool = False) -> None:
