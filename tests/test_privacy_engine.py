@@ -263,6 +263,27 @@ def test_the_target_is_met_by_what_the_sampler_releases_under_the_method_of_the_
     assert 1.9 < accountant.get_epsilon() <= 2.0
 
 
+def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp_path):
+    """The second job is held by a filter, and the third finds adaptive charges: both get the smallest noise whose steps all fit."""
+    path, noise = tmp_path / "budget.db", []
+    for share in (1.0, 3.0, 3.0):
+        with dpb.PrivacyAccountant(3.0, 1e-5, path=path) as accountant:
+            engine, epochs = dpb.PrivacyEngine(accountant=accountant), 3
+            if accountant.is_later_job:
+                with pytest.raises(ValueError, match="Pass the budget as the target"):
+                    with_epsilon(engine, target_epsilon=2.0, epochs=epochs)
+            arguments = {"target_epsilon": share, "epochs": epochs}
+            net, optimizer, loader = with_epsilon(engine, **arguments)
+            plan = engine.plan(
+                module=net, optimizer=optimizer, data_loader=loader, epochs=epochs, target_delta=1e-5, target_epsilon=share, max_grad_norm=1.0
+            )
+            for _ in range(epochs):
+                epoch(net, optimizer, loader)
+            noise.append(optimizer.noise_multiplier)
+            assert accountant.get_epsilon() == pytest.approx(plan.epsilon, rel=1e-3)
+    assert noise[1] < noise[0] < 10 * noise[1] < noise[2]  # the second job left next to nothing
+
+
 def test_a_built_optimizer_with_too_low_a_floor():
     net = nn.Linear(4, 3)
     built = dpb.optim.DPSGLD(net.parameters(), 20.0, num_data=60, expected_batch_size=12, max_grad_norm=1.0, noise_multiplier=0.3)

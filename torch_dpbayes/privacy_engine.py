@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from .accounting.accountant import PrivacyAccountant
-from .accounting.calibration import get_noise_multiplier, noise_multiplier_for
-from .accounting.events import DpEvent
+from .accounting.calibration import noise_multiplier_for
+from .accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .clipping.bookkeeping import BookkeepingGradientSource
 from .clipping.gradient_source import GradientSource, HooksGradientSource
 from .model_checks import check_layers, check_model, fixed_tensors, made_up_inputs
@@ -219,7 +219,7 @@ class PrivacyEngine:
             temperature=built.temperature,
             sample_rate=loader.sample_rate,
             steps=steps,
-            epsilon=after.get_epsilon(delta),
+            epsilon=_limit(accountant, delta) if _is_held(accountant) else after.get_epsilon(delta),
             delta=delta,
             target_epsilon=target_epsilon,
             lr=max(float(group["lr"]) for group in built.param_groups),
@@ -379,44 +379,60 @@ def _build_calibrated(
                 f"the target ({epsilon}, {delta}) exceeds the accountant's budget ({accountant.epsilon}, {accountant.delta}), which includes "
                 "what was spent before"
             )
+    if _is_held(accountant) and (epsilon, delta) != (accountant.epsilon, accountant.delta):
+        raise ValueError(
+            f"this accountant's guarantee is its budget as a whole, ({accountant.epsilon}, {accountant.delta}), for its charges may depend on "
+            "earlier outputs (accountant.summary() says why): no other target can be met. Pass the budget as the target, or use make_private"
+        )
     steps = epochs * len(loader)
     if isinstance(optimizer, PrivateOptimizer):
         built = _build(module, optimizer, loader, accountant, max_grad_norm, None)
-        return built, _calibrated(built, steps, accountant, epsilon, delta)
-    plain = get_noise_multiplier(
-        target_epsilon=epsilon,
-        target_delta=delta,
-        sample_rate=loader.sample_rate,
-        steps=steps,
-        neighboring=accountant.neighboring,
-        history=accountant.history,
-    )
-    built = _build(module, optimizer, loader, accountant, max_grad_norm, plain)
-    floor = _calibrated(built, steps, accountant, epsilon, delta)
-    if floor > plain:  # it releases more than the gradient
-        built = _build(module, optimizer, loader, accountant, max_grad_norm, floor)
-    return built, floor
+        return built, _calibrated(built._event, steps, accountant, epsilon, delta)
+
+    def plain(noise_multiplier: float, sampling: str) -> DpEvent:
+        return PoissonSampledDpEvent(loader.sample_rate, GaussianDpEvent(noise_multiplier))
+
+    floor = _calibrated(plain, steps, accountant, epsilon, delta)
+    built = _build(module, optimizer, loader, accountant, max_grad_norm, floor)
+    needed = _calibrated(built._event, steps, accountant, epsilon, delta)
+    if needed > floor:  # it releases more than the gradient
+        built = _build(module, optimizer, loader, accountant, max_grad_norm, needed)
+    return built, needed
 
 
-def _calibrated(optimizer: PrivateOptimizer, steps: int, accountant: PrivacyAccountant, epsilon: float, delta: float) -> float:
+def _is_held(accountant: PrivacyAccountant) -> bool:
+    """Whether the guarantee is a limit that was fixed beforehand, whatever is charged."""
+    return accountant.is_later_job or accountant.guarantee in ("filter", "registered")
+
+
+def _limit(accountant: PrivacyAccountant, delta: float) -> float:
+    """Epsilon of an accountant whose guarantee is a limit."""
+    if accountant.guarantee in ("filter", "registered"):
+        return accountant.get_epsilon(delta)
+    return accountant.epsilon if accountant.epsilon is not None and delta == accountant.delta else math.inf
+
+
+def _calibrated(
+    make_event: Callable[[float, str], DpEvent], steps: int, accountant: PrivacyAccountant, epsilon: float, delta: float
+) -> float:
     def event(noise_multiplier: float) -> DpEvent:
-        return optimizer._event(noise_multiplier, "poisson")
+        return make_event(noise_multiplier, "poisson")
 
     def fits(noise_multiplier: float) -> bool:
         left = accountant.remaining(event(noise_multiplier))
         return left is None or left >= steps
 
-    floor = noise_multiplier_for(
-        event, target_epsilon=epsilon, target_delta=delta, steps=steps, neighboring=accountant.neighboring, history=accountant.history
-    )
-    if fits(floor):
-        return floor
-    low, high = floor, floor  # the budget is kept by another rule than the one that the target is priced by: method "rdp", or a filter
-    while not fits(high):
+    low = 0.01
+    if not _is_held(accountant):
+        low = noise_multiplier_for(
+            event, target_epsilon=epsilon, target_delta=delta, steps=steps, neighboring=accountant.neighboring, history=accountant.history
+        )
+    high = low
+    while not fits(high):  # the budget is kept by another rule than the one that the target is priced by: method "rdp", or a filter
         low, high = high, 2 * high
         if high > 1e7:
             raise ValueError(f"nothing is left of the accountant's budget for {steps} steps, however large the noise")
-    while high > 1.001 * low:
+    while high > 1.0005 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high

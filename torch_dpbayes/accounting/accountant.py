@@ -219,6 +219,11 @@ class PrivacyAccountant:
             return self._read().guarantee
 
     @property
+    def is_later_job(self) -> bool:
+        """Whether this job began after others had charged the ledger: what it charges is held by a filter, or by the registered schedule."""
+        return self._book.is_later
+
+    @property
     def history(self) -> tuple[Charge, ...]:
         """What was charged, equal charges added up, in the order of their first occurrence. A copy."""
         with self._lock:
