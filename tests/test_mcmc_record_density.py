@@ -6,6 +6,7 @@ log p(x_i | θ) = −U_i − log p(θ): nothing of ours computes the expected va
 
 import math
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pyro
@@ -115,6 +116,15 @@ def several_dims_each_row(x):
         pyro.sample("x", dist.MultivariateNormal(mean[..., None].expand(-1, -1, 3), scale_tril=corner), obs=x)
 
 
+def written_in_place(x, y):
+    slope = weights("slope", 2)
+    mean, scale = torch.zeros(len(y)), torch.ones_like(y)
+    mean += x @ slope
+    scale[...] = 1.0 + x[:, 0] ** 2
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+
 def with_factor(x, *, y):
     angle = pyro.sample("angle", dist.Uniform(-1.0, 2.0))
     with pyro.plate("data", len(y)):
@@ -139,6 +149,7 @@ def kinds():
         "two discrete latents": (two_discrete_latents, lambda: (y(),), {}),
         "ordered": (ordered, lambda: (y(), torch.randint(0, 3, (RECORDS,))), {}),
         "two sites with mask": (two_sites_with_mask, lambda: (y(), torch.randint(0, 5, (RECORDS,)).double(), torch.rand(RECORDS) < 0.6), {}),
+        "written in place": (written_in_place, lambda: (normal(RECORDS, 2), y()), {}),
         "several dims each row": (several_dims_each_row, lambda: (normal(2, RECORDS, 3),), {}),
         "factor": (with_factor, lambda: (y(),), {"y": y}),
     }
@@ -248,7 +259,8 @@ def test_where_the_model_cannot_be_evaluated_is_told_from_bad_records():
     assert density.is_valid(torch.tensor([1.0])) and not density.is_valid(torch.tensor([3.0]))
     with pytest.raises(InvalidPoint):
         density.log_likelihoods(torch.tensor([3.0]))
-    assert density.clipped_gradient_sum(torch.tensor([3.0]), 1.0) == 0
+    with pytest.raises(InvalidPoint):
+        density.clipped_gradient_sum(torch.tensor([3.0]), 1.0)
 
 
 def test_the_set_up_does_not_look_at_the_data_and_what_follows_does_not_call_the_model():
@@ -268,6 +280,40 @@ def test_the_set_up_does_not_look_at_the_data_and_what_follows_does_not_call_the
         torch.testing.assert_close(density.log_likelihoods(theta), expected.log_likelihoods(theta))
         torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.5), expected.clipped_gradient_sum(theta, 0.5))
     assert len(calls) == during_set_up
+
+
+def ordered_by_the_largest(x, y):
+    """Mixes rows, but only where one is larger than any that the set-up tries."""
+    ordered(torch.where(x.abs().max() > 1e6, x / x.abs().max(), x), y)
+
+
+def normal_by_the_largest(x, y):
+    gaussian(y, weights("m") * torch.where(x.abs().max() > 1e6, x / x.abs().max(), x))
+
+
+@pytest.mark.parametrize("value", [1e8, -1e30, math.inf])
+@pytest.mark.parametrize("model", [ordered_by_the_largest, normal_by_the_largest])
+def test_what_the_set_up_overlooks_still_cannot_reach_another_record(model, value):
+    x, y = torch.randn(50), torch.randint(0, 3, (50,))
+    first, second = (RecordDensity(model, args) for args in [(x, y), spoil((x.clone(), y), value)])
+    kept = [i for i in range(50) if i != 3]
+    for theta in torch.randn(5, first.prior.dimension):
+        assert torch.equal(first.log_likelihoods(theta)[kept], second.log_likelihoods(theta)[kept])
+        moved = first.clipped_gradient_sum(theta, 0.01) - second.clipped_gradient_sum(theta, 0.01)
+        assert float(moved.norm()) <= 0.02 * (1 + 1e-9)
+
+
+def test_a_sum_over_a_million_records_moves_by_no_more_than_the_bound():
+    torch.set_default_dtype(torch.float32)
+
+    def model(x, y):
+        gaussian(y, x * weights("w"))
+
+    x, y = torch.ones(1_000_000), torch.full((1_000_000,), 1e3)  # every gradient is 1000, and clipped
+    sums = [float(RecordDensity(model, (x[k:], y[k:])).clipped_gradient_sum(torch.zeros(1), 1.1)) for k in range(4)]
+    assert sums[0] == pytest.approx(1.1e6, rel=1e-9)
+    for more, less in pairwise(sums):
+        assert abs(more - less) <= 1.1 * (1 + 1e-6)
 
 
 # -- what has to be refused --------------------------------------------------------------------------------------------------
@@ -376,6 +422,12 @@ def subsampled(y):
         pyro.sample("y", dist.Normal(m, 1.0), obs=y[index])
 
 
+def subsampled_by_hand(y):
+    m = weights("m")
+    with pyro.plate("data", 10 * len(y), subsample=torch.arange(len(y))) as index:
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y[index])
+
+
 def sequential(y):
     m = weights("m")
     for i in pyro.plate("data", len(y)):
@@ -416,6 +468,36 @@ def branch_on_the_data(y):
     gaussian(y, weights("m") * (2.0 if float(y[0]) > 0 else 1.0))
 
 
+def scaled_if_one_is_large(y):
+    gaussian(torch.where(y.abs().max() > 50, y / y.abs().max(), y), weights("m"))
+
+
+def counted_if_large(y):
+    gaussian(y, weights("m") + (y > 100).cumsum(0))
+
+
+def filled_with_the_mean(y):
+    gaussian(torch.where(y.isnan(), y.nanmean(), y), weights("m"))
+
+
+def prior_if_one_is_large(y):
+    gaussian(y, pyro.sample("m", dist.Normal(0.0, y.abs().max().clamp(min=50.0))))
+
+
+def masked(y):
+    y, known = y.clone(), y > -100
+    y[known] = (2 * y)[known]
+    gaussian(y, weights("m"))
+
+
+def one_hot(y):
+    gaussian(y, nn.functional.one_hot((y > 0).long(), 2).double() @ weights("m", 2))
+
+
+def improper(y):
+    gaussian(y, pyro.sample("m", dist.ImproperUniform(dist.constraints.real, (), ())))
+
+
 def by_numpy(y):
     m = weights("m")
     gaussian(y, m * torch.as_tensor(np.tanh(y.numpy())))
@@ -447,6 +529,7 @@ REFUSED = [
     (local_latent, "'m' lies in the data plate"),
     (global_discrete, "'z' lies outside the data plate"),
     (subsampled, "subsamples"),
+    (subsampled_by_hand, "subsamples"),
     (sequential, "iterated over"),
     (sequential_enumeration, "enumerated sequentially"),
     (nothing_observed, "nothing is observed"),
@@ -455,6 +538,13 @@ REFUSED = [
     (dropout, "random numbers"),
     (batch_norm, "changes when|made-up"),
     (branch_on_the_data, "changes when|recorded"),
+    (scaled_if_one_is_large, "changes when another row is very large"),
+    (counted_if_large, "changes when another row is very large"),
+    (filled_with_the_mean, "changes when the others are left out and it is not a number"),
+    (prior_if_one_is_large, "prior changes when"),
+    (masked, r"torch\.where"),
+    (one_hot, "one_hot"),
+    (improper, "proper priors"),
     (by_numpy, "recorded"),
     (from_elsewhere, "take its size from the data"),
 ]
@@ -464,6 +554,7 @@ REFUSED = [
 def test_what_has_no_guarantee_is_refused(model, message):
     with pytest.raises(ValueError, match=message) as caught:
         RecordDensity(model, (torch.randn(20),))
+    assert "\n" not in str(caught.value)
     if model not in (one_name_twice, longer_than_the_plate, hard_coded_size, from_elsewhere):  # there it is the model's own error that says it
         assert "20" not in str(caught.value), "the number of records is private under add-or-remove-one"
 
@@ -471,6 +562,14 @@ def test_what_has_no_guarantee_is_refused(model, message):
 def test_a_whole_number_shared_by_all_rows_is_refused():
     with pytest.raises(ValueError, match="changes when"):
         RecordDensity(most_frequent_label, (torch.randn(20), torch.randint(0, 2, (20,))))
+
+
+def test_a_whole_number_that_scales_all_rows_only_if_it_is_large_is_refused():
+    def model(number, y):
+        ordered(number / number.max().clamp(min=10), y)
+
+    with pytest.raises(ValueError, match="changes when another row is very large"):
+        RecordDensity(model, (torch.randint(0, 10, (20,)), torch.randint(0, 3, (20,))))
 
 
 def test_data_have_to_be_tensors():

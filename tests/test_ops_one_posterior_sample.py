@@ -330,6 +330,7 @@ def test_predictions_clip_features_as_fitting_does():
         (lambda: ops.OnePosteriorSample(ops.GLM(), finite(), -1.0, 1e-5), "epsilon"),
         (lambda: ops.OnePosteriorSample(ops.GLM(), finite(), 1.0, 2.0), "delta"),
         (lambda: ops.OnePosteriorSample(ops.GLM(), finite(), num_data=0), "num_data"),
+        (lambda: ops.OnePosteriorSample(ops.GLM(), finite(), reserve=GaussianDpEvent(1.0)), "below a target"),
     ],
 )
 def test_bad_input_is_refused(make, message):

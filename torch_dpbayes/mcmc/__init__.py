@@ -1,7 +1,10 @@
 """Kernels for ``pyro.infer.MCMC``: differentially private chains that sample the exact posterior."""
 
+from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
-from .penalty import DPPenalty, Proposal
+from .penalty import DPPenalty
+from .planning import Plan, plan
+from .proposals import Proposal
 from .record_density import RecordDensity, clipped_ratio_sum
 
-__all__ = ["DPHMC", "DPPenalty", "Proposal", "RecordDensity", "clipped_ratio_sum"]
+__all__ = ["DPHMC", "DPPenalty", "ExponentialFamilyPenalty", "Plan", "Proposal", "RecordDensity", "clipped_ratio_sum", "plan"]

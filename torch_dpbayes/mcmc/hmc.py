@@ -95,6 +95,7 @@ class DPHMC(PrivateKernel):
         return ("_density", "_terms", "_gradient")
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
+        _require_gradients()
         self._density = RecordDensity(self.model, args, kwargs, data_plate=self._plate)
         self._mass.require_dimension(self._density.prior.dimension)
         return self._density.prior
@@ -152,7 +153,7 @@ class DPHMC(PrivateKernel):
         total = self._density.clipped_gradient_sum(theta, self._max_norm)
         if self._grad_multiplier:
             total = total + self._grad_multiplier * self._max_norm * self._gaussian(len(theta))
-        return -(total + self._prior.log_density_and_gradient(theta)[1])
+        return -(total.to(theta.dtype) + self._prior.log_density_and_gradient(theta)[1])
 
     def _halton(self) -> float:
         """The radical inverse of the iteration's number in base 2, shifted modulo 1."""
@@ -160,6 +161,19 @@ class DPHMC(PrivateKernel):
         while rest:
             value, digit, rest = value + digit * (rest & 1), digit / 2, rest >> 1
         return value % 1.0
+
+
+def _require_gradients() -> None:
+    """Refuse a process in which torch cannot differentiate: it was forked after another one had, and shares no threads with that."""
+    with torch.enable_grad():
+        one = torch.ones((), requires_grad=True)
+        try:
+            torch.autograd.grad(one * one, one)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "this chain was forked from a process in which torch had computed gradients before, and cannot compute any itself: pass "
+                'mp_context="spawn" to MCMC. Nothing was released.'
+            ) from error
 
 
 class _Mass:

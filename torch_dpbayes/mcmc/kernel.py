@@ -11,11 +11,16 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import tempfile
+import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections import OrderedDict
+from collections.abc import Iterable
+from multiprocessing import util
+from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +31,7 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..noise import GaussianNoise
+from .proposals import Moves
 from .record_density import Model, Prior, UnfitModel
 
 _DRAWS = 100
@@ -64,9 +70,10 @@ class PrivateKernel(MCMCKernel):
         self._accountant = accountant
         self._target = target_accept_prob
         self._initial: dict[str, Tensor] | None = None
+        self._saved: list[str] | None = None
         self._chains: list[list[dict[str, Tensor]]] = []
         self._epsilon = (-math.inf, "")
-        self._spool = _Spool() if getattr(accountant, "path", None) is not None else None
+        self._spool = _Spool() if accountant.path is not None else None
         self._log_scale = 0.0
         self._forget()
 
@@ -77,6 +84,7 @@ class PrivateKernel(MCMCKernel):
         self._theta: Tensor | None = None
         self._log_prior, self._started = 0.0, False
         self._log_ratios: list[float] = []
+        self._diverged: list[int] = []
         self._accepted = self._iteration = self._counted = self._warmup_steps = 0
 
     # -- what an algorithm's file provides ------------------------------------------------------------------------------
@@ -115,6 +123,19 @@ class PrivateKernel(MCMCKernel):
     def initial_params(self, params: dict[str, Tensor] | None) -> None:
         self._initial = params
 
+    @property
+    def save_params(self) -> list[str]:
+        """Names of the sites whose draws are kept, sorted: Pyro would mislabel them in another order. Unless set, there is no such attribute."""
+        if self._saved is None:
+            raise AttributeError("save_params is not set: the draws of all sites are kept.")
+        return self._saved
+
+    @save_params.setter
+    def save_params(self, names: Iterable[str]) -> None:
+        if isinstance(names, str):
+            raise TypeError(f"save_params is a list of names, [{names!r}].")
+        self._saved = sorted(set(names))
+
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         """Called by Pyro at the start of every chain, and once more after parallel ones. Releases and charges nothing.
 
@@ -126,7 +147,11 @@ class PrivateKernel(MCMCKernel):
         self._log_scale = 0.0
         with torch.no_grad():
             prior = self._prepare(args, kwargs)
+            if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
+                raise ValueError(f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}.")
             self._prior, self.transforms = prior, prior.transforms
+            if self._spool is not None and multiprocessing.parent_process() is not None:
+                _give_back_when_terminated()
             self._noise, self._public = GaussianNoise(), GaussianNoise()
             if self._initial is not None:
                 self._theta = prior.flatten(self._initial)
@@ -179,18 +204,23 @@ class PrivateKernel(MCMCKernel):
         self._accepted += outcome.accepted
         self._counted += 1
         if self._iteration > self._warmup_steps:
+            if math.isnan(outcome.log_ratio):
+                self._diverged.append(self._iteration - self._warmup_steps - 1)
             if self._iteration == self._warmup_steps + 1:
                 self._chains.append([])
-            draw = {name: value.detach().cpu().clone() for name, value in self._prior.constrain(self._theta).items()}
+            values = self._prior.constrain(self._theta)
+            draw = {name: values[name].detach().cpu().clone() for name in self._saved or values}
             if self._spool is not None and multiprocessing.parent_process() is not None:
                 self._spool.write(draw)
             else:
                 self._chains[-1].append(draw)
 
     def cleanup(self) -> None:
-        """Called by Pyro at the end of a chain: lets go of the data and of the start."""
+        """Called by Pyro at the end of a chain: lets go of the data and of the start, and returns to the ledger what was reserved and not used."""
         self._forget()
         self._initial = None
+        if self._spool is not None:
+            self._accountant.close()
 
     def logging(self) -> OrderedDict[str, str]:
         """For the progress bar: scale, rate of noisy acceptances, epsilon so far. Nothing exact."""
@@ -203,9 +233,11 @@ class PrivateKernel(MCMCKernel):
         )
 
     def diagnostics(self) -> dict[str, Any]:
-        """Rate of noisy acceptances after warm-up, and the noisy log-likelihood ratios of all iterations, as charged."""
+        """Rate of noisy acceptances after warm-up, the numbers of the draws before which a move left where the model can be evaluated, and the noisy
+        log-likelihood ratios of all iterations, as charged."""
         return {
             "acceptance rate": self._accepted / max(self._counted, 1),
+            "divergences": list(self._diverged),
             "noisy log ratios": list(self._log_ratios),
         }
 
@@ -213,7 +245,7 @@ class PrivateKernel(MCMCKernel):
         """The draws after warm-up of all chains that this kernel ran, also of those that the budget or Ctrl-C ended.
 
         ``MCMC.run`` forgets its draws when it is left by an exception; they are paid for, and can be had here, parallel chains
-        included.
+        included. It does not call :meth:`cleanup` then: call it to let go of the data.
 
         Args:
             group_by_chain: a list of dicts, one a chain, instead of one dict with all draws. Chains may differ in length.
@@ -221,18 +253,27 @@ class PrivateKernel(MCMCKernel):
         Returns:
             values by site, in the supports of the model's distributions, (number of draws, ...).
         """
-        chains = [chain for chain in self._chains if chain] + (self._spool.read() if self._spool is not None else [])
-        grouped = [{name: torch.stack([draw[name] for draw in chain]) for name in chain[0]} for chain in chains]
+        grouped = [{name: torch.stack([draw[name] for draw in chain]) for name in chain[0]} for chain in self._draws()]
         if group_by_chain or not grouped:
             return grouped if group_by_chain else {}
         return {name: torch.cat([chain[name] for chain in grouped]) for name in grouped[0]}
 
     def __getstate__(self) -> dict[str, Any]:
-        # A kernel travels to spawned workers before setup; whatever stems from the data stays here.
+        # A kernel travels to spawned workers before setup; whatever stems from the data without a charge stays here.
         state = dict(self.__dict__)
         for name in (*_RUNNING, *self._private_state()):
             state[name] = None
-        return {**state, "_chains": []}
+        if get_spawning_popen() is not None:
+            return {**state, "_chains": []}
+        return {**state, "_chains": self._draws(), "_spool": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self._spool is None and self._accountant.path is not None:
+            self._spool = _Spool()  # of its own: that of the original ends with it
+
+    def _draws(self) -> list[list[dict[str, Tensor]]]:
+        return [chain for chain in self._chains if chain] + (self._spool.read() if self._spool is not None else [])
 
     def _private_state(self) -> tuple[str, ...]:
         return ()
@@ -256,14 +297,23 @@ class PrivateKernel(MCMCKernel):
         self._accountant.compose(events.ComposedDpEvent(parts), label=type(self).__name__)
 
     def _gaussian(self, size: int, public: bool = False) -> Tensor:
+        """Standard normal numbers. Those that hide a sum over records are float64, as the sum is; public ones have θ's dtype."""
         source = self._public if public else self._noise
         assert source is not None and self._prior is not None
-        return source.standard_normal(size, dtype=self._prior.dtype, device=self._prior.device)
+        return source.standard_normal(size, dtype=self._prior.dtype if public else torch.float64, device=self._prior.device)
 
     def _standard_normal(self, public: bool = False) -> float:
         source = self._public if public else self._noise
         assert source is not None
         return float(source.standard_normal(1, dtype=torch.float64, device=torch.device("cpu")))
+
+    def _propose(self, moves: Moves, theta: Tensor) -> tuple[Tensor, float]:
+        """θ' and log q(θ | θ') − log q(θ' | θ)."""
+        assert self._prior is not None
+        if moves.proposal is None:
+            return theta + math.exp(self._log_scale) * moves.step(self._gaussian(len(theta), public=True)), 0.0
+        params, ratio = moves.proposal.propose(self._prior.unflatten(theta.clone()))
+        return self._prior.flatten(params), float(ratio)
 
     def _metropolis(self, log_ratio: float, rest: float, std: float) -> Outcome:
         """log u < R̃ + rest − std²/2 with R̃ = ``log_ratio`` + noise of ``std``; what is not a number rejects."""
@@ -306,7 +356,7 @@ class _Spool:
     """Draws of worker processes, in files that outlive them. They are releases that were charged, not data."""
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="torch_dpbayes_")
+        self.folder = tempfile.mkdtemp(prefix="torch_dpbayes_chains_")
         self._file: Any = None
         weakref.finalize(self, _remove, self.folder, os.getpid())
 
@@ -315,14 +365,16 @@ class _Spool:
 
     def write(self, draw: dict[str, Tensor]) -> None:
         if self._file is None or self._file[0] != os.getpid():
-            name = f"{multiprocessing.current_process().name}-{os.getpid()}"
-            self._file = (os.getpid(), open(Path(self.folder, name), "wb"))
+            chain = f"-{multiprocessing.current_process().name:0>20}"  # Pyro numbers its workers
+            run = sum(path.name.endswith(chain) for path in Path(self.folder).iterdir())
+            self._file = (os.getpid(), open(Path(self.folder, f"{run:010d}{chain}"), "xb"))
         pickle.dump({name: value.numpy() for name, value in draw.items()}, self._file[1])
         self._file[1].flush()
 
     def read(self) -> list[list[dict[str, Tensor]]]:
+        """Run by run, chain by chain."""
         chains = []
-        for path in sorted(Path(self.folder).iterdir(), key=lambda p: (p.stat().st_ctime_ns, p.name)):
+        for path in sorted(Path(self.folder).iterdir()):
             chain = []
             with path.open("rb") as file:
                 while True:
@@ -337,6 +389,18 @@ class _Spool:
 def _remove(folder: str, creator: int) -> None:
     if os.getpid() == creator:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _give_back_when_terminated() -> None:
+    """A worker that Pyro ends, because another chain failed or was interrupted, leaves by the exit at which ledgers are settled, and does not
+    wait for anybody who might read its queues."""
+
+    def leave(*_: object) -> None:
+        util.Finalize(None, os._exit, args=(128 + signal.SIGTERM,), exitpriority=0)  # after the accountants' settlements
+        raise SystemExit(128 + signal.SIGTERM)
+
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, leave)
 
 
 __all__ = ["Outcome", "PrivateKernel", "check_noise", "check_positive", "noise_event"]

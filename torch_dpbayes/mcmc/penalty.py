@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from .kernel import Outcome, PrivateKernel, check_noise, check_positive, noise_event
+from .proposals import Moves, Proposal
 from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
-
-
-class Proposal(Protocol):
-    """Where to go from here.
-
-    Attributes:
-        event: what one call of :meth:`propose` releases about the data; ``NoOpDpEvent()`` for a proposal that does not look at them.
-            It is charged before the call.
-    """
-
-    @property
-    def event(self) -> events.DpEvent: ...
-
-    def propose(self, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """θ' by site, in unconstrained space, and log q(θ | θ') − log q(θ' | θ), from what ``event`` pays for."""
-        ...
 
 
 class DPPenalty(PrivateKernel):
@@ -75,12 +59,7 @@ class DPPenalty(PrivateKernel):
         target_accept_prob: float | None = 0.23,
     ) -> None:
         super().__init__(model, accountant, target_accept_prob if proposal is None else None)
-        self._walk = RandomWalk(proposal_scale) if proposal is None else None
-        if proposal is not None and proposal_scale is not None:
-            raise ValueError("proposal_scale belongs to the random walk: leave it out with proposal=.")
-        if proposal is not None and not isinstance(getattr(proposal, "event", None), events.DpEvent):
-            raise TypeError("proposal needs an attribute event, a DpEvent that says what a call releases: NoOpDpEvent() if it does not use the data.")
-        self._proposal = proposal
+        self._moves = Moves(proposal_scale, proposal)
         self._slope = check_positive("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
         self._plate = data_plate
@@ -96,8 +75,7 @@ class DPPenalty(PrivateKernel):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         self._density = RecordDensity(self.model, args, kwargs, data_plate=self._plate, gradients=False)
-        if self._walk is not None:
-            self._walk.require_dimension(self._density.prior.dimension)
+        self._moves.require_dimension(self._density.prior.dimension)
         return self._density.prior
 
     def _is_valid(self, theta: Tensor) -> bool:
@@ -109,19 +87,12 @@ class DPPenalty(PrivateKernel):
 
     @property
     def _scale(self) -> float:
-        return self._walk.size * math.exp(self._log_scale) if self._walk is not None else math.nan
+        return self._moves.scale * math.exp(self._log_scale)
 
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
-        assert self._density is not None and self._prior is not None
-        own: list[tuple[events.DpEvent, int]] = [] if self._proposal is None else [(self._proposal.event, 1)]
-        self._charge((noise_event(self._multiplier), 1), *own)
-        if self._proposal is None:
-            assert self._walk is not None
-            moved = theta + math.exp(self._log_scale) * self._walk.step(self._gaussian(len(theta), public=True))
-            log_proposal_ratio = 0.0
-        else:
-            params, ratio = self._proposal.propose(self._prior.unflatten(theta.clone()))
-            moved, log_proposal_ratio = self._prior.flatten(params), float(ratio)
+        assert self._density is not None
+        self._charge((noise_event(self._multiplier), 1), *self._moves.charges())
+        moved, log_proposal_ratio = self._propose(self._moves, theta)
         log_prior = self._log_prior_at(moved)
         if not math.isfinite(log_prior):
             return theta, Outcome(False, math.nan)
@@ -138,33 +109,3 @@ class DPPenalty(PrivateKernel):
             return theta, outcome
         self._terms, self._log_prior = terms, log_prior
         return moved, outcome
-
-
-class RandomWalk:
-    """Gaussian steps of a public covariance."""
-
-    def __init__(self, scale: float | Tensor | None) -> None:
-        if scale is None:
-            raise ValueError("proposal_scale is needed, the standard deviation of the random walk in unconstrained space, or proposal=.")
-        self._scale: float | Tensor
-        if isinstance(scale, Tensor):
-            if scale.dim() not in (1, 2) or scale.shape[0] != scale.shape[-1] or not scale.isfinite().all():
-                raise ValueError("proposal_scale as a tensor is finite: (dimension,) standard deviations or a triangular (dimension, dimension).")
-            if not (scale if scale.dim() == 1 else scale.diagonal()).gt(0).all():
-                raise ValueError("proposal_scale needs positive entries (on its diagonal): else the chain cannot reach the whole space.")
-            if scale.dim() == 2 and not torch.equal(scale, scale.tril()):
-                raise ValueError("proposal_scale as a matrix is the lower Cholesky factor of the covariance: torch.linalg.cholesky(covariance).")
-            self._scale = scale.detach().clone()
-            self.size = float(torch.linalg.vector_norm(scale)) / math.sqrt(len(scale))
-        else:
-            self._scale = self.size = check_positive("proposal_scale", scale, "a standard deviation in unconstrained space")
-
-    def require_dimension(self, dimension: int) -> None:
-        if isinstance(self._scale, Tensor) and len(self._scale) != dimension:
-            raise ValueError(f"proposal_scale is for {len(self._scale)} coordinates, the model has {dimension} unconstrained ones.")
-
-    def step(self, standard: Tensor) -> Tensor:
-        if not isinstance(self._scale, Tensor):
-            return self._scale * standard
-        scale = self._scale.to(standard)
-        return scale * standard if scale.dim() == 1 else scale @ standard

@@ -4,10 +4,11 @@ For a model whose observations lie in one data plate, log p(θ, x) = log p(θ) +
 vector θ of all latents in *unconstrained* space, the sites in sorted order; the Jacobians of the transforms belong to the prior. Discrete
 latents inside the plate are summed out.
 
-The model's own code never sees the data. It runs on made-up rows, and what it computes is recorded as a fixed graph of tensor
-operations, which is then replayed on the data in chunks of rows. Hence a record can neither raise an exception nor choose a branch, and
-refusals depend on the model and on shapes alone. Before that, made-up rows are exchanged, dropped and set to NaN: a model in which that
-changes the term of another row, or the prior, has no bounded sensitivity and is refused.
+The model's own code never sees the data. It runs on one made-up row at a time (``torch.func.vmap``), and what it computes is recorded as a fixed
+graph of tensor operations, which is then replayed on the data in chunks of rows. Hence a record can neither raise an exception, nor
+choose a branch, nor reach the term of another record, and refusals depend on the model and on shapes alone. A model that mixes rows would
+become another model that way. So made-up rows are exchanged, dropped, and set to NaN or to large values before: where that changes the term of
+another row, or the prior, the model is refused.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from pyro.poutine.subsample_messenger import _Subsample
 from torch import Tensor
 from torch.distributions import biject_to
 from torch.func import grad, grad_and_value, jacfwd, vmap
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..noise import fresh_generator
@@ -40,11 +42,25 @@ Model = Callable[..., Any]
 Trace = Any  # pyro.poutine.trace_struct.Trace
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
+_LARGE = 10**4
+_ROWS_IN_FLOAT64 = 2**13  # likewise
 _ROWS = 7  # made-up rows of the checks, and one to exchange for
+
+
+_SUBSAMPLES = (
+    "plate {!r} subsamples. Every release is accounted as one over the full data, in which each record counts once: leave out subsample_size= and "
+    "subsample=."
+)
 
 
 class UnfitModel(ValueError):
     """A model or arguments to which record-wise clipping gives no guarantee; the message says what to write instead."""
+
+
+_IMPROPER = (
+    "the model cannot be sampled from: {}. Latents need proper priors, from which the shapes of θ and the start of a chain are drawn: write a wide "
+    "Normal instead of an improper distribution."
+)
 
 
 class InvalidPoint(ArithmeticError):
@@ -65,7 +81,7 @@ class Prior:
         self._model, self._args, self._kwargs = model, tuple(args), dict(kwargs or {})
         self.transforms: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
-        with _public_randomness(), quiet():
+        with public_randomness(), quiet():
             first, second = self._trace(), self._trace()
         latents = continuous_latents(first)
         if not latents:
@@ -89,7 +105,8 @@ class Prior:
         self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
         self.device = samples[0].device
         self._sizes = [s.numel() for s in self._shapes.values()]
-        self._graph: GraphModule | None = None
+        self._value: GraphModule | None = None
+        self._value_and_gradient: GraphModule | None = None
 
     @property
     def dimension(self) -> int:
@@ -120,41 +137,48 @@ class Prior:
 
     def log_density(self, theta: Tensor) -> float:
         """log p(θ) with the Jacobian terms."""
-        return self.log_density_and_gradient(theta)[0]
+        if self._value is None:
+            self._value = self._recorded(self._log_density, theta)
+        with torch.no_grad():
+            return float(self._value(theta))
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """log p(θ) with the Jacobian terms, and its gradient."""
-        if self._graph is None:
-            try:
-                with quiet():
-                    self._graph = _record(grad_and_value(partial(self._log_density, args=self._args, kwargs=self._kwargs)), theta)
-            except Exception as error:
-                raise UnfitModel(
-                    f"the prior cannot be recorded as tensor operations: {type(error).__name__}: {error}. Write it without Python branches on tensor "
-                    "values, .item(), .numpy() and custom autograd functions."
-                ) from error
+        if self._value_and_gradient is None:
+            self._value_and_gradient = self._recorded(grad_and_value(self._log_density), theta)
         with torch.no_grad():
-            gradient, value = self._graph(theta)
+            gradient, value = self._value_and_gradient(theta)
         return float(value), gradient
+
+    def _recorded(self, function: Callable[..., Any], theta: Tensor) -> GraphModule:
+        try:
+            with quiet():
+                return _record(lambda theta: function(theta), theta)  # make_fx counts the arguments of a bound method wrongly
+        except Exception as error:
+            raise UnfitModel(
+                f"the model cannot be recorded as tensor operations for its prior: {_first_line(error)}. Write it, likelihood included, without "
+                "Python branches on tensor values, .item(), .numpy(), one_hot (write z[..., None] == torch.arange(K)) and custom autograd functions."
+            ) from error
 
     def sample(self) -> Tensor:
         """A draw of θ from the prior.
 
         Raises:
-            ValueError: the prior cannot be sampled from, or its draws are not finite.
+            ValueError: its draws are not finite.
         """
         for _ in range(100):
-            try:
-                with _public_randomness(), quiet():
-                    trace = self._trace()
-            except NotImplementedError as error:
-                raise UnfitModel("a prior of this model cannot be sampled from: pass initial_params= to MCMC, made without the data.") from error
+            with public_randomness(), quiet():
+                trace = self._trace()
             theta = self.flatten({name: self.transforms[name](trace.nodes[name]["value"]) for name in self._shapes})
             if theta.isfinite().all() and math.isfinite(self.log_density(theta)):
                 return theta
         raise UnfitModel("100 draws from the prior had no finite density: pass initial_params= to MCMC, made without the data.")
 
-    def _log_density(self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    def _log_density(self, theta: Tensor) -> Tensor:
+        return self.log_density_with(theta, self._args, self._kwargs)
+
+    def log_density_with(self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """log p(θ) as the model computes it from other arguments."""
         unconstrained, values = self.unflatten(theta), self.constrain(theta)
         trace = poutine.trace(poutine.condition(self._model, values)).get_trace(*args, **kwargs)
         _compute_log_prob(trace, self._shapes)
@@ -166,7 +190,10 @@ class Prior:
 
     def _trace(self) -> Trace:
         with poutine.block():
-            return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)
+            try:
+                return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)
+            except NotImplementedError as error:
+                raise UnfitModel(_IMPROPER.format(_first_line(error))) from error
 
 
 class RecordDensity:
@@ -218,10 +245,13 @@ class RecordDensity:
             self._check_locality()
         self._failed: Tensor | None = None
         self._programs: dict[str, _Program] = {"terms": self._record_terms_program()}
+        self.prior.log_density(self._theta)  # what cannot be recorded is refused before anything is charged
         if gradients:
             self._programs["gradients"] = self._record_gradients_program()
+            self.prior.log_density_and_gradient(self._theta)
         with torch.no_grad(), quiet():
-            self._few_terms = _record(lambda t, *rows: self._record_terms(t, rows), self._theta, *self._tiled(self._made_up_count))
+            self._few_rows = self._tiled(self._made_up_count)
+            self._few_terms = _record(lambda t, *rows: self._record_terms(t, rows), self._theta, *self._few_rows)
 
     # -- what kernels use ----------------------------------------------------------------------------------------------
 
@@ -250,30 +280,36 @@ class RecordDensity:
 
     @torch.no_grad()
     def clipped_gradient_sum(self, theta: Tensor, max_norm: float) -> Tensor:
-        r"""Σ_i g_i·min(1, ``max_norm``/‖g_i‖) with g_i = ∇_θ log p(x_i | θ), (dimension,). Private data.
+        r"""Σ_i g_i·min(1, ``max_norm``/‖g_i‖) with g_i = ∇_θ log p(x_i | θ), (dimension,) in float64. Private data.
+
+        Add the noise before anything is rounded: in float32 the sum over a million records can move by thousands of bounds when one is taken
+        out, as the rounding of all others changes with it.
 
         Raises:
             InvalidPoint: the model cannot be evaluated at θ.
         """
+        if not self.is_valid(theta):  # asked of made-up rows alone: no record decides whether a trajectory ends here
+            raise InvalidPoint
         program = self._programs["gradients"]
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
         for start, count, rows in self._chunks(program.rows):
             gradients = self._run(program, theta, start, rows)[:count]
-            norm = torch.linalg.vector_norm(gradients, dim=1)
-            factor = (max_norm / norm).clamp_(max=1.0)
-            finite = norm.isfinite()
             if self._failed is not None:
-                finite &= ~self._failed[start : start + count]
-            if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
-                gradients, factor = gradients[finite], factor[finite]
-            result += torch.mv(gradients.T, factor)
-        return result.to(self.prior.dtype)
+                gradients = gradients[~self._failed[start : start + count]]
+            for some in gradients.split(_ROWS_IN_FLOAT64):
+                block = some.to(torch.float64)
+                norm = torch.linalg.vector_norm(block, dim=1)
+                finite = norm.isfinite()
+                if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
+                    block, norm = block[finite], norm[finite]
+                result += (max_norm / norm).clamp_(max=1.0) @ block
+        return result
 
     @torch.no_grad()
     def is_valid(self, theta: Tensor) -> bool:
         """Whether made-up records have terms at θ. No function of the data."""
         try:
-            terms = self._few_terms(theta, *self._tiled(self._made_up_count))
+            terms = self._few_terms(theta, *self._few_rows)
         except torch.OutOfMemoryError:
             raise
         except Exception:
@@ -290,12 +326,11 @@ class RecordDensity:
                 continue
             if isinstance(site["fn"], _Subsample):
                 if site["fn"].subsample_size is not None and site["fn"].subsample_size < site["fn"].size:
-                    raise UnfitModel(
-                        f"plate {name!r} subsamples. Every release is accounted as one over the full data, in which each record counts once: leave "
-                        "out subsample_size= and subsample=."
-                    )
+                    raise UnfitModel(_SUBSAMPLES.format(name))
                 continue
             for frame in site["cond_indep_stack"]:
+                if frame.full_size not in (None, frame.size):
+                    raise UnfitModel(_SUBSAMPLES.format(frame.name))
                 plates.setdefault(frame.name, set()).add((frame.dim if frame.vectorized else None, frame.size))
         mine = self._plate
         if mine not in plates:
@@ -351,17 +386,19 @@ class RecordDensity:
     def _first_trace(self) -> Trace:
         """A run on made-up data of the size of the real ones: for shapes only."""
         errors = []
-        for flavour in ("zeros", *_FLAVOURS):
-            with _public_randomness(), poutine.block():
-                leaves = [_made_up(leaf.shape, leaf, flavour) if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in self._leaves]
+        for flavour in ("zeros", *FLAVOURS):
+            with public_randomness(), poutine.block():
+                leaves = [made_up(leaf.shape, leaf, flavour) if isinstance(leaf, Tensor) and leaf.dim() else leaf for leaf in self._leaves]
                 args, kwargs = tree_unflatten(leaves, self._structure)
                 try:
                     return poutine.trace(self._model).get_trace(*args, **kwargs)
                 except Exception as error:
                     errors.append(error)
+        if isinstance(errors[0], NotImplementedError):
+            raise UnfitModel(_IMPROPER.format(_first_line(errors[0]))) from errors[0]
         raise UnfitModel(
-            f"the model does not run on made-up data of the shapes that were passed: {type(errors[0]).__name__}: {errors[0]} (It is never run on the "
-            "data themselves, so that no record can cause an error.)"
+            f"the model does not run on made-up data of the shapes that were passed: {_first_line(errors[0])} (It is never run on the data "
+            "themselves, so that no record can cause an error.)"
         ) from errors[0]
 
     def _require_plated(self, name: str, site: Any, inside: bool) -> None:
@@ -373,8 +410,7 @@ class RecordDensity:
         batch = site["fn"].batch_shape
         if len(batch) >= -self._plate_dim and batch[self._plate_dim] != self._num_records:
             raise UnfitModel(
-                f"site {name!r} has another number of entries along the data plate {self._plate!r} than the plate: every record "
-                "needs exactly one."
+                f"site {name!r} has another number of entries along the data plate {self._plate!r} than the plate: every record needs exactly one."
             )
         if site["value"].numel() and not type(site["fn"]).__name__ == "Unit":
             dim = self._plate_dim - site["fn"].event_dim
@@ -392,11 +428,11 @@ class RecordDensity:
         count = _ROWS + 1 if self._num_records not in (_ROWS - 1, _ROWS, _ROWS + 1) else _ROWS + 4
         self._made_up_count = count - 1
         error: Exception | None = None
-        for flavour in _FLAVOURS:
+        for flavour in FLAVOURS:
             for spread in (1.0, 0.3, 0.03):
-                with _public_randomness():
+                with public_randomness():
                     try:
-                        rows = [_made_up(self._shape(k, count), self._leaves[k], flavour) for k in self._dims]
+                        rows = [made_up(self._shape(k, count), self._leaves[k], flavour) for k in self._dims]
                         self.prior = Prior(self._model, *self._arguments(self._pick(rows, range(count - 1))))
                         theta = spread * (2 * torch.rand(self.prior.dimension, dtype=self.prior.dtype, device=self.prior.device) - 1)
                         rows = self._draw_observations(rows, theta)
@@ -411,7 +447,7 @@ class RecordDensity:
                     return
         if error is not None:
             raise UnfitModel(
-                f"the model does not run on {count} made-up rows: {type(error).__name__}: {error}. Its plate has to take its size from the data, "
+                f"the model does not run on {count} made-up rows: {_first_line(error)}. Its plate has to take its size from the data, "
                 f"pyro.plate({self._plate!r}, len(y)), its data have to be its arguments, and every tensor argument with a dimension of that length "
                 "is taken as data; bind other arguments with functools.partial."
             ) from error
@@ -447,39 +483,79 @@ class RecordDensity:
                 "off, model.eval()."
             )
         others = list(range(1, last))
-        spoilt = self._pick(self._made_up_rows, [*others, 0])
-        for row, dim in zip(spoilt, self._dims.values(), strict=True):
-            if row.is_floating_point():
-                row.select(dim, last - 1).fill_(math.nan)
         # what happens, the rows after it, and which of the rows before it the first ones of these are
         cases = [
             ("another row is exchanged", self._pick(self._made_up_rows, [*others, last]), others),
             ("another row is left out", self._pick(self._made_up_rows, others), others),
-            ("another row is not a number", spoilt, others),
             *(("all other rows are left out", self._pick(self._made_up_rows, [j]), [j]) for j in range(last)),
         ]
         for what, rows, kept in cases:
             try:
                 terms, other_prior = self._record_terms(theta, rows)[: len(kept)], self._prior_with(theta, rows)
             except Exception as error:
-                if rows is spoilt:
-                    continue
                 raise UnfitModel(
-                    f"the model fails when {what}: {error}. The data plate has to take its size from the data: pyro.plate({self._plate!r}, len(y))."
+                    f"the model fails when {what}: {_first_line(error)}. The data plate has to take its size from the data: "
+                    f"pyro.plate({self._plate!r}, len(y))."
                 ) from error
-            if not _close(terms, expected[kept]):
-                raise UnfitModel(
-                    f"the log likelihood of a record changes when {what} (seen on made-up rows): one record would move the terms of all, and "
-                    "clipping each bounds nothing. Centre, scale and count with public constants, not with the data's own mean or number."
-                )
-            if not _close(other_prior, prior):
-                raise UnfitModel(
-                    f"the prior changes when {what} (seen on made-up rows): a prior that is made from the data would be released without a charge. "
-                    "Use a prior with public constants."
-                )
+            self._require_local(what, terms, expected[kept], other_prior, prior)
+        odd = last // 2
+        others.insert(0, 0)
+        others.remove(odd)
+        for what, rows in self._odd_rows(everything, odd):
+            try:
+                terms, other_prior = self._record_terms(theta, rows), self._prior_with(theta, rows)
+                (alone,) = self._record_terms(theta, self._pick(rows, [odd]))
+            except Exception:  # as the values may be impossible ones
+                continue
+            self._require_local(f"another row {what}", terms[others], expected[others], other_prior, prior)
+            self._require_local(f"the others are left out and it {what}", alone, terms[odd], other_prior, prior)
+
+    @staticmethod
+    def _require_local(what: str, terms: Tensor, expected: Tensor, other_prior: Tensor, prior: Tensor) -> None:
+        if not _close(terms, expected):
+            raise UnfitModel(
+                f"the log likelihood of a record changes when {what} (seen on made-up rows): the terms of records have to be independent of each "
+                "other for clipping to bound what one record does. Centre, scale, count and fill in with public constants, not with the data's own "
+                "mean, largest value or number."
+            )
+        if not _close(other_prior, prior):
+            raise UnfitModel(
+                f"the prior changes when {what} (seen on made-up rows): a prior that is made from the data would be released without a charge. "
+                "Use a prior with public constants."
+            )
+
+    def _odd_rows(self, rows: list[Tensor], odd: int) -> Iterator[tuple[str, list[Tensor]]]:
+        """Rows of which the one numbered ``odd`` has extreme or missing values: in all arguments, and in one at a time, which is enough for some
+        models to fail on."""
+
+        def altered(chosen: Iterable[int], alter: Callable[[Tensor], object]) -> list[Tensor]:
+            result = list(rows)
+            for k in chosen:
+                result[k] = rows[k].clone()
+                entries = result[k].select(list(self._dims.values())[k], odd)
+                alter(entries)
+            return result
+
+        def fill(value: float) -> Callable[[Tensor], object]:
+            return lambda entries: entries.fill_(value)
+
+        def forget_some(entries: Tensor) -> None:
+            missing = torch.arange(entries.numel(), device=entries.device).reshape(entries.shape) % 2 == 0
+            entries.masked_fill_(missing, math.nan)
+
+        floating = [k for k, row in enumerate(rows) if row.is_floating_point()]
+        # On a GPU an index out of range would end the process.
+        whole = [k for k, row in enumerate(rows) if not row.is_floating_point() and row.dtype != torch.bool and row.device.type == "cpu"]
+        for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
+            yield "is not a number", altered(chosen, fill(math.nan))
+            yield "lacks some values", altered(chosen, forget_some)
+            yield "is very large", altered(chosen, fill(_LARGE))
+            yield "is very small", altered(chosen, fill(-_LARGE))
+        for k in whole:
+            yield "is very large", altered([k], fill(min(_LARGE, torch.iinfo(rows[k].dtype).max)))
 
     def _prior_with(self, theta: Tensor, rows: list[Tensor]) -> Tensor:
-        return self.prior._log_density(theta, *self._arguments(rows))
+        return self.prior.log_density_with(theta, *self._arguments(rows))
 
     def _pick(self, rows: list[Tensor], index: Iterable[int]) -> list[Tensor]:
         chosen = torch.tensor(list(index))
@@ -558,20 +634,21 @@ class RecordDensity:
         rows = [r.unsqueeze(dim) for r, dim in zip(row, self._dims.values(), strict=True)]
         return self._record_terms(theta, rows).sum()
 
+    def _row_term_with_own_tensors(self, theta: Tensor, *row: Tensor) -> Tensor:
+        with _TensorsOfTheRow(row[0]):
+            return self._row_term(theta, *row)
+
+    # Rows meet only under vmap, which cannot let one see another: what the checks on made-up rows overlook still costs no privacy.
+
     def _record_terms_program(self) -> _Program:
-        dims = tuple(self._dims.values())
-        ways: list[Callable[..., Tensor]] = [
-            vmap(self._row_term, in_dims=(None, *dims)),
-            lambda theta, *rows: self._record_terms(theta, rows),
-        ]
+        in_dims = (None, *self._dims.values())
+        ways = [vmap(term, in_dims=in_dims) for term in (self._row_term, self._row_term_with_own_tensors)]
         return self._program(ways, lambda output, weights, theta, rows: _close(output, self._record_terms(theta, rows)))
 
     def _record_gradients_program(self) -> _Program:
-        dims = tuple(self._dims.values())
-        ways: list[Callable[..., Tensor]] = [
-            vmap(grad(self._row_term), in_dims=(None, *dims)),
-            jacfwd(lambda theta, *rows: self._record_terms(theta, rows)),
-        ]
+        in_dims = (None, *self._dims.values())
+        terms = (self._row_term, self._row_term_with_own_tensors)
+        ways = [*(vmap(grad(term), in_dims=in_dims) for term in terms), *(jacfwd(vmap(term, in_dims=in_dims)) for term in terms)]
 
         def right(output: Tensor, weights: Tensor, theta: Tensor, rows: list[Tensor]) -> bool:
             with torch.enable_grad():
@@ -581,7 +658,7 @@ class RecordDensity:
 
         return self._program(ways, right)
 
-    def _program(self, ways: list[Callable[..., Tensor]], right: Callable[..., bool]) -> _Program:
+    def _program(self, ways: Sequence[Callable[..., Tensor]], right: Callable[..., bool]) -> _Program:
         """The first way that can be recorded and agrees with Pyro on other made-up rows than it was recorded on."""
         problems = []
         for way in ways:
@@ -600,11 +677,12 @@ class RecordDensity:
                         return program
                 problems.append("the recorded operations do not reproduce the model on other rows (it computes with numpy, or with .item()?)")
             except Exception as error:
-                problems.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}")
+                problems.append(_first_line(error))
         raise UnfitModel(
-            "the model's record terms cannot be recorded as tensor operations, by rows nor as a whole: "
-            + "; ".join(problems)
-            + ". Write the likelihood without Python branches on tensor values, .item(), .numpy() and custom autograd functions."
+            "the model's record terms cannot be recorded as tensor operations on one row at a time, which keeps a record out of the terms of others: "
+            f"{'; '.join(dict.fromkeys(problems))}. Write torch.where(mask, a, b) instead of x[mask], x[mask] = a and other shapes that depend "
+            "on values (torch.unique, torch.nonzero), (z[..., None] == torch.arange(K)) instead of one_hot, and fill in missing values with public "
+            "constants; leave out Python branches on tensor values, .item(), .numpy() and custom autograd functions."
         )
 
     def _tiled(self, count: int, start: int = 0) -> list[Tensor]:
@@ -667,6 +745,30 @@ class RecordDensity:
                 self._leaves[k].select(dim, start + i).copy_(more.select(dim, i))
 
 
+class _TensorsOfTheRow(TorchFunctionMode):
+    """What vmap lacks: tensors that the model makes belong to the row too, so that values of the row can be written into them, and ``.data`` can be
+    had, of which Pyro's enumeration takes the shape."""
+
+    def __init__(self, row: Tensor) -> None:
+        super().__init__()
+        self._zero = row.new_zeros(())
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        made = function(*args, **(kwargs or {}))
+        if function not in _MAKING:
+            return made
+        return made.logical_or(self._zero) if made.dtype == torch.bool else made + self._zero.to(made.dtype)
+
+
+_MAKING = {
+    *(torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.tensor),
+    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
+}
+
+
 class _Program:
     """Tensor operations recorded for a fixed number of rows."""
 
@@ -714,15 +816,15 @@ class _LiveBytes(Interpreter):
     """The most memory that intermediate results of a graph take at once."""
 
     def measure(self, *inputs: Tensor) -> int:
-        self.most = 0
-        self.run(*inputs)
-        return self.most
-
-    def run_node(self, n: Node) -> Any:
-        result = super().run_node(n)
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in (*self.env.values(), result) if isinstance(t, Tensor)}
-        self.most = max(self.most, sum(storages.values()))
-        return result
+        # Not Interpreter.run: that makes a progress bar, whose lock Pyro's own progress bars may hold for ever in a process forked from theirs.
+        self.args_iter, self.env, most = iter(inputs), {}, 0
+        for node in self.graph.nodes:
+            self.env[node] = self.run_node(node)
+            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in self.env.values() if isinstance(t, Tensor)}
+            most = max(most, sum(storages.values()))
+            for done in self.user_to_last_uses.get(node, ()):
+                del self.env[done]
+        return most
 
 
 def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:
@@ -764,7 +866,7 @@ quiet = partial(pyro.validation_enabled, False)
 
 
 @contextmanager
-def _public_randomness() -> Iterator[None]:
+def public_randomness() -> Iterator[None]:
     """Sites drawn inside come from the operating system's entropy; the caller's seeds are neither used nor moved."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
@@ -783,10 +885,10 @@ def _record(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
     return graph
 
 
-_FLAVOURS = ("normal", "uniform", "binary", "counts")
+FLAVOURS = ("normal", "uniform", "binary", "counts")
 
 
-def _made_up(shape: torch.Size, like: Tensor, flavour: str) -> Tensor:
+def made_up(shape: torch.Size, like: Tensor, flavour: str) -> Tensor:
     """Values of ``like``'s dtype and of nothing else of it; whole numbers start at 0, as indices have to."""
     values = torch.zeros(shape, dtype=like.dtype, device=like.device)
     if flavour == "zeros":
@@ -798,6 +900,11 @@ def _made_up(shape: torch.Size, like: Tensor, flavour: str) -> Tensor:
     if flavour == "counts" and like.dtype != torch.bool:
         return values.random_(1, 3)
     return values.random_(0, 2)
+
+
+def _first_line(error: Exception) -> str:
+    """Without the table of shapes that Pyro appends, which has the number of records."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

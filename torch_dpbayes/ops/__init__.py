@@ -1,7 +1,36 @@
 """One posterior sample: a draw from a posterior is private by itself, if its certificate holds."""
 
-from .certificates import Bounded, Certificate, FiniteRunLangevin, StronglyLogConcave
+from typing import TYPE_CHECKING, Any
+
+from .certificates import Bounded, Certificate, FiniteRunLangevin, RenyiClose, StronglyLogConcave, TotalVariationClose
 from .glm import GLM
+from .langevin import NoseHoover, Overdamped, Underdamped
 from .one_posterior_sample import OnePosteriorSample
 
-__all__ = ["GLM", "Bounded", "Certificate", "FiniteRunLangevin", "OnePosteriorSample", "StronglyLogConcave"]
+if TYPE_CHECKING:
+    from .hybrid_sampling import Hybrid as Hybrid
+    from .hybrid_sampling import hybrid as hybrid
+
+__all__ = [
+    "GLM",
+    "Bounded",
+    "Certificate",
+    "FiniteRunLangevin",
+    "Hybrid",
+    "NoseHoover",
+    "OnePosteriorSample",
+    "Overdamped",
+    "RenyiClose",
+    "StronglyLogConcave",
+    "TotalVariationClose",
+    "Underdamped",
+    "hybrid",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("Hybrid", "hybrid"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import hybrid_sampling  # loads Opacus, which takes seconds
+
+    return getattr(hybrid_sampling, name)

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..accounting.events import BoundedRangeDpEvent, DpEvent, MuGaussianDpEvent
+from ..accounting.accountant import check_delta
+from ..accounting.events import BoundedRangeDpEvent, DpEvent, MuGaussianDpEvent, NonPrivateDpEvent
 from ..accounting.privacy_loss import Array, Neighboring
 from ..noise import GaussianNoise
-from . import langevin
+from . import close, langevin
 from .glm import GLM
+from .langevin import Density, Sampler
 from .models import Model
 from .nuts import no_u_turn
 
@@ -294,11 +296,15 @@ class Bounded(Certificate):
     def needs_num_data(self, model: Model) -> bool:
         return False
 
-    def event(self, model: Model, setting: Setting) -> DpEvent:
+    def event(self, model: Model, setting: Setting) -> BoundedRangeDpEvent:
         low, high = self._range
         return BoundedRangeDpEvent(setting.records_changed * (high - low) * setting.tempering * _ROUND_UP)
 
     def statement(self, model: Model, setting: Setting) -> Statement:
+        return Statement(self.conditions(model, setting).proved, [_EXACT_SAMPLE.format(self.warmup_steps)])
+
+    def conditions(self, model: Model, setting: Setting) -> Statement:
+        """The statement without that about the sampler."""
         low, high = self._range
         what = "log likelihood, less that at the start of the chain," if self.relative else "log likelihood"
         return Statement(
@@ -309,14 +315,23 @@ class Bounded(Certificate):
                 "an exact draw is then the exponential mechanism, whose privacy loss spans at most "
                 f"{setting.records_changed} x {high - low:g} x rho (Wang, Fienberg, Smola 2015; Dong, Durfee, Rogers 2020)",
             ],
-            [_EXACT_SAMPLE.format(self.warmup_steps)],
+            [],
         )
 
-    def draw(self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise) -> Tensor:
+    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+        """What an exact draw is drawn from."""
         whole = self.temper == "posterior"
         target = model.target(data, tempering=1.0 if whole else setting.tempering, max_grad_norm=math.inf)
         power = setting.tempering if whole else 1.0
-        return no_u_turn(lambda theta: power * target.clipped_potential(theta, *self._range, self.relative), target.start, self.warmup_steps)
+
+        def potential(theta: Tensor) -> Tensor:
+            return power * target.clipped_potential(theta, *self._range, self.relative)
+
+        return Density(target.start, potential, langevin.gradient_of(potential))
+
+    def draw(self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise) -> Tensor:
+        density = self.density(model, data, setting)
+        return no_u_turn(density.potential, density.start, self.warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -375,24 +390,32 @@ class StronglyLogConcave(Certificate):
     def needs_num_data(self, model: Model) -> bool:
         return False
 
-    def event(self, model: Model, setting: Setting) -> DpEvent:
+    def event(self, model: Model, setting: Setting) -> MuGaussianDpEvent:
         lipschitz, strength = self._constants(model)
         return MuGaussianDpEvent(setting.records_changed * setting.tempering * lipschitz / math.sqrt(strength) * _ROUND_UP)
 
     def statement(self, model: Model, setting: Setting) -> Statement:
+        proved, assumed = self.conditions(model, setting)
+        return Statement(proved, [*assumed, _EXACT_SAMPLE.format(self.warmup_steps)])
+
+    def conditions(self, model: Model, setting: Setting) -> Statement:
+        """The statement without that about the sampler."""
         lipschitz, strength = self._constants(model)
         numbers = f"one record's gradient has norm at most L = {lipschitz:g}; -log prior is {strength:.4g}-strongly convex"
         theorem = "an exact draw is then (G / sqrt(strength))-Gaussian differentially private (Gopi, Lee, Liu 2022)"
-        exact = _EXACT_SAMPLE.format(self.warmup_steps)
         if isinstance(model, GLM):
-            return Statement([f"{numbers} ({model!r} enforces it by clipping)", theorem], [exact])
-        asserted = f"constants asserted by the caller, neither checked nor enforced: {numbers}; every record's loss is convex"
-        return Statement([theorem], [asserted, exact])
+            return Statement([f"{numbers} ({model!r} enforces it by clipping)", theorem], [])
+        return Statement([theorem], [f"constants asserted by the caller, neither checked nor enforced: {numbers}; every record's loss is convex"])
 
-    def draw(self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise) -> Tensor:
+    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+        """What an exact draw is drawn from."""
         clip = self.max_grad_norm if self.lipschitz is None else math.inf
         target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
-        return no_u_turn(target.potential, target.start, self.warmup_steps)
+        return Density(target.start, target.potential, target.gradient)
+
+    def draw(self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise) -> Tensor:
+        density = self.density(model, data, setting)
+        return no_u_turn(density.potential, density.start, self.warmup_steps)
 
     def _constants(self, model: Model) -> tuple[float, float]:
         if self.lipschitz is not None and self.strength is not None:
@@ -401,6 +424,149 @@ class StronglyLogConcave(Certificate):
         return model.lipschitz(self.max_grad_norm), model.strength
 
 
+@dataclass(frozen=True)
+class RenyiClose(Certificate):
+    r"""A draw by a sampler without an accept step, whose law is close to an exact draw's in Rényi divergence.
+
+    .. math:: D_\beta(Q \| P) \le \eta \quad \text{and} \quad D_\beta(P \| Q) \le \eta
+
+    for the law Q of the draw and the target P, on every data set that could occur. Both directions are needed: with the first alone Q may leave out
+    sets that P reaches, and give the data away there. At order ∞ the log ratio of the densities is within ±η, and the event of an
+    exact draw grows from a range b to b + 4η, or from μ to μ + 4Φ⁻¹(e^η/(1+e^η)). At a finite order there is a δ > 0 at every ε: see ``delta``.
+
+    Sources: Ganesh and Talwar (2020), "Faster differentially private samplers via Rényi divergence analysis of discretized Langevin MCMC". Their
+    bounds for the overdamped and the underdamped chain hide their constants and certify nothing by themselves.
+
+    Args:
+        target: what is known about an exact draw, and which density that is: a :class:`Bounded` or a :class:`StronglyLogConcave`.
+        sampler: :class:`~torch_dpbayes.ops.Overdamped`, :class:`~torch_dpbayes.ops.Underdamped` or :class:`~torch_dpbayes.ops.NoseHoover`.
+        divergence: η, asserted.
+        order: β > 1, asserted.
+        delta: at a finite order, the δ of this release, public: its guarantee is one pair (ε, δ). Refused at order ∞, which needs none.
+
+    Raises:
+        ValueError: a constant is out of range.
+
+    **Privacy.** At order ∞ the event is ``BoundedRangeDpEvent`` or ``MuGaussianDpEvent``. At a finite order the accountant has no event for an
+    (ε, δ) guarantee, and the draw is charged as ``NonPrivateDpEvent()``: :meth:`single_guarantee` is what one draw has by itself. Closeness is
+    assumed; no diagnostic of it is computed, for its value would be a release.
+    """
+
+    target: Bounded | StronglyLogConcave
+    sampler: Sampler
+    divergence: float
+    order: float = math.inf
+    delta: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_target(self.target)
+        _require_sampler(self.sampler)
+        if isinstance(self.divergence, bool) or not isinstance(self.divergence, int | float) or not 0 <= self.divergence < math.inf:
+            raise ValueError(f"divergence must be finite and not negative, got {self.divergence!r}")
+        if isinstance(self.order, bool) or not isinstance(self.order, int | float) or not self.order > 1:
+            raise ValueError(f"order must be above 1 (math.inf for a bound on the ratio of the densities), got {self.order!r}")
+        if self.order == math.inf and self.delta is not None:
+            raise ValueError("at order infinity the guarantee has no delta of its own: leave out delta=")
+        if self.order < math.inf:
+            if self.delta is None:
+                raise ValueError("at a finite order the guarantee is a pair (epsilon, delta): state delta=, as RenyiClose(..., order=50, delta=1e-6)")
+            check_delta(self.delta)
+
+    def check(self, model: Model) -> None:
+        self.target.check(model)
+
+    def needs_num_data(self, model: Model) -> bool:
+        return False
+
+    def event(self, model: Model, setting: Setting) -> DpEvent:
+        exact = self.target.event(model, setting)
+        return close.ratio_bounded(exact, self.divergence) if self.order == math.inf else NonPrivateDpEvent()
+
+    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
+        """(ε, δ) of one draw at a finite order, apart from everything else on the accountant."""
+        if self.delta is None:
+            raise ValueError("at order infinity the guarantee is the event")
+        return close.renyi_close(self.target.event(model, setting), self.divergence, self.order, self.delta), self.delta
+
+    def statement(self, model: Model, setting: Setting) -> Statement:
+        proved, assumed = self.target.conditions(model, setting)
+        if self.order < math.inf:
+            proved = [*proved, _SINGLE.format(*self.single_guarantee(model, setting))]
+        closeness = (
+            f"the law of the last state of {self.sampler!r} is within Renyi divergence {self.divergence:g} of order {self.order:g} of an exact "
+            f"draw, in both directions, on every data set; {_NOTHING_CHECKED}"
+        )
+        return Statement(proved, [*assumed, closeness])
+
+    def draw(self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise) -> Tensor:
+        return self.sampler.draw(self.target.density(model, data, setting), noise)
+
+
+@dataclass(frozen=True)
+class TotalVariationClose(Certificate):
+    r"""A draw whose law is within total variation distance ξ of an exact draw's, on every data set that could occur.
+
+    .. math:: \|Q - P\|_{TV} \le \xi \quad \Rightarrow \quad \delta_Q(\varepsilon) \le \delta_P(\varepsilon) + (1 + e^\varepsilon)\,\xi
+
+    Source: Wang, Fienberg and Smola (2015), Proposition 10.
+
+    Args:
+        target: what is known about an exact draw, and which density that is: a :class:`Bounded` or a :class:`StronglyLogConcave`.
+        xi: ξ, asserted. It has to be far below δ: a converged chain is hardly ever known to be that close.
+        delta: the δ of this release, public: its guarantee is one pair (ε, δ).
+        sampler: as for :class:`RenyiClose`. None: the No-U-Turn chain of ``target``.
+
+    Raises:
+        ValueError: a constant is out of range, or ``xi`` too large for ``delta``.
+
+    **Privacy.** The accountant has no event for an (ε, δ) guarantee, so the draw is charged as ``NonPrivateDpEvent()``; :meth:`single_guarantee` is
+    what one draw has by itself. Closeness is assumed; no diagnostic of it is computed, for its value would be a release.
+    """
+
+    target: Bounded | StronglyLogConcave
+    xi: float
+    delta: float
+    sampler: Sampler | None = None
+
+    def __post_init__(self) -> None:
+        _require_target(self.target)
+        if self.sampler is not None:
+            _require_sampler(self.sampler)
+        check_delta(self.delta)
+        _require_positive("xi", self.xi)
+        if 2 * self.xi >= self.delta:
+            raise ValueError(f"xi = {self.xi:g} must be below delta / 2 = {self.delta / 2:g}: delta(epsilon) is at least (1 + e^epsilon) xi")
+
+    def check(self, model: Model) -> None:
+        self.target.check(model)
+
+    def needs_num_data(self, model: Model) -> bool:
+        return False
+
+    def event(self, model: Model, setting: Setting) -> DpEvent:
+        return NonPrivateDpEvent()
+
+    def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
+        """(ε, δ) of one draw, apart from everything else on the accountant."""
+        return close.total_variation_close(self.target.event(model, setting), self.xi, self.delta), self.delta
+
+    def statement(self, model: Model, setting: Setting) -> Statement:
+        proved, assumed = self.target.conditions(model, setting)
+        chain = f"{self.sampler!r}" if self.sampler else f"the No-U-Turn sampler after {self.target.warmup_steps} warm-up steps"
+        closeness = f"the law of the last state of {chain} is within total variation distance {self.xi:g} of an exact draw, on every data set; "
+        return Statement([*proved, _SINGLE.format(*self.single_guarantee(model, setting))], [*assumed, closeness + _NOTHING_CHECKED])
+
+    def draw(self, model: Model, data: tuple[Any, ...], setting: Setting, noise: GaussianNoise) -> Tensor:
+        if self.sampler is None:
+            return self.target.draw(model, data, setting, noise)
+        return self.sampler.draw(self.target.density(model, data, setting), noise)
+
+
+_NOTHING_CHECKED = "nothing was checked, because a diagnostic would itself depend on the records"
+_SINGLE = (
+    "if what is assumed holds, one draw by itself is (epsilon, delta) = ({:.5g}, {:g})-differentially private; the accountant has no event for a "
+    "pair with delta > 0 and charges it as not private"
+)
 _EXACT_SAMPLE = (
     "the draw is exact: the No-U-Turn sampler has converged after {} warm-up steps, on every data set. Nothing was checked, because a diagnostic "
     "would itself depend on the records"
@@ -430,6 +596,16 @@ def finite_run_mu(sensitivity: float, steps: Array, gaps: Array, count: int) -> 
 def _require_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
+
+
+def _require_target(target: Any) -> None:
+    if not isinstance(target, Bounded | StronglyLogConcave):
+        raise TypeError(f"target must be the certificate of an exact draw, Bounded or StronglyLogConcave; got {target!r}")
+
+
+def _require_sampler(sampler: Any) -> None:
+    if not callable(getattr(sampler, "draw", None)) or isinstance(sampler, type | Certificate):
+        raise TypeError(f"sampler must be one of dpb.ops, as Underdamped(steps=1000, step_size=0.1); got {sampler!r}")
 
 
 def _require_warmup(steps: Any) -> None:

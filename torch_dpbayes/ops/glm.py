@@ -154,7 +154,11 @@ class GLM:
     # --- what certificates ask -----------------------------------------------------------------------------------------
 
     def num_records(self, data: tuple[Any, ...]) -> int:
-        """Checks shapes and types of (features, targets); returns the number of rows."""
+        """The number of rows."""
+        return len(data[0])
+
+    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+        """(features, targets), with shapes and types checked."""
         if len(data) != 2:
             raise TypeError(f"a GLM samples from (features, targets), got {len(data)} arguments")
         features, targets = data
@@ -166,7 +170,7 @@ class GLM:
         if not isinstance(targets, Tensor) or targets.is_complex() or targets.layout != torch.strided or targets.shape != features.shape[:1]:
             more = " A GLM has one predictor a record; one-hot or multi-output targets belong to other models." if _many(targets) else ""
             raise ValueError(f"targets must be a real dense tensor [{len(features)}], one number a record, got {_shape(targets)}.{more}")
-        return len(features)
+        return data
 
     def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> GLMTarget:
         """∝ prior · Π likelihood^tempering, with clipped gradients."""
@@ -179,6 +183,14 @@ class GLM:
 
     def require_unconstrained(self, certificate: str) -> None:
         """Weights live on all of ℝ^d."""
+
+    def prior_of_optimizer(self, module: torch.nn.Module) -> dict[str, Any]:
+        """The prior of ``module``'s one parameter, as an argument of the private optimizers."""
+        if self._prior_std.dim() == 0:
+            return {"prior_std": float(self._prior_std)}
+        ((name, weights),) = module.named_parameters()
+        precision = (self._prior_std**-2).to(weights)
+        return {"log_prior": lambda named: -0.5 * (precision * named[name].reshape(-1).square()).sum()}
 
     def records(self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf) -> Records:
         """The data with every record's part in the potential bounded; nothing about their values can raise."""
@@ -226,7 +238,6 @@ class Records:
         if self.bounds is not None:
             torch.clamp(u, -self.bounds, self.bounds, out=u)
         return torch.mv(self.x.T, u).to(torch.float64)
-
 
     def huber_losses(self, weights: Tensor) -> Tensor:
         """ℓ_i where its slope is within bounds, straight lines beyond, ``[n]``; the gradient of their sum is :meth:`loss_gradient`."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from .langevin import Target
 
+Loss = Callable[[Any, Any], Tensor]  # (output, targets) -> one number a record
+
 
 class Model(Protocol):
     """A prior and a likelihood with one term a record, over flat vectors in an unconstrained space."""
 
+    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Checks the shapes of the data, and brings them into the form that the other methods take. May raise on shapes, never on values."""
+
     def num_records(self, data: tuple[Any, ...]) -> int:
-        """Checks the shapes of the data and returns how many records they hold. May raise on shapes, never on values."""
+        """How many records there are."""
 
     def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> Target:
         """∝ prior · Π likelihood^tempering, every record's gradient clipped to ``max_grad_norm`` before tempering."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded, check_delta, check_epsilon
-from ..accounting.events import DpEvent, positive_count
+from ..accounting.events import DpEvent, NonPrivateDpEvent, positive_count
 from ..noise import GaussianNoise
 from .certificates import Certificate, Setting, StepTooLarge
 from .glm import GLM
+from .models import Loss, Model
 
 _LEAST_TEMPERING = 1e-9
 _PRECISION = 1e-9  # relative, of the tempering
+_charging = threading.Lock()
 _DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
 
 
@@ -31,13 +35,15 @@ class OnePosteriorSample:
     Sources: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9; the certificates name theirs.
 
     Args:
-        model: a :class:`~torch_dpbayes.ops.GLM`.
+        model: a :class:`~torch_dpbayes.ops.GLM`, or a Pyro model with one data plate named "data" that takes its data as arguments
+            (:class:`~torch_dpbayes.mcmc.RecordDensity` says what it may hold). For torch modules see :meth:`for_module`.
         certificate: what bounds a record's influence, and how the draw is made.
         epsilon: the target ε, of everything on the accountant after one draw. None: no tempering; the certificate decides what it costs.
         delta: of the target. None: the accountant's.
         accountant: where the draw is charged. None: one of its own, with the target as its budget, for neighbours that replace one record.
         num_data: the number of records, a public constant; an upper bound N_max on that of both neighbouring data sets if the accountant's
             relation is add-or-remove-one. None: taken from the data under replace-one, where it is public.
+        reserve: what will be charged to the accountant after the draw, as a chain that begins there; the target leaves room for it.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the certificate says nothing about this model.
@@ -48,34 +54,37 @@ class OnePosteriorSample:
 
     def __init__(
         self,
-        model: GLM,
+        model: GLM | Callable[..., Any],
         certificate: Certificate,
         epsilon: float | None = None,
         delta: float | None = None,
         accountant: PrivacyAccountant | None = None,
         *,
         num_data: int | None = None,
+        reserve: DpEvent | None = None,
     ) -> None:
         if not isinstance(certificate, Certificate):
             raise TypeError(f"certificate must be one of torch_dpbayes.ops' certificates, as FiniteRunLangevin(steps=1000), got {certificate!r}")
-        if not isinstance(model, GLM):
-            raise TypeError(f"model must be a dpb.ops.GLM, got {type(model).__name__}")
-        certificate.check(model)
+        bound = _bound(model)
+        certificate.check(bound)
         if delta is None and accountant is not None:
             delta = accountant.delta
         if epsilon is not None:
             epsilon = check_epsilon(epsilon)
             if delta is None:
                 raise ValueError("a target needs both numbers: OnePosteriorSample(..., epsilon=1.0, delta=1e-5)")
+        elif reserve is not None:
+            raise ValueError("reserve= leaves room below a target: state epsilon= and delta=, or leave it out")
         if accountant is None:
             accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
-        self._model = model
+        self._model = bound
+        self._reserve = reserve
         self._certificate = certificate
         self._epsilon = epsilon
         self._delta = None if delta is None else check_delta(delta)
         self._accountant = accountant
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
-        if accountant.neighboring == "add_or_remove_one" and num_data is None and certificate.needs_num_data(model):
+        if accountant.neighboring == "add_or_remove_one" and num_data is None and certificate.needs_num_data(bound):
             raise ValueError(
                 "this accountant's neighbours add or remove a record, so the number of records is itself private, but the guarantee depends "
                 "on it: state "
@@ -83,6 +92,37 @@ class OnePosteriorSample:
             )
         self._solved: dict[int | None, float] = {}
         self._last_num_data: int | None = None
+
+    @classmethod
+    def for_module(
+        cls,
+        module: torch.nn.Module,
+        certificate: Certificate,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        accountant: PrivacyAccountant | None = None,
+        *,
+        loss: Loss,
+        prior_std: float,
+        num_data: int | None = None,
+        reserve: DpEvent | None = None,
+    ) -> OnePosteriorSample:
+        """One posterior sample of the trainable parameters of a torch module: ``sample(inputs, targets)`` returns them by name.
+
+        A copy of the module is used, in eval mode; ``module.load_state_dict(draw, strict=False)`` puts a draw into the module.
+
+        Args:
+            module: ``module(inputs)`` has the records along dimension 0, and no record looks at another. Frozen parameters and buffers count as
+                public: they must not come from the records.
+            certificate: :class:`Bounded` needs nothing but the range; others need asserted constants, which no network with more than one layer has.
+            loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs), targets)`` returns ``[n]``.
+            prior_std: standard deviation of the N(0, prior_std²) prior of every trainable parameter.
+            epsilon, delta, accountant, num_data, reserve: as for :class:`OnePosteriorSample`.
+        """
+        from .pyro_model import model_of_module
+
+        model = model_of_module(module, loss, prior_std)
+        return cls(model, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve)
 
     # --- known without the data ----------------------------------------------------------------------------------------
 
@@ -135,31 +175,49 @@ class OnePosteriorSample:
         """Charges one release, then draws.
 
         Args:
-            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the device of the features decides where the chain runs.
+            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the device of the features decides where the chain runs. For a
+                Pyro model its arguments, for a module inputs and targets.
 
         Returns:
-            The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM.
+            The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM, values of the latents for a Pyro model.
 
         Raises:
-            PrivacyBudgetExceeded: the draw would pass the target or the accountant's budget. Nothing is charged or released.
+            PrivacyBudgetExceeded: the draw would pass the target or the accountant's budget. Nothing is charged or released; only where another
+                thread or process charged at the same moment, the charge stays and nothing is released.
             ValueError, TypeError: shapes that do not fit. Nothing is charged.
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
         """
+        data = self._model.prepare(data)
         num_data = self._check_num_data(self._model.num_records(data))
         setting = self._setting(num_data)
         event = self._certificate.event(self._model, setting)
-        if self._epsilon is not None and self._total(event) > self._epsilon * (1 + 1e-9):
-            raise PrivacyBudgetExceeded(
-                f"one more draw would pass the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: n draws cost n releases, and "
-                "everything on "
-                "the accountant counts. Make a new OnePosteriorSample with a larger epsilon; it will temper the likelihood to what is left."
-            )
-        self._accountant.compose(event, label=f"one posterior sample ({type(self._certificate).__name__})")
+        self._charge(event)
         self._last_num_data = num_data
         with torch.no_grad():
             theta = self._certificate.draw(self._model, data, setting, GaussianNoise())
             return self._model.release(theta)
+
+    def _charge(self, event: DpEvent) -> None:
+        """Charges; the target is asked again afterwards, for other threads and processes charge the same accountant in between."""
+        with _charging:  # two draws at a time would each refuse the other
+            if self._passes_target(event):
+                raise PrivacyBudgetExceeded(
+                    f"one more draw would pass the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: n draws cost n releases, and "
+                    "everything on the accountant counts. Make a new OnePosteriorSample with a larger epsilon; it will temper the "
+                    "likelihood to what is left."
+                )
+            self._accountant.compose(event, label=f"one posterior sample ({type(self._certificate).__name__})")
+            if self._passes_target():
+                raise PrivacyBudgetExceeded(
+                    f"other releases were charged while this draw was: together they pass the target epsilon = {self._epsilon:g} at delta = "
+                    f"{self._delta:g}. Nothing was drawn, but the charge stays, for it was visible to the others. Give draws that run at the "
+                    "same time an accountant with a budget, or one each."
+                )
+
+    def _passes_target(self, event: DpEvent | None = None) -> bool:
+        """Whether what was charged, with ``event`` on top, costs more than the target."""
+        return self._epsilon is not None and self._total(event) > self._epsilon * (1 + 1e-9)
 
     # --- the tempering ---------------------------------------------------------------------------------------------------
 
@@ -187,8 +245,8 @@ class OnePosteriorSample:
             self._solved[num_data] = self._solve(num_data)
         return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
 
-    def _total(self, event: DpEvent) -> float:
-        """ε of what the accountant holds and ``event``."""
+    def _total(self, event: DpEvent | None = None) -> float:
+        """ε of what the accountant holds, of ``event``, and of what is reserved."""
         assert self._delta is not None
         joint = PrivacyAccountant(method=self._accountant.method, neighboring=self._accountant.neighboring)
         for charge in self._accountant.history:
@@ -199,7 +257,10 @@ class OnePosteriorSample:
                     "choose a certificate whose own cost fits the budget."
                 )
             joint.compose(charge.event, charge.count)
-        return joint.compose(event).get_epsilon(self._delta)
+        for more in (event, self._reserve):
+            if more is not None:
+                joint.compose(more)
+        return joint.get_epsilon(self._delta)
 
     def _solve(self, num_data: int | None) -> float:
         """The largest tempering that meets the target."""
@@ -221,13 +282,34 @@ class OnePosteriorSample:
             return 1.0
         low, high = _LEAST_TEMPERING, 1.0
         if not meets(low):
+            if isinstance(self._certificate.event(self._model, Setting(low, num_data, self._accountant.neighboring)), NonPrivateDpEvent):
+                raise ValueError(
+                    f"{type(self._certificate).__name__} guarantees a pair (epsilon, delta) with delta > 0, for which the accountant has no event: "
+                    "it counts as not private, and no target can be met. Leave out epsilon= and read guarantee(), or use FiniteRunLangevin, an exact "
+                    "certificate, or RenyiClose at order infinity."
+                )
             if cost(low) > epsilon:
                 raise ValueError(
-                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met: what the accountant holds, or the certificate even without a "
-                    "likelihood, costs more. Use a larger epsilon or an empty accountant."
+                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met: what the accountant holds, what is "
+                    "reserved for later, or the certificate even without a likelihood, costs more. Use a larger epsilon, an empty accountant, "
+                    "or a chain that costs less (a smaller lr or batch, fewer steps)."
                 )
         while high > low * (1 + _PRECISION):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if meets(middle) else (low, middle)
         self._certificate.event(self._model, Setting(high, num_data, self._accountant.neighboring))  # raises if a step is what stopped it
         return low
+
+
+def _bound(model: Any) -> Model:
+    if isinstance(model, GLM):
+        return model
+    if not callable(model) or isinstance(model, type):
+        raise TypeError(f"model must be a dpb.ops.GLM or a Pyro model, got {model!r}")
+    from pyro.nn import PyroModule  # only here: Pyro takes a while to load
+
+    from .pyro_model import PyroModel
+
+    if isinstance(model, torch.nn.Module) and not isinstance(model, PyroModule):
+        raise TypeError("for a torch module use OnePosteriorSample.for_module(net, certificate, loss=..., prior_std=...)")
+    return PyroModel(model)

@@ -1,0 +1,64 @@
+"""The Pyro example as people call it, and the benchmark."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def example():
+    return load(ROOT / "examples" / "pyro_logistic_regression.py")
+
+
+def spent(out):
+    return [float(number) for number in re.findall(r"spent +epsilon <= ([\d.]+)", out)][-1]
+
+
+def test_one_accountant_pays_for_the_start_and_the_chain(example, capsys, tmp_path):
+    picture = tmp_path / "logistic.png"
+    example.main(["--records", "3000", "--iterations", "12", "--steps", "2", "--epsilon", "2", "--plot", str(picture)])
+    out = capsys.readouterr().out
+    assert 1.98 < spent(out) <= 2
+    assert re.search(r"DPSGLD +[\d.]+% of the cost, 200 releases", out) and re.search(r"DPHMC +[\d.]+% of the cost, 37 releases", out)
+    assert "without privacy" in out and "8 samples" in out
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+def test_adult_is_read_where_it_lies(example, capsys, tmp_path):
+    row = "{}, Private, 77516, Bachelors, {}, {}, Adm-clerical, Not-in-family, White, Male, {}, 0, {}, United-States, {}"
+    folder = tmp_path / "adult"
+    folder.mkdir()
+    for name, end in (("adult.data", ""), ("adult.test", ".")):
+        lines = [
+            row.format(20 + i % 70, i % 17, ["Divorced", "Married-civ-spouse"][i % 2], i % 3000, i % 99, ["<=50K", ">50K"][i % 2]) + end
+            for i in range(900)
+        ]
+        (folder / name).write_text("|1x3 Cross validator\n" * bool(end) + "\n".join(lines) + "\n\n")
+    table = example.adult(folder)
+    assert len(table.x) == len(table.test_x) == 900 and table.y.mean() == table.test_y.mean() == 0.5
+    assert table.x.norm(dim=1).max() <= 1 + 1e-6
+    assert torch.equal(table.x[:, table.names.index("married")] > 0, table.y == 1)
+    example.main(["--data-root", str(tmp_path), "--iterations", "6", "--steps", "1"])
+    out = capsys.readouterr().out
+    assert "without privacy" not in out and spent(out) <= 3
+
+
+@pytest.mark.slow
+def test_the_benchmark_prints_a_ratio_for_each_model(capsys):
+    load(ROOT / "scripts" / "bench_mcmc.py").main(["--seconds", "0.1"])
+    out = capsys.readouterr().out
+    assert len(re.findall(r" ms +[\d.]+ ms +[\d.]+ ", out)) == 8 and out.count("set-up") == 4

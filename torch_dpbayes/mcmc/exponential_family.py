@@ -1,0 +1,184 @@
+"""The penalty algorithm for exponential families: the data are looked at once, whatever the number of iterations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from ..accounting.accountant import PrivacyAccountant
+from .kernel import Outcome, PrivateKernel, check_noise, check_positive, noise_event
+from .proposals import Moves, Proposal
+from .record_density import FLAVOURS, Model, Prior, UnfitModel, made_up, public_randomness
+
+_ROWS_AT_ONCE = 2**16
+
+
+class ExponentialFamilyPenalty(PrivateKernel):
+    r"""Differentially private Metropolis-Hastings for a likelihood p(x | θ) = h(x)·exp(η(θ)·s(x) − A(θ)).
+
+    .. math::
+        \tilde R = \Delta\eta \cdot \sum_i \mathrm{clip}_C(s(x_i)) - n\,\Delta A + \sigma\xi, \qquad
+        \sigma = z\,C\,\|\Delta\eta\|, \quad \Delta\eta = \eta(\theta') - \eta(\theta), \quad \Delta A = A(\theta') - A(\theta)
+
+    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2. This is what fresh noise N(0, (zC)²I) on the sum of the sufficient
+    statistics would give, of which only the component along Δη matters and is drawn. It has exactly the posterior as its stationary
+    distribution while no s(x_i) is clipped. Once the sum is known an iteration costs the same for ten records and for ten million.
+
+    If n is private as well, it is noised with the rest: a record then moves Δη·Σs − nΔA by at most C‖Δη‖ + |ΔA|, and σ = z·(C‖Δη‖ + |ΔA|).
+
+    Source: Yıldırım and Ermiş (2019), Algorithm 3, where the sum itself is released; for a private n that would take √((C²+1)(‖Δη‖² + ΔA²)) in
+    place of C‖Δη‖ + |ΔA|, which is never less.
+
+    Args:
+        prior: Pyro model of θ alone, without arguments and observations. The data are the arguments of ``MCMC.run``: tensors of one length, one row
+            a record.
+        sufficient_statistics: from one record, its row of every argument, to the vector s(x). It is mapped over the records (``torch.func.vmap``),
+            so that none can see another.
+        natural_parameters: from θ, a dict of the prior's values by site, to the vector η(θ).
+        log_normalizer: likewise to the number A(θ).
+        max_statistic_norm: C, the bound to which ‖s(x)‖ is clipped.
+        noise_multiplier: z, noise standard deviation / clip bound. 0: no noise, charged as not private.
+        accountant: where every iteration is charged.
+        num_data: n, a public constant. None: the number of rows, which is public under replace-one; under add-or-remove-one it is noised.
+        proposal_scale, proposal, target_accept_prob: as in :class:`~torch_dpbayes.mcmc.DPPenalty`.
+
+    Raises:
+        ValueError: an argument is out of range, or, in ``MCMC.run``, the data or the functions do not fit together.
+
+    **Privacy.** An iteration releases R̃, whose sum moves by the clip bound σ/z when a record is added or removed and by at most twice that when
+    one is replaced: ``GaussianDpEvent(z)``, plus the event of ``proposal``. A record whose statistics are not finite, or cannot be computed,
+    counts as s(x) = 0.
+    """
+
+    def __init__(
+        self,
+        prior: Model,
+        *,
+        sufficient_statistics: Callable[..., Tensor],
+        natural_parameters: Callable[[dict[str, Tensor]], Tensor],
+        log_normalizer: Callable[[dict[str, Tensor]], Tensor],
+        max_statistic_norm: float,
+        noise_multiplier: float,
+        accountant: PrivacyAccountant,
+        num_data: int | None = None,
+        proposal_scale: float | Tensor | None = None,
+        proposal: Proposal | None = None,
+        target_accept_prob: float | None = 0.23,
+    ) -> None:
+        super().__init__(prior, accountant, target_accept_prob if proposal is None else None)
+        self._moves = Moves(proposal_scale, proposal)
+        self._statistics, self._natural, self._normalizer = sufficient_statistics, natural_parameters, log_normalizer
+        self._max_norm = check_positive("max_statistic_norm", max_statistic_norm, "the clip bound of a record's sufficient statistics")
+        self._multiplier = check_noise("noise_multiplier", noise_multiplier)
+        if num_data is not None and (isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1):
+            raise ValueError(f"num_data must be a positive whole number, the public number of records, or None; got {num_data!r}.")
+        self._num_data = num_data
+        self._noised_count = num_data is None and accountant.neighboring == "add_or_remove_one"
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._sum: Tensor | None = None
+        self._count = 0
+        self._current: tuple[Tensor, float] | None = None
+
+    def _private_state(self) -> tuple[str, ...]:
+        return ("_sum", "_count", "_current")
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
+        prior = Prior(self.model)
+        self._moves.require_dimension(prior.dimension)
+        if kwargs or not args or not all(isinstance(arg, Tensor) and arg.dim() for arg in args) or len({len(arg) for arg in args}) > 1:
+            raise UnfitModel("the data are the arguments of MCMC.run: tensors of one length, one row a record, and no keyword arguments.")
+        if self._num_data is not None and self._accountant.neighboring == "replace_one" and self._num_data != len(args[0]):
+            raise UnfitModel(f"num_data = {self._num_data}, but the data have {len(args[0])} rows. Under replace-one leave it out.")
+        size = self._statistics_size([arg.detach() for arg in args])
+        at = self._at(prior.constrain(torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device)))
+        if len(at[0]) != size:
+            raise UnfitModel(f"natural_parameters has {len(at[0])} entries, sufficient_statistics {size}: each statistic needs its parameter.")
+        total = torch.zeros(size, dtype=torch.float64, device=args[0].device)
+        for rows in zip(*(arg.detach().split(_ROWS_AT_ONCE) for arg in args), strict=True):
+            found = self._of_rows(list(rows), size).double()
+            norm = torch.linalg.vector_norm(found, dim=1)
+            finite = norm.isfinite()
+            total += (self._max_norm / norm[finite]).clamp_(max=1.0) @ found[finite]
+        self._sum, self._count = total.to(at[0].device), self._num_data or len(args[0])
+        return prior
+
+    def _statistics_size(self, data: list[Tensor]) -> int:
+        """Length of s(x), from made-up rows."""
+        error: Exception | None = None
+        for flavour in FLAVOURS:
+            with public_randomness():
+                rows = [made_up(torch.Size([3, *arg.shape[1:]]), arg, flavour) for arg in data]
+            try:
+                return self._map(rows).shape[1]
+            except Exception as caught:
+                error = error or caught
+        raise UnfitModel(
+            f"sufficient_statistics cannot be mapped over made-up records: {type(error).__name__}: {error}. It takes one record, without the "
+            "dimension of the records, and returns a vector, by tensor operations alone."
+        ) from error
+
+    def _map(self, rows: list[Tensor]) -> Tensor:
+        found = vmap(self._statistics)(*rows)
+        if not isinstance(found, Tensor) or found.dim() > 2:
+            raise ValueError("the statistics of a record are a vector, or one number")
+        return found.reshape(len(rows[0]), -1)
+
+    def _of_rows(self, rows: list[Tensor], size: int) -> Tensor:
+        """s of every row; zeros where the computation fails, which no record may make known."""
+        try:
+            return self._map(rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            count = len(rows[0])
+            if count == 1:
+                return torch.zeros(1, size, dtype=torch.float64, device=rows[0].device)
+            halves = [[row[: count // 2] for row in rows], [row[count // 2 :] for row in rows]]
+            return torch.cat([self._of_rows(half, size).double() for half in halves])
+
+    def _at(self, values: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """η and A of θ."""
+        natural, normalizer = self._natural(values), self._normalizer(values)
+        return natural.detach().double().reshape(-1), float(normalizer)
+
+    def _is_valid(self, theta: Tensor) -> bool:
+        return self._evaluate(theta) is not None
+
+    def _evaluate(self, theta: Tensor) -> tuple[Tensor, float] | None:
+        """η and A at θ, or None where they are not finite. No function of the data."""
+        assert self._prior is not None
+        try:
+            natural, normalizer = self._at(self._prior.constrain(theta))
+        except Exception:
+            return None
+        return (natural, normalizer) if natural.isfinite().all() and math.isfinite(normalizer) else None
+
+    def _start(self, theta: Tensor) -> None:
+        self._current = self._evaluate(theta)
+
+    @property
+    def _scale(self) -> float:
+        return self._moves.scale * math.exp(self._log_scale)
+
+    def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
+        assert self._sum is not None and self._current is not None
+        self._charge((noise_event(self._multiplier), 1), *self._moves.charges())
+        moved, log_proposal_ratio = self._propose(self._moves, theta)
+        log_prior, there = self._log_prior_at(moved), self._evaluate(moved)
+        if not math.isfinite(log_prior) or there is None:
+            return theta, Outcome(False, math.nan)
+        natural, normalizer = there[0] - self._current[0], there[1] - self._current[1]
+        bound = self._max_norm * float(torch.linalg.vector_norm(natural)) + (abs(normalizer) if self._noised_count else 0.0)
+        total = float(natural @ self._sum) - self._count * normalizer
+        outcome = self._metropolis(total, log_prior - self._log_prior + log_proposal_ratio, self._multiplier * bound)
+        if not outcome.accepted:
+            return theta, outcome
+        self._current, self._log_prior = there, log_prior
+        return moved, outcome

@@ -1,0 +1,191 @@
+"""Hybrid sampling: one posterior sample as the start of a private chain, both on one accountant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import noise_multiplier_for
+from ..accounting.events import SelfComposedDpEvent, positive_count
+from ..optim.base import PrivateOptimizer
+from ..poisson_loader import PoissonLoader
+from ..posterior import PosteriorSamples
+from ..privacy_engine import PrivacyEngine
+from .certificates import Certificate
+from .glm import GLM
+from .models import Loss
+from .one_posterior_sample import OnePosteriorSample
+
+
+class Hybrid(NamedTuple):
+    """What a hybrid run released, and what it cost.
+
+    Attributes:
+        module: the network with the last state of the chain; for a GLM it clips features as in fitting and returns the linear predictor.
+        samples: states of the chain; ``samples.predict(module, x, transform=torch.sigmoid)``.
+        start: the posterior sample that the chain began with.
+        accountant: both charges.
+        guarantee: of the start, in words.
+    """
+
+    module: nn.Module
+    samples: PosteriorSamples
+    start: dict[str, Tensor]
+    accountant: PrivacyAccountant
+    guarantee: str
+
+
+def hybrid(
+    model: GLM | nn.Module,
+    features: Tensor,
+    targets: Tensor,
+    *,
+    certificate: Certificate,
+    optimizer: Callable[..., PrivateOptimizer],
+    epsilon: float,
+    delta: float,
+    epochs: int,
+    batch_size: int,
+    max_grad_norm: float = 1.0,
+    start_share: float | None = 0.5,
+    loss: Loss | None = None,
+    prior_std: float | None = None,
+    samples: PosteriorSamples | None = None,
+    accountant: PrivacyAccountant | None = None,
+    num_data: int | None = None,
+) -> Hybrid:
+    r"""One posterior sample, then a private chain from there: a start that is near the posterior saves the chain its way.
+
+    .. math::
+        \theta_0 \sim p_\rho(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho, \qquad
+        \theta_1, \theta_2, \ldots \text{ by DP-SGLD, DP-SGHMC or DP-SGNHT}
+
+    Source: Wang, Fienberg and Smola (2015), "Privacy for free", Algorithm 3.
+
+    Args:
+        model: a :class:`~torch_dpbayes.ops.GLM`, or a torch module in training mode, with ``loss`` and ``prior_std``. The chain trains the module.
+        features: ``[n, ...]``.
+        targets: ``[n]`` for a GLM.
+        certificate: of the start.
+        optimizer: factory of the chain, as ``partial(dpb.optim.DPSGNHT, lr=0.1)``; its prior is the model's.
+        epsilon, delta: the target of start and chain together, with what ``accountant`` held before.
+        epochs: passes of the chain, at sampling rate batch_size / n.
+        batch_size: expected size of a Poisson batch.
+        max_grad_norm: clip norm of one record's gradient in the chain.
+        start_share: the start may use up to ``start_share · epsilon``, and the chain's noise is calibrated to what is left, which by exact
+            accounting is more than the other share. None: the best split for a chain at its own temperature: the chain gets exactly what the noise
+            of its own dynamics costs, which more budget would not lower, and the start all the rest.
+        loss: for a module, −log p(y | x) of each record: ``loss(module(x), y)`` returns ``[n]``.
+        prior_std: for a module, standard deviation of the N(0, prior_std²) prior of every trainable parameter.
+        samples: where the chain's states are collected, once a step. None: the second half of them, thinned to at most 200.
+        accountant: holds both charges. None: one with the target as its budget, for neighbours that replace one record.
+        num_data: as in :class:`~torch_dpbayes.ops.OnePosteriorSample`.
+
+    Returns:
+        A :class:`Hybrid`.
+
+    Raises:
+        ValueError: the split leaves one of the two nothing; the message says which numbers would do. Whether the chain fits is known and
+            checked before the start is drawn.
+
+    **Privacy.** Released are the start (event: the certificate's) and every state of the chain (event: that of its Poisson-sampled Gaussian, once a
+    step). The split is a function of public numbers alone.
+    """
+    if accountant is None:
+        accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    if isinstance(model, GLM):
+        if loss is not None or prior_std is not None:
+            raise ValueError("a GLM has its own loss and prior: leave out loss= and prior_std=")
+        size = model.num_records(model.prepare((features, targets)))
+        records = model.records(features, targets)
+        module: nn.Module = _LinearPredictor(model, records.x)
+        chain_loss: Loss = partial(_glm_loss, model.family, records.weight)
+        factory = partial(optimizer, **model.prior_of_optimizer(module))
+        dataset = TensorDataset(records.x, records.y)
+        release = partial(OnePosteriorSample, model, certificate)
+    else:
+        if loss is None or prior_std is None:
+            raise ValueError("a torch module needs loss=, one number a record, and prior_std=")
+        size, module, chain_loss = len(features), model, loss
+        factory = partial(optimizer, prior_std=prior_std)
+        dataset = TensorDataset(features, targets)
+        release = partial(OnePosteriorSample.for_module, model, certificate, loss=loss, prior_std=prior_std)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or not 0 < batch_size <= size:
+        raise ValueError(f"batch_size must be a whole number between 1 and that of the records, got {batch_size!r}")
+    if num_data is None and accountant.neighboring == "replace_one":
+        num_data = size
+    loader = PoissonLoader(DataLoader(dataset, batch_size=batch_size), batch_size / size)
+    steps = positive_count(epochs, "epochs") * len(loader)
+    probe = factory(
+        [(name, p) for name, p in module.named_parameters() if p.requires_grad],
+        num_data=size,
+        expected_batch_size=loader.expected_batch_size,
+        max_grad_norm=max_grad_norm,
+        sampling="poisson",
+        accountant=PrivacyAccountant(neighboring=accountant.neighboring),
+    )
+    floor: float | None = None
+    if start_share is None:
+        own = probe._event(probe.effective_noise_multiplier, "poisson")
+        first = release(epsilon, delta, accountant, num_data=num_data, reserve=SelfComposedDpEvent(own, steps))
+        first.event  # noqa: B018  raises where nothing is left for the start
+    elif 0 < start_share < 1:
+        first = release(start_share * epsilon, delta, accountant, num_data=num_data)
+        floor = noise_multiplier_for(
+            lambda z: probe._event(z, "poisson"),
+            target_epsilon=epsilon,
+            target_delta=delta,
+            steps=steps,
+            neighboring=accountant.neighboring,
+            history=[*accountant.history, (first.event, 1)],
+        )
+    else:
+        raise ValueError(f"start_share must lie between 0 and 1, or be None for the best split, got {start_share!r}")
+    # whatever is wrong with the chain is found before the start is charged
+    module, chain, private = PrivacyEngine(accountant).make_private(
+        module=module, optimizer=factory, data_loader=loader, max_grad_norm=max_grad_norm, noise_multiplier=floor
+    )
+    chain.effective_noise_multiplier  # noqa: B018  raises where the chain would refuse its first step
+    start = first.sample(features, targets)
+    with torch.no_grad():
+        parameters = dict(module.named_parameters())
+        for name, value in start.items():
+            p = parameters["linear.weight" if isinstance(model, GLM) else name]
+            p.copy_(value.reshape(p.shape))
+    if samples is None:
+        samples = PosteriorSamples(burn_in=steps // 2, thin=max(1, math.ceil(steps / 400)), max_samples=200)
+    for _ in range(epochs):
+        for x, y in private:
+            chain.zero_grad()
+            chain_loss(module(x), y).mean().backward()
+            chain.step()
+            samples.collect(module)
+    return Hybrid(module, samples, start, accountant, first.guarantee())
+
+
+class _LinearPredictor(nn.Module):
+    """u = xᵀw with the features clipped as the GLM clips them."""
+
+    def __init__(self, glm: GLM, like: Tensor) -> None:
+        super().__init__()
+        self._glm = glm
+        self.linear = nn.Linear(like.shape[1], 1, bias=False, dtype=like.dtype, device=like.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(self._glm.features(x))
+        return result.squeeze(-1)
+
+
+def _glm_loss(family: str, weight: float, u: Tensor, y: Tensor) -> Tensor:
+    if family == "bernoulli":
+        return nn.functional.binary_cross_entropy_with_logits(u, y, reduction="none")
+    if family == "poisson":
+        return nn.functional.poisson_nll_loss(u, y, reduction="none")
+    return weight / 2 * (u - y).square()

@@ -1,0 +1,194 @@
+"""Pyro models and torch modules as posteriors. What the records say is read by :class:`~torch_dpbayes.mcmc.record_density.RecordDensity`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pyro
+import torch
+from pyro.distributions import Normal
+from torch import Tensor, nn
+from torch.distributions import transforms
+from torch.func import functional_call
+
+from ..mcmc.record_density import InvalidPoint, Prior, RecordDensity, UnfitModel
+from ..model_checks import check_layers
+from .models import Loss
+
+_IMPOSSIBLE = -1e30  # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record would decide that
+_ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
+
+
+class PyroModel:
+    """A Pyro model with one data plate, over all of its continuous latents in unconstrained space.
+
+    Args:
+        model: the model; its data are its arguments. See :class:`~torch_dpbayes.mcmc.record_density.RecordDensity`.
+        data_plate: the name of the plate of records.
+
+    **Privacy.** Only the prior, which is made without the data, is kept between calls.
+    """
+
+    def __init__(self, model: Callable[..., Any], data_plate: str = "data") -> None:
+        self._model, self._plate = model, data_plate
+        self._prior: Prior | None = None
+        self._wants_unconstrained: str | None = None
+
+    def require_unconstrained(self, certificate: str) -> None:
+        """Remembered until the latents are known."""
+        self._wants_unconstrained = certificate
+
+    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The model on its data, after checks on made-up rows of the data's shapes."""
+        terms = _Terms(self._model, data, data_plate=self._plate)
+        prior = terms.prior
+        if self._wants_unconstrained is not None:
+            for name, transform in prior.transforms.items():
+                if not _is_identity(transform):
+                    raise ValueError(
+                        f"{self._wants_unconstrained} needs latents that live on all of R: convexity and Lipschitz constants are asserted for the "
+                        f"space the chain moves in, and that of {name!r} is transformed. Write the model with a real latent and transform it "
+                        "yourself, or use Bounded, which holds in any space."
+                    )
+        prior.sample()  # refuses a prior that no chain can start from, before anything is charged
+        self._prior = prior
+        return (terms,)
+
+    def num_records(self, data: tuple[Any, ...]) -> int:
+        """The number of rows."""
+        return int(data[0].num_records)
+
+    def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> PyroTarget:
+        """∝ prior · Π likelihood^tempering."""
+        return PyroTarget(data[0], tempering, max_grad_norm)
+
+    def release(self, theta: Tensor) -> dict[str, Tensor]:
+        """Values by site, in the supports of the model's distributions."""
+        assert self._prior is not None
+        return {name: value.detach().clone() for name, value in self._prior.constrain(theta.to(self._prior.dtype)).items()}
+
+
+class PyroTarget:
+    """U(θ) = −log p(θ) − ρ Σ log p(x_i | θ); ``max_grad_norm`` clips records' gradients, and infinity leaves them."""
+
+    def __init__(self, terms: _Terms, tempering: float, max_grad_norm: float) -> None:
+        self._terms, self._tempering, self._max_grad_norm = terms, tempering, max_grad_norm
+        self._start = terms.prior.sample()
+
+    @property
+    def start(self) -> Tensor:
+        """A draw from the prior, by the operating system's entropy."""
+        return self._start.to(torch.float64)
+
+    def gradient(self, theta: Tensor) -> Tensor:
+        """∇U with clipped gradients."""
+        point = theta.to(self._terms.prior.dtype)
+        _, gradient = self._terms.prior.log_density_and_gradient(point)
+        try:
+            gradient = gradient + self._tempering * self._terms.clipped_gradient_sum(point, (1 - _ROUNDING) * self._max_grad_norm)
+        except InvalidPoint:  # asked of made-up rows: the prior alone leads back
+            pass
+        return -gradient.to(torch.float64)
+
+    def potential(self, theta: Tensor) -> Tensor:
+        """U, differentiable once."""
+        return self._differentiable(theta, partial(self._terms.sum_of_terms, max_norm=(1 - _ROUNDING) * self._max_grad_norm))
+
+    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
+        """U with every log likelihood clipped into [low, high]; ``relative``: its difference to that at the start."""
+        origin = self._start if relative else None
+        return self._differentiable(theta, partial(self._terms.sum_of_clipped_terms, low=low, high=high, origin=origin))
+
+    def _differentiable(self, theta: Tensor, likelihood: Callable[[Tensor], tuple[float, Tensor]]) -> Tensor:
+        point = theta.detach().to(self._terms.prior.dtype)
+        value, gradient = self._terms.prior.log_density_and_gradient(point)
+        try:
+            more, slope = likelihood(point)
+        except InvalidPoint:
+            more, slope = _IMPOSSIBLE, torch.zeros_like(gradient)
+        value, gradient = -(value + self._tempering * more), -(gradient + self._tempering * slope).to(theta.dtype)
+        result: Tensor = _WithGradient.apply(theta, value, gradient)
+        return result
+
+
+class _WithGradient(torch.autograd.Function):
+    """A number whose gradient was computed elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, value: float, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return theta.new_tensor(value)
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return outer[0] * gradient, None, None
+
+
+class _Terms(RecordDensity):
+    """The same with sums of log likelihoods that were clipped themselves."""
+
+    def sum_of_terms(self, theta: Tensor, max_norm: float) -> tuple[float, Tensor]:
+        """Σ log p(x_i | θ) and its clipped gradient. Private data."""
+        terms = self.log_likelihoods(theta)
+        value = terms.to(torch.float64).nan_to_num(nan=0.0, posinf=-_IMPOSSIBLE, neginf=_IMPOSSIBLE).sum()
+        return float(value), self.clipped_gradient_sum(theta, max_norm)
+
+    @torch.no_grad()
+    def sum_of_clipped_terms(self, theta: Tensor, low: float, high: float, origin: Tensor | None) -> tuple[float, Tensor]:
+        """Σ clip(log p(x_i | θ) − log p(x_i | origin), low, high) and its gradient. What is not a number counts as ``low``. Private data."""
+        terms = self.log_likelihoods(theta)
+        if origin is not None:
+            terms = terms - self.log_likelihoods(origin)
+        inside = (terms > low) & (terms < high)
+        value = float(terms.nan_to_num(nan=low, posinf=high, neginf=low).clamp(low, high).sum(dtype=torch.float64))
+        gradient = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
+        program = self._programs["gradients"]
+        for first, count, rows in self._chunks(program.rows):
+            slopes = self._run(program, theta, first, rows)[:count]
+            kept = inside[first : first + count] & slopes.isfinite().all(dim=1)
+            gradient += slopes[kept].sum(0, dtype=torch.float64)
+        return value, gradient.to(self.prior.dtype)
+
+
+def _is_identity(transform: Any) -> bool:
+    while isinstance(transform, transforms.IndependentTransform) or type(transform).__name__ == "_InverseTransform":
+        transform = transform.base_transform if isinstance(transform, transforms.IndependentTransform) else transform.inv
+    return isinstance(transform, transforms.ComposeTransform) and not transform.parts
+
+
+# --- torch modules -------------------------------------------------------------------------------------------------------
+
+
+def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> Callable[[Any, Any], None]:
+    """The Pyro model with N(0, prior_std²) priors on the trainable parameters, and −log p(y | x) = loss(module(x), y)."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"a torch.nn.Module is needed, got {type(module).__name__}")
+    if isinstance(prior_std, bool) or not isinstance(prior_std, int | float) or not 0 < prior_std < math.inf:
+        raise ValueError(f"prior_std must be positive and finite, got {prior_std!r}")
+    copy = deepcopy(module).train()
+    check_layers(copy)
+    copy.eval()  # dropout is no part of a posterior
+    latents = {name: p.detach() for name, p in copy.named_parameters() if p.requires_grad}
+    if not latents:
+        raise ValueError("every parameter of the module is frozen: there is nothing to sample")
+
+    def model(inputs: Any, targets: Any) -> None:
+        values = {}
+        for name, p in latents.items():
+            prior = Normal(torch.zeros_like(p), torch.full_like(p, prior_std))
+            values[name] = pyro.sample(name, prior.to_event(p.dim()))
+        losses = loss(functional_call(copy, values, (inputs,)), targets)
+        if not isinstance(losses, Tensor) or losses.shape != targets.shape[:1]:
+            raise UnfitModel(
+                f"the loss must return one number a record, [{len(targets)}] here: functools.partial(torch.nn.functional.cross_entropy, "
+                f'reduction="none"). It returned {list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}.'
+            )
+        with pyro.plate("data", len(inputs)):
+            pyro.factor("log_likelihood", -losses)
+
+    return model
