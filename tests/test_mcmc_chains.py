@@ -137,12 +137,18 @@ def test_forked_chains_charge_one_file_and_draw_different_noise(kind, tmp_path):
 
 
 def test_a_forked_chain_that_cannot_differentiate_says_what_to_do(tmp_path):
+    """Whether torch can differentiate in a fork depends on the threads of earlier backward passes: the chains run, or the error names the way out."""
     x = torch.ones(1, requires_grad=True)
     torch.autograd.grad(x.sum(), x)
     accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
-    with pytest.raises(RuntimeError, match='mp_context="spawn"'):
-        parallel(make("HMC", accountant), 2).run(DATA)
-    assert counts(accountant) == {}
+    runner = parallel(make("HMC", accountant), 2)
+    try:
+        runner.run(DATA)
+    except RuntimeError as error:
+        assert 'mp_context="spawn"' in str(error)
+        assert counts(accountant) == {}
+    else:
+        assert counts(accountant) == expected("HMC", 12, 2)
 
 
 @pytest.mark.parametrize("kind", ["penalty", pytest.param("family", marks=pytest.mark.slow), pytest.param("HMC", marks=pytest.mark.slow)])
