@@ -233,7 +233,7 @@ def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
         parent.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1 + k / 100)))
     parent.close()
     released, before = 50, 50
-    generator = random.Random()
+    generator, delay = random.Random(), None
     for _ in range(times):
         reader, writer = os.pipe()
         child = os.fork()
@@ -248,10 +248,10 @@ def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
             finally:
                 os._exit(1)
         os.close(writer)
-        delay, start = 0.05, time.monotonic()
-        if generator.random() < 0.8:  # else while it opens the ledger
+        start = time.monotonic()
+        if delay is None or generator.random() < 0.8:  # else while it opens the ledger
             select.select([reader], [], [], 60)
-            delay = time.monotonic() - start  # on a busy machine everything takes longer
+            delay = delay or time.monotonic() - start  # of the first one: later ones open what the earlier wrote
         time.sleep(generator.expovariate(1 / delay))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
