@@ -19,6 +19,7 @@ from torch_dpbayes.accounting.calibration import get_noise_multiplier
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
+    FailureDpEvent,
     GaussianDpEvent,
     MuGaussianDpEvent,
     NonPrivateDpEvent,
@@ -46,6 +47,7 @@ EXAMPLES = {
     "ZCDpEvent": ZCDpEvent(0.1, 0.05),
     "PureDpEvent": PureDpEvent(0.3),
     "BoundedRangeDpEvent": BoundedRangeDpEvent(0.3),
+    "FailureDpEvent": FailureDpEvent(1e-6),
     "NonPrivateDpEvent": NonPrivateDpEvent(),
     "NoOpDpEvent": NoOpDpEvent(),
 }
@@ -83,6 +85,9 @@ def test_every_cell_of_the_table(name, relation, pld, rdp):
             assert accountant.get_delta(1.0) == 1.0
         elif verdict == "free":
             assert bounds.upper == 0.0 == accountant.get_delta(0.0)
+        elif verdict == "delta only":
+            assert bounds == (0.0, 0.0) and accountant.get_epsilon(2.9e-6, return_bounds=True) == (math.inf, math.inf)
+            assert accountant.get_delta(0.0) == pytest.approx(3e-6, rel=1e-5)
         else:
             assert 0 < bounds.upper < math.inf
             assert 0 < accountant.get_delta(bounds.upper * 1.001) <= DELTA
@@ -390,6 +395,12 @@ def test_bad_settings_are_refused(arguments):
         SampledWithoutReplacementDpEvent(10, 11, GaussianDpEvent(1.0)),
         SelfComposedDpEvent(STEP, -1),
         PureDpEvent(-1.0),
+        FailureDpEvent(0.0),
+        FailureDpEvent(1.0),
+        FailureDpEvent(-1e-6),
+        FailureDpEvent(math.nan),
+        FailureDpEvent("rarely"),
+        PoissonSampledDpEvent(0.1, FailureDpEvent(1e-6)),
         ZCDpEvent(math.nan),
         dpa.LaplaceDpEvent(1.0),
         dpa.dp_event.UnsupportedDpEvent(),

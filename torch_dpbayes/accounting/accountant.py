@@ -19,11 +19,10 @@ from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, f
 from .events import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
 from .headroom import Method
 from .ledger import Flag, Key, Ledger, LedgerError, Row, Session
-from .privacy_loss import Concentrated, Neighboring, NonPrivate, Pair
+from .privacy_loss import SMALLEST_DELTA, Concentrated, Neighboring, NonPrivate, Pair
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
-_SMALLEST_DELTA = 1e-10
 _KNOWN_EVENTS = 4096
 _IN_THE_MIDDLE = (
     "this accountant was called from within one of its own charges, which only a signal handler can do: what it would read or write is not "
@@ -290,7 +289,7 @@ class PrivacyAccountant:
             if book.guarantee == "filter" and book.filter is not None:
                 return book.filter.delta(epsilon)
             if self._method == "rdp":
-                return renyi.delta(renyi.curve(book.guaranteed()), epsilon)
+                return renyi.upper_delta(book.guaranteed(), epsilon)
             return privacy_loss.upper_delta(book.guaranteed(), epsilon)
 
     def remaining(self, event: DpEvent) -> int | float:
@@ -488,7 +487,7 @@ class PrivacyAccountant:
 
     def shares(self, delta: float | None = None) -> dict[str | None, tuple[float | None, int]]:
         """Of each label the share of the cost, and the releases. The cost that adds up is the Renyi divergence at the order which decides epsilon at
-        ``delta``; the share is ``None`` if something was released without noise."""
+        ``delta``; the share is ``None`` if something was released without noise. What fails outright with some probability is not in it."""
         delta = self._default_delta(delta)
         with self._lock:
             book = self._read()
@@ -500,9 +499,14 @@ class PrivacyAccountant:
             group[pair] = group.get(pair, 0) + count
         if any(isinstance(pair, NonPrivate) for pair in counts):
             return {label: (None, sum(group.values())) for label, group in labels.items()}
-        total = renyi.curve(counts)
+        _, others = privacy_loss.apart(counts)
+        if not others:
+            return {label: (None, sum(group.values())) for label, group in labels.items()}
+        total = renyi.curve(others)
         best = renyi.best_order(total, delta)
-        return {label: (float(renyi.curve(group)[best] / total[best]), sum(group.values())) for label, group in labels.items()}
+        return {
+            label: (float(renyi.curve(privacy_loss.apart(group)[1])[best] / total[best]), sum(group.values())) for label, group in labels.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the settings, as strings, floats and lists. With ``path`` also which file it is, where what was used of
@@ -675,9 +679,9 @@ def check_delta(delta: Any) -> float:
     value = float(delta)
     if not 0 < value < 1:
         raise ValueError(f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of records.")
-    if value < _SMALLEST_DELTA:
+    if value < SMALLEST_DELTA:
         raise ValueError(
-            f"delta = {value:g} is below {_SMALLEST_DELTA:g}, where round-off and truncated tails of the "
+            f"delta = {value:g} is below {SMALLEST_DELTA:g}, where round-off and truncated tails of the "
             "floating-point computation are no longer negligible: the epsilon would not be a proven bound. Use "
             "delta >= 1e-10."
         )

@@ -12,7 +12,7 @@ from . import events, privacy_loss, renyi
 from .events import DpEvent
 from .headroom import Filter, Headroom, Method, covers, take
 from .ledger import Block, Entry, Flag, Key, Row, Session
-from .privacy_loss import Gaussian, Neighboring, NonPrivate, Pair, added
+from .privacy_loss import Failure, Gaussian, Neighboring, NonPrivate, Pair, added
 
 _LARGEST_BLOCK = 8192  # steps
 _GROWTH = 4
@@ -87,7 +87,7 @@ class Book:
     def price(self, counts: Mapping[Pair, int], delta: float) -> float:
         """Epsilon of releases that were fixed in advance."""
         if self.settings.method == "rdp":
-            return renyi.epsilon(renyi.curve(counts), delta)
+            return renyi.upper_epsilon(counts, delta)
         return privacy_loss.upper_epsilon(counts, delta)
 
     def guaranteed(self) -> Mapping[Pair, int]:
@@ -211,6 +211,12 @@ class Book:
             raise PrivacyBudgetExceeded(
                 "a release without noise (z = 0) has no finite epsilon and fits no budget. Use a positive noise "
                 "multiplier, or an accountant without a budget. Nothing was recorded; release nothing."
+            )
+        if self.filter is not None and any(isinstance(pair, Failure) for pair in need):
+            raise PrivacyBudgetExceeded(
+                f"a release that may fail outright fits no filter: {self.filter.describe()}, which holds what was declared adaptive, what is not "
+                "registered and what later jobs charge, is infinite for it. Charge it to an accountant of its own, or register it "
+                "(PrivacyAccountant.register) before the first release. Nothing was recorded; release nothing."
             )
         times = sum(need.values())
         fit = "not one more fits"

@@ -1,4 +1,4 @@
-"""Noise and numbers of steps that meet a target, by privacy loss distributions."""
+"""Noise and numbers of steps that meet a target."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import events, privacy_loss
+from . import events, privacy_loss, renyi
 from .accountant import check_delta, check_epsilon
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from .headroom import largest
+from .headroom import Method, largest
 from .privacy_loss import Neighboring, Pair
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
@@ -42,10 +42,24 @@ def noise_multiplier_for(
     Raises:
         ValueError: the history alone passes the target, or no noise up to 1e7 meets it.
     """
+    return calibrated(make_event, target_epsilon, target_delta, steps, neighboring, history, "pld")
+
+
+def calibrated(
+    make_event: Callable[[float], DpEvent],
+    target_epsilon: float,
+    target_delta: float,
+    steps: int,
+    neighboring: Neighboring,
+    history: Iterable[tuple[Any, ...]],
+    method: Method,
+) -> float:
+    """:func:`noise_multiplier_for` an accountant of this method: ``"rdp"`` reports more, and wants a little more noise for it."""
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     steps = events.positive_count(steps, "steps")
     before = _counts(history, neighboring)
-    if before and privacy_loss.upper_epsilon(before, delta) > epsilon:
+    price = renyi.upper_epsilon if method == "rdp" else privacy_loss.upper_epsilon
+    if before and price(before, delta) > epsilon:
         raise ValueError(
             f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g} alone: no noise is "
             "large enough for another step."
@@ -54,7 +68,7 @@ def noise_multiplier_for(
     def excess(log_noise: float) -> float:
         counts = dict(before)
         _add(counts, make_event(math.exp(log_noise)), steps, neighboring)
-        return privacy_loss.upper_epsilon(counts, delta) - epsilon
+        return price(counts, delta) - epsilon
 
     return math.exp(_smallest(excess))
 

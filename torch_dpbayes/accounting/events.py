@@ -29,6 +29,7 @@ __all__ = [
     "BoundedRangeDpEvent",
     "ComposedDpEvent",
     "DpEvent",
+    "FailureDpEvent",
     "GaussianDpEvent",
     "MuGaussianDpEvent",
     "NoOpDpEvent",
@@ -88,6 +89,17 @@ class BoundedRangeDpEvent(DpEvent):
     2020). It is epsilon-differentially private under the accountant's relation, and composes better than that."""
 
     epsilon: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class FailureDpEvent(DpEvent):
+    """A release that fails with probability ``delta``, 0 < delta < 1: then it reveals everything, else nothing, under the accountant's relation.
+
+    An (epsilon, delta)-differentially private release is dominated exactly by ``ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])``
+    (Kairouz, Oh, Viswanath 2015, Theorem 3.3). At a total delta below that of the failures epsilon is infinite.
+    """
+
+    delta: float
 
 
 def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> float:
@@ -193,6 +205,14 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
     elif isinstance(event, PureDpEvent | BoundedRangeDpEvent):
         if epsilon := _non_negative(event.epsilon, "epsilon"):
             yield type(event)(epsilon), count
+    elif isinstance(event, FailureDpEvent):
+        delta = _real(event.delta, "delta")
+        if not 0 < delta < 1:
+            raise ValueError(
+                f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. What never fails needs no such event, and what always "
+                "fails is NonPrivateDpEvent()."
+            )
+        yield FailureDpEvent(delta), count
     elif isinstance(event, ZCDpEvent):
         rho, xi = _non_negative(event.rho, "rho"), _non_negative(event.xi, "xi")
         if rho or xi:
@@ -201,7 +221,8 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
         raise TypeError(
             f"{kind.__name__} is not accounted for here. If the release is epsilon-differentially private under the "
             "accountant's neighbouring relation (Laplace noise is, with epsilon = sensitivity / scale) charge "
-            "PureDpEvent(epsilon); if it is mu-Gaussian differentially private charge MuGaussianDpEvent(mu)."
+            "PureDpEvent(epsilon); if it is mu-Gaussian differentially private charge MuGaussianDpEvent(mu); if it is "
+            "(epsilon, delta)-differentially private charge ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])."
         )
     else:
         raise TypeError(f"an event from torch_dpbayes.accounting.events is needed, got {event!r}.")

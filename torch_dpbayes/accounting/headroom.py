@@ -167,11 +167,6 @@ class Headroom:
             family = self._families[key] = _Family(pair)
         return family
 
-    @property
-    def filter(self) -> Filter | None:
-        """The rule for parameters that may depend on earlier outputs, or ``None``."""
-        return self._filter
-
     def slack(self, pair: Pair) -> float:
         """By how much the noise of a reserve should be lower than that of ``pair``: 1 unless noise is falling."""
         family = self._family(pair)
@@ -336,7 +331,7 @@ class Headroom:
             if self._filter is not None:
                 return self._filter.cost(counts) - self._filter.limit
             if self._method == "rdp":
-                return renyi.epsilon(renyi.curve(counts), self._delta) - self._epsilon
+                return renyi.upper_epsilon(counts, self._delta) - self._epsilon
             return privacy_loss.upper_epsilon(counts, self._delta) - self._epsilon
 
         return excess

@@ -19,6 +19,9 @@ How it is computed, and why the result is an upper bound:
 3. *Many levels*: lowering a noise multiplier or raising a sampling rate only weakens privacy, so close levels are
    merged at their least private member.
 
+Releases that fail outright with some probability are left out of 1 to 3: with f the probability that one of them fails,
+delta(epsilon) = f + (1 - f) * (delta(epsilon) of the others).
+
 The lower bound rounds multipliers the other way, leaves out the mass at infinity, and pays for the discretisation by
 Hoeffding's inequality: given L, each step's rounding is independent, spans one grid cell, and has mean in [0, h^2/8].
 """
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -38,6 +41,7 @@ from scipy import fft, optimize, signal, special
 from .events import (
     BoundedRangeDpEvent,
     DpEvent,
+    FailureDpEvent,
     GaussianDpEvent,
     MuGaussianDpEvent,
     NonPrivateDpEvent,
@@ -100,11 +104,18 @@ class Concentrated:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Loss +infinity with probability ``delta``, else 0; its own reverse."""
+
+    delta: float
+
+
+@dataclass(frozen=True, slots=True)
 class NonPrivate:
     """No guarantee at all."""
 
 
-Pair = Gaussian | Sampled | Pure | BoundedRange | Concentrated | NonPrivate
+Pair = Gaussian | Sampled | Pure | BoundedRange | Concentrated | Failure | NonPrivate
 
 # Below this noise / sensitivity sampling is ignored (an upper bound): one step alone then costs epsilon > 1000.
 _LEAST_NOISE = 0.02
@@ -151,6 +162,8 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring) -> Pair:
         return BoundedRange(event.epsilon)
     if isinstance(event, ZCDpEvent):
         return Concentrated(event.rho, event.xi)
+    if isinstance(event, FailureDpEvent):
+        return Failure(event.delta)
     if isinstance(event, NonPrivateDpEvent):
         return NonPrivate()
     raise TypeError(f"{event!r} is not an elementary event.")
@@ -631,6 +644,8 @@ def merge(
             sampled.append((pair, count))
         elif isinstance(pair, Pure) or (upper and isinstance(pair, BoundedRange)) or concentrated:
             merged[pair] = merged.get(pair, 0) + count
+        elif upper:
+            raise TypeError(f"{pair!r} has no privacy loss distribution.")
     if len(sampled) <= _EXACT_LEVELS:
         for pair, count in sampled:
             merged[pair] = merged.get(pair, 0) + count
@@ -767,6 +782,62 @@ ZCDP_REFUSAL = (
 )
 
 
+# --- releases that fail outright --------------------------------------------------------------------------------------
+
+SMALLEST_DELTA = 1e-10  # below it round-off and truncated tails are no longer negligible
+_FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
+
+
+def apart(counts: Mapping[Pair, int]) -> tuple[dict[Failure, int], dict[Pair, int]]:
+    """The releases that fail outright with some probability, and the others."""
+    failures = {pair: count for pair, count in counts.items() if count and isinstance(pair, Failure)}
+    return failures, {pair: count for pair, count in counts.items() if count and not isinstance(pair, Failure)}
+
+
+def failing(failures: Mapping[Failure, int], *, upper: bool = True) -> float:
+    """The probability that one of the releases fails, rounded up; ``upper=False``: rounded down."""
+    if sum(failures.values()) == 1:
+        return next(iter(failures)).delta
+    none = math.fsum(count * math.log1p(-failure.delta) for failure, count in failures.items())
+    return min(-math.expm1(none) * (1 + _FAILURE_ERROR if upper else 1 - _FAILURE_ERROR), 1.0)
+
+
+def beside_failures(counts: Mapping[Pair, int], delta: float, price: Callable[[dict[Pair, int], float], float]) -> float:
+    """An upper bound on epsilon at ``delta``, where ``price(others, left)`` is one for releases that do not fail outright."""
+    failures, others = apart(counts)
+    failed = failing(failures)
+    if not failed:
+        return price(others, delta)
+    if failed > delta:
+        return math.inf
+    if not others:
+        return 0.0
+    left = _left(delta, failed)
+    return price(others, left) if left >= SMALLEST_DELTA else _largest_loss(others)
+
+
+def _left(delta: float, failed: float) -> float:
+    """The delta that other releases may have beside failures of probability ``failed`` <= ``delta``, rounded down."""
+    return (delta - failed) / (1 - failed) * (1 - 1e-15)
+
+
+def _largest_loss(counts: Mapping[Pair, int]) -> float:
+    """What the privacy loss never passes."""
+    return math.fsum(count * (pair.epsilon if isinstance(pair, Pure | BoundedRange) else math.inf) for pair, count in counts.items()) * (1 + 1e-15)
+
+
+def with_failures(counts: Mapping[Pair, int], price: Callable[[dict[Pair, int]], float]) -> float:
+    """An upper bound on delta, where ``price(others)`` is one for releases that do not fail outright."""
+    failures, others = apart(counts)
+    failed = failing(failures)
+    if not failed:
+        return price(others)
+    return min((failed + (1 - failed) * price(others)) * (1 + 1e-15), 1.0) if others else failed
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------------
+
+
 def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO) -> float:
     """An upper bound on epsilon at ``delta``, for releases whose parameters were fixed in advance.
 
@@ -777,6 +848,10 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO
     """
     if _refused(counts):
         return math.inf
+    return beside_failures(counts, delta, lambda others, left: _upper_epsilon(others, left, ratio))
+
+
+def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> float:
     levels = merge(counts, ratio)
     if (mu := _only_mu(levels)) is not None:
         return _gaussian_epsilon(mu, delta)
@@ -814,11 +889,13 @@ class Extension:
         self._delta, self._ratio, self._counts, self._more = delta, ratio, dict(counts), dict(more)
         self._directions: list[tuple[Composition, Composition]] = []
         self._beyond = False
-        self._gaussian = set(map(type, [*counts, *more])) <= {Gaussian}
+        self._gaussian = set(map(type, [*counts, *more])) <= {Gaussian, Failure}
         if self._gaussian:
             return
-        base, step = merge(counts, ratio), merge(more, ratio)
-        joint = merge(added(counts, more, guess), ratio)
+        failures, others = apart(added(counts, more, guess))
+        delta = max(_left(delta, min(failing(failures), delta)), SMALLEST_DELTA)
+        base, step = merge(apart(counts)[1], ratio), merge(apart(more)[1], ratio)
+        joint = merge(others, ratio)
         tail = _tail(delta, 4 * sum(joint.values()))
 
         def composed(reverse: bool, levels: Mapping[Pair, int], accuracy: float) -> tuple[Composition, Composition]:
@@ -838,7 +915,7 @@ class Extension:
     def extend(self, counts: Mapping[Pair, int], more: Mapping[Pair, int]) -> None:
         """``counts`` were released too, and ``more`` is to be asked for from now on. The grid stays what it was."""
         self._counts, self._more = added(self._counts, counts), dict(more)
-        new, step = merge(counts, self._ratio), merge(more, self._ratio)
+        new, step = merge(apart(counts)[1], self._ratio), merge(apart(more)[1], self._ratio)
         try:
             self._directions = [
                 (base.followed_by(base.like(new), 1) if new else base, base.like(step)) for base, _ in self._directions
@@ -851,11 +928,15 @@ class Extension:
             return upper_epsilon(added(self._counts, self._more, steps), self._delta)
         if self._beyond:
             return math.inf
-        try:
-            joint = [before.followed_by(after, steps) if steps else before for before, after in self._directions]
-            return _worst([c.upper_epsilon(self._delta) for c in joint])
-        except OverflowError:
-            return math.inf
+
+        def price(_: dict[Pair, int], delta: float) -> float:
+            try:
+                joint = [before.followed_by(after, steps) if steps else before for before, after in self._directions]
+                return _worst([c.upper_epsilon(delta) for c in joint])
+            except OverflowError:
+                return math.inf
+
+        return beside_failures(added(self._counts, self._more, steps), self._delta, price)
 
 
 def _worst(values: list[float]) -> float:
@@ -875,7 +956,13 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     """A lower bound: no accountant that knows no more than the events can prove less than this."""
     if _refused(counts):
         return math.inf
-    levels = merge(counts, _LOWER_RATIO, upper=False)
+    failures, others = apart(counts)
+    if failures:
+        failed = failing(failures, upper=False)
+        if failed > delta:
+            return math.inf
+        delta = max((delta - failed) / (1 - failed) * (1 + 1e-15), SMALLEST_DELTA)
+    levels = merge(others, _LOWER_RATIO, upper=False)
     if (mu := _only_mu(levels)) is not None:
         return _gaussian_epsilon(mu, delta) * (1 - 1e-9)
     accuracy = _ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= _EXACT_LEVELS else 3)
@@ -889,6 +976,10 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     """An upper bound on delta at ``epsilon``."""
     if _refused(counts):
         return 1.0
+    return with_failures(counts, lambda others: _upper_delta(others, epsilon))
+
+
+def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     levels = merge(counts)
     if (mu := _only_mu(levels)) is not None:
         return max(0.0, min(1.0, _gaussian_delta(mu, epsilon) * (1 + 1e-10)))

@@ -15,7 +15,20 @@ from functools import lru_cache
 import numpy as np
 from scipy import special
 
-from .privacy_loss import Array, BoundedRange, Concentrated, Gaussian, Pair, Pure, Sampled, log_mixture, merge, pieces
+from .privacy_loss import (
+    Array,
+    BoundedRange,
+    Concentrated,
+    Gaussian,
+    Pair,
+    Pure,
+    Sampled,
+    beside_failures,
+    log_mixture,
+    merge,
+    pieces,
+    with_failures,
+)
 
 ORDERS: tuple[float, ...] = (
     *(1 + i / 10 for i in range(1, 100)),
@@ -105,6 +118,16 @@ def delta(divergences: Array, epsilon: float, orders: Sequence[float] = ORDERS) 
     alpha = np.asarray(orders, dtype=np.float64)
     log_delta = (alpha - 1) * (divergences - epsilon + np.log1p(-1 / alpha)) - np.log(alpha)
     return math.exp(min(0.0, float(np.min(log_delta))))
+
+
+def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
+    """Epsilon at ``delta`` of releases whose parameters were fixed in advance; those that may fail outright have no curve but a part of delta."""
+    return beside_failures(counts, delta, lambda others, left: epsilon(curve(others), left))
+
+
+def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    """Delta at ``epsilon``, likewise."""
+    return with_failures(counts, lambda others: delta(curve(others), epsilon))
 
 
 def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
