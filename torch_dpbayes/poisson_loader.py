@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
+import random
+import zlib
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader, Subset
 
+from .data_parallel import Ranks
 from .noise import fresh_generator, use_position
 
 _private_datasets: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -39,15 +45,21 @@ class PoissonSampler(UniformWithReplacementSampler):
     Amplification by sampling holds for one step on each draw. The sampler therefore counts: a draw that was delivered must be stepped on
     exactly once, with all of its records, before the next one; also when it is empty, for a missing step would tell that it was.
 
+    On several ranks all draw the same batch from one stream, and rank r of W takes its records r, r + W, r + 2W and so on: no record is on two
+    ranks, and which ones join does not depend on W.
+
     Args:
-        num_data: number of records N.
+        num_data: number of records N, those of other ranks included.
         sample_rate: q in (0, 1]. The draw compares 24-bit uniform numbers with it; it is rounded down to that grid, so that the rate
             in force is never above the one that is charged.
         generator: the caller's source of randomness, of which every position is used once in a process. None: entropy of the operating system.
         num_workers: that of the loader.
+        ranks: the ranks that share the draws; None: there is one.
     """
 
-    def __init__(self, num_data: int, sample_rate: float, generator: torch.Generator | None, num_workers: int) -> None:
+    def __init__(
+        self, num_data: int, sample_rate: float, generator: torch.Generator | None, num_workers: int, ranks: Ranks | None = None
+    ) -> None:
         grid_rate = math.floor(sample_rate * 2**24) / 2**24
         if grid_rate == 0.0:
             raise ValueError(f"a sampling rate of {sample_rate} is below the resolution of the uniform numbers (2**-24)")
@@ -59,12 +71,15 @@ class PoissonSampler(UniformWithReplacementSampler):
         )
         self.has_user_generator = generator is not None
         self.num_workers = num_workers
+        self.ranks = ranks
+        self.passes = 0
         self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier batches
         self._reset()
 
     def _reset(self) -> None:
-        self._sizes: deque[int] = deque()  # drawn, not yet delivered
+        self._drawn: deque[tuple[int, int]] = deque()  # size and checksum of what was drawn and not yet delivered
         self._size = 0  # of the draw that was delivered last
+        self.checksum = 0  # of that draw, with the records of other ranks
         self._part_size = 0  # of the batch that was delivered last
         self._ready = False  # a batch was delivered and not yet stepped on
         self._is_last = True  # it completes its draw
@@ -73,13 +88,22 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._reset()
+        self.passes += 1
         draws = super().__iter__()
         for _ in range(self.steps):
             if self.has_user_generator:
                 use_position("a batch", self.generator)
-            indices = next(draws)
-            self._sizes.append(len(indices))
+            indices, checksum = next(draws), 0
+            if self.ranks is not None:
+                checksum = zlib.crc32(array("q", indices).tobytes())
+                indices = [i for i in indices if i % self.ranks.size == self.ranks.rank]
+            self._drawn.append((len(indices), checksum))
             yield indices
+
+    def draw_from(self, state: torch.Tensor) -> None:
+        """Draw what rank 0 draws, unless the caller's generators do so already."""
+        if not self.has_user_generator:
+            self.generator.set_state(state)
 
     def delivered(self) -> None:
         """The loader hands out the next draw, as one batch."""
@@ -98,9 +122,10 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.before_delivery()
         self._missed |= self._ready
         if new_draw:
-            if not self._sizes:
+            if not self._drawn:
                 raise RuntimeError("two passes over one private loader at a time: their draws cannot be told apart")
-            self._size = self._part_size = self._sizes.popleft()
+            self._size, self.checksum = self._drawn.popleft()
+            self._part_size = self._size
             self.draw += 1
         self._ready, self._is_last = True, is_last
 
@@ -121,7 +146,7 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     @property
     def size(self) -> int:
-        """Number of records in the draw delivered last: data, which must not leave the library."""
+        """Number of this rank's records in the draw delivered last: data, which must not leave the library."""
         return self._size
 
     @property
@@ -148,15 +173,18 @@ class PoissonLoader(DPDataLoader):
     Args:
         data_loader: the user's loader, whose dataset, collate function and worker settings are taken over.
         sample_rate: q in (0, 1].
+        ranks: the ranks that share the draws, each of which sees all of the data set and delivers its part; None: there is one.
 
     **Privacy.** The batches are data; nothing is released. Draws use the generator of ``data_loader`` if it has one (its seed is then a
     secret like the noise's), fresh entropy of the operating system otherwise.
     """
 
-    def __init__(self, data_loader: DataLoader[Any], sample_rate: float) -> None:
+    def __init__(self, data_loader: DataLoader[Any], sample_rate: float, ranks: Ranks | None = None) -> None:
         dataset: Any = data_loader.dataset
+        if ranks is None and isinstance(data_loader, PoissonLoader) and data_loader.sampler_of_draws.ranks is not None:
+            raise ValueError("this loader's draws are shared by several ranks, but here nothing is said about the others: do this on one process")
         self.sample_rate = sample_rate
-        self.distributed = False
+        self.distributed = ranks is not None
         user_collate = data_loader.collate_fn
         while hasattr(user_collate, "wrapped_collator_fn"):  # of a loader that was private before
             user_collate = user_collate.wrapped_collator_fn
@@ -172,7 +200,7 @@ class PoissonLoader(DPDataLoader):
         generator = data_loader.generator
         if isinstance(data_loader, PoissonLoader) and data_loader.sampler_of_draws.has_user_generator:
             generator = data_loader.sampler_of_draws.generator
-        sampler = PoissonSampler(len(dataset), sample_rate, generator, data_loader.num_workers)
+        sampler = PoissonSampler(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
         _note_private(dataset)
         if data_loader.num_workers == 0:
             collate_fn = _CountingCollate(collate_fn, sampler)
@@ -205,3 +233,53 @@ class PoissonLoader(DPDataLoader):
         for batch in super().__iter__():
             self.sampler_of_draws.delivered()
             yield batch
+
+    def records_digest(self) -> str:
+        """Digest of up to 64 records in their order, of augmented ones under one seed; of their shapes alone where they differ at every look.
+
+        Ranks that keep the same records in another order would use some of them twice.
+        """
+        collate: Any = self.collate_fn
+        while hasattr(collate, "wrapped_collator_fn"):
+            collate = collate.wrapped_collator_fn
+        num_data = self.sampler_of_draws.num_samples
+        positions = sorted({round(i * (num_data - 1) / 63) for i in range(64)})
+
+        def look(positions: list[int], *, values: bool) -> str:
+            digest = hashlib.blake2b(digest_size=16)
+            with _one_seed():
+                for i in positions:
+                    _digest_into(digest, collate([self.dataset[i]]), values=values)
+            return digest.hexdigest()
+
+        repeats = look(positions[:2], values=True) == look(positions[:2], values=True)
+        return look(positions, values=repeats)
+
+
+@contextlib.contextmanager
+def _one_seed() -> Iterator[None]:
+    """Python's, NumPy's and torch's global random numbers are always the same inside, and go on afterwards as if nothing had been."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _digest_into(digest: hashlib.blake2b, value: Any, *, values: bool) -> None:
+    if isinstance(value, torch.Tensor):
+        digest.update(repr((value.dtype, tuple(value.shape))).encode())
+        if values:
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            digest.update(repr(name).encode())
+            _digest_into(digest, item, values=values)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _digest_into(digest, item, values=values)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import opacus
+import torch
 from opacus.data_loader import DPDataLoader
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from . import __version__
 from .accounting.accountant import PrivacyAccountant
 from .accounting.calibration import noise_multiplier_for
 from .accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .clipping.bookkeeping import BookkeepingGradientSource
 from .clipping.gradient_source import GradientSource, HooksGradientSource
+from .data_parallel import CALIBRATION, Ranks, refuse_wrapped, require_alone
 from .model_checks import check_layers, check_model, fixed_tensors, made_up_inputs
 from .noise import stream_position
-from .optim.base import PrivateOptimizer
+from .optim.base import PrivateOptimizer, options_of
 from .poisson_loader import PoissonLoader
 
 OptimizerFactory = Callable[..., PrivateOptimizer]
@@ -71,10 +77,22 @@ class PrivacyEngine:
     Args:
         accountant: where everything is charged. None: one is made by the first ``make_private``; ``make_private_with_epsilon`` gives it the target
             as a budget that cannot be overrun.
+        process_group: the ranks that train one model together, as ``torch.distributed.group.WORLD`` (which is None, one process, where no
+            process group was initialised). Every rank makes the same calls with the same data set, all of whose records each of them may read;
+            batch sizes are those of all ranks together. Only rank 0 charges a ledger, which all of them have open (``path=``); in memory each rank
+            keeps the same history.
+
+    Raises:
+        RuntimeError: another rank failed, was lost or differs from this one; the message says in what. Errors of one rank are errors on all.
+
+    **Privacy.** The ranks are one data holder's machines: clipped sums without noise travel between them, over connections which
+    ``torch.distributed`` does not encrypt. Who sees only what the ranks hand out sees the releases of one process.
     """
 
-    def __init__(self, accountant: PrivacyAccountant | None = None) -> None:
+    def __init__(self, accountant: PrivacyAccountant | None = None, process_group: torch.distributed.ProcessGroup | None = None) -> None:
         self._accountant = accountant
+        self._is_alone = process_group is not None and torch.distributed.get_world_size(process_group) == 1
+        self._ranks = None if process_group is None or self._is_alone else Ranks(process_group)
 
     @property
     def accountant(self) -> PrivacyAccountant:
@@ -129,9 +147,11 @@ class PrivacyEngine:
         **Privacy.** Nothing is released. Of the data, the number of records is used, which is a public constant, and shapes and types of the first
         record. Every later ``optimizer.step()`` charges ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``.
         """
-        loader = _poisson_loader(data_loader)
-        built = _build(module, optimizer, loader, self._accountant, max_grad_norm, noise_multiplier)
-        return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
+        with self._together():
+            refuse_wrapped(module)
+            loader = _poisson_loader(data_loader, self._ranks)
+            built = _build(module, optimizer, loader, self._accountant, max_grad_norm, noise_multiplier)
+            return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
 
     def make_private_with_epsilon(
         self,
@@ -163,15 +183,19 @@ class PrivacyEngine:
         Raises:
             ValueError: nothing is left of the target, the target exceeds the accountant's budget, or a built optimizer's floor is too low.
         """
-        accountant = self._accountant_for(optimizer, target_epsilon, target_delta)
-        loader = _poisson_loader(data_loader)
-        built, floor = _build_calibrated(module, optimizer, loader, accountant, max_grad_norm, target_epsilon, target_delta, epochs)
-        if built.noise_multiplier < floor:
-            raise ValueError(
-                f"the optimizer was built with noise_multiplier = {built.noise_multiplier}; epsilon = {target_epsilon} after "
-                f"{epochs} epochs needs at least {floor:.4f}: build it with that, or pass a factory"
+        with self._together():
+            refuse_wrapped(module)
+            accountant = self._accountant_for(optimizer, target_epsilon, target_delta)
+            loader = _poisson_loader(data_loader, self._ranks)
+            built, floor = _build_calibrated(
+                module, optimizer, loader, accountant, max_grad_norm, target_epsilon, target_delta, epochs, self._ranks
             )
-        return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
+            if built.noise_multiplier < floor:
+                raise ValueError(
+                    f"the optimizer was built with noise_multiplier = {built.noise_multiplier}; epsilon = {target_epsilon} after "
+                    f"{epochs} epochs needs at least {floor:.4f}: build it with that, or pass a factory"
+                )
+            return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
 
     def plan(
         self,
@@ -185,7 +209,7 @@ class PrivacyEngine:
         max_grad_norm: float | None = None,
         noise_multiplier: float | None = None,
     ) -> Plan:
-        """What :meth:`make_private` (or, with ``target_epsilon``, :meth:`make_private_with_epsilon`) will do; printed and returned.
+        """What :meth:`make_private` (or, with ``target_epsilon``, :meth:`make_private_with_epsilon`) will do; printed (by rank 0) and returned.
 
         Nothing is spent and nothing is changed. lr is taken to stay what it is.
 
@@ -197,11 +221,11 @@ class PrivacyEngine:
         delta = accountant.delta if target_delta is None else target_delta
         if delta is None:
             raise ValueError("target_delta is needed: the accountant has no budget to take it from")
-        loader = _poisson_loader(data_loader)
+        loader = _poisson_loader(data_loader, self._ranks)
         if target_epsilon is not None:
             if noise_multiplier is not None:
                 raise ValueError("target_epsilon sets the floor: leave out noise_multiplier")
-            built, _ = _build_calibrated(module, optimizer, loader, accountant, max_grad_norm, target_epsilon, delta, epochs)
+            built, _ = _build_calibrated(module, optimizer, loader, accountant, max_grad_norm, target_epsilon, delta, epochs, None)
         else:
             built = _build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
         steps = epochs * len(loader)
@@ -225,7 +249,8 @@ class PrivacyEngine:
             lr=max(float(group["lr"]) for group in built.param_groups),
             free_lr=built.free_lr,
         )
-        print(result)
+        if self._ranks is None or self._ranks.rank == 0:
+            print(result)
         return result
 
     def _accountant_for(
@@ -237,6 +262,14 @@ class PrivacyEngine:
         if isinstance(optimizer, PrivateOptimizer):
             return optimizer.accountant
         return PrivacyAccountant() if epsilon is None else PrivacyAccountant(epsilon, delta)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What goes wrong inside on one rank is an error on all."""
+        if self._ranks is not None:
+            return self._ranks.reporting()
+        if not self._is_alone:
+            require_alone()
+        return nullcontext()
 
     def _attach(
         self,
@@ -265,18 +298,21 @@ class PrivacyEngine:
             source = BookkeepingGradientSource(module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels)
         try:
             check_model(module, source, example_inputs)
+            if self._ranks is not None:
+                _compare(self._ranks, module, optimizer, loader, loss_reduction)
         except BaseException:
             source.remove()
             raise
         module._dpbayes_buffers = dict(fixed_tensors(module))  # type: ignore[assignment]
-        optimizer._bind(source, loader.sampler_of_draws)
+        optimizer._bind(source, loader.sampler_of_draws, is_alone=self._is_alone)
         self._accountant = optimizer.accountant
-        if not isinstance(data_loader, PoissonLoader):
+        if not isinstance(data_loader, PoissonLoader) and (self._ranks is None or self._ranks.rank == 0):
             _log.warning(
-                "the data loader now draws Poisson batches: each of %d records joins a batch with probability %.6g, %d batches a pass",
+                "the data loader now draws Poisson batches: each of %d records joins a batch with probability %.6g, %d batches a pass%s",
                 optimizer.num_data,
                 loader.sample_rate,
                 len(loader),
+                "" if self._ranks is None else f", divided among {self._ranks.size} ranks",
             )
         return module, optimizer, loader
 
@@ -331,7 +367,40 @@ def _build(
     return built
 
 
-def _poisson_loader(data_loader: DataLoader[Any]) -> PoissonLoader:
+def _compare(ranks: Ranks, module: nn.Module, optimizer: PrivateOptimizer, loader: PoissonLoader, loss_reduction: str) -> None:
+    """Raise on all ranks if they are not about to do the same; then let them draw the same batches."""
+    accountant, sampler, noise = optimizer.accountant, loader.sampler_of_draws, optimizer._noise.generator
+    history = accountant.state_dict()
+    kept = {"ledger": history["ledger"]} if history["ledger"] else history
+    values = hashlib.blake2b(digest_size=16)
+    for tensor in module.state_dict().values():
+        if isinstance(tensor, torch.Tensor):
+            values.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    constants = (bool, int, float, str, type(None))
+    settings = {name: value for name, value in vars(optimizer).items() if isinstance(value, constants) and not name.startswith("_pending")}
+    generators = (None if noise is None else stream_position(noise), stream_position(sampler.generator) if sampler.has_user_generator else None)
+    ranks.compare(
+        {
+            "the versions of torch_dpbayes, torch and opacus": (__version__, torch.__version__, opacus.__version__),
+            "the number of records": sampler.num_samples,
+            "the sampling rate": loader.sample_rate,
+            "the records or their order (pass all of the data set on every rank)": loader.records_digest(),
+            "the parameters' names, shapes or types": [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()],
+            "the kind of device": next(module.parameters()).device.type,
+            "the initial parameters or buffers (call torch.manual_seed before the model is built, or load one state_dict)": values.hexdigest(),
+            "the algorithm": type(optimizer).__name__,
+            "the settings of the optimizer": settings,
+            "the parameter groups' settings": [(options_of(group), len(group["params"])) for group in optimizer.param_groups],
+            "loss_reduction": loss_reduction,
+            "the accountant's settings": (accountant.epsilon, accountant.delta, accountant.method, accountant.neighboring),
+            "the accountant's history (one that is kept in a file has to be opened on every rank, and is on one machine)": kept,
+            "the generators of noise and sampling (seeds must be equal)": generators,
+        }
+    )
+    sampler.draw_from(ranks.gather(sampler.generator.get_state() if ranks.rank == 0 else None)[0])
+
+
+def _poisson_loader(data_loader: DataLoader[Any], ranks: Ranks | None) -> PoissonLoader:
     """A private loader in place of the user's, or an error that says why there is none."""
     if not isinstance(data_loader, DataLoader):
         raise TypeError(f"data_loader must be a torch.utils.data.DataLoader, got {type(data_loader).__name__}")
@@ -341,7 +410,7 @@ def _poisson_loader(data_loader: DataLoader[Any]) -> PoissonLoader:
             "does not hold. Use a map-style data set (__len__ and __getitem__)."
         )
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
-        return PoissonLoader(data_loader, float(data_loader.sample_rate))
+        return PoissonLoader(data_loader, float(data_loader.sample_rate), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
         raise ValueError(
             "a batch sampler decides itself which records share a batch; amplification holds only for records drawn independently. Pass "
@@ -353,11 +422,11 @@ def _poisson_loader(data_loader: DataLoader[Any]) -> PoissonLoader:
     if type(sampler) not in (SequentialSampler, RandomSampler) or getattr(sampler, "replacement", False) or len(sampler) != num_data:
         raise ValueError(
             f"{type(sampler).__name__} does not visit every record once a pass: the sampling rate of a record would not be batch size / number of "
-            "records. Use torch.utils.data.Subset for a part of the data, and no sampler."
+            "records. Use torch.utils.data.Subset for a part of the data, and no sampler; records are divided among ranks without one."
         )
     if data_loader.batch_size > num_data:
         raise ValueError(f"batch_size = {data_loader.batch_size} is larger than the data set ({num_data} records): use batch_size={num_data}")
-    return PoissonLoader(data_loader, data_loader.batch_size / num_data)
+    return PoissonLoader(data_loader, data_loader.batch_size / num_data, ranks)
 
 
 def _build_calibrated(
@@ -369,6 +438,7 @@ def _build_calibrated(
     epsilon: float,
     delta: float,
     epochs: int,
+    ranks: Ranks | None,
 ) -> tuple[PrivateOptimizer, float]:
     """The optimizer, and the floor with which ``epochs`` passes on top of the accountant's history stay within (epsilon, delta)."""
     if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
@@ -385,16 +455,23 @@ def _build_calibrated(
             "earlier outputs (accountant.summary() says why): no other target can be met. Pass the budget as the target, or use make_private"
         )
     steps = epochs * len(loader)
+
+    def calibrated(event: Callable[[float, str], DpEvent]) -> float:
+        if ranks is None:
+            return _calibrated(event, steps, accountant, epsilon, delta)
+        # a ledger may be charged by others meanwhile, and floats may round differently on another machine
+        return ranks.from_rank_0(CALIBRATION, lambda: _calibrated(event, steps, accountant, epsilon, delta))
+
     if isinstance(optimizer, PrivateOptimizer):
         built = _build(module, optimizer, loader, accountant, max_grad_norm, None)
-        return built, _calibrated(built._event, steps, accountant, epsilon, delta)
+        return built, calibrated(built._event)
 
     def plain(noise_multiplier: float, sampling: str) -> DpEvent:
         return PoissonSampledDpEvent(loader.sample_rate, GaussianDpEvent(noise_multiplier))
 
-    floor = _calibrated(plain, steps, accountant, epsilon, delta)
+    floor = calibrated(plain)
     built = _build(module, optimizer, loader, accountant, max_grad_norm, floor)
-    needed = _calibrated(built._event, steps, accountant, epsilon, delta)
+    needed = calibrated(built._event)
     if needed > floor:  # it releases more than the gradient
         built = _build(module, optimizer, loader, accountant, max_grad_norm, needed)
     return built, needed

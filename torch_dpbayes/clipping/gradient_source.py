@@ -17,6 +17,7 @@ import torch
 from opacus.grad_sample import GradSampleHooks
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 PACKED = (
     "a recurrent layer was given a packed sequence, which sorts records by length: their gradients in this layer could not be told apart from those "
@@ -30,6 +31,11 @@ UNUSED = (
     "parameter {!r} has no per-record gradient in this step: it was not used by the last forward pass (freeze it with "
     "requires_grad_(False), or use it through its module), backward() was not called, the model is in eval mode, or a "
     "forward pass in training mode had no backward pass (evaluate under model.eval() or torch.no_grad())."
+)
+AVERAGED = (
+    "the model is called through torch's DistributedDataParallel, which averages gradients that are neither clipped nor noisy. Call the model that "
+    "make_private returned; to train on several ranks give the engine the process group, PrivacyEngine(process_group=torch.distributed.group.WORLD), "
+    "and its optimizers add up clipped sums."
 )
 REMOVED = "the model was made private again since: step with the optimizer of the last make_private call"
 COPIED = (
@@ -144,6 +150,8 @@ class ForwardPasses:
         self.is_open = module.training and torch.is_grad_enabled() and self._is_enabled()
         if not self.is_open:
             return None
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise RuntimeError(AVERAGED)
         self.count += 1
         if not self.uses_stand_in:
             return None

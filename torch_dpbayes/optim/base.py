@@ -7,17 +7,20 @@ Each step releases one vector and nothing else::
 
 with N = ``num_data``, B = ``expected_batch_size``, C = ``max_grad_norm`` and r = −log prior. The noise that the sampler wants *is* the privacy
 noise: the sampler asks for ``z_L``, the user for at least ``noise_multiplier``, and z is the larger of the two. Whatever the algorithm does with ĝ
-is post-processing. Parameter groups with different step sizes have their own z: the gradient is clipped over all groups together, and
-the smallest z is charged, which bounds the release whose groups are scaled to equal noise.
+is post-processing. On several ranks the sum over the batch is a sum over ranks, and the noise is rank 0's. Parameter groups with different step
+sizes have their own z: the gradient is clipped over all groups together, and the smallest z is charged, which bounds the release whose groups are
+scaled to equal noise.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch.optim import Optimizer
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..clipping.gradient_source import GradientSource, HooksGradientSource
+from ..data_parallel import STEP, Ranks, require_alone
 from ..noise import GaussianNoise, add_gaussian
 from ..poisson_loader import PoissonSampler
 
@@ -66,9 +70,14 @@ class Part:
 
 
 class _Layout:
-    """Where the trainable parameters of one step live in the flat buffer, which holds Σ clip(g), then S, then ĝ."""
+    """Where the trainable parameters of one step live in the flat buffer, which holds Σ clip(g), then S, then ĝ.
 
-    def __init__(self, members: list[tuple[dict[str, Any], list[str], list[Tensor]]], second_moment: int, records: float) -> None:
+    For several ranks it has one number more, 0 unless a rank failed after all of them had agreed to take the step.
+    """
+
+    def __init__(
+        self, members: list[tuple[dict[str, Any], list[str], list[Tensor]]], second_moment: int, records: float, *, is_shared: bool
+    ) -> None:
         self.parameters = [p for _, _, parameters in members for p in parameters]
         self.names = [name for _, names, _ in members for name in names]
         self.named = list(zip(self.names, self.parameters, strict=True))
@@ -76,8 +85,9 @@ class _Layout:
         self.dtype, self.device = _sum_dtype(self.parameters, records), self.parameters[0].device
         self.norm_dtype = None if all(p.dtype is self.dtype for p in self.parameters) else self.dtype
         sizes = [p.numel() for p in self.parameters]
-        self.buffer = torch.zeros(sum(sizes) + second_moment, dtype=self.dtype, device=self.device)
-        self.gradient, self.second_moment = self.buffer[: sum(sizes)], self.buffer[sum(sizes) :]
+        self.description = repr((self.names, sizes, self.dtype))
+        self.buffer = torch.zeros(sum(sizes) + second_moment + is_shared, dtype=self.dtype, device=self.device)
+        self.gradient, self.second_moment, self.failed = self.buffer.split([sum(sizes), second_moment, int(is_shared)])
         self.pieces = list(self.gradient.split(sizes))
         totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]
         self.parts = [
@@ -157,6 +167,8 @@ class PrivateOptimizer(Optimizer):
         self._noise = GaussianNoise(generator)
         self._source: GradientSource = HooksGradientSource()
         self._sampler: PoissonSampler | None = None
+        self._ranks: Ranks | None = None
+        self._is_alone = False  # on purpose, in a process group of several ranks
         self._start_afresh()
         super().__init__(params, defaults)
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
@@ -169,6 +181,7 @@ class PrivateOptimizer(Optimizer):
         self._pending_draw = -1
         self._largest = math.inf  # at least the norm of the largest parameter before the step
         self._last_event: tuple[Any, events.DpEvent] | None = None
+        self._compared_pass = -1  # of the loader, in which the ranks compared their histories
         self._warned = False
 
     # -- what an algorithm's file provides ---------------------------------------------------------------------------
@@ -273,19 +286,11 @@ class PrivateOptimizer(Optimizer):
         """
         loss = None
         try:
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            if hasattr(self, "grad_scale"):
-                for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises
-                    self.__dict__.pop(name, None)
-                raise RuntimeError(
-                    "GradScaler scales gradients before they are clipped, and skips steps that one record's overflow decides: the guarantee would "
-                    "not hold. Use torch.autocast with bfloat16 and no scaler."
-                )
-            layout = self._current_layout()
-            if self._collect(layout):
-                self._release(layout)
+            with nullcontext() if self._ranks is None else self._ranks.reporting():
+                if closure is not None:
+                    with torch.enable_grad():
+                        loss = closure()
+                self._step()
         except BaseException:
             self._pending = False
             if self._layout is not None:
@@ -297,6 +302,20 @@ class PrivateOptimizer(Optimizer):
             for p in parameters:
                 p.grad = None  # not private: hooks leave the ordinary gradient there
         return loss
+
+    def _step(self) -> None:
+        if hasattr(self, "grad_scale"):
+            for name in ("grad_scale", "found_inf"):  # the scaler leaves them behind when step() raises
+                self.__dict__.pop(name, None)
+            raise RuntimeError(
+                "GradScaler scales gradients before they are clipped, and skips steps that one record's overflow decides: the guarantee would "
+                "not hold. Use torch.autocast with bfloat16 and no scaler."
+            )
+        if self._ranks is None and not self._is_alone:
+            require_alone()
+        layout = self._current_layout()
+        if self._collect(layout):
+            self._release(layout)
 
     def _collect(self, layout: _Layout) -> bool:
         """Add Σ clip(g_i) of the batch to the buffer; False while parts of the draw are outstanding."""
@@ -328,10 +347,14 @@ class PrivateOptimizer(Optimizer):
         before = None if self._cannot_overflow(layout, priors) else self._snapshot(layout)
         if math.isfinite(smallest):
             self._noise.require_usable(layout.device)
+        others = [] if self._ranks is None else self._agree(layout, self._ranks)
+        if not math.isfinite(smallest):  # every lr is 0: nothing of the sums is used
+            layout.buffer.zero_()
+        elif self._ranks is None:
             self.accountant.compose(self._event_of(smallest), label=type(self).__name__)
             self._add_noise(layout, smallest, self._noise.next_stream(layout.device, self._hidden(layout)))
-        else:  # every lr is 0: nothing of the sums is used
-            layout.buffer.zero_()
+        else:
+            self._release_together(layout, smallest, others, self._ranks)
         start = 0
         for part in layout.parts:
             group, members = part.group, slice(start, start + len(part.parameters))
@@ -347,19 +370,51 @@ class PrivateOptimizer(Optimizer):
         if before is not None:
             self._require_still_finite(layout, before)
 
+    def _agree(self, layout: _Layout, ranks: Ranks) -> list[str]:
+        """See that all ranks take the same step; what the noise has to hide of the others, if it comes from a generator of the caller's."""
+        assert self._sampler is not None
+        settings = (layout.description, self._settings(), [(*options_of(part.group), part.noise_multiplier) for part in layout.parts])
+        numbers = {"the settings of the optimizer or its parameters": _digest(repr(settings)), "the draw": self._sampler.checksum}
+        if self.accountant.path is None:
+            is_compared, self._compared_pass = self._compared_pass == self._sampler.passes, self._sampler.passes
+            numbers["the number of releases that their accountants hold"] = 0 if is_compared else len(self.accountant)
+        compared = len(numbers)
+        if self._noise.generator is not None:
+            numbers["the sum"] = _digest(layout.buffer)
+        rows = ranks.agree(STEP, numbers, compare=compared, norm=self._largest)
+        return [repr([row[compared] for row in rows])] if self._noise.generator is not None else []
+
+    def _release_together(self, layout: _Layout, smallest: float, others: list[str], ranks: Ranks) -> None:
+        """Charge, add the one Gaussian to rank 0's sum, and add up the ranks'."""
+        error = None
+        try:
+            if ranks.rank == 0 or self.accountant.path is None:  # a ledger is charged by rank 0, in memory every rank keeps a record
+                self.accountant.compose(self._event_of(smallest), label=type(self).__name__)
+            stream = self._noise.next_stream(layout.device, [*others, *self._hidden(layout)] if ranks.rank == 0 else ())
+            self._add_noise(layout, smallest, stream if ranks.rank == 0 else None)
+        except Exception as reason:
+            error = reason
+            layout.buffer.zero_()
+            layout.failed.fill_(1.0)
+        ranks.add_up(layout.buffer)
+        if float(layout.failed) > 0:
+            ranks.raise_together(error)
+
     def _hidden(self, layout: _Layout) -> Iterator[Tensor | str]:
         """All that a release is made of."""
         yield repr((self._settings(), [part.noise_multiplier for part in layout.parts]))
         yield layout.buffer
         yield from layout.parameters
 
-    def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator) -> None:
-        """Σ clip(g_i) turns into S/B, for each group with its own z."""
+    def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator | None) -> None:
+        """Σ clip(g_i) turns into S/B, for each group with its own z; without a stream into a rank's share of it that has no noise."""
         for part in layout.parts:
-            if math.isfinite(part.noise_multiplier):
-                add_gaussian(part.gradient, part.noise_multiplier * self._max_grad_norm, self._expected_batch_size, stream)
-            else:
+            if not math.isfinite(part.noise_multiplier):
                 part.gradient.zero_()
+            elif stream is None:
+                part.gradient.div_(self._expected_batch_size)
+            else:
+                add_gaussian(part.gradient, part.noise_multiplier * self._max_grad_norm, self._expected_batch_size, stream)
 
     def _kept(self, part: Part, name: str) -> tuple[Tensor, list[Tensor]]:
         """A vector that an algorithm keeps between steps, one number for each of the part's, 0 at first: flat, and its views.
@@ -420,7 +475,7 @@ class PrivateOptimizer(Optimizer):
                     "steps are charged at sensitivity 2C and without amplification, for nothing is known about how batches are drawn. Poisson "
                     "batches cost far less: model, optimizer, loader = torch_dpbayes.PrivacyEngine().make_private(module=model, "
                     f"optimizer=partial({type(self).__name__}, lr=...), data_loader=loader, max_grad_norm=...)",
-                    stacklevel=6,
+                    stacklevel=7,
                 )
         return self._last_event[1]
 
@@ -559,18 +614,23 @@ class PrivateOptimizer(Optimizer):
         if len({p.device for p in parameters}) > 1:
             raise RuntimeError("the parameters live on several devices; one norm per record needs them on one")
         self._pending = False
-        self._layout = _Layout(members, self._second_moment_size(sum(p.numel() for p in parameters)), self._expected_batch_size)
+        second_moment = self._second_moment_size(sum(p.numel() for p in parameters))
+        self._layout = _Layout(members, second_moment, self._expected_batch_size, is_shared=self._ranks is not None)
         return self._layout
 
     def _second_moment_size(self, num_parameters: int) -> int:
         """How many numbers a step releases beside the gradient."""
         return 0
 
-    def _bind(self, source: GradientSource, sampler: PoissonSampler) -> None:
-        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler``."""
-        self._source, self._sampler = source, sampler
+    def _bind(self, source: GradientSource, sampler: PoissonSampler, *, is_alone: bool) -> None:
+        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler``.
+
+        ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to do with it.
+        """
+        self._source, self._sampler, self._ranks, self._is_alone = source, sampler, sampler.ranks, is_alone
         self._sampling = "poisson"
         self._pending = False
+        self._layout = None
         # Gradients taken before a batch was delivered are not that batch's; without this, those of an earlier draw could pass for it.
         parameters = [p for group in self.param_groups for p in group["params"]]
         sampler.before_delivery = lambda: source.discard(parameters)
@@ -655,6 +715,17 @@ def _counts(accountant: PrivacyAccountant) -> Counter[events.DpEvent]:
     for charge in accountant.history:
         counts[charge.event] += charge.count
     return counts
+
+
+def options_of(group: dict[str, Any]) -> list[Any]:
+    """What a parameter group may have of its own."""
+    return [group["lr"], group["prior_std"], group["prior_mean"]]
+
+
+def _digest(value: Tensor | str) -> int:
+    """64 bits of a hash."""
+    code = value.encode() if isinstance(value, str) else value.cpu().view(torch.uint8).numpy().data
+    return int.from_bytes(hashlib.blake2b(code, digest_size=8).digest(), "little", signed=True)
 
 
 def _not_finite(layout: _Layout) -> str:

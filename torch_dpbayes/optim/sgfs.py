@@ -107,6 +107,7 @@ class DPSGFS(PrivateOptimizer):
             raise ValueError(f"the step is proportional to the temperature, which must be positive, got {temperature}")
         self._fisher, self._fisher_decay, self._fisher_share = fisher, float(fisher_decay), float(fisher_share)
         self._scale: Tensor | None = None
+        self._scale_digest = ""
         super().__init__(
             params,
             {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
@@ -124,8 +125,7 @@ class DPSGFS(PrivateOptimizer):
         self.sensitivity_scale = sensitivity_scale
 
     def _settings(self) -> dict[str, Any]:
-        scale = None if self._scale is None else hashlib.blake2b(self._scale.cpu().numpy().tobytes()).hexdigest()
-        return super()._settings() | {"fisher": self._fisher, "fisher_share": self._fisher_share, "sensitivity_scale": scale}
+        return super()._settings() | {"fisher": self._fisher, "fisher_share": self._fisher_share, "sensitivity_scale": self._scale_digest}
 
     @property
     def fisher(self) -> Literal["full", "diagonal"]:
@@ -158,7 +158,7 @@ class DPSGFS(PrivateOptimizer):
                     state["fisher"] = _congruent(scale, _congruent(self._scale, state["fisher"]), inverse=True)
                 else:  # of other parameters than those that are trainable now
                     del state["fisher"]
-        self._scale = scale
+        self._keep_scale(scale)
 
     def state_dict(self) -> dict[str, Any]:
         """As of every private optimizer, with F, in whose units the Fisher estimate is."""
@@ -170,7 +170,11 @@ class DPSGFS(PrivateOptimizer):
         """As of every private optimizer; F is the saved one afterwards."""
         super().load_state_dict(state_dict)
         scale = state_dict["private_step"]["sensitivity_scale"]
-        self._scale = None if scale is None else scale.clone().to(self._current_layout().gradient)
+        self._keep_scale(None if scale is None else scale.clone().to(self._current_layout().gradient))
+
+    def _keep_scale(self, scale: Tensor | None) -> None:
+        self._scale = scale
+        self._scale_digest = "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         scale = self.expected_batch_size / self.max_grad_norm
@@ -224,10 +228,12 @@ class DPSGFS(PrivateOptimizer):
             layout.named, self.max_grad_norm, layout.pieces, scale=self._scale, second_moment=self._second_moment(layout)
         )
 
-    def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator) -> None:
+    def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator | None) -> None:
         super()._add_noise(layout, smallest, stream)
-        # Noise on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2 beside it.
-        add_gaussian(layout.second_moment, self._fisher_noise(smallest), self.expected_batch_size, stream)
+        if stream is None:
+            layout.second_moment.div_(self.expected_batch_size)
+        else:  # on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2 beside it
+            add_gaussian(layout.second_moment, self._fisher_noise(smallest), self.expected_batch_size, stream)
         if self._scale is not None:
             layout.gradient.copy_(_times(self._scale, layout.gradient))
 
