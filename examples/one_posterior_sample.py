@@ -27,9 +27,8 @@ def main(arguments: list[str] | None = None) -> None:
     labels = torch.bernoulli((features @ truth).sigmoid())
 
     model = ops.GLM("bernoulli", prior_std=2.0, max_feature_norm=1.5)
-    release = ops.OnePosteriorSample(
-        model, ops.FiniteRunLangevin(steps=3000), epsilon=options.epsilon, delta=options.delta, num_data=options.records
-    )
+    run = ops.FiniteRunLangevin(steps=3000)
+    release = ops.OnePosteriorSample(model, run, options.epsilon, options.delta, num_data=options.records)
     print(release.guarantee())
     draw = release.sample(features, labels)
     print("draw of the weights:   ", [round(w, 2) for w in draw["weights"].tolist()])

@@ -9,7 +9,7 @@ from scipy import linalg, optimize, stats
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
-from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent, NonPrivateDpEvent
+from torch_dpbayes.accounting.events import BoundedRangeDpEvent, ComposedDpEvent, FailureDpEvent, MuGaussianDpEvent, PureDpEvent
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.ops import close
 from torch_dpbayes.ops.langevin import Density
@@ -302,13 +302,54 @@ def test_a_pair_with_delta_is_never_charged_as_less(certificate):
     assert delta == 1e-6 and epsilon > optimize.brentq(lambda e: stated(certificate.target.event(glm, setting), e) - delta, 0, 40)
     release = ops.OnePosteriorSample(glm, certificate)
     assert f"({epsilon:.5g}, 1e-06)" in release.guarantee()
-    assert isinstance(release.event, NonPrivateDpEvent)
-    with pytest.raises(ValueError, match="no event"):
-        ops.OnePosteriorSample(ops.GLM(), certificate, epsilon=1.0, delta=1e-5).sample(*problem())
-    budget = PrivacyAccountant(100.0, 1e-5, neighboring="replace_one")
-    with pytest.raises(PrivacyBudgetExceeded):
-        ops.OnePosteriorSample(ops.GLM(), certificate, accountant=budget).sample(*problem())
-    assert len(budget) == 0
+    assert release.event == ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(1e-6)])
+    assert release.accountant.compose(release.event).get_epsilon(1e-6) == pytest.approx(epsilon, rel=1e-9)
+    assert release.accountant.get_epsilon(0.9e-6) == math.inf
+
+
+@pytest.mark.parametrize("certificate", PAIRS, ids=["renyi", "variation", "variation-chain"])
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_a_pair_with_delta_is_tempered_charged_and_used_up(certificate, method):
+    accountant = PrivacyAccountant(1.0, 1e-5, neighboring="replace_one", method=method)
+    release = ops.OnePosteriorSample(ops.GLM(), certificate, epsilon=1.0, accountant=accountant)
+    assert torch.isfinite(release.sample(*problem())["weights"]).all()
+    assert 0 < release.tempering <= 1
+    if release.tempering < 1:
+        assert accountant.get_epsilon() == pytest.approx(1.0, rel=1e-3)
+        with pytest.raises(PrivacyBudgetExceeded):
+            release.sample(*problem())
+    assert accountant.get_epsilon() <= 1.0 and accountant.get_epsilon(0.9e-6) == math.inf
+    many = PrivacyAccountant(1e3, 1e-5, neighboring="replace_one", method=method)
+    assert many.remaining(release.event) == 10  # each uses up a tenth of delta, and their losses are bounded
+    with pytest.raises(ValueError, match="cannot be met"):  # a delta below that of the certificate
+        ops.OnePosteriorSample(ops.GLM(), certificate, 1.0, 0.9e-6).tempering  # noqa: B018
+
+
+def test_a_distance_that_is_too_large_for_a_full_likelihood_is_met_by_tempering():
+    certificate = ops.TotalVariationClose(ops.StronglyLogConcave(), xi=2e-7, delta=1e-6)
+    release = ops.OnePosteriorSample(ops.GLM(prior_std=2.0), certificate, 30.0, 1e-5)
+    assert 0 < release.tempering < 1 and math.isfinite(certificate.single_guarantee(ops.GLM(prior_std=2.0), release._setting())[0])
+    with pytest.raises(ValueError, match="too large"):
+        ops.OnePosteriorSample(ops.GLM(prior_std=2.0), certificate).event  # noqa: B018
+    far = ops.RenyiClose(ops.StronglyLogConcave(), ops.Overdamped(5, 0.01), divergence=1e4, order=50.0, delta=1e-6)
+    for epsilon, message in ((None, "no finite epsilon"), (1.0, "no finite epsilon|cannot be met")):
+        with pytest.raises(ValueError, match=message):
+            ops.OnePosteriorSample(ops.GLM(), far, epsilon, 1e-5).event  # noqa: B018
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize("order", [20.0, 300.0])
+def test_many_close_draws_never_exceed_what_the_accountant_says(order, method):
+    """k chains whose laws are Gaussians beside the Gaussian targets, released together: their exact delta is that of a Gaussian with sqrt(k) mu."""
+    std, shift, mu, delta = 1 - 0.1 / order, 0.01, 0.3, 1e-7
+    eta = max(renyi_of_gaussians(shift, std, 0, 1, order), renyi_of_gaussians(0, 1, shift, std, order))
+    event = ComposedDpEvent([PureDpEvent(close.renyi_close(MuGaussianDpEvent(mu), eta, order, delta)), FailureDpEvent(delta)])
+    for count in (1, 4, 16):
+        accountant = PrivacyAccountant(method=method).compose(event, count)
+        exact = MuGaussianDpEvent(math.sqrt(count) * (mu + 2 * shift) / std)
+        for epsilon in (0.1, 1.0, 3.0, 8.0):
+            assert stated(exact, epsilon) <= accountant.get_delta(epsilon) * (1 + 1e-9)
+        assert stated(exact, accountant.get_epsilon(1e-5)) <= 1e-5
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,15 @@ def test_the_closed_form_has_its_limits():
     assert mu(1.0, np.array([5.0, 0.1]), np.array([0.2, 1.0]), 2) == pytest.approx(math.sqrt(0.05))  # c = 0 forgets everything
 
 
+@pytest.mark.parametrize("strength", [5e-324, 1e-323, 1e-310, 1e-300])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_strength_at_the_end_of_floats_forgets_nothing(strength, steps):
+    setting = ops.certificates.Setting(1.0, None, "replace_one")
+    stated = [ops.FiniteRunLangevin(steps=steps, lipschitz=1.0, strength=s, smoothness=1.0).event(None, setting).mu for s in (strength, 0.0)]
+    assert stated[0] >= 2 * math.sqrt(steps / 2)
+    assert stated[0] == pytest.approx(stated[1], rel=1e-8)
+
+
 records = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)
 extreme = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6]))
 

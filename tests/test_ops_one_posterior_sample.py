@@ -51,6 +51,13 @@ def test_the_target_is_met_with_what_the_accountant_holds(held, neighboring, met
         sampler.sample(*problem())
 
 
+def test_the_default_certificate_is_a_finite_run():
+    sampler = ops.OnePosteriorSample(ops.GLM(prior_std=0.5), num_data=32561)
+    assert sampler.event == ops.OnePosteriorSample(ops.GLM(prior_std=0.5), finite(10_000), num_data=32561).event
+    with pytest.raises(ValueError, match="not a GLM"):
+        ops.OnePosteriorSample(lambda x: None)
+
+
 def test_a_target_above_the_cost_leaves_the_likelihood_alone():
     sampler = ops.OnePosteriorSample(ops.GLM(prior_std=0.5), finite(10_000), 50.0, 1e-5, num_data=32561)
     assert sampler.tempering == 1.0
@@ -162,6 +169,16 @@ def test_no_value_of_a_record_raises_or_counts_more_than_its_clip(family, where,
         assert torch.isfinite(draw).all()
 
 
+@pytest.mark.parametrize("family", ops.glm.FAMILIES)
+def test_beyond_the_range_of_floats_a_record_counts_no_more_than_its_clip(family):
+    """Where the linear predictor overflows, whether it is infinite or not a number would depend on the records."""
+    glm = ops.GLM(family, max_feature_norm=1e30, **{"gaussian": {"noise_std": 1.0}, "poisson": {"max_count": 3.0}}.get(family, {}))
+    x = 1e30 * torch.tensor([[0.6, -0.6], [0.8, 0.0], [0.0, 0.5]])
+    for weights in ([1e20, 1e20], [1e200, 1.0], [math.inf, 0.0]):
+        gradient = glm.records(x, torch.tensor([0.0, 1.0, 1.0]), 1.0).loss_gradient(torch.tensor(weights, dtype=torch.float64))
+        assert float(gradient.norm()) <= 3.0
+
+
 def test_each_record_is_bounded_after_clipping():
     for family, extra in (("bernoulli", {}), ("gaussian", {"noise_std": 0.1}), ("poisson", {"max_count": 3.0})):
         glm = ops.GLM(family, max_feature_norm=2.0, **extra)
@@ -171,6 +188,21 @@ def test_each_record_is_bounded_after_clipping():
             norms = [float(glm.records(x[i : i + 1], y[i : i + 1], clip).loss_gradient(w).norm()) for i in range(200)]
             assert max(norms) <= glm.lipschitz(clip)
             assert glm.features(x).double().norm(dim=1).max() <= 2.0
+
+
+@pytest.mark.parametrize("first", [0.3, 0.1875])
+def test_among_many_records_one_moves_the_sum_by_its_own_gradient_and_not_by_the_rounding_of_the_others(first):
+    n = 1_000_000
+    x = torch.full((n, 2), first)
+    x[:, 1] = 1.5 * 2**-6
+    data = x, torch.full((n,), 5.0)
+    one = torch.tensor([n // 2])
+    changed = data[1].index_fill(0, one, -5.0)
+    w = torch.zeros(2, dtype=torch.float64)
+    for glm in (ops.GLM("gaussian", noise_std=0.1), ops.GLM("gaussian", noise_std=2.0)):
+        sums = [glm.target((x, y), tempering=1.0, max_grad_norm=1.0).gradient(w) for y in (data[1], changed)]
+        alone = [glm.target((x[one], y[one]), tempering=1.0, max_grad_norm=1.0).gradient(w) for y in (data[1], changed)]
+        assert float((sums[0] - sums[1] - alone[0] + alone[1]).norm()) < 1e-3
 
 
 def test_gradients_are_those_of_the_clipped_losses():

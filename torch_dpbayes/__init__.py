@@ -11,7 +11,9 @@ __version__ = "0.1.0"
 # public name -> the module that defines it; a value equal to "" means that the name is a submodule itself
 _HOME = {
     "optim": "",
+    "mcmc": "",
     "metrics": "",
+    "ops": "",
     "PrivacyAccountant": "accounting.accountant",
     "PrivacyBudgetExceeded": "accounting.accountant",
     "get_noise_multiplier": "accounting.calibration",
@@ -25,7 +27,9 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from . import mcmc as mcmc
     from . import metrics as metrics
+    from . import ops as ops
     from . import optim as optim
     from .accounting.accountant import PrivacyAccountant as PrivacyAccountant
     from .accounting.accountant import PrivacyBudgetExceeded as PrivacyBudgetExceeded

@@ -2,9 +2,21 @@
 
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
+from .multi_owner import MultiOwnerHMC, MultiOwnerPenalty
 from .penalty import DPPenalty
 from .planning import Plan, plan
 from .proposals import Proposal
 from .record_density import RecordDensity, clipped_ratio_sum
 
-__all__ = ["DPHMC", "DPPenalty", "ExponentialFamilyPenalty", "Plan", "Proposal", "RecordDensity", "clipped_ratio_sum", "plan"]
+__all__ = [
+    "DPHMC",
+    "DPPenalty",
+    "ExponentialFamilyPenalty",
+    "MultiOwnerHMC",
+    "MultiOwnerPenalty",
+    "Plan",
+    "Proposal",
+    "RecordDensity",
+    "clipped_ratio_sum",
+    "plan",
+]

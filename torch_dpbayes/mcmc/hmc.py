@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import DpEvent
 from .kernel import Outcome, PrivateKernel, check_noise, check_positive, noise_event
 from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 
@@ -112,9 +113,13 @@ class DPHMC(PrivateKernel):
     def _scale(self) -> float:
         return self._step_size * math.exp(self._log_scale)
 
+    def _charges(self) -> list[tuple[DpEvent, int]]:
+        gradients = self._num_steps + (self._gradient is None or not self._reuse)
+        return [(noise_event(self._grad_multiplier), gradients), (noise_event(self._ratio_multiplier), 1)]
+
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
+        self._charge(*self._charges())
         start = self._gradient if self._reuse else None
-        self._charge((noise_event(self._grad_multiplier), self._num_steps + (start is None)), (noise_event(self._ratio_multiplier), 1))
         stay = theta, Outcome(False, math.nan)
         try:
             if start is None:
@@ -149,11 +154,13 @@ class DPHMC(PrivateKernel):
 
     def _noisy_gradient(self, theta: Tensor) -> Tensor:
         """∇U with the data's part clipped and noised; the prior's is exact."""
-        assert self._density is not None and self._prior is not None
+        assert self._prior is not None
+        return -(self._noisy_gradient_sum(theta).to(theta.dtype) + self._prior.log_density_and_gradient(theta)[1])
+
+    def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
+        assert self._density is not None
         total = self._density.clipped_gradient_sum(theta, self._max_norm)
-        if self._grad_multiplier:
-            total = total + self._grad_multiplier * self._max_norm * self._gaussian(len(theta))
-        return -(total.to(theta.dtype) + self._prior.log_density_and_gradient(theta)[1])
+        return total + self._grad_multiplier * self._max_norm * self._gaussian(len(theta)) if self._grad_multiplier else total
 
     def _halton(self) -> float:
         """The radical inverse of the iteration's number in base 2, shifted modulo 1."""
@@ -164,15 +171,16 @@ class DPHMC(PrivateKernel):
 
 
 def _require_gradients() -> None:
-    """Refuse a process in which torch cannot differentiate: it was forked after another one had, and shares no threads with that."""
+    """Refuse a process in which torch cannot differentiate: it was forked after torch had started threads for backward passes, which it does in the
+    first one if there is a GPU, and if passes are nested deeply. The child has none of them."""
     with torch.enable_grad():
         one = torch.ones((), requires_grad=True)
         try:
             torch.autograd.grad(one * one, one)
         except RuntimeError as error:
             raise RuntimeError(
-                "this chain was forked from a process in which torch had computed gradients before, and cannot compute any itself: pass "
-                'mp_context="spawn" to MCMC. Nothing was released.'
+                "this chain was forked from a process in which torch had computed gradients before, with threads that a fork does not have, and "
+                'cannot compute any itself: pass mp_context="spawn" to MCMC. Nothing was released.'
             ) from error
 
 

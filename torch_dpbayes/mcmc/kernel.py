@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -35,6 +36,7 @@ from .proposals import Moves
 from .record_density import Model, Prior, UnfitModel
 
 _DRAWS = 100
+_SECONDS_TO_WRITE = 5.0
 _RUNNING = ("_noise", "_public", "_theta", "_log_prior", "_prior")
 
 
@@ -151,7 +153,7 @@ class PrivateKernel(MCMCKernel):
                 raise ValueError(f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}.")
             self._prior, self.transforms = prior, prior.transforms
             if self._spool is not None and multiprocessing.parent_process() is not None:
-                _give_back_when_terminated()
+                _give_back_when_terminated(self._accountant)
             self._noise, self._public = GaussianNoise(), GaussianNoise()
             if self._initial is not None:
                 self._theta = prior.flatten(self._initial)
@@ -391,16 +393,54 @@ def _remove(folder: str, creator: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _give_back_when_terminated() -> None:
-    """A worker that Pyro ends, because another chain failed or was interrupted, leaves by the exit at which ledgers are settled, and does not
-    wait for anybody who might read its queues."""
+def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
+    """A worker that Pyro ends, because another chain failed or was interrupted, gives back what it has reserved, and does not wait for ever for
+    anybody who might read its queues. On Ctrl-C, which all processes get, it is on its way to its exit when Pyro's SIGTERM comes: that must not cut
+    it short."""
+    settled = told = False
 
     def leave(*_: object) -> None:
-        util.Finalize(None, os._exit, args=(128 + signal.SIGTERM,), exitpriority=0)  # after the accountants' settlements
+        nonlocal told
+        again, told = told, True
+        if settled:
+            end_soon()
+        if again or util.is_exiting():
+            return
+        try:
+            accountant.close()  # here, as an exception may be raised just before the exit begins and take its place
+        except (RuntimeError, OSError):
+            pass  # in the middle of a charge; the exit settles it
         raise SystemExit(128 + signal.SIGTERM)
 
+    def after_settling() -> None:
+        nonlocal settled
+        settled = True
+        if told or isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit):
+            end_soon()
+
+    def end_soon() -> None:
+        # Not at once: a thread that writes into a queue holds a lock of all processes. Not never: the exception may have left a queue locked.
+        timer = threading.Timer(_SECONDS_TO_WRITE, os._exit, args=(128 + signal.SIGTERM,))
+        timer.daemon = True
+        timer.start()
+
+    def insist() -> None:
+        # Python looks for signals between two instructions; one that comes after the last look before a wait for Pyro would wait with it, for ever.
+        while os.read(reader, 1) != bytes([signal.SIGTERM]):
+            pass
+        while not told:
+            time.sleep(0.1)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=insist, daemon=True).start()
         signal.signal(signal.SIGTERM, leave)
+        # accountants settle at 100, queues are told to end at 10 and waited for at -5
+        util.Finalize(None, signal.signal, args=(signal.SIGINT, signal.SIG_IGN), exitpriority=101)
+        util.Finalize(None, after_settling, exitpriority=99)
 
 
 __all__ = ["Outcome", "PrivateKernel", "check_noise", "check_positive", "noise_event"]

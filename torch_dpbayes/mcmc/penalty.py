@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import DpEvent
 from .kernel import Outcome, PrivateKernel, check_noise, check_positive, noise_event
 from .proposals import Moves, Proposal
 from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
@@ -89,9 +90,12 @@ class DPPenalty(PrivateKernel):
     def _scale(self) -> float:
         return self._moves.scale * math.exp(self._log_scale)
 
+    def _charges(self) -> list[tuple[DpEvent, int]]:
+        return [(noise_event(self._multiplier), 1), *self._moves.charges()]
+
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         assert self._density is not None
-        self._charge((noise_event(self._multiplier), 1), *self._moves.charges())
+        self._charge(*self._charges())
         moved, log_proposal_ratio = self._propose(self._moves, theta)
         log_prior = self._log_prior_at(moved)
         if not math.isfinite(log_prior):

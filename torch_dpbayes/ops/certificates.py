@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from ..accounting.accountant import check_delta
-from ..accounting.events import BoundedRangeDpEvent, DpEvent, MuGaussianDpEvent, NonPrivateDpEvent
+from ..accounting.events import BoundedRangeDpEvent, ComposedDpEvent, DpEvent, FailureDpEvent, MuGaussianDpEvent, PureDpEvent
 from ..accounting.privacy_loss import Array, Neighboring
 from ..noise import GaussianNoise
 from . import close, langevin
@@ -22,6 +22,7 @@ from .models import Model
 from .nuts import no_u_turn
 
 _ROUND_UP = 1 + 1e-9  # of a mu computed in floats
+_LEAST_GAP = 1e-290  # below it digits are lost, and the limit c = 1 is an upper bound
 
 
 class Setting(NamedTuple):
@@ -442,14 +443,15 @@ class RenyiClose(Certificate):
         sampler: :class:`~torch_dpbayes.ops.Overdamped`, :class:`~torch_dpbayes.ops.Underdamped` or :class:`~torch_dpbayes.ops.NoseHoover`.
         divergence: η, asserted.
         order: β > 1, asserted.
-        delta: at a finite order, the δ of this release, public: its guarantee is one pair (ε, δ). Refused at order ∞, which needs none.
+        delta: at a finite order, the δ of this release, public: its guarantee is one pair (ε, δ). n draws use up nδ of the accountant's delta, so
+            it should be a small part of that. Refused at order ∞, which needs none.
 
     Raises:
         ValueError: a constant is out of range.
 
-    **Privacy.** At order ∞ the event is ``BoundedRangeDpEvent`` or ``MuGaussianDpEvent``. At a finite order the accountant has no event for an
-    (ε, δ) guarantee, and the draw is charged as ``NonPrivateDpEvent()``: :meth:`single_guarantee` is what one draw has by itself. Closeness is
-    assumed; no diagnostic of it is computed, for its value would be a release.
+    **Privacy.** At order ∞ the event is ``BoundedRangeDpEvent`` or ``MuGaussianDpEvent``; at a finite order it is ``PureDpEvent(ε)`` and
+    ``FailureDpEvent(δ)``, with the pair of :meth:`single_guarantee`. Closeness is assumed; no diagnostic of it is computed, for its value would be
+    a release.
     """
 
     target: Bounded | StronglyLogConcave
@@ -480,10 +482,10 @@ class RenyiClose(Certificate):
 
     def event(self, model: Model, setting: Setting) -> DpEvent:
         exact = self.target.event(model, setting)
-        return close.ratio_bounded(exact, self.divergence) if self.order == math.inf else NonPrivateDpEvent()
+        return close.ratio_bounded(exact, self.divergence) if self.order == math.inf else _event_of_pair(*self.single_guarantee(model, setting))
 
     def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
-        """(ε, δ) of one draw at a finite order, apart from everything else on the accountant."""
+        """(ε, δ) of one draw at a finite order."""
         if self.delta is None:
             raise ValueError("at order infinity the guarantee is the event")
         return close.renyi_close(self.target.event(model, setting), self.divergence, self.order, self.delta), self.delta
@@ -513,14 +515,14 @@ class TotalVariationClose(Certificate):
     Args:
         target: what is known about an exact draw, and which density that is: a :class:`Bounded` or a :class:`StronglyLogConcave`.
         xi: ξ, asserted. It has to be far below δ: a converged chain is hardly ever known to be that close.
-        delta: the δ of this release, public: its guarantee is one pair (ε, δ).
+        delta: the δ of this release, public: its guarantee is one pair (ε, δ). n draws use up nδ of the accountant's delta.
         sampler: as for :class:`RenyiClose`. None: the No-U-Turn chain of ``target``.
 
     Raises:
         ValueError: a constant is out of range, or ``xi`` too large for ``delta``.
 
-    **Privacy.** The accountant has no event for an (ε, δ) guarantee, so the draw is charged as ``NonPrivateDpEvent()``; :meth:`single_guarantee` is
-    what one draw has by itself. Closeness is assumed; no diagnostic of it is computed, for its value would be a release.
+    **Privacy.** The event is ``PureDpEvent(ε)`` and ``FailureDpEvent(δ)``, with the pair of :meth:`single_guarantee`. Closeness is assumed; no
+    diagnostic of it is computed, for its value would be a release.
     """
 
     target: Bounded | StronglyLogConcave
@@ -544,10 +546,10 @@ class TotalVariationClose(Certificate):
         return False
 
     def event(self, model: Model, setting: Setting) -> DpEvent:
-        return NonPrivateDpEvent()
+        return _event_of_pair(*self.single_guarantee(model, setting))
 
     def single_guarantee(self, model: Model, setting: Setting) -> tuple[float, float]:
-        """(ε, δ) of one draw, apart from everything else on the accountant."""
+        """(ε, δ) of one draw."""
         return close.total_variation_close(self.target.event(model, setting), self.xi, self.delta), self.delta
 
     def statement(self, model: Model, setting: Setting) -> Statement:
@@ -563,10 +565,7 @@ class TotalVariationClose(Certificate):
 
 
 _NOTHING_CHECKED = "nothing was checked, because a diagnostic would itself depend on the records"
-_SINGLE = (
-    "if what is assumed holds, one draw by itself is (epsilon, delta) = ({:.5g}, {:g})-differentially private; the accountant has no event for a "
-    "pair with delta > 0 and charges it as not private"
-)
+_SINGLE = "if what is assumed holds, one draw is (epsilon, delta) = ({:.5g}, {:g})-differentially private"
 _EXACT_SAMPLE = (
     "the draw is exact: the No-U-Turn sampler has converged after {} warm-up steps, on every data set. Nothing was checked, because a diagnostic "
     "would itself depend on the records"
@@ -577,11 +576,16 @@ class StepTooLarge(ValueError):
     """A step size above 2/M."""
 
 
+def _event_of_pair(epsilon: float, delta: float) -> ComposedDpEvent:
+    """What dominates every (ε, δ)-differentially private release, exactly (Kairouz, Oh, Viswanath 2015, Theorem 3.3)."""
+    return ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
+
+
 def finite_run_mu(sensitivity: float, steps: Array, gaps: Array, count: int) -> float:
     """μ of the last of ``count`` steps of sizes ``steps`` (one or one each), each a contraction by 1 − ``gaps``, T = 1."""
     if steps.ndim == 0:
         h, gap = float(steps), float(gaps)
-        if gap == 0:
+        if gap < _LEAST_GAP:
             forgotten = float(count)
         else:
             # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits where c is close to 1

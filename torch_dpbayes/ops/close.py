@@ -16,8 +16,13 @@ from ..accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # of an exact draw
 
 _ROUND_UP = 1 + 1e-9
+_LEAST_DELTA = 1e-290  # below it the tail of a Gaussian leaves floating point
 _SHARES_OF_TARGET = (0.01, 0.05, 0.15, 0.33, 0.5, 0.7, 0.9, 0.97)  # of delta
 _SHARES_OF_FIRST = (0.2, 0.5, 0.8)  # of the rest, for the step from Q to P
+
+
+class TooFar(ValueError):
+    """The sampler is not close enough to its target for any ε at this δ."""
 
 
 def ratio_bounded(event: ExactEvent, divergence: float) -> ExactEvent:
@@ -38,6 +43,9 @@ def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float
     δ₁ = e^{(β−1)(η−a)} (1−1/β)^β / (β−1) (Canonne, Kamath and Steinke 2020, Proposition 12), and δ₃ alike. One direction of closeness is used
     at Q, the other at Q'. The weak triangle inequality for Rényi divergences (Mironov 2017, Proposition 11) gives up to 10 percent more: it
     forgets what is known of (P, P') beyond its Rényi curve.
+
+    Raises:
+        TooFar: no finite ε comes out.
     """
     constant = order * math.log1p(-1 / order) - math.log(order - 1)
     best = math.inf
@@ -48,6 +56,8 @@ def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float
             middle = _epsilon(event, delta_2 * math.exp(-a))
             b = max(0.0, divergence + (constant + a + middle - math.log(delta_3)) / (order - 1))
             best = min(best, a + middle + b)
+    if math.isinf(best):
+        raise TooFar(f"divergence = {divergence:g} of order {order:g} is too large: no finite epsilon comes out at delta = {delta:g}.")
     return best * _ROUND_UP
 
 
@@ -57,7 +67,7 @@ def total_variation_close(event: ExactEvent, distance: float, delta: float) -> f
     Q(S) ≤ P(S) + ξ ≤ e^ε P'(S) + δ_P(ε) + ξ ≤ e^ε Q'(S) + δ_P(ε) + (1 + e^ε)ξ (Wang, Fienberg and Smola 2015, Proposition 10).
 
     Raises:
-        ValueError: no ε meets ``delta``.
+        TooFar: no ε meets ``delta``.
     """
     def meets(epsilon: float) -> bool:
         return _delta(event, epsilon) + (1 + math.exp(epsilon)) * distance <= delta
@@ -70,7 +80,7 @@ def total_variation_close(event: ExactEvent, distance: float, delta: float) -> f
                     middle = (low + high) / 2
                     low, high = (low, middle) if meets(middle) else (middle, high)
                 return high * _ROUND_UP
-    raise ValueError(
+    raise TooFar(
         f"xi = {distance:g} is too large: delta(epsilon) + (1 + e^epsilon) xi stays above delta = {delta:g} for every epsilon. State a larger delta, "
         "an exact draw that costs less, or a sampler that is closer."
     )
@@ -91,4 +101,6 @@ def _epsilon(event: ExactEvent, delta: float) -> float:
     if isinstance(event, BoundedRangeDpEvent):
         share = math.sqrt(-delta * math.expm1(-event.epsilon))
         return max(0.0, event.epsilon + 2 * math.log1p(-share)) if share < 1 else 0.0
+    if delta < _LEAST_DELTA:
+        return math.inf
     return privacy_loss.upper_epsilon({_pair(event): 1}, delta)

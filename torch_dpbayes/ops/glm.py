@@ -17,6 +17,7 @@ _ROUNDING = 1e-6
 _LEAST_STD = 1e-50
 _LARGEST_EXPONENT = 600.0  # of a Poisson rate; beyond, any clip has long been reached, and infinity would turn gradients into NaN
 _CHUNK = 8192  # rows; norms are computed in float64 without a float64 copy of all features
+_ROWS_IN_FLOAT32 = 2048  # whose gradients are added up in float32: the sum is off by less than 10⁻³ of the clip norm
 
 
 class GLM:
@@ -175,7 +176,9 @@ class GLM:
     def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> GLMTarget:
         """∝ prior · Π likelihood^tempering, with clipped gradients."""
         features, targets = data
-        return GLMTarget(self.records(features, targets, max_grad_norm), tempering)
+        records = self.records(features, targets, max_grad_norm)
+        records.x = records.x.T.contiguous().T  # column by column the two products of a step take two thirds of the time
+        return GLMTarget(records, tempering)
 
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         """``{"weights": [d]}``."""
@@ -224,10 +227,13 @@ class Records:
     _u: Tensor | None = None
 
     def loss_gradient(self, weights: Tensor) -> Tensor:
-        """Σ_i of clipped gradients, ``[d]`` in float64: two matrix products."""
+        """Σ_i of clipped gradients, ``[d]`` in float64: two matrix products.
+
+        The second by parts: in one float32 sum, one record would change the rounding of millions of others, by a good part of its clip norm.
+        """
         if self._u is None:
             self._u = torch.empty_like(self.y)
-        u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u)
+        u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)  # beyond the range of floats a slope is bounded too
         if self.family == "bernoulli":
             u.sigmoid_()
         elif self.family == "poisson":
@@ -237,7 +243,10 @@ class Records:
             u.mul_(self.weight)
         if self.bounds is not None:
             torch.clamp(u, -self.bounds, self.bounds, out=u)
-        return torch.mv(self.x.T, u).to(torch.float64)
+        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
+        for rows, slopes in zip(self.x.split(_ROWS_IN_FLOAT32), u.split(_ROWS_IN_FLOAT32), strict=True):
+            total += torch.mv(rows.T, slopes)
+        return total
 
     def huber_losses(self, weights: Tensor) -> Tensor:
         """ℓ_i where its slope is within bounds, straight lines beyond, ``[n]``; the gradient of their sum is :meth:`loss_gradient`."""

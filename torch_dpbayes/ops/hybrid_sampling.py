@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ..accounting.accountant import PrivacyAccountant
-from ..accounting.calibration import noise_multiplier_for
-from ..accounting.events import SelfComposedDpEvent, positive_count
+from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..accounting.calibration import calibrated
+from ..accounting.events import DpEvent, SelfComposedDpEvent, positive_count
+from ..accounting.privacy_loss import Neighboring
 from ..optim.base import PrivateOptimizer
 from ..poisson_loader import PoissonLoader
 from ..posterior import PosteriorSamples
@@ -75,8 +76,8 @@ def hybrid(
         targets: ``[n]`` for a GLM.
         certificate: of the start.
         optimizer: factory of the chain, as ``partial(dpb.optim.DPSGNHT, lr=0.1)``; its prior is the model's.
-        epsilon, delta: the target of start and chain together, with what ``accountant`` held before.
-        epochs: passes of the chain, at sampling rate batch_size / n.
+        epsilon, delta: the target of start and chain together, with what ``accountant`` holds when they are charged.
+        epochs: passes of the chain, at sampling rate batch_size / N.
         batch_size: expected size of a Poisson batch.
         max_grad_norm: clip norm of one record's gradient in the chain.
         start_share: the start may use up to ``start_share · epsilon``, and the chain's noise is calibrated to what is left, which by exact
@@ -86,17 +87,21 @@ def hybrid(
         prior_std: for a module, standard deviation of the N(0, prior_std²) prior of every trainable parameter.
         samples: where the chain's states are collected, once a step. None: the second half of them, thinned to at most 200.
         accountant: holds both charges. None: one with the target as its budget, for neighbours that replace one record.
-        num_data: as in :class:`~torch_dpbayes.ops.OnePosteriorSample`.
+        num_data: N. None: n, which counts as public in the chain. Under add-or-remove-one a GLM takes an upper bound on the number of records of
+            both neighbouring data sets, which a finite run needs, as in :class:`~torch_dpbayes.ops.OnePosteriorSample`; the chain's data are filled
+            up to it with rows of zeros, which have no gradient.
 
     Returns:
         A :class:`Hybrid`.
 
     Raises:
-        ValueError: the split leaves one of the two nothing; the message says which numbers would do. Whether the chain fits is known and
-            checked before the start is drawn.
+        ValueError: the split leaves one of the two nothing; the message says which numbers would do. Nothing is charged.
+        PrivacyBudgetExceeded: start and chain pass the target or the accountant's budget, because others charged it meanwhile. Nothing is released;
+            nothing is charged either, unless the others did it in the very moment of the charge.
 
     **Privacy.** Released are the start (event: the certificate's) and every state of the chain (event: that of its Poisson-sampled Gaussian, once a
-    step). The split is a function of public numbers alone.
+    step). Both are charged in one piece before the start is drawn, so that nothing that others charge later comes between; a run that is
+    interrupted stays charged. The split is a function of public numbers alone.
     """
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
@@ -108,7 +113,13 @@ def hybrid(
         module: nn.Module = _LinearPredictor(model, records.x)
         chain_loss: Loss = partial(_glm_loss, model.family, records.weight)
         factory = partial(optimizer, **model.prior_of_optimizer(module))
-        dataset = TensorDataset(records.x, records.y)
+        if num_data is not None and accountant.neighboring == "add_or_remove_one":
+            if size > num_data:
+                raise ValueError(f"there are more records than num_data = {num_data}, which was stated as an upper bound")
+            spare, size = num_data - size, num_data
+            dataset = TensorDataset(nn.functional.pad(records.x, (0, 0, 0, spare)), nn.functional.pad(records.y, (0, spare)))
+        else:
+            dataset = TensorDataset(records.x, records.y)
         release = partial(OnePosteriorSample, model, certificate)
     else:
         if loss is None or prior_std is None:
@@ -121,6 +132,8 @@ def hybrid(
         raise ValueError(f"batch_size must be a whole number between 1 and that of the records, got {batch_size!r}")
     if num_data is None and accountant.neighboring == "replace_one":
         num_data = size
+    if num_data not in (None, size):
+        raise ValueError(f"num_data = {num_data} was stated, but there are {size} records")
     loader = PoissonLoader(DataLoader(dataset, batch_size=batch_size), batch_size / size)
     steps = positive_count(epochs, "epochs") * len(loader)
     probe = factory(
@@ -138,22 +151,19 @@ def hybrid(
         first.event  # noqa: B018  raises where nothing is left for the start
     elif 0 < start_share < 1:
         first = release(start_share * epsilon, delta, accountant, num_data=num_data)
-        floor = noise_multiplier_for(
-            lambda z: probe._event(z, "poisson"),
-            target_epsilon=epsilon,
-            target_delta=delta,
-            steps=steps,
-            neighboring=accountant.neighboring,
-            history=[*accountant.history, (first.event, 1)],
-        )
+        history = [*accountant.history, (first.event, 1)]
+        floor = calibrated(lambda z: probe._event(z, "poisson"), epsilon, delta, steps, accountant.neighboring, history, accountant.method)
     else:
         raise ValueError(f"start_share must lie between 0 and 1, or be None for the best split, got {start_share!r}")
     # whatever is wrong with the chain is found before the start is charged
-    module, chain, private = PrivacyEngine(accountant).make_private(
+    prepaid = _Prepaid(accountant.neighboring)
+    module, chain, private = PrivacyEngine(prepaid).make_private(
         module=module, optimizer=factory, data_loader=loader, max_grad_norm=max_grad_norm, noise_multiplier=floor
     )
-    chain.effective_noise_multiplier  # noqa: B018  raises where the chain would refuse its first step
-    start = first.sample(features, targets)
+    step = chain._event(chain.effective_noise_multiplier, "poisson")  # raises where the chain would refuse its first step
+    label = f"hybrid ({type(certificate).__name__}, {type(chain).__name__})"
+    start = first._release((features, targets), epsilon, None, label, together=SelfComposedDpEvent(step, steps))
+    prepaid.pay(step, steps)
     with torch.no_grad():
         parameters = dict(module.named_parameters())
         for name, value in start.items():
@@ -168,6 +178,27 @@ def hybrid(
             chain.step()
             samples.collect(module)
     return Hybrid(module, samples, start, accountant, first.guarantee())
+
+
+class _Prepaid(PrivacyAccountant):
+    """Lets a chain take the steps that another accountant was charged for beforehand, and nothing else."""
+
+    def __init__(self, neighboring: Neighboring) -> None:
+        super().__init__(neighboring=neighboring)
+        self._paid: DpEvent | None = None
+        self._left = 0
+
+    def pay(self, event: DpEvent, count: int) -> None:
+        self._paid, self._left = event, count
+
+    def compose(self, event: DpEvent, count: int = 1, label: str | None = None, adaptive: bool = False) -> PrivacyAccountant:
+        if event != self._paid or count > self._left:
+            raise PrivacyBudgetExceeded(
+                f"the chain of a hybrid run was charged beforehand, {self._left} more times {self._paid}; it is about to release {count} x {event}. "
+                "Nothing was released. Use an optimizer whose lr does not change, or train by PrivacyEngine.make_private, which charges every step."
+            )
+        self._left -= count
+        return self
 
 
 class _LinearPredictor(nn.Module):

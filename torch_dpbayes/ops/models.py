@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -10,6 +11,9 @@ from torch import Tensor
 from .langevin import Target
 
 Loss = Callable[[Any, Any], Tensor]  # (output, targets) -> one number a record
+
+# Pyro keeps the effects that are in force in one list for all threads, and torch the global generator: one draw at a time may use them.
+using_pyro = threading.RLock()
 
 
 class Model(Protocol):

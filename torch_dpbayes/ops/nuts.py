@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from ..noise import fresh_generator
+from ..noise import GaussianNoise, fresh_generator
+from .models import using_pyro
 
 
 def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps: int) -> Tensor:
@@ -20,17 +23,36 @@ def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps
 
     **Privacy.** Step sizes, acceptance rates and divergences depend on the records exactly: all of that is dropped here. The randomness
     that makes the draw
-    private comes from the operating system, not from torch's global generator, whose seed somebody may know.
+    private comes from the operating system, not from torch's global generator, whose seed somebody may know, and another thread may set.
     """
     from pyro.infer import MCMC, NUTS
 
     kernel = NUTS(potential_fn=lambda params: potential(params["theta"]))
     chain = MCMC(kernel, num_samples=1, warmup_steps=warmup_steps, initial_params={"theta": start}, disable_progbar=True)
     devices = [start.device] if start.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad():
-        torch.set_rng_state(fresh_generator().get_state())
+    with using_pyro, torch.random.fork_rng(devices), torch.enable_grad(), _OwnStream():
+        torch.set_rng_state(fresh_generator().get_state())  # for what the stream does not reach
         if devices:
             torch.cuda.set_rng_state(fresh_generator(start.device).get_state(), start.device)
         chain.run()
     theta: Tensor = chain.get_samples()["theta"][0]
     return theta.detach().clone()
+
+
+class _OwnStream(TorchFunctionMode):
+    """Gives this thread's random functions a generator that no other code can seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noise = GaussianNoise()
+
+    def __torch_function__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in _RANDOM and kwargs.get("generator") is None:
+            like = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+            device = like.device if like is not None else torch.device(kwargs.get("device") or torch.get_default_device())
+            kwargs["generator"] = self._noise.next_stream(device, ())
+        return function(*args, **kwargs)
+
+
+_RANDOM = (torch.normal, torch.bernoulli, torch.rand, torch.randn)  # all that Pyro's sampler calls

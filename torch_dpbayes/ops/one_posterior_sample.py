@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded, check_delta, check_epsilon
-from ..accounting.events import DpEvent, NonPrivateDpEvent, positive_count
+from ..accounting.events import ComposedDpEvent, DpEvent, positive_count
 from ..noise import GaussianNoise
-from .certificates import Certificate, Setting, StepTooLarge
+from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge
+from .close import TooFar
 from .glm import GLM
 from .models import Loss, Model
 
+DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _LEAST_TEMPERING = 1e-9
 _PRECISION = 1e-9  # relative, of the tempering
 _charging = threading.Lock()
@@ -37,7 +40,7 @@ class OnePosteriorSample:
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, or a Pyro model with one data plate named "data" that takes its data as arguments
             (:class:`~torch_dpbayes.mcmc.RecordDensity` says what it may hold). For torch modules see :meth:`for_module`.
-        certificate: what bounds a record's influence, and how the draw is made.
+        certificate: what bounds a record's influence, and how the draw is made. The default, 10,000 steps of Langevin dynamics, is for a GLM.
         epsilon: the target ε, of everything on the accountant after one draw. None: no tempering; the certificate decides what it costs.
         delta: of the target. None: the accountant's.
         accountant: where the draw is charged. None: one of its own, with the target as its budget, for neighbours that replace one record.
@@ -55,7 +58,7 @@ class OnePosteriorSample:
     def __init__(
         self,
         model: GLM | Callable[..., Any],
-        certificate: Certificate,
+        certificate: Certificate = DEFAULT_CERTIFICATE,
         epsilon: float | None = None,
         delta: float | None = None,
         accountant: PrivacyAccountant | None = None,
@@ -142,7 +145,9 @@ class OnePosteriorSample:
 
         A Wald interval around a draw from n records is draw ± quantile · √((1 + 1/ρ) I⁻¹/n), with the Fisher information I at the draw
         (Wang, Fienberg,
-        Smola 2015, Proposition 9). It counts no bias: of the prior, of clipping, and of a chain that was stopped early.
+        Smola 2015, Proposition 9). It counts no bias: of the prior, of clipping, and of a chain that was stopped early. Nor does it count the step
+        size of a Langevin chain, which multiplies 1/ρ by up to 1/(1 − hM/2) along the directions of the largest curvature: by 2 for the
+        default step of :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For intervals take h ≤ 0.1/M.
         """
         return 1 + 1 / self.tempering
 
@@ -188,36 +193,42 @@ class OnePosteriorSample:
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
         """
-        data = self._model.prepare(data)
-        num_data = self._check_num_data(self._model.num_records(data))
-        setting = self._setting(num_data)
-        event = self._certificate.event(self._model, setting)
-        self._charge(event)
-        self._last_num_data = num_data
-        with torch.no_grad():
+        return self._release(data, self._epsilon, self._reserve, f"one posterior sample ({type(self._certificate).__name__})")
+
+    def _release(
+        self, data: tuple[Any, ...], epsilon: float | None, reserve: DpEvent | None, label: str, together: DpEvent | None = None
+    ) -> dict[str, Tensor]:
+        """A draw that is charged with what is released ``together`` with it: both or neither, within ``epsilon`` and with room for ``reserve``."""
+        with _plain_arithmetic():
+            data = self._model.prepare(data)
+            num_data = self._check_num_data(self._model.num_records(data))
+            setting = self._setting(num_data)
+            event = self._certificate.event(self._model, setting)
+            self._charge(event if together is None else ComposedDpEvent([event, together]), epsilon, reserve, label)
+            self._last_num_data = num_data
             theta = self._certificate.draw(self._model, data, setting, GaussianNoise())
             return self._model.release(theta)
 
-    def _charge(self, event: DpEvent) -> None:
+    def _charge(self, event: DpEvent, epsilon: float | None, reserve: DpEvent | None, label: str) -> None:
         """Charges; the target is asked again afterwards, for other threads and processes charge the same accountant in between."""
+
+        def passes_target(*more: DpEvent | None) -> bool:
+            return epsilon is not None and self._total(*more) > epsilon * (1 + 1e-9)
+
         with _charging:  # two draws at a time would each refuse the other
-            if self._passes_target(event):
+            if passes_target(event, reserve):
                 raise PrivacyBudgetExceeded(
-                    f"one more draw would pass the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: n draws cost n releases, and "
+                    f"one more draw would pass the target epsilon = {epsilon:g} at delta = {self._delta:g}: n draws cost n releases, and "
                     "everything on the accountant counts. Make a new OnePosteriorSample with a larger epsilon; it will temper the "
                     "likelihood to what is left."
                 )
-            self._accountant.compose(event, label=f"one posterior sample ({type(self._certificate).__name__})")
-            if self._passes_target():
+            self._accountant.compose(event, label=label)
+            if passes_target(reserve):
                 raise PrivacyBudgetExceeded(
-                    f"other releases were charged while this draw was: together they pass the target epsilon = {self._epsilon:g} at delta = "
+                    f"other releases were charged while this draw was: together they pass the target epsilon = {epsilon:g} at delta = "
                     f"{self._delta:g}. Nothing was drawn, but the charge stays, for it was visible to the others. Give draws that run at the "
                     "same time an accountant with a budget, or one each."
                 )
-
-    def _passes_target(self, event: DpEvent | None = None) -> bool:
-        """Whether what was charged, with ``event`` on top, costs more than the target."""
-        return self._epsilon is not None and self._total(event) > self._epsilon * (1 + 1e-9)
 
     # --- the tempering ---------------------------------------------------------------------------------------------------
 
@@ -245,28 +256,28 @@ class OnePosteriorSample:
             self._solved[num_data] = self._solve(num_data)
         return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
 
-    def _total(self, event: DpEvent | None = None) -> float:
-        """ε of what the accountant holds, of ``event``, and of what is reserved."""
+    def _total(self, *more: DpEvent | None) -> float:
+        """ε of what the accountant holds, and of ``more``."""
         assert self._delta is not None
+        if self._accountant.is_later_job or self._accountant.guarantee != "fixed":
+            raise ValueError(
+                "the guarantee of this accountant is its budget as a whole, for its charges are adaptive, registered, or those of a job that began "
+                "after others had charged (accountant.summary() says which): no target below it can be met. Leave out epsilon= and "
+                "choose a certificate whose own cost fits the budget."
+            )
         joint = PrivacyAccountant(method=self._accountant.method, neighboring=self._accountant.neighboring)
         for charge in self._accountant.history:
-            if charge.adaptive:
-                raise ValueError(
-                    "the accountant holds adaptive charges, whose guarantee is its budget as a whole: no target below it can be met. Leave "
-                    "out epsilon= and "
-                    "choose a certificate whose own cost fits the budget."
-                )
             joint.compose(charge.event, charge.count)
-        for more in (event, self._reserve):
-            if more is not None:
-                joint.compose(more)
+        for event in more:
+            if event is not None:
+                joint.compose(event)
         return joint.get_epsilon(self._delta)
 
     def _solve(self, num_data: int | None) -> float:
         """The largest tempering that meets the target."""
 
         def cost(tempering: float) -> float:
-            return self._total(self._certificate.event(self._model, Setting(tempering, num_data, self._accountant.neighboring)))
+            return self._total(self._certificate.event(self._model, Setting(tempering, num_data, self._accountant.neighboring)), self._reserve)
 
         if self._epsilon is None:
             return 1.0
@@ -277,28 +288,32 @@ class OnePosteriorSample:
                 return cost(tempering) <= epsilon
             except StepTooLarge:  # M grows with the tempering; whether a step size that was given suits the result is checked there
                 return False
+            except TooFar:  # an exact draw that costs less leaves more room for the distance
+                return False
 
         if meets(1.0):
             return 1.0
         low, high = _LEAST_TEMPERING, 1.0
         if not meets(low):
-            if isinstance(self._certificate.event(self._model, Setting(low, num_data, self._accountant.neighboring)), NonPrivateDpEvent):
-                raise ValueError(
-                    f"{type(self._certificate).__name__} guarantees a pair (epsilon, delta) with delta > 0, for which the accountant has no event: "
-                    "it counts as not private, and no target can be met. Leave out epsilon= and read guarantee(), or use FiniteRunLangevin, an exact "
-                    "certificate, or RenyiClose at order infinity."
-                )
             if cost(low) > epsilon:
                 raise ValueError(
                     f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met: what the accountant holds, what is "
                     "reserved for later, or the certificate even without a likelihood, costs more. Use a larger epsilon, an empty accountant, "
-                    "or a chain that costs less (a smaller lr or batch, fewer steps)."
+                    "a certificate whose own delta is a small part of this one, or a chain that costs less (a smaller lr or batch, fewer steps)."
                 )
         while high > low * (1 + _PRECISION):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if meets(middle) else (low, middle)
-        self._certificate.event(self._model, Setting(high, num_data, self._accountant.neighboring))  # raises if a step is what stopped it
+        with suppress(TooFar):
+            self._certificate.event(self._model, Setting(high, num_data, self._accountant.neighboring))  # raises if a step is what stopped it
         return low
+
+
+@contextmanager
+def _plain_arithmetic() -> Iterator[None]:
+    """Whatever the caller's context: sums over records are not rounded to half precision, and samplers may differentiate."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
 
 
 def _bound(model: Any) -> Model:

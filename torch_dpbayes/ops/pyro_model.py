@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from ..mcmc.record_density import InvalidPoint, Prior, RecordDensity, UnfitModel
 from ..model_checks import check_layers
-from .models import Loss
+from .models import Loss, using_pyro
 
 _IMPOSSIBLE = -1e30  # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record would decide that
 _ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
@@ -44,7 +44,9 @@ class PyroModel:
 
     def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
         """The model on its data, after checks on made-up rows of the data's shapes."""
-        terms = _Terms(self._model, data, data_plate=self._plate)
+        with using_pyro:
+            terms = _Terms(self._model, data, data_plate=self._plate)
+            terms.prior.sample()  # refuses a prior that no chain can start from, before anything is charged
         prior = terms.prior
         if self._wants_unconstrained is not None:
             for name, transform in prior.transforms.items():
@@ -54,7 +56,6 @@ class PyroModel:
                         f"space the chain moves in, and that of {name!r} is transformed. Write the model with a real latent and transform it "
                         "yourself, or use Bounded, which holds in any space."
                     )
-        prior.sample()  # refuses a prior that no chain can start from, before anything is charged
         self._prior = prior
         return (terms,)
 
@@ -77,7 +78,8 @@ class PyroTarget:
 
     def __init__(self, terms: _Terms, tempering: float, max_grad_norm: float) -> None:
         self._terms, self._tempering, self._max_grad_norm = terms, tempering, max_grad_norm
-        self._start = terms.prior.sample()
+        with using_pyro:
+            self._start = terms.prior.sample()
 
     @property
     def start(self) -> Tensor:
@@ -152,7 +154,7 @@ class _Terms(RecordDensity):
             slopes = self._run(program, theta, first, rows)[:count]
             kept = inside[first : first + count] & slopes.isfinite().all(dim=1)
             gradient += slopes[kept].sum(0, dtype=torch.float64)
-        return value, gradient.to(self.prior.dtype)
+        return value, gradient
 
 
 def _is_identity(transform: Any) -> bool:

@@ -1,0 +1,638 @@
+"""Many owners: real process groups on the loopback interface, one process for each owner."""
+
+import copy
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.distributed
+from pyro.infer import MCMC
+from scipy.stats import chi2, kstest
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.mcmc import DPHMC, DPPenalty, MultiOwnerHMC, MultiOwnerPenalty, clipped_ratio_sum, hmc, multi_owner, penalty
+
+LEVEL = 1e-3 / 8  # of each of the statistical comparisons here, for 0.1 % in all
+DIMENSION = 3
+
+
+# -- processes ------------------------------------------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    """What a process raised: the name of its class, and the message."""
+
+
+def serve(function, rank, size, place, timeout, pipe, arguments):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{place}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+    )
+    try:
+        pipe.send((True, function(rank, *arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    os._exit(0)  # what tears the group down waits for ranks that are gone
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Forked from one that has imported everything and computed nothing."""
+    multiprocessing.set_forkserver_preload(["torch_dpbayes.mcmc", "torch._dynamo", "scipy.stats", "pytest"])
+    return multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture
+def owners(processes, tmp_path_factory):
+    """Run ``function(rank, *arguments)`` on ``size`` ranks: what each returns, or None for one that died."""
+
+    def run(size, function, *arguments, timeout=30):
+        place = tmp_path_factory.mktemp("group") / "store"
+        started = []
+        for rank in range(size):
+            mine, theirs = processes.Pipe()
+            process = processes.Process(target=serve, args=(function, rank, size, place, timeout, theirs, arguments))
+            process.start()
+            theirs.close()
+            started.append((process, mine))
+        results = []
+        try:
+            for _, pipe in started:
+                try:
+                    right, result = pipe.recv() if pipe.poll(100) else (False, "still running")
+                except EOFError:
+                    right, result = True, None
+                if not right:
+                    raise Failed(result)
+                results.append(result)
+        finally:
+            for process, _ in started:
+                process.kill()
+                process.join()
+        return results
+
+    return run
+
+
+# -- models, and the truth about them -----------------------------------------------------------------------------------------------
+
+
+PRIOR_STD = 0.25  # so that a prior counted twice, or not at all, shows
+
+
+def model(x, prior_std=PRIOR_STD):
+    mean = pyro.sample("mean", dist.Normal(0.0, prior_std).expand([x.shape[1]]).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+
+def records(rank, counts=(25, 15)):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(counts[rank], DIMENSION, generator=generator) + 0.5
+
+
+POOLED = torch.cat([records(0), records(1)])
+PRECISION = PRIOR_STD**-2 + len(POOLED)
+MEAN = POOLED.sum(0) / PRECISION
+SLOPE = 20.0
+
+
+def make(kind, noise, accountant=None, the_model=model, **options):
+    """``noise``: of this owner, standard deviation of the log ratio for a step of one posterior standard deviation."""
+    accountant = dpb.PrivacyAccountant() if accountant is None else accountant
+    ratio = noise * PRECISION**0.5 / SLOPE
+    if kind == "penalty":
+        settings = {"proposal_scale": PRECISION**-0.5, "log_ratio_slope": SLOPE, "noise_multiplier": ratio}
+        return MultiOwnerPenalty(the_model, accountant=accountant, **{**settings, **options})
+    settings = {"step_size": 0.6 * PRECISION**-0.5, "num_steps": 3, "log_ratio_slope": SLOPE, "max_grad_norm": SLOPE}
+    settings |= {"ratio_noise_multiplier": ratio, "grad_noise_multiplier": ratio}
+    return MultiOwnerHMC(the_model, accountant=accountant, **{**settings, **options})
+
+
+def runner(kernel, num_samples=10, warmup_steps=0, **options):
+    return MCMC(kernel, num_samples=num_samples, warmup_steps=warmup_steps, disable_progbar=True, **options)
+
+
+def charged(accountant):
+    return {round(charge.event.noise_multiplier, 9): charge.count for charge in accountant.history}
+
+
+def how_it_ends(kernel, *data, num_samples=10, **options):
+    """The error's class and text, the number of draws, and the charges."""
+    try:
+        runner(kernel, num_samples, **options).run(*data)
+        ending = ("", "")
+    except (Exception, KeyboardInterrupt) as error:
+        ending = (type(error).__name__, str(error))
+    draws = kernel.get_samples()
+    return (*ending, len(draws["mean"]) if draws else 0, sum(charged(kernel.accountant).values()))
+
+
+# -- the law ------------------------------------------------------------------------------------------------------------------------
+
+
+def law(rank, kind, seed, starts, iterations, noises, total):
+    """Chains of a few iterations, each from an exact draw of the posterior: their ends."""
+    kernel = make(kind, noises[rank])
+    kernel.setup(0, records(rank))
+    if total is not None:
+        for name, own in kernel._own_noise().items():
+            kernel._total_noise[name] = own / noises[rank] * total
+    generator = torch.Generator().manual_seed(seed)
+    ends = []
+    for _ in range(starts):
+        params = {"mean": MEAN + torch.randn(DIMENSION, generator=generator) / PRECISION**0.5}
+        for _ in range(iterations):
+            params = kernel.sample(params)
+        ends.append(params["mean"])
+    return torch.stack(ends).numpy()
+
+
+def p_values(ends):
+    z = (ends - MEAN.numpy()) * PRECISION**0.5
+    return kstest(chi2.cdf((z**2).sum(1), DIMENSION), "uniform").pvalue, kstest(z.sum(1) / DIMENSION**0.5, "norm").pvalue
+
+
+@pytest.mark.parametrize("kind", ["penalty", "HMC"])
+def test_the_chain_samples_the_pooled_posterior(owners, kind):
+    noises = (0.2, 1.5) if kind == "penalty" else (0.2, 0.6)
+    one, other = owners(2, law, kind, torch.seed(), *((200, 8) if kind == "penalty" else (150, 4)), noises, None)
+    assert np.array_equal(one, other)
+    assert min(p_values(one)) > LEVEL
+
+
+def test_the_penalty_of_one_owners_noise_alone_samples_something_else(owners):
+    one, _ = owners(2, law, "penalty", torch.seed(), 200, 8, (0.2, 1.5), 0.2)
+    assert min(p_values(one)) < 1e-6
+
+
+# -- sums over owners are sums over the pooled data ------------------------------------------------------------------------------------
+
+
+class Silent:
+    """No noise."""
+
+    def standard_normal(self, size, dtype, device):
+        return torch.zeros(size, dtype=dtype)
+
+
+def public_values(rank, kind, counts, iterations):
+    options = {} if kind == "penalty" else {"mass_matrix": torch.linspace(0.8, 1.2, DIMENSION)}
+    kernel = make(kind, 0.6 / len(counts) ** 0.5, **options)
+    kernel.setup(5, POOLED.split(counts)[rank])
+    kernel._seed, kernel._noise = 20261121, Silent()
+    params, path = {"mean": torch.zeros(DIMENSION)}, []
+    for _ in range(iterations):
+        params = kernel.sample(params)
+        path.append(params["mean"])
+    return torch.stack(path).numpy(), kernel.diagnostics()["noisy log ratios"], kernel.diagnostics()["acceptance rate"]
+
+
+@pytest.mark.parametrize(("kind", "counts"), [("penalty", [25, 15]), ("HMC", [25, 15]), ("HMC", [0, 40])])
+def test_with_randomness_fixed_one_owner_and_two_compute_the_same(owners, kind, counts):
+    """Proposals, decisions and ratios, warm-up included."""
+    (pooled,), (one, other) = owners(1, public_values, kind, [40], 25), owners(2, public_values, kind, counts, 25)
+    assert one[1] == other[1] and np.array_equal(one[0], other[0])
+    np.testing.assert_allclose(one[0], pooled[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(one[1], pooled[1], rtol=1e-4, atol=1e-4)
+    assert one[2] == pooled[2] > 0
+
+
+# -- what leaves a rank ---------------------------------------------------------------------------------------------------------------
+
+OTHER_COLLECTIVES = [
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "send", "isend", "all_to_all", "batch_isend_irecv", "barrier", "monitored_barrier"),
+]
+
+
+class Tapped:
+    """The noise of a kernel, written down."""
+
+    def __init__(self, noise):
+        self._noise, self.drawn = noise, []
+
+    def standard_normal(self, size, dtype, device):
+        self.drawn.append(self._noise.standard_normal(size, dtype=dtype, device=device))
+        return self.drawn[-1].clone()
+
+
+def tap():
+    """What this rank sends from here on, by the only way that is left open."""
+    sent, original = [], torch.distributed.all_reduce
+
+    def all_reduce(message, group=None):
+        sent.append(message.tolist())
+        original(message, group=group)
+
+    def forbidden(*arguments, **options):
+        raise AssertionError("another way of communicating")
+
+    torch.distributed.all_reduce = all_reduce
+    for name in OTHER_COLLECTIVES:
+        setattr(torch.distributed, name, forbidden)
+    return sent
+
+
+def tapped_run(rank, kind, iterations):
+    """All messages of this rank, the noise it drew, and the exact sums that they hid."""
+    kernel, sums = make(kind, 1.0), []
+    kernel.setup(0, records(rank, (25, 15, 4)))
+    sent, kernel._noise = tap(), Tapped(kernel._noise)
+    density = kernel._density
+    gradient_sum = density.clipped_gradient_sum
+
+    def noted(theta, bound):
+        sums.append(gradient_sum(theta, bound))
+        return sums[-1]
+
+    density.clipped_gradient_sum = noted
+    module = penalty if kind == "penalty" else hmc
+
+    def noted_ratio(current, proposed, bound):
+        sums.append((clipped_ratio_sum(current, proposed, bound), bound))
+        return sums[-1][0]
+
+    module.clipped_ratio_sum = noted_ratio
+    params = {"mean": torch.zeros(DIMENSION)}
+    for _ in range(iterations):
+        params = kernel.sample(params)
+    return sent, [noise.tolist() for noise in kernel._noise.drawn], [s.tolist() if isinstance(s, torch.Tensor) else s for s in sums]
+
+
+def tapped_set_ups(rank):
+    """The messages of set-ups with other records, with the entropy that others see fixed."""
+    os.urandom = bytes
+    sent, found = tap(), []
+    for count in (0, 1, 7, 40):
+        kernel = make("penalty", 1.0, owner="A")
+        kernel.setup(0, records(rank, (25, count)) + count)
+        found.append(list(sent))
+        kernel.cleanup()
+        sent.clear()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["penalty", "HMC"])
+def test_what_leaves_an_owner_is_its_noisy_sums_and_nothing_else_of_its_records(owners, kind):
+    results = owners(3, tapped_run, kind, 6)
+    std = PRECISION**0.5 / SLOPE
+    for rank, (sent, drawn, sums) in enumerate(results):
+        assert all(len(message) == 3 + 256 for message in sent)
+        hidden = iter(zip(sums, drawn, strict=True))  # every draw of noise hides one sum
+        for message in sent:
+            slots, payload = message[:3], message[3:]
+            assert [slot != 0 for slot in slots] == [other == rank for other in range(3)]
+            place = multi_owner._Place(int(slots[rank]) % 16)
+            if place is multi_owner._Place.ITERATE:
+                rest = payload if rank else payload[DIMENSION + 1 :]  # the first owner tells where the chain is
+            else:
+                exact, noise = next(hidden)
+                if place is multi_owner._Place.RATIO:
+                    assert payload[0] == pytest.approx(exact[0] + std * exact[1] * noise[0], rel=1e-12)
+                    rest = payload[2:] if rank == 0 else payload[1:]  # the first owner sends the public part of the test
+                else:
+                    assert payload[:DIMENSION] == pytest.approx([e + std * SLOPE * n for e, n in zip(exact, noise)], rel=1e-12)
+                    rest = payload[DIMENSION:]
+            assert not any(rest)
+        assert next(hidden, None) is None
+        assert len({n for draw in drawn for n in draw}) == sum(map(len, drawn))
+    assert len({n for _, drawn, _ in results for draw in drawn for n in draw}) == 3 * sum(map(len, results[0][1]))
+
+
+def test_what_is_sent_at_set_up_does_not_depend_on_the_records_nor_on_their_number(owners):
+    _, (none, one, seven, forty) = owners(2, tapped_set_ups)
+    assert len(none) > 5 and none == one == seven == forty
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------------------------
+
+
+def three_hospitals(rank, kind, folder):
+    accountant = [
+        dpb.PrivacyAccountant(5000.0, 1e-5),
+        dpb.PrivacyAccountant(6000.0, 1e-6, neighboring="replace_one", path=folder / "budget.db"),
+        dpb.PrivacyAccountant(method="rdp"),
+    ][rank]
+    kernel = make(kind, [1.0, 1.5, 3.0][rank], accountant, owner=["Aachen", "Bern", "Cork"][rank], target_accept_prob=0.5)
+    x = records(rank, (25, 0, 4))
+    if rank == 2:
+        x[1] = math.nan
+    run = runner(kernel, 8, 5)
+    run.run(x)
+    again = runner(kernel, 4)
+    again.run(x)
+    return run.get_samples()["mean"].numpy(), kernel.get_samples()["mean"].numpy(), charged(accountant)
+
+
+@pytest.mark.parametrize("kind", ["penalty", "HMC"])
+def test_all_owners_get_the_same_draws_and_each_pays_for_its_own_noise(owners, kind, tmp_path):
+    """One of them has no records, another one that is no number; budgets, relations, methods and noise differ."""
+    results = owners(3, three_hospitals, kind, tmp_path)
+    for noise, (draws, kept, charges) in zip((1.0, 1.5, 3.0), results):
+        assert draws.shape == (8, DIMENSION) and kept.shape == (12, DIMENSION)
+        assert np.array_equal(kept, results[0][1]) and np.array_equal(kept[:8], draws) and np.isfinite(kept).all()
+        assert charges == {round(noise * PRECISION**0.5 / SLOPE, 9): 17 if kind == "penalty" else 17 + 17 * 3 + 2}
+
+
+def sequential(rank):
+    with pytest.MonkeyPatch.context() as patch, pytest.warns(UserWarning, match="available_cpu"):
+        patch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 1)
+        kernel = make("penalty", 1.0)
+        run = runner(kernel, 4, num_chains=2, initial_params={"mean": torch.zeros(2, DIMENSION)})
+        run.run(records(rank))
+        one_after_another = run.get_samples(group_by_chain=True)["mean"].numpy(), charged(kernel.accountant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 8)
+        accountant = dpb.PrivacyAccountant(path=f"{os.getcwd()}/parallel-{rank}.db")
+        side_by_side = how_it_ends(make("penalty", 1.0, accountant), records(rank), num_chains=2, mp_context="fork")
+    return one_after_another, side_by_side
+
+
+def test_chains_run_one_after_another_and_not_side_by_side(owners, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for (draws, charges), (name, text, kept, count) in owners(2, in_folder, tmp_path, sequential):
+        assert draws.shape == (2, 4, DIMENSION) and not np.array_equal(draws[0], draws[1])
+        assert list(charges.values()) == [8]
+        assert name == "RuntimeError" and "parallel chains" in text and kept == count == 0
+
+
+def in_folder(rank, folder, function):
+    os.chdir(folder)
+    return function(rank)
+
+
+# -- how runs end -------------------------------------------------------------------------------------------------------------------------
+
+
+def a_budget_ends(rank, kind):
+    accountant = dpb.PrivacyAccountant(*((3.0, 1e-5) if rank == 1 else (30.0, 1e-5)))
+    kernel = make(kind, 20.0, accountant)
+    fitting = accountant.remaining(GaussianDpEvent(20.0 * PRECISION**0.5 / SLOPE))
+    ending = how_it_ends(kernel, records(rank, (9, 9, 9)), num_samples=10_000)
+    other = make("penalty", 20.0)  # the group is still of use
+    runner(other, 3).run(records(rank, (9, 9, 9)))
+    return ending, fitting, charged(other.accountant)
+
+
+@pytest.mark.parametrize("kind", ["penalty", "HMC"])
+def test_the_tightest_budget_stops_all_in_the_same_iteration(owners, kind):
+    results = owners(3, a_budget_ends, kind)
+    for name, text, draws, charges in (ending for ending, *_ in results):
+        assert name == "PrivacyBudgetExceeded" and "budget of" in text
+        assert charges == results[1][0][3] and draws == (charges if kind == "penalty" else (charges - 1) // 4) > 2
+    assert all("owner 1" in results[rank][0][1] for rank in (0, 2))
+    tightest, fitting = results[1][0], results[1][1]
+    assert tightest[3] == fitting if kind == "penalty" else fitting - 4 < tightest[3] <= fitting
+    assert all(sum(after.values()) == 3 for *_, after in results)
+
+
+def registered(rank):
+    event = GaussianDpEvent(10.0 * PRECISION**0.5 / SLOPE)
+    price = dpb.PrivacyAccountant().compose(event, 41).get_epsilon(1e-5)
+    accountant = dpb.PrivacyAccountant(1.001 * price, 1e-5).register([(event, 41)])
+    return how_it_ends(make("HMC", 10.0, accountant), records(rank))
+
+
+def test_a_registered_schedule_can_be_used_up(owners):
+    assert owners(2, registered) == [("", "", 10, 41)] * 2
+
+
+def refused_after_all(rank):
+    """Between the question whether an iteration can be paid and the charge another job spends what was left."""
+    accountant = dpb.PrivacyAccountant(*((3.0, 1e-5) if rank == 1 else ()))
+    accountant.remaining = lambda event: 10
+    return how_it_ends(make("penalty", 20.0, accountant), records(rank), num_samples=10_000)
+
+
+def test_a_charge_that_is_refused_after_all_stops_all(owners):
+    (name, text, draws, charges), (own_name, _, own_draws, own_charges) = owners(2, refused_after_all)
+    assert name == own_name == "PrivacyBudgetExceeded" and "owner 1" in text
+    assert draws == own_draws == own_charges == charges - 1 > 5  # the other had charged, and keeps that
+
+
+def interrupt(what, when, kernel):
+    """Do ``what`` in the middle of iteration number ``when``, between charge and message."""
+    original, calls = kernel._metropolis, []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if len(calls) == when:
+            what()
+        return original(*arguments)
+
+    kernel._metropolis = interrupted
+
+
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def out_of_memory():
+    raise torch.OutOfMemoryError("a made-up one, with 123 records")
+
+
+def mishaps(rank):
+    """One after another in one group, which stays usable."""
+    endings = {}
+    for name, mishap in (("Ctrl-C", ctrl_c), ("memory", out_of_memory)):
+        kernel = make("penalty", 1.0)
+        if rank == 1:
+            interrupt(mishap, 4, kernel)
+        endings[name] = how_it_ends(kernel, records(rank, (9, 9, 9)))
+    kernel = make("penalty", 1.0)
+    endings["shorter"] = how_it_ends(kernel, records(rank, (9, 9, 9)), num_samples=4 if rank == 1 else 6)
+    return endings
+
+
+def test_what_happens_to_one_owner_reaches_the_others_at_once(owners):
+    begin = time.monotonic()
+    results = owners(3, mishaps, timeout=60)
+    assert time.monotonic() - begin < 55
+    for name, error in (("Ctrl-C", "KeyboardInterrupt"), ("memory", "OutOfMemoryError")):
+        for rank, result in enumerate(results):
+            assert result[name][0] == (error if rank == 1 else "RuntimeError")
+            assert rank == 1 or ("owner 1 failed" in result[name][1] and "123" not in result[name][1])
+            assert result[name][2:] == (3, 4)
+    for rank, result in enumerate(results):
+        name, text, draws, charges = result["shorter"]
+        assert (name, draws, charges) == (("", 4, 4) if rank == 1 else ("RuntimeError", 4, 4))
+        assert rank == 1 or "owner 1 ended the run after 4 iterations" in text
+
+
+def goes_missing(rank, how):
+    """Killed, or stalled for longer than the timeout of the owners' group."""
+    group = torch.distributed.new_group(timeout=timedelta(seconds=30 if how == "dies" else 3))
+    kernel = make("penalty", 1.0, process_group=group)
+    if rank == 1:
+        interrupt(partial(os.kill, os.getpid(), signal.SIGKILL) if how == "dies" else partial(time.sleep, 6), 4, kernel)
+    begin = time.monotonic()
+    return (*how_it_ends(kernel, records(rank, (9, 9, 9))), time.monotonic() - begin)
+
+
+@pytest.mark.parametrize("how", ["dies", "stalls"])
+def test_an_owner_that_goes_missing_in_an_iteration(owners, how):
+    results = owners(3, goes_missing, how)
+    assert (results[1] is None) == (how == "dies")
+    for name, text, draws, charges, seconds in (results[0], results[2]):
+        assert name == "RuntimeError" and "cannot be reached" in text and "get_samples" in text
+        assert (draws, charges) == (3, 4) and seconds < 20
+
+
+# -- set-up -------------------------------------------------------------------------------------------------------------------------------
+
+
+def scaled(x, factor=1.0):
+    return model(x * factor)
+
+
+def local(x):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=x[:, 0])
+
+
+DIFFERENCES = {  # of owner 1
+    "slope": {"log_ratio_slope": 7.0},
+    "scale": {"proposal_scale": torch.full((DIMENSION,), 0.2), "target_accept_prob": None},
+    "prior": {"the_model": partial(model, prior_std=1.001 * PRIOR_STD)},
+    "likelihood": {"the_model": partial(scaled, factor=1.001)},
+}
+
+
+def different(rank):
+    endings = {}
+    for name, options in DIFFERENCES.items():
+        endings[name] = how_it_ends(make("penalty", 1.0, **(options if rank == 1 else {})), records(rank), warmup_steps=rank * (name == "slope"))
+    endings["kernel"] = how_it_ends(make(["penalty", "HMC"][rank], 1.0), records(rank))
+    endings["columns"] = how_it_ends(make("penalty", 1.0), records(rank)[:, : 3 - rank])
+    endings["dtype"] = how_it_ends(make("penalty", 1.0), records(rank) if rank else records(rank).double())
+    endings["start"] = how_it_ends(make("penalty", 1.0), records(rank), initial_params={"mean": torch.full((DIMENSION,), 0.1 * rank)})
+    endings["no start"] = how_it_ends(make("penalty", 1.0), records(rank), initial_params={"mean": torch.zeros(DIMENSION)} if rank else None)
+    endings["unfit"] = how_it_ends(make("penalty", 1.0, the_model=local if rank else model), records(rank))
+    endings["nothing"] = how_it_ends(make("penalty", 1.0), records(rank), initial_params={"mean": torch.zeros(DIMENSION)})
+    return endings
+
+
+def test_owners_that_differ_find_out_at_set_up(owners):
+    results = owners(2, different)
+    says = {
+        "slope": ["log_ratio_slope is 20.0 for owner 0 and 7.0 for owner 1", "warmup_steps is 0 for owner 0 and 1 for owner 1"],
+        "scale": ["proposal_scale is ", "target_accept_prob is 0.23 for owner 0 and None for owner 1"],
+        "prior": ["owner 1 has another density"],
+        "likelihood": ["owner 1 has another density"],
+        "kernel": ["kernel is 'MultiOwnerPenalty' for owner 0 and 'MultiOwnerHMC' for owner 1"],
+        "columns": ["latents is ", "data is "],
+        "dtype": ["data is "],
+        "start": ["owner 1 got other initial_params"],
+        "no start": ["initial_params given is False for owner 0 and True for owner 1"],
+    }
+    for result in results:
+        for name, texts in says.items():
+            assert result[name][0] == "ValueError" and all(text in result[name][1] for text in texts), (name, result[name])
+            assert result[name][2:] == (0, 0)
+    for rank, result in enumerate(results):
+        assert result["unfit"][:1] == (("UnfitModel",) if rank else ("RuntimeError",)) and result["unfit"][2:] == (0, 0)
+        assert "lies in the data plate" in result["unfit"][1] if rank else "owner 1 could not set up" in result["unfit"][1]
+        assert result["nothing"] == ("", "", 10, 10)
+
+
+def refusals(rank):
+    with pytest.raises(ValueError, match="noise of its own"):
+        make("penalty", 0.0)
+    with pytest.raises(ValueError, match="noise of its own"):
+        make("HMC", 1.0, grad_noise_multiplier=0.0)
+    with pytest.raises(ValueError, match="owner must be a name"):
+        make("penalty", 1.0, owner="a\nb")
+    kernel = make("penalty", 1.0, dpb.PrivacyAccountant(path=f"copied-{rank}.db"))
+    with pytest.raises(RuntimeError, match="in a run together"):
+        kernel.sample({"mean": torch.zeros(DIMENSION)})
+    for copied in (copy.deepcopy(kernel), pickle.loads(pickle.dumps(kernel))):
+        with pytest.raises(RuntimeError, match="copied into another process"):
+            copied.setup(0, records(rank))
+    strange = make("penalty", 1.0)
+    if rank == 1:
+        strange._facts = lambda *arguments: {"noise": {"noise_multiplier": -1.0}}
+    with pytest.raises(RuntimeError, match="owner 1 sent settings that cannot be read"):
+        strange.setup(0, records(rank))
+    return json.dumps(sorted(kernel._settings()))
+
+
+def test_what_the_constructors_and_copies_refuse(owners, tmp_path):
+    owners(2, in_folder, tmp_path, refusals)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        make("penalty", 1.0)
+
+
+def test_the_kernels_take_what_those_for_one_owner_take():
+    import inspect
+
+    for many, one in ((MultiOwnerPenalty, DPPenalty), (MultiOwnerHMC, DPHMC)):
+        theirs, ours = (inspect.signature(kind).parameters for kind in (one, many))
+        assert set(ours) - set(theirs) == {"owner", "group"} and set(theirs) - set(ours) <= {"proposal"}
+        assert all(ours[name].default == theirs[name].default for name in set(ours) & set(theirs) - {"proposal_scale"})
+
+
+# -- the example --------------------------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parent.parent
+SHORT = ["--records", "3000", "--iterations", "12", "--quiet"]
+
+
+def spent(out):
+    found = re.findall(r"^(\w+) +epsilon = ([\d.]+) at delta = 1e-06, .*mean of the first weight (\S+)$", out, re.MULTILINE)
+    return {name: float(epsilon) for name, epsilon, _ in found}, {mean for *_, mean in found}
+
+
+def torchrun(size):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", str(free.getsockname()[1])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["torchrun", "alone", "data"])
+def test_the_example_as_people_call_it(how, tmp_path):
+    picture = tmp_path / "owners.png"
+    example = [str(ROOT / "examples" / "multi_owner.py"), *SHORT, "--epsilon", "1", "2", "3"]
+    if how == "data":
+        for rank in range(3):
+            (tmp_path / f"{rank}.csv").write_text("".join(f"{k % 7 / 7},{-k % 5 / 5},{k % 2}\n" for k in range(90 * rank + 30)))
+        example += ["--data", str(tmp_path / "{}.csv")]
+    else:
+        example += ["--plot", str(picture)]
+    command = [*(torchrun(3) if how == "torchrun" else []), *example]
+    ran = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    epsilons, means = spent(ran.stdout)
+    assert sorted(epsilons) == ["Aachen", "Bern", "Cork"] and len(means) == 1
+    assert all(0.99 * budget < epsilons[name] <= budget for name, budget in (("Aachen", 1), ("Bern", 2), ("Cork", 3)))
+    assert "8 samples" in ran.stdout and ("no privacy" in ran.stdout) == (how != "data")
+    assert how == "data" or picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_example_under_a_wrong_number_of_processes(tmp_path):
+    example = [str(ROOT / "examples" / "multi_owner.py"), *SHORT]
+    ran = subprocess.run([sys.executable, *torchrun(1), *example], capture_output=True, text=True, timeout=300)
+    assert ran.returncode and "torchrun --nproc-per-node 3" in ran.stderr
