@@ -1,0 +1,148 @@
+"""What the scripts reproduce_*.py share: finished runs are stored, and tables say which command made them, when, and at which commit.
+
+A run is a function of JSON-able keyword arguments that returns a JSON-able dict. Its arguments are its key: whatever changes the result belongs
+among them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import UTC, datetime
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Run(NamedTuple):
+    """A finished run, one line of the results file."""
+
+    job: dict[str, Any]
+    result: dict[str, Any]
+    seconds: float
+    date: str
+    commit: str
+
+
+def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str, Any]], results: Path, workers: int = 1) -> list[Run]:
+    """``function(**job)`` of every job that ``results`` does not have yet, each stored as soon as it is finished.
+
+    Args:
+        function: at the top level of its module, which worker processes import.
+        jobs: keyword arguments, JSON-able. Copies of one job differ by an argument such as ``repeat``.
+        results: file of JSON lines; runs of other jobs in it are left alone.
+        workers: processes with one thread each. 1: in this process.
+
+    Returns:
+        the runs in the order of ``jobs``.
+    """
+    done = stored_runs(results)
+    todo = [dict(job) for job in jobs if _key(job) not in done]
+    head = commit()
+    torch.set_num_threads(1)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a+") as file, tqdm(total=len(jobs), initial=len(jobs) - len(todo), unit="run") as bar:
+        if file.tell():
+            file.seek(file.tell() - 1)
+            if file.read() != "\n":  # a line cut short when an earlier process was killed
+                file.write("\n")
+
+        def store(job: dict[str, Any], result: dict[str, Any], seconds: float) -> None:
+            run = Run(job, result, round(seconds, 2), datetime.now(UTC).strftime("%Y-%m-%d"), head)
+            file.write(json.dumps(run._asdict()) + "\n")
+            file.flush()
+            done[_key(job)] = run
+            bar.update()
+
+        if workers == 1:
+            for job in todo:
+                bar.set_description(", ".join(str(value) for value in job.values()))
+                store(job, *_timed(function, job))
+        elif todo:
+            pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
+            try:
+                futures = {pool.submit(_timed, function, job): job for job in todo}
+                for future in as_completed(futures):
+                    store(futures[future], *future.result())
+            finally:
+                pool.shutdown(cancel_futures=True)
+    return [done[_key(job)] for job in jobs]
+
+
+def stored_runs(results: Path) -> dict[str, Run]:
+    """What a results file holds, by key; the last one of equal keys, and no line that was cut short."""
+    found = {}
+    if results.exists():
+        for line in results.read_text().splitlines():
+            try:
+                run = Run(**json.loads(line))
+            except ValueError:
+                continue
+            found[_key(run.job)] = run
+    return found
+
+
+def _key(job: Mapping[str, Any]) -> str:
+    return json.dumps(job, sort_keys=True)
+
+
+def _timed(function: Callable[..., dict[str, Any]], job: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    start = time.perf_counter()
+    return function(**job), time.perf_counter() - start
+
+
+def commit() -> str:
+    """Of this checkout, with "-dirty" where files differ from it; "unknown" outside of one."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def origin(runs: Iterable[Run], arguments: Sequence[str] | None = None) -> str:
+    """One sentence: the command, and the dates and commits of the runs.
+
+    Args:
+        runs: those that went into the table.
+        arguments: of the script; None: ``sys.argv``'s.
+    """
+    runs = list(runs)
+    command = " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *(sys.argv[1:] if arguments is None else arguments)])
+    dates, commits = sorted({run.date for run in runs}), list(dict.fromkeys(run.commit for run in runs))
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    hours = sum(run.seconds for run in runs) / 3600
+    return f"`{command}`: {len(runs)} runs, {hours:.1f} hours of one core, {when}, commit {' and '.join(commits)}."
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A table.
+
+    Args:
+        columns: heading by column, and its format, such as ``".3g"``; "" for text. A value that is missing or None leaves its cell empty.
+    """
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        values = [(row.get(column), form) for column, form in columns.items()]
+        lines.append("| " + " | ".join("" if v is None else v if isinstance(v, str) else format(v, form) for v, form in values) + " |")
+    return "\n".join(lines)
+
+
+def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """All rows; the columns are the first row's, and those that later rows bring."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)

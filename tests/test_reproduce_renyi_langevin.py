@@ -1,0 +1,146 @@
+"""The parts of scripts/reproduce_renyi_langevin.py against quadrature and differential equations, and what its quick run has to show."""
+
+import csv
+import importlib.util
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.integrate import quad, solve_ivp
+from scipy.stats import norm
+
+pytest.importorskip("matplotlib")
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SIGMAS = 6.0  # two-sided 2e-9; eight comparisons
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(SCRIPTS))  # where the scripts find their shared part
+    try:
+        spec = importlib.util.spec_from_file_location("reproduce_renyi_langevin", SCRIPTS / "reproduce_renyi_langevin.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["reproduce_renyi_langevin"] = module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return module
+
+
+@pytest.mark.parametrize("order", [1.2, 2.0, 6.0])
+@pytest.mark.parametrize(("excess", "shift"), [(0.15, 0.0), (0.1, -1.3), (-0.1, 0.4), (0.0, 2.0)])
+def test_divergences_of_gaussians_equal_quadrature(script, order, excess, shift):
+    q, p = norm(shift, math.sqrt(1 + excess)), norm(0.0, 1.0)
+
+    def integrated(first, second):
+        value, error = quad(lambda x: math.exp(order * first.logpdf(x) + (1 - order) * second.logpdf(x)), -60, 60, points=(-10, 0, 10), limit=500)
+        assert error < 1e-7 * value
+        return math.log(value) / (order - 1)
+
+    found = script.renyi(np.array([excess]), np.array([shift]), order)
+    assert [float(one[0]) for one in found] == pytest.approx([integrated(q, p), integrated(p, q)], rel=1e-6, abs=1e-9)
+
+
+def test_divergence_is_infinite_where_the_integral_is(script):
+    # β/var(first) + (1−β)/var(second) ≤ 0
+    assert script.renyi(np.array([1.0]), np.array([0.0]), 2.0)[0][0] == math.inf
+    assert math.isfinite(script.renyi(np.array([0.999]), np.array([0.0]), 2.0)[0][0])
+    assert script.renyi(np.array([-0.5]), np.array([0.0]), 2.0)[1][0] == math.inf
+    assert math.isfinite(script.renyi(np.array([-0.499]), np.array([0.0]), 2.0)[1][0])
+
+
+@pytest.mark.parametrize("sampler", ["underdamped", "underdamped, critical"])
+@pytest.mark.parametrize(("precision", "step_size", "steps"), [(1.0, 0.3, 7), (10.0, 1.2, 4)])
+def test_law_of_the_underdamped_chain_solves_its_moment_equations(script, sampler, precision, step_size, steps):
+    """Moments of (x, v, x at the start of the step) under the continuous equation with the frozen gradient."""
+    friction, mass = script.FRICTIONS[sampler], script.INVERSE_MASS
+    drift = np.array([[0.0, 1.0, 0.0], [0.0, -friction, -mass * precision], [0.0, 0.0, 0.0]])
+    diffusion = np.diag([0.0, 2 * friction * mass, 0.0])
+
+    def moments(_, flat):
+        mean, covariance = flat[:3], flat[3:].reshape(3, 3)
+        return np.concatenate([drift @ mean, (drift @ covariance + covariance @ drift.T + diffusion).ravel()])
+
+    mean, covariance = np.array([1.0, 0.0]), np.diag([0.0, mass])
+    freeze = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    for _ in range(steps):
+        start = np.concatenate([freeze @ mean, (freeze @ covariance @ freeze.T).ravel()])
+        end = solve_ivp(moments, (0, step_size), start, rtol=1e-11, atol=1e-13).y[:, -1]
+        mean, covariance = end[:2], end[3:].reshape(3, 3)[:2, :2]
+    found = script.law(sampler, step_size, steps, np.array([precision]))
+    assert float(found.forgotten[0]) == pytest.approx(mean[0], rel=1e-7)
+    assert float(found.excess[0]) == pytest.approx(covariance[0, 0] * precision - 1, rel=1e-7)
+
+
+def test_law_of_the_overdamped_chain_is_its_recursion(script):
+    mean, variance, h = np.ones(10), np.zeros(10), 0.13
+    for _ in range(9):
+        mean, variance = (1 - h * script.PRECISIONS) * mean, (1 - h * script.PRECISIONS) ** 2 * variance + 2 * h
+    found = script.law("overdamped", h, 9, script.PRECISIONS)
+    np.testing.assert_allclose(found.forgotten, mean, rtol=1e-12)
+    np.testing.assert_allclose(found.excess, variance * script.PRECISIONS - 1, rtol=1e-10)
+
+
+@pytest.mark.slow
+def test_quick_run_shows_what_the_readme_says(script, tmp_path, capsys):
+    csv_file, picture, results = tmp_path / "rows.csv", tmp_path / "picture.png", tmp_path / "runs.jsonl"
+    arguments = ["--quick", "--results", str(results), "--csv", str(csv_file), "--picture", str(picture)]
+    rows = script.main(arguments)
+    assert "FiniteRun" in capsys.readouterr().out
+    with csv_file.open() as file:
+        assert len(list(csv.DictReader(file))) == len(rows)
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    stored = results.read_text()
+    table = csv_file.read_text()
+    script.main(arguments)
+    assert csv_file.read_text() == table
+    assert results.read_text() == stored  # nothing was run again
+
+    # the library's draws have the computed law, which is far from the target's at the larger step
+    for row in rows.of("simulation"):
+        assert abs(row["mean, in standard errors"]) < SIGMAS and abs(row["variance, in standard errors"]) < SIGMAS
+        if row["step_size"] in (0.15, 1.0):
+            assert abs(row["variance / target"] - 1) * math.sqrt(row["draws"] / 2) > 2 * SIGMAS
+
+    # no certificate is below the exact guarantee, and the one for finite runs equals it up to 2/(λ+M)
+    certified = rows.of("certificate") + [row for row in rows.of("privacy", sampler="overdamped")]
+    assert len(certified) > 50
+    for row in certified:
+        assert row["FiniteRun mu"] >= row["exact mu"]
+        if row["step_size"] <= script.EDGE:
+            assert row["FiniteRun mu"] == pytest.approx(row["exact mu"], rel=1e-7)
+    for row in rows.of("privacy"):
+        assert row["RenyiClose epsilon"] >= row["exact epsilon"]
+    assert max(row["FiniteRun mu"] / row["exact mu"] for row in certified) > 100  # at 2/M nothing is forgotten
+
+    # stationary bias: quadratic in h, in either direction; from chain to target finite below h = 2/(βM) only
+    for sampler in script.SAMPLERS:
+        for order in script.BIAS_ORDERS:
+            found = rows.of("bias", sampler=sampler, order=order)
+            small = script.Rows(row for row in found if 1e-9 < row["D(chain to target)"] < 1e-5)
+            assert len(small) >= 3
+            if sampler == "overdamped":
+                assert script.finite_until(sampler, order) == pytest.approx(2 / (order * script.LARGEST))
+            for direction in ("D(chain to target)", "D(target to chain)"):
+                assert small.slope("step_size", direction) == pytest.approx(2, abs=0.05)
+            for row in found:
+                assert row["D(chain to target)"] >= row["D(target to chain)"]
+                assert math.isfinite(row["D(target to chain)"])
+                assert math.isfinite(row["D(chain to target)"]) == (row["step_size"] < script.finite_until(sampler, order))
+                if sampler == "overdamped":
+                    bias = row["step_size"] * script.PRECISIONS / 2
+                    if bias.max() < 1e-3 / order:
+                        assert row["D(chain to target)"] == pytest.approx(order / 4 * (bias**2).sum(), rel=0.01)
+
+    # the steps: fewer with the critical friction; inverse to the root of the divergence, up to a logarithm; and to that of 1/dimension
+    few = {sampler: rows.of("needed", sampler=sampler, dimension=10) for sampler in ("overdamped", *script.FRICTIONS)}
+    for sampler, found in few.items():
+        steep = script.Rows(row for row in found if row["goal"] < 0.05)
+        assert -0.65 < steep.slope("goal", "steps") < -0.5
+        for row in found:
+            assert row["steps"] >= few["underdamped, critical"].at("steps", goal=row["goal"])
+        many = rows.of("needed", sampler=sampler, dimension=1000)
+        assert 8 < many.at("steps", goal=1e-4) / found.at("steps", goal=1e-4) < 13
