@@ -25,7 +25,7 @@ class DPPenalty(PrivateKernel):
     Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2, u uniform. As σ is the same in both directions, this has
     exactly the posterior as its stationary distribution while no ratio is clipped (Ceperley and Dewing 1999). d is the distance in
     unconstrained space, where the prior has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4, which accepts 23 % of
-    small steps.
+    small steps of one length, but 28 % of Gaussian steps in 5 dimensions, 35 % in 2 and 44 % in one: short ones have less noise.
 
     Source: Yıldırım and Ermiş (2019), Algorithm 1; the clipped form is DP-penalty in Räisä, Koskela and Honkela (2021).
 
