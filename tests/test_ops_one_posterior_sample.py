@@ -172,11 +172,13 @@ def test_no_value_of_a_record_raises_or_counts_more_than_its_clip(family, where,
 @pytest.mark.parametrize("family", ops.glm.FAMILIES)
 def test_beyond_the_range_of_floats_a_record_counts_no_more_than_its_clip(family):
     """Where the linear predictor overflows, whether it is infinite or not a number would depend on the records."""
-    glm = ops.GLM(family, max_feature_norm=1e30, **{"gaussian": {"noise_std": 1.0}, "poisson": {"max_count": 3.0}}.get(family, {}))
-    x = 1e30 * torch.tensor([[0.6, -0.6], [0.8, 0.0], [0.0, 0.5]])
-    for weights in ([1e20, 1e20], [1e200, 1.0], [math.inf, 0.0]):
-        gradient = glm.records(x, torch.tensor([0.0, 1.0, 1.0]), 1.0).loss_gradient(torch.tensor(weights, dtype=torch.float64))
-        assert float(gradient.norm()) <= 3.0
+    glm = ops.GLM(family, max_feature_norm=1e15, **{"gaussian": {"noise_std": 1.0}, "poisson": {"max_count": 3.0}}.get(family, {}))
+    x = 1e15 * torch.tensor([[0.6, -0.6], [0.8, 0.0], [0.0, 0.5]])
+    for weights in ([1e30, 1e30], [1e200, 1.0], [math.inf, 0.0]):
+        weights = torch.tensor(weights, dtype=torch.float64)
+        records = glm.records(x, torch.tensor([0.0, 1.0, 1.0]), 1.0)
+        assert float(records.loss_gradient(weights).norm()) <= 3.0
+        assert not records.huber_losses(weights).isnan().any() and not records.log_likelihoods(weights).isnan().any()
 
 
 def test_each_record_is_bounded_after_clipping():
@@ -337,6 +339,11 @@ def test_predictions_clip_features_as_fitting_does():
         (lambda: ops.GLM("poisson"), "max_count"),
         (lambda: ops.GLM("poisson", max_count=math.inf), "max_count"),
         (lambda: ops.GLM("bernoulli", noise_std=1.0), "belongs to"),
+        (lambda: ops.GLM(max_feature_norm=1e30), "float32"),
+        (lambda: ops.GLM("gaussian", noise_std=1e-20), "float32"),  # 1/s^2 overflows, and 0 times it is not a number
+        (lambda: ops.GLM("poisson", max_count=1e20), "float32"),
+        (lambda: ops.OnePosteriorSample(ops.GLM(), finite(max_grad_norm=1e-40)), "float32"),
+        (lambda: ops.OnePosteriorSample(ops.GLM(), ops.StronglyLogConcave(max_grad_norm=1e36)), "float32"),
         (lambda: finite(0), "steps"),
         (lambda: finite(2.5), "steps"),
         (lambda: finite(step_size=-0.1), "step_size"),

@@ -16,7 +16,7 @@ from ..accounting.events import BoundedRangeDpEvent, ComposedDpEvent, DpEvent, F
 from ..accounting.privacy_loss import Array, Neighboring
 from ..noise import GaussianNoise
 from . import close, langevin
-from .glm import GLM
+from .glm import GLM, require_representable
 from .langevin import Density, Sampler
 from .models import Model
 from .nuts import no_u_turn
@@ -152,6 +152,7 @@ class FiniteRunLangevin(Certificate):
         if isinstance(model, GLM):
             if self.lipschitz is not None:
                 raise ValueError("the constants of a GLM are derived, not asserted: leave out lipschitz=, strength= and smoothness=")
+            require_representable("max_grad_norm", self.max_grad_norm)
         elif self.lipschitz is None:
             raise ValueError(
                 "for a model that is not a GLM nobody knows the constants that this guarantee rests on: assert them with "
@@ -378,6 +379,7 @@ class StronglyLogConcave(Certificate):
         if isinstance(model, GLM):
             if self.lipschitz is not None:
                 raise ValueError("the constants of a GLM are derived, not asserted: leave out lipschitz= and strength=")
+            require_representable("max_grad_norm", self.max_grad_norm)
             if model.strength == 0:
                 raise ValueError("prior_std is infinite, so the prior has strength 0 and the guarantee G/sqrt(0) is none. State a finite prior_std.")
         elif self.lipschitz is None:

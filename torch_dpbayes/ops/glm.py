@@ -15,6 +15,7 @@ FAMILIES = ("bernoulli", "gaussian", "poisson")
 # Clipped features are shortened by this share, which covers the rounding of float32 features and of their norms.
 _ROUNDING = 1e-6
 _LEAST_STD = 1e-50
+_LARGEST = 1e15  # of a constant in the records' units, and 1 over the least: beyond, what bounds a record is lost in the rounding of float32
 _LARGEST_EXPONENT = 600.0  # of a Poisson rate; beyond, any clip has long been reached, and infinity would turn gradients into NaN
 _CHUNK = 8192  # rows; norms are computed in float64 without a float64 copy of all features
 _ROWS_IN_FLOAT32 = 2048  # whose gradients are added up in float32: the sum is off by less than 10⁻³ of the clip norm
@@ -67,11 +68,14 @@ class GLM:
             )
         if isinstance(max_feature_norm, Tensor | bool) or not 0 < max_feature_norm < math.inf:
             raise ValueError(f"max_feature_norm must be a positive finite number, got {max_feature_norm!r}: it bounds what one record can do")
+        require_representable("max_feature_norm", max_feature_norm)
         for name, value, owner in (("noise_std", noise_std, "gaussian"), ("max_count", max_count, "poisson")):
             if family == owner and (value is None or not 0 < value < math.inf):
                 raise ValueError(f"family={family!r} needs {name}, a positive finite public number; got {value!r}")
             if family != owner and value is not None:
                 raise ValueError(f"{name} belongs to family={owner!r}, not to {family!r}")
+            if value is not None:
+                require_representable(name, value)
         stds = torch.as_tensor(prior_std, dtype=torch.float64, device="cpu").detach().clone()
         if stds.dim() > 1 or stds.numel() == 0 or not bool((stds >= _LEAST_STD).all()):
             raise ValueError(f"prior_std must be one number of at least {_LEAST_STD:g}, or one for each column of the features; got {prior_std!r}")
@@ -233,7 +237,7 @@ class Records:
         """
         if self._u is None:
             self._u = torch.empty_like(self.y)
-        u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)  # beyond the range of floats a slope is bounded too
+        u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)  # as in _predictors
         if self.family == "bernoulli":
             u.sigmoid_()
         elif self.family == "poisson":
@@ -250,7 +254,7 @@ class Records:
 
     def huber_losses(self, weights: Tensor) -> Tensor:
         """ℓ_i where its slope is within bounds, straight lines beyond, ``[n]``; the gradient of their sum is :meth:`loss_gradient`."""
-        u = torch.mv(self.x, weights.to(self.x.dtype)).to(torch.float64)
+        u = self._predictors(weights)
         y = self.y.to(torch.float64)
         if self.bounds is None:
             return self._losses(u, y)
@@ -268,11 +272,15 @@ class Records:
 
     def log_likelihoods(self, weights: Tensor) -> Tensor:
         """log p(y_i | x_i, w) with its constants, ``[n]`` in float64, not clipped."""
-        u = torch.mv(self.x, weights.to(self.x.dtype)).to(torch.float64)
+        u = self._predictors(weights)
         y = self.y.to(torch.float64)
         if self.family == "gaussian":
             return -self._losses(u, y) + 0.5 * math.log(self.weight / (2 * math.pi))
         return -self._losses(u, y) - (torch.lgamma(y + 1) if self.family == "poisson" else 0.0)
+
+    def _predictors(self, weights: Tensor) -> Tensor:
+        """u in float64; beyond the range of floats, where it would not be a number for some records and not for others, it is 0."""
+        return torch.mv(self.x, weights.to(self.x.dtype)).nan_to_num(nan=0.0).to(torch.float64)
 
     def _losses(self, u: Tensor, y: Tensor) -> Tensor:
         if self.family == "gaussian":
@@ -316,6 +324,15 @@ class GLMTarget:
     def gradient(self, theta: Tensor) -> Tensor:
         """∇U, ``[d]``."""
         return self._records.loss_gradient(theta).mul_(self._tempering).addcmul_(self._records.precision, theta)
+
+
+def require_representable(name: str, value: float) -> None:
+    """Raise unless sums over records that this number bounds stay within what float32 can hold."""
+    if not 1 / _LARGEST <= value <= _LARGEST:
+        raise ValueError(
+            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}: sums over records are made in float32, which would overflow or "
+            "lose what bounds one record. Choose units in which the numbers are closer to 1."
+        )
 
 
 def _dtype(features: Tensor) -> torch.dtype:
