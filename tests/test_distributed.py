@@ -397,6 +397,13 @@ class Restless(Reversed):
         return x + torch.randn(FEATURES, generator=self.generator), y
 
 
+class Anonymous(Restless):
+    """Without any part that tells records apart."""
+
+    def __getitem__(self, i):
+        return super().__getitem__(i)[0], torch.tensor(0)
+
+
 def set_ups(rank, seed):
     """What make_private says on this rank where rank 1 does something else, and that nothing is left behind."""
     data, sgld = records(seed), dpb.optim.DPSGLD
@@ -422,6 +429,7 @@ def set_ups(rank, seed):
         "number of records": raises(data=Subset(data, range(other(41, 40)))),
         "their order": raises(data=other(data, Reversed(data))),
         "the records or their order": raises(data=Augmented(other(data, Reversed(data)))),
+        "or their order (pass": raises(data=Restless(other(data, Reversed(data)))),
         "shapes": raises(net=other(network(seed), nn.Linear(FEATURES, CLASSES).double())),
         "initial parameters": raises(net=network(seed + rank)),
         "sampling rate": raises(batch_size=other(6, 7)),
@@ -447,17 +455,18 @@ def set_ups(rank, seed):
     state = torch.get_rng_state()
     raises()
     assert torch.equal(state, torch.get_rng_state())
-    return found, fine
+    return found, fine, raises(data=Anonymous(data))
 
 
 def test_ranks_that_differ_are_told_in_what_before_anything_is_charged(run):
-    for rank, (found, fine) in enumerate(run(set_ups, 3, seed=torch.seed() % 2**31)):
+    for rank, (found, fine, anonymous) in enumerate(run(set_ups, 3, seed=torch.seed() % 2**31)):
         for expected, (kind, text) in found.items():
             if expected == "rank 1 failed" and rank == 1:
                 assert "BatchNorm" in text
             else:
                 assert kind == ("nothing" if expected == "nothing" else "RankError") and (expected == "nothing" or expected in text), (kind, text)
         assert fine == [("nothing", "")] * 2
+        assert anonymous[0] == "ValueError" and "no part of them that stays the same" in anonymous[1]
 
 
 def departures(rank, seed, kind):
@@ -592,6 +601,18 @@ def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, tm
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------------------------
+
+
+def elsewhere(rank, seed):
+    group = dist.new_group(backend="cpu:gloo")
+    told = message(lambda: data_parallel.Ranks(group).require_backend_for(torch.device("cuda")))
+    net = network(seed).to("meta")
+    return told, message(lambda: data_parallel.Ranks(group).require_backend_for(next(net.parameters()).device)), message(lambda: make(seed))
+
+
+def test_parameters_where_the_group_cannot_add_up_are_refused(run):
+    for cuda, meta, cpu in run(elsewhere, 2, seed=torch.seed() % 2**31):
+        assert cuda[0] == meta[0] == "ValueError" and "cannot add up" in cuda[1] and "nccl" in cuda[1] and cpu == ("nothing", "")
 
 
 def undeclared(rank, seed):

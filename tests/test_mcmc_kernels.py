@@ -20,7 +20,7 @@ from scipy.stats import beta, kstest, norm
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty
+from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, clipped_ratio_sum
 from torch_dpbayes.mcmc.record_density import Prior
 
 LEVEL = 1e-6 / 200  # about two hundred p-values: together they fail a right kernel once in a million runs
@@ -733,3 +733,20 @@ def test_a_record_that_is_not_a_number_neither_stops_a_chain_nor_moves_it(make):
 def test_a_kernel_with_an_accountant_in_memory_cannot_travel_to_a_worker():
     with pytest.raises(Exception, match=r"path=|another process"):
         pickle.dumps(penalty(Gaussian()))
+
+
+@pytest.mark.parametrize("std", [1e-320, 1e-31, 1e200, math.inf])
+def test_where_noise_cannot_hide_a_sum_nothing_is_accepted(std):
+    """Neither a bound that overflows nor noise that is rounded to nothing lets the sum decide."""
+    target = Gaussian()
+    kernel = penalty(target)
+    MCMC(kernel, num_samples=1, warmup_steps=1, disable_progbar=True).run(*target.args)
+    for total in (-math.inf, -1e300, 1.0, 1e300, math.inf):
+        outcome = kernel._metropolis(total, 0.0, std)
+        assert not outcome.accepted and math.isnan(outcome.log_ratio)
+
+
+def test_ratios_are_clipped_at_the_bound_itself():
+    bound = 1.005  # which bfloat16 rounds to 1.0078
+    sums = clipped_ratio_sum(torch.zeros(3, dtype=torch.bfloat16), torch.tensor([9.0, 9.0, 9.0], dtype=torch.bfloat16), bound)
+    assert sums == pytest.approx(3 * bound, rel=1e-12)

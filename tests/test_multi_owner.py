@@ -320,6 +320,35 @@ def test_what_leaves_an_owner_is_its_noisy_sums_and_nothing_else_of_its_records(
     assert len({n for _, drawn, _ in results for draw in drawn for n in draw}) == 3 * sum(map(len, results[0][1]))
 
 
+def lasso(x):
+    mean = pyro.sample("mean", dist.Laplace(torch.zeros(DIMENSION, dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+
+def extremes(rank):
+    """What the first owner sends for its ratios where owner 1 makes all trajectories go far away, and where all take steps that hide nothing."""
+    ratios = []
+    for kind in ("HMC", "penalty"):
+        options = {"num_steps": 1} if kind == "HMC" else {"proposal_scale": 1e-310}
+        kernel = make(kind, 1.0, the_model=lasso, **options)
+        kernel.setup(0, records(rank).double())
+        if rank == 1 and kind == "HMC":
+            kernel._density.clipped_gradient_sum = lambda *_: torch.full((DIMENSION,), 1e180, dtype=torch.float64)
+        all_reduce, sent = torch.distributed.all_reduce, tap()
+        for _ in range(10):
+            kernel.sample({"mean": torch.zeros(DIMENSION, dtype=torch.float64)})
+        torch.distributed.all_reduce = all_reduce
+        ratios.append([message[2:5] for message in sent if message[rank] % 16 == multi_owner._Place.RATIO])
+        kernel._owners.live = False
+    return ratios
+
+
+def test_where_noise_cannot_hide_a_sum_the_sum_is_not_sent(owners):
+    for ratios in owners(2, extremes)[0]:
+        assert ratios == [[0.0, 0.0, 1.0]] * 10
+
+
 def test_what_is_sent_at_set_up_does_not_depend_on_the_records_nor_on_their_number(owners):
     _, (none, one, seven, forty) = owners(2, tapped_set_ups)
     assert len(none) > 5 and none == one == seven == forty
@@ -428,6 +457,7 @@ def refused_after_all(rank):
 def test_a_charge_that_is_refused_after_all_stops_all(owners):
     (name, text, draws, charges), (own_name, _, own_draws, own_charges) = owners(2, refused_after_all)
     assert name == own_name == "PrivacyBudgetExceeded" and "owner 1" in text
+    assert "stays charged" in text and "Nothing of it was" not in text
     assert draws == own_draws == own_charges == charges - 1 > 5  # the other had charged, and keeps that
 
 
@@ -589,7 +619,7 @@ def test_the_kernels_take_what_those_for_one_owner_take():
 
     for many, one in ((MultiOwnerPenalty, DPPenalty), (MultiOwnerHMC, DPHMC)):
         theirs, ours = (inspect.signature(kind).parameters for kind in (one, many))
-        assert set(ours) - set(theirs) == {"owner", "group"} and set(theirs) - set(ours) <= {"proposal"}
+        assert set(ours) - set(theirs) == {"owner", "process_group"} and set(theirs) - set(ours) <= {"proposal"}
         assert all(ours[name].default == theirs[name].default for name in set(ours) & set(theirs) - {"proposal_scale"})
 
 

@@ -75,12 +75,23 @@ class Ranks:
         self._is_broken = False
         self._timeout: timedelta | None = None
         self._talk = group
-        if "cpu:" not in dist.get_backend_config(group):  # messages are read on the host, and a rank that died must not hang a GPU
+        backends = dist.get_backend_config(group)
+        if "cuda:nccl" in backends and torch.cuda.is_available():  # by itself it waits on the GPU, and ends the process in the end
             self._timeout = group._get_backend(torch.device("cuda")).options._timeout
+        if "cpu:" not in backends:  # messages are read on the host, and a rank that died must not hang a GPU
             members = dist.get_process_group_ranks(group)
             talk = dist.new_group(members, timeout=self._timeout, backend="gloo", use_local_synchronization=True)
             assert isinstance(talk, dist.ProcessGroup)  # this process is in it
             self._talk = talk
+
+    def require_backend_for(self, device: torch.device) -> None:
+        """Raise if the group cannot add up tensors there, which steps would find out after they are charged."""
+        backends = dist.get_backend_config(self._group)
+        if f"{device.type}:" not in backends:
+            raise ValueError(
+                f"the parameters are on {device.type}, where the process group cannot add up ({backends}): move the model, or call "
+                f'init_process_group("{"nccl" if device.type == "cuda" else "gloo"}").'
+            )
 
     # -- messages ------------------------------------------------------------------------------------------------------------
 
@@ -110,7 +121,8 @@ class Ranks:
                     RankError(
                         f"rank {rank} and rank 0 differ in {' and in '.join(different)}: all ranks must take the same steps with the same settings "
                         "on the same model, each on its part of one draw. Nothing was charged for this step. Change settings, parameters and the "
-                        "accountant on all ranks alike, iterate all loaders alike, and load one checkpoint everywhere."
+                        "accountant on all ranks alike, iterate all loaders alike, and load one checkpoint everywhere; make_private brings draws "
+                        "together again."
                     )
                 )
         return [row[2:] for row in rows]
@@ -142,7 +154,7 @@ class Ranks:
         try:
             work = dist.all_reduce(buffer, group=self._group, async_op=True)
             if work is not None:
-                work.wait(*(() if self._timeout is None else (self._timeout,)))
+                work.wait(*(() if self._timeout is None or not buffer.is_cuda else (self._timeout,)))
         except RuntimeError as error:
             self._lost(error)
 

@@ -8,7 +8,7 @@ import math
 import random
 import zlib
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
@@ -234,10 +234,13 @@ class PoissonLoader(DPDataLoader):
             self.sampler_of_draws.delivered()
             yield batch
 
-    def records_digest(self) -> str:
-        """Digest of up to 64 records in their order, of augmented ones under one seed; of their shapes alone where they differ at every look.
+    def records_digests(self) -> dict[str, str | None]:
+        """Digests of up to 64 records in their order, of augmented ones under one seed: of each part of a record, None if it differs at every look.
 
         Ranks that keep the same records in another order would use some of them twice.
+
+        Raises:
+            ValueError: the parts that stay the same do not tell records apart.
         """
         collate: Any = self.collate_fn
         while hasattr(collate, "wrapped_collator_fn"):
@@ -245,15 +248,22 @@ class PoissonLoader(DPDataLoader):
         num_data = self.sampler_of_draws.num_samples
         positions = sorted({round(i * (num_data - 1) / 63) for i in range(64)})
 
-        def look(positions: list[int], *, values: bool) -> str:
-            digest = hashlib.blake2b(digest_size=16)
+        def look() -> defaultdict[str, list[bytes]]:
+            parts: defaultdict[str, list[bytes]] = defaultdict(list)
             with _one_seed():
                 for i in positions:
-                    _digest_into(digest, collate([self.dataset[i]]), values=values)
-            return digest.hexdigest()
+                    _digest_into(parts, "record", collate([self.dataset[i]]))
+            return parts
 
-        repeats = look(positions[:2], values=True) == look(positions[:2], values=True)
-        return look(positions, values=repeats)
+        first, second = look(), look()
+        lasting = {part: digests for part, digests in first.items() if second[part] == digests}
+        if len(lasting) < len(first) and all(len(set(digests)) == 1 for digests in lasting.values()):
+            raise ValueError(
+                "the records differ at every look, and no part of them that stays the same tells them apart: nobody can see whether all ranks keep "
+                "them in one order, and a record at two positions would be used twice. Let the data set draw what it changes from torch's, "
+                "NumPy's or Python's global random numbers, or hand out a label with every record."
+            )
+        return {part: hashlib.blake2b(b"".join(lasting[part]), digest_size=16).hexdigest() if part in lasting else None for part in first}
 
 
 @contextlib.contextmanager
@@ -271,15 +281,13 @@ def _one_seed() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _digest_into(digest: hashlib.blake2b, value: Any, *, values: bool) -> None:
+def _digest_into(parts: Mapping[str, list[bytes]], part: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        digest.update(repr((value.dtype, tuple(value.shape))).encode())
-        if values:
-            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        parts[f"{part}, its shape"].append(hashlib.blake2b(repr((value.dtype, tuple(value.shape))).encode()).digest())
+        parts[part].append(hashlib.blake2b(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest())
     elif isinstance(value, Mapping):
         for name, item in value.items():
-            digest.update(repr(name).encode())
-            _digest_into(digest, item, values=values)
+            _digest_into(parts, f"{part}[{name!r}]", item)
     elif isinstance(value, (tuple, list)):
-        for item in value:
-            _digest_into(digest, item, values=values)
+        for i, item in enumerate(value):
+            _digest_into(parts, f"{part}[{i}]", item)

@@ -378,13 +378,14 @@ def _compare(ranks: Ranks, module: nn.Module, optimizer: PrivateOptimizer, loade
             values.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     constants = (bool, int, float, str, type(None))
     settings = {name: value for name, value in vars(optimizer).items() if isinstance(value, constants) and not name.startswith("_pending")}
+    ranks.require_backend_for(next(module.parameters()).device)
     generators = (None if noise is None else stream_position(noise), stream_position(sampler.generator) if sampler.has_user_generator else None)
     ranks.compare(
         {
             "the versions of torch_dpbayes, torch and opacus": (__version__, torch.__version__, opacus.__version__),
             "the number of records": sampler.num_samples,
             "the sampling rate": loader.sample_rate,
-            "the records or their order (pass all of the data set on every rank)": loader.records_digest(),
+            "the records or their order (pass all of the data set on every rank)": loader.records_digests(),
             "the parameters' names, shapes or types": [(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()],
             "the kind of device": next(module.parameters()).device.type,
             "the initial parameters or buffers (call torch.manual_seed before the model is built, or load one state_dict)": values.hexdigest(),
@@ -516,6 +517,12 @@ def _calibrated(
 
 
 def _require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:
+    if loader.sampler_of_draws.has_user_generator and optimizer.accountant.path is not None:
+        raise ValueError(
+            "the data loader's generator= draws the same batches in every job that seeds it alike, and equal batches with other noise cost more than "
+            "the independent draws that the jobs of a ledger are charged for: leave out the DataLoader's generator= (the optimizer may have one), "
+            "or use an accountant without path= and publish one run of each seed."
+        )
     noise, draws = optimizer._noise.generator, loader.sampler_of_draws.generator
     if noise is not None and (noise is draws or (noise.device == draws.device and stream_position(noise) == stream_position(draws))):
         raise ValueError(

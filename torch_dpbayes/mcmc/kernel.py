@@ -319,6 +319,8 @@ class PrivateKernel(MCMCKernel):
 
     def _metropolis(self, log_ratio: float, rest: float, std: float) -> Outcome:
         """log u < R̃ + rest − std²/2 with R̃ = ``log_ratio`` + noise of ``std``; what is not a number rejects."""
+        if std and not can_hide(std):
+            return Outcome(False, math.nan)
         noisy = log_ratio + std * self._standard_normal() if std else log_ratio
         log_uniform = float(torch.special.log_ndtr(torch.tensor(self._standard_normal(public=True), dtype=torch.float64)))
         return Outcome(log_uniform < noisy + rest - std**2 / 2, noisy)
@@ -335,6 +337,11 @@ class PrivateKernel(MCMCKernel):
         except Exception:  # depends on θ alone
             return -math.inf
         return value if not math.isnan(value) else -math.inf
+
+
+def can_hide(std: float) -> bool:
+    """False where sums overflow, or noise is rounded to nothing, and one record would show; std is public."""
+    return 1e-30 < std < 1e200
 
 
 def noise_event(noise_multiplier: float) -> events.DpEvent:
@@ -443,4 +450,4 @@ def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
         util.Finalize(None, after_settling, exitpriority=99)
 
 
-__all__ = ["Outcome", "PrivateKernel", "check_noise", "check_positive", "noise_event"]
+__all__ = ["Outcome", "PrivateKernel", "can_hide", "check_noise", "check_positive", "noise_event"]

@@ -45,7 +45,7 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..noise import GaussianNoise
 from .hmc import DPHMC
-from .kernel import Outcome, PrivateKernel
+from .kernel import Outcome, PrivateKernel, can_hide
 from .penalty import DPPenalty
 from .record_density import InvalidPoint, Model, Prior, RecordDensity, quiet
 
@@ -142,8 +142,8 @@ class _Owners:
             raise RuntimeError(f"{self.listed(failed)} failed, so all owners stop; the reason stands in that process. {_CHARGED}")
         if broke := at.get(_Place.NO_BUDGET):
             raise PrivacyBudgetExceeded(
-                f"the budget of {self.listed(broke)} does not allow for iteration {iteration + 1}, so all owners stop before it. Nothing of it was "
-                "released. The draws so far are in kernel.get_samples()."
+                f"the budget of {self.listed(broke)} does not allow for iteration {iteration + 1}, so all owners stop. "
+                + ("Nothing of it was released. The draws so far are in kernel.get_samples()." if place is _Place.ITERATE else _CHARGED)
             )
         if (ended := at.get(_Place.ENDED)) and place is not _Place.ENDED:
             raise RuntimeError(
@@ -432,6 +432,8 @@ class _OwnedKernel(PrivateKernel):
         return self._accountant.guarantee == "registered" and all(self._accountant.remaining(event) >= count for event, count in charges)
 
     def _metropolis(self, log_ratio: float, rest: float, std: float) -> Outcome:
+        if not can_hide(std):
+            return Outcome(False, math.nan)
         self._tested = True
         name, own = next(iter(self._own_noise().items()))
         total_std = std * self._total_noise[name] / own

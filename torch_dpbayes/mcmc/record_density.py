@@ -832,7 +832,7 @@ def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:
 
     **Privacy.** Moves by at most ``bound`` when a record is added or removed.
     """
-    return float((proposed - current).clamp_(-bound, bound).nan_to_num_(nan=0.0).sum(dtype=torch.float64))
+    return float((proposed.double() - current.double()).clamp_(-bound, bound).nan_to_num_(nan=0.0).sum())
 
 
 def continuous_latents(trace: Trace) -> list[str]:
