@@ -36,7 +36,7 @@ from pyro.infer import MCMC
 from torch import Tensor
 
 import torch_dpbayes as dpb
-from torch_dpbayes.mcmc import DPPenalty, MultiOwnerPenalty, plan
+from torch_dpbayes.mcmc import MultiOwnerPenalty, plan
 
 HOSPITALS = ("Aachen", "Bern", "Cork")
 SHARES = (1 / 6, 1 / 3, 1 / 2)  # of the made-up records
@@ -107,7 +107,7 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
     delta = options.delta
     accountant = dpb.PrivacyAccountant(options.epsilon[rank], delta)
     budget = {"target_epsilon": options.epsilon[rank], "target_delta": delta}
-    planned = plan(DPPenalty, num_iterations=options.iterations, **budget)  # of this hospital's own noise
+    planned = plan(MultiOwnerPenalty, num_iterations=options.iterations, **budget)  # of this hospital's own noise
     kernel = MultiOwnerPenalty(
         model,
         proposal_scale=0.1,

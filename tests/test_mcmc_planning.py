@@ -143,3 +143,10 @@ def test_the_split_between_ratio_and_gradients_is_the_best_one(slope, num_steps,
 def test_arguments_that_make_no_plan_are_refused(kernel, arguments, message):
     with pytest.raises(ValueError, match=message):
         plan(kernel, **arguments, **TARGET)
+
+
+def test_an_owner_plans_as_one_who_has_all_records():
+    budget = {"target_epsilon": 2.0, "target_delta": 1e-6, "num_iterations": 300}
+    hmc = {"num_steps": 5, "log_ratio_slope": 1.0, "max_grad_norm": 2.0}
+    assert plan(dpb.mcmc.MultiOwnerPenalty, **budget) == plan(dpb.mcmc.DPPenalty, **budget)
+    assert plan(dpb.mcmc.MultiOwnerHMC, **budget, **hmc) == plan(dpb.mcmc.DPHMC, **budget, **hmc)

@@ -14,6 +14,7 @@ from ..accounting.privacy_loss import Neighboring
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
 from .kernel import PrivateKernel, check_positive
+from .multi_owner import MultiOwnerHMC, MultiOwnerPenalty
 from .penalty import DPPenalty
 
 
@@ -63,7 +64,7 @@ def plan(
     c/b = 0.3 it reaches 63 to 68 %: a z_g 2 to 3 times as large is better there.
 
     Args:
-        kernel: ``DPPenalty``, ``ExponentialFamilyPenalty`` or ``DPHMC``.
+        kernel: ``DPPenalty``, ``ExponentialFamilyPenalty`` or ``DPHMC``; ``MultiOwnerPenalty`` and ``MultiOwnerHMC`` with one owner's budget.
         target_epsilon, target_delta: for everything together.
         num_iterations: (warm-up + samples) × chains. Leave it out to ask how many the noise affords.
         noise_multiplier: z of the penalty kernels, if ``num_iterations`` is asked for.
@@ -86,18 +87,19 @@ def plan(
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     chains = events.positive_count(num_chains, "num_chains")
     history = tuple(history)
-    if kernel is DPHMC:
+    is_hmc = kernel in (DPHMC, MultiOwnerHMC)
+    if is_hmc:
         if num_steps is None:
             raise ValueError("num_steps is needed for DPHMC, the number L of leapfrog steps of an iteration.")
         steps = events.positive_count(num_steps, "num_steps")
         given = {"ratio_noise_multiplier": ratio_noise_multiplier, "grad_noise_multiplier": grad_noise_multiplier}
         _require_none("DPHMC", noise_multiplier=noise_multiplier)
-    elif kernel is DPPenalty or kernel is ExponentialFamilyPenalty:
+    elif kernel in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
         steps, given = 0, {"noise_multiplier": noise_multiplier}
         of_hmc = {"num_steps": num_steps, "log_ratio_slope": log_ratio_slope, "max_grad_norm": max_grad_norm}
         _require_none(kernel.__name__, ratio_noise_multiplier=ratio_noise_multiplier, grad_noise_multiplier=grad_noise_multiplier, **of_hmc)
     else:
-        raise ValueError(f"kernel must be DPPenalty, ExponentialFamilyPenalty or DPHMC, got {kernel!r}.")
+        raise ValueError(f"kernel must be DPPenalty, ExponentialFamilyPenalty, DPHMC, MultiOwnerPenalty or MultiOwnerHMC, got {kernel!r}.")
     noises = {name: events.gaussian_noise_multiplier(value, name) for name, value in given.items() if value is not None}
     if (num_iterations is None) == (not noises) or (noises and len(noises) < len(given)):
         raise ValueError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
@@ -105,7 +107,7 @@ def plan(
     extra = 0 if reuse_gradients else 1  # gradients an iteration beyond L
 
     def start(noises: dict[str, float]) -> DpEvent:
-        gradient = [GaussianDpEvent(noises["grad_noise_multiplier"])] if kernel is DPHMC and reuse_gradients else []
+        gradient = [GaussianDpEvent(noises["grad_noise_multiplier"])] if is_hmc and reuse_gradients else []
         return ComposedDpEvent([SelfComposedDpEvent(event, chains) for event in gradient])
 
     def each(noises: dict[str, float]) -> DpEvent:
@@ -120,7 +122,7 @@ def plan(
     else:
         iterations = events.positive_count(num_iterations, "num_iterations")
         split = 1.0
-        if kernel is DPHMC:
+        if is_hmc:
             if log_ratio_slope is None or max_grad_norm is None:
                 raise ValueError("log_ratio_slope and max_grad_norm are needed for DPHMC: the noise is split between ratio and gradients by them.")
             slope = check_positive("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
