@@ -284,6 +284,14 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
     assert noise[1] < noise[0] < 10 * noise[1] < noise[2]  # the second job left next to nothing
 
 
+def test_the_target_is_met_as_an_accountant_without_a_budget_reports_it():
+    engine = dpb.PrivacyEngine(accountant=dpb.PrivacyAccountant(method="rdp"))
+    net, optimizer, loader = with_epsilon(engine, target_epsilon=2.0, epochs=3)
+    for _ in range(3):
+        epoch(net, optimizer, loader)
+    assert 1.99 < engine.accountant.get_epsilon(1e-5) <= 2.0
+
+
 def test_jobs_of_a_ledger_do_not_draw_the_same_batches(tmp_path):
     """Two runs of 1000 steps at q = .01 and z = 1 with the same batches cost epsilon = 4.5, and 2.6 if draws are independent."""
     seeded = DataLoader(data(), batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1))

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from . import __version__
 from .accounting.accountant import PrivacyAccountant
-from .accounting.calibration import noise_multiplier_for
+from .accounting.calibration import calibrated
 from .accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .clipping.bookkeeping import BookkeepingGradientSource
 from .clipping.gradient_source import GradientSource, HooksGradientSource
@@ -457,7 +457,7 @@ def _build_calibrated(
         )
     steps = epochs * len(loader)
 
-    def calibrated(event: Callable[[float, str], DpEvent]) -> float:
+    def enough_noise(event: Callable[[float, str], DpEvent]) -> float:
         if ranks is None:
             return _calibrated(event, steps, accountant, epsilon, delta)
         # a ledger may be charged by others meanwhile, and floats may round differently on another machine
@@ -465,14 +465,14 @@ def _build_calibrated(
 
     if isinstance(optimizer, PrivateOptimizer):
         built = _build(module, optimizer, loader, accountant, max_grad_norm, None)
-        return built, calibrated(built._event)
+        return built, enough_noise(built._event)
 
     def plain(noise_multiplier: float, sampling: str) -> DpEvent:
         return PoissonSampledDpEvent(loader.sample_rate, GaussianDpEvent(noise_multiplier))
 
-    floor = calibrated(plain)
+    floor = enough_noise(plain)
     built = _build(module, optimizer, loader, accountant, max_grad_norm, floor)
-    needed = calibrated(built._event)
+    needed = enough_noise(built._event)
     if needed > floor:  # it releases more than the gradient
         built = _build(module, optimizer, loader, accountant, max_grad_norm, needed)
     return built, needed
@@ -502,9 +502,7 @@ def _calibrated(
 
     low = 0.01
     if not _is_held(accountant):
-        low = noise_multiplier_for(
-            event, target_epsilon=epsilon, target_delta=delta, steps=steps, neighboring=accountant.neighboring, history=accountant.history
-        )
+        low = calibrated(event, epsilon, delta, steps, accountant.neighboring, accountant.history, accountant.method)
     high = low
     while not fits(high):  # the budget is kept by another rule than the one that the target is priced by: method "rdp", or a filter
         low, high = high, 2 * high
