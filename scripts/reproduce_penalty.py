@@ -31,6 +31,7 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import reproduction
+from reproduction import Rows
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import brentq, minimize_scalar
@@ -429,20 +430,6 @@ def jobs(full: bool) -> list[dict[str, Any]]:
 
 
 # -- tables and picture --------------------------------------------------------------------------------------------------------------
-
-
-class Rows(list[dict[str, Any]]):
-    """Jobs with their results."""
-
-    def of(self, what: str, **having: Any) -> Rows:
-        return Rows(row for row in self if row["what"] == what and all(row[name] == value for name, value in having.items()))
-
-    def columns(self, *names: str) -> list[Array]:
-        return [np.array([row[name] for row in self]) for name in names]
-
-    def slope(self, x: str, y: str) -> float:
-        """Least squares on logarithms."""
-        return float(np.polyfit(np.log(self.columns(x)[0]), np.log(self.columns(y)[0]), 1)[0])
 
 
 def small_steps(sigma: float, dimension: int | None) -> tuple[float, float]:

@@ -318,18 +318,8 @@ def whole(values: Array) -> list[int]:
 # -- tables and picture --------------------------------------------------------------------------------------------------------------
 
 
-class Rows(list[dict[str, Any]]):
+class Rows(reproduction.Rows):
     """Jobs with their results."""
-
-    def of(self, what: str, **having: Any) -> Rows:
-        return Rows(row for row in self if row["what"] == what and all(row[name] == value for name, value in having.items()))
-
-    def columns(self, *names: str) -> list[Array]:
-        return [np.array([row[name] for row in self]) for name in names]
-
-    def slope(self, x: str, y: str) -> float:
-        """Least squares on logarithms."""
-        return float(np.polyfit(np.log(self.columns(x)[0]), np.log(self.columns(y)[0]), 1)[0])
 
     def at(self, name: str, **near: float) -> float:
         """One value, of the row where others are ``near`` these."""

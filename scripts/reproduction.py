@@ -16,9 +16,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +34,20 @@ class Run(NamedTuple):
     seconds: float
     date: str
     commit: str
+
+
+class Rows(list[dict[str, Any]]):
+    """Jobs with their results."""
+
+    def of(self, what: str, **having: Any) -> Self:
+        return type(self)(row for row in self if row["what"] == what and all(row[name] == value for name, value in having.items()))
+
+    def columns(self, *names: str) -> list[NDArray[Any]]:
+        return [np.array([row[name] for row in self]) for name in names]
+
+    def slope(self, x: str, y: str) -> float:
+        """Least squares on logarithms."""
+        return float(np.polyfit(np.log(self.columns(x)[0]), np.log(self.columns(y)[0]), 1)[0])
 
 
 def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str, Any]], results: Path, workers: int = 1) -> list[Run]:
