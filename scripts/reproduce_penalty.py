@@ -31,9 +31,9 @@ import numpy as np
 import pyro
 import pyro.distributions as dist
 import reproduction
-from reproduction import Rows
 import torch
 from numpy.typing import NDArray
+from reproduction import Rows
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import log_ndtr, ndtr
 from scipy.stats import beta, chi
