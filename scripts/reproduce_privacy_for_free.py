@@ -564,20 +564,21 @@ def accuracy(root: str | None, data: str, method: str, epsilon: float, repeat: i
 
 
 def jobs(data: Sequence[str], repeats: int, epsilons: Sequence[float], count: int) -> list[dict[str, Any]]:
-    """Three repeats of everything first; what takes longest comes last, and draws by the No-U-Turn sampler are few, and none on Adult."""
+    """Three repeats of everything first; what takes longest comes last, and of draws by the No-U-Turn sampler there are few on Adult."""
     found: list[dict[str, Any]] = []
+    minutes: list[dict[str, Any]] = []
     fast = tuple(name for name in METHODS if name not in SLOW + SLOWEST)
-    for first, last, groups in ((0, 3, (fast, SLOW, SLOWEST)), (3, repeats, (fast, SLOW))):
-        for methods in groups:
-            few = methods == SLOWEST
+    for first, last in ((0, 3), (3, repeats)):
+        for methods in (fast, SLOW, SLOWEST):
             for repeat in range(first, min(last, repeats)):
                 if first == 0 and methods == SLOW:
                     found += [{"what": "line", "name": name, "repeat": repeat, "count": count, "settings": digest(LINE)} for name in CHAINS]
-                for name, epsilon, method in product(data, epsilons[::3] if few else epsilons, methods):
-                    if (method != NON_PRIVATE or epsilon == epsilons[0]) and not (few and name == "Adult"):
+                for name, epsilon, method in product(data, epsilons, methods):
+                    few = methods == SLOWEST and name == "Adult"
+                    if (method != NON_PRIVATE or epsilon == epsilons[0]) and not (few and (first or epsilon not in epsilons[::3])):
                         job = {"what": "accuracy", "data": name, "method": method, "epsilon": epsilon, "repeat": repeat}
-                        found.append({**job, "settings": digest(METHODS[method][1])})
-    return found
+                        (minutes if few else found).append({**job, "settings": digest(METHODS[method][1])})
+    return found + minutes
 
 
 def digest(settings: dict[str, Any]) -> str:
