@@ -38,7 +38,7 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import MCMC
 from pyro.ops.stats import split_gelman_rubin
-from reproduction import ROOT, Run, markdown, origin, run_jobs, stored_runs, write_csv
+from reproduction import ROOT, Run, digest, markdown, origin, positive, run_jobs, stored_runs, write_csv
 from torch import Tensor, nn
 
 import torch_dpbayes as dpb
@@ -307,10 +307,11 @@ def mmd(a: Tensor, b: Tensor) -> float:
 
 
 def measured(problem: Problem, chains: Tensor) -> dict[str, float]:
-    """MMD, distance of the means, R̂ and average variance ratio (in straight coordinates) of chains (chains, iterations, d), first halves dropped."""
+    """MMD, distance of the means, R̂ and average variance ratio (in straight coordinates) of chains (chains, iterations, d), first halves dropped;
+    infinite for chains that diverged."""
     kept = chains[:, chains.shape[1] // 2 :]
     if not bool(kept.isfinite().all()) or kept.shape[1] < 4:
-        return dict.fromkeys(("MMD", "mean error", "variance ratio", "R-hat"), math.nan)
+        return dict.fromkeys(("MMD", "mean error", "variance ratio", "R-hat"), math.inf)
     draws = kept.reshape(-1, kept.shape[2])
     some = draws[torch.linspace(0, len(draws) - 1, min(DRAWS, len(draws))).long()]
     r_hat = split_gelman_rubin(kept, 0, 1).nan_to_num(math.inf, math.inf)  # of chains that never moved
@@ -425,9 +426,8 @@ def expected_acceptance(algorithm: str, dimension: int, replicas: int = 100_000)
     return float(below.mean())
 
 
-def half_the_variance(theirs: bool, steps: int, repeat: int) -> dict[str, Any]:
+def half_the_variance(theirs: bool, steps: int) -> dict[str, Any]:
     """Stationary variance / target of DP-SGLD on 1000 independent unit Gaussians, full batches, nothing clipped; exactly T/(1 − η/2)."""
-    del repeat
     size, lr = 1000, 0.1
     theta = nn.Parameter(torch.randn(size, dtype=torch.float64) / math.sqrt(BATCH))
     options: dict[str, Any] = {"num_data": BATCH, "expected_batch_size": BATCH, "max_grad_norm": 1e6, "prior_std": math.inf}
@@ -444,13 +444,13 @@ def half_the_variance(theirs: bool, steps: int, repeat: int) -> dict[str, Any]:
 FIGURES = {"1": figure_1, "3": figure_3, "dimension": dimension, "variance": half_the_variance}
 
 
-def run(figure: str, **arguments: Any) -> dict[str, Any]:
+def run(figure: str, settings: str, **arguments: Any) -> dict[str, Any]:
     return FIGURES[figure](**arguments)  # type: ignore[operator]
 
 
 def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What is cheap comes first."""
-    jobs: list[dict[str, Any]] = [{"figure": "variance", "theirs": theirs, "steps": 1500, "repeat": 0} for theirs in (True, False)]
+    jobs: list[dict[str, Any]] = [{"figure": "variance", "theirs": theirs, "steps": 1500} for theirs in (True, False)]
     common = {"starts": options.starts, "epsilons": sorted(options.epsilons), "records": options.records}
     for repeat in range(options.repeats):
         for model in SETTINGS:
@@ -476,7 +476,8 @@ def jobs_of(options: argparse.Namespace) -> list[dict[str, Any]]:
             return int(job["figure"] != "1")
         return 2 + (job["model"] == "banana") + 2 * (job["algorithm"] in (SGLD, SGNHT))
 
-    return sorted((job for job in jobs if job["figure"] in options.figures), key=cost)
+    constants = digest(records=NUM_DATA, delta=DELTA, chains=CHAINS, batch=BATCH, bend=BEND, data=(EIGENVALUES, OFFSETS), settings=SETTINGS)
+    return [{**job, "settings": constants} for job in sorted(jobs, key=cost) if job["figure"] in options.figures]
 
 
 # -- tables and pictures -------------------------------------------------------------------------------------------------------------------
@@ -486,7 +487,7 @@ def rows_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """One row for each ε of a run of Figure 1, one for every other run."""
     rows = []
     for job, result, *_ in runs:
-        about = {name: value for name, value in job.items() if name != "epsilons"}
+        about = {name: value for name, value in job.items() if name not in ("epsilons", "settings")}
         if job["figure"] == "1":
             for point in result["points"]:
                 rows.append({**about, **point, "acceptance": result["acceptance"], "MMD of exact draws": result["exact"]})
@@ -622,7 +623,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="2000 different records, ε = 2 and 4, 2 repeats, short runs")
     size.add_argument("--full", action="store_true", help="10 repeats at ε = 2, 4, 6, 8, 10, 12, 15, also of Figure 3")
-    parser.add_argument("--repeats", type=int, help="default: 3")
+    parser.add_argument("--repeats", type=positive, help="default: 3")
     parser.add_argument("--epsilons", type=float, nargs="+", help="default: 2 4 8 15")
     parser.add_argument("--records", type=int, help="different ones among the 100,000; an even divisor. Default: all")
     parser.add_argument("--starts", choices=("prior", "truth"), default="prior", help="truth: around the true parameter, as they did; NOT PRIVATE")
@@ -630,7 +631,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--figures", choices=FIGURES, nargs="+", default=tuple(FIGURES), help="default: all")
     parser.add_argument("--report", action="store_true", help="run nothing: tables and pictures of all stored runs with these starts")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "reproduce_dp_hmc.jsonl", help="finished runs; default: %(default)s")
-    parser.add_argument("--workers", type=int, default=1, help="processes with one thread each")
+    parser.add_argument("--workers", type=positive, default=1, help="processes with one thread each; default: 1")
     parser.add_argument("--csv", type=Path, help="write all rows here")
     parser.add_argument("--pictures", type=Path, help="draw the pictures into this folder")
     options = parser.parse_args(arguments)
@@ -639,11 +640,17 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options.records = options.records or (2000 if options.quick else NUM_DATA)
     if options.records % 2 or NUM_DATA % options.records:
         parser.error(f"--records must be even and divide {NUM_DATA}")
+    for model in SETTINGS:
+        for algorithm in options.algorithms:
+            if "1" in options.figures and iterations(model, algorithm, min(options.epsilons)) < 8:  # half is dropped, and R̂ halves the rest
+                parser.error(f"ε = {min(options.epsilons):g} does not afford eight iterations of {algorithm} on the {model}: raise it")
     if options.starts == "truth":
         print("Chains start around the true parameter, as in the paper: these runs are not private, whatever ε says.")
 
     if options.report:
         runs = [run for run in stored_runs(options.results).values() if run.job.get("starts", options.starts) == options.starts]
+        if not runs:
+            parser.error(f"there are no such runs in {options.results}: leave --report out")
     else:
         runs = run_jobs(run, jobs_of(options), options.results, options.workers)
     counted = accounting(options.epsilons)

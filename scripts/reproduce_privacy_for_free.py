@@ -12,16 +12,15 @@ Every ε here is for *replacing* one record, the relation of the paper, under wh
 written for the same relation, which costs them the factor 2 in sensitivity that it costs the library's methods.
 
 Features are mapped to [-1, 1] or [0, 1] by documented ranges or are one-hot by the documented code book, with a column of ones; divided by the norm
-that a row has on average if its numbers are uniform; rows longer than 1 are shortened to 1. Nothing is computed from data. Settings of methods are
-functions of (N, d, ε, δ), with constants that were chosen on made-up data (``METHODS``); the accuracies on Abalone and Adult chose nothing.
+that a row has on average if its numbers are uniform; rows longer than 1 are shortened to 1. The ranges are constants, but those of Abalone lie around
+what its description says of the records. Settings of methods are functions of (N, d, ε, δ), with constants that were chosen on made-up data
+(``METHODS``), but for the limits on the numbers of steps, which were raised once, after results on all three had been seen.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
-import json
 import logging
 import math
 import sys
@@ -100,6 +99,7 @@ NUMBERS: dict[int, Callable[[float], float]] = {  # of adult.names
     12: lambda hours: hours / 100,
 }
 ADULT_TRAINING = 32_561
+FILES = {"Abalone": ["abalone/abalone.data"], "Adult": ["adult/adult.data", "adult/adult.test"]}
 
 
 def two_gaussians(repeat: int) -> Data:
@@ -144,9 +144,11 @@ def table(name: str, root: str | None) -> list[list[str]]:
 
         frame = ucimlrepo.fetch_ucirepo(id={"Abalone": 1, "Adult": 2}[name]).data.original
         return [[str(value).strip() for value in row] for row in frame.itertuples(index=False)]
-    files = {"Abalone": ["abalone/abalone.data"], "Adult": ["adult/adult.data", "adult/adult.test"]}[name]
-    lines = [line for file in files for line in csv.reader((Path(root) / file).read_text().splitlines(), skipinitialspace=True)]
-    return [line for line in lines if len(line) > 1]  # not the first line of adult.test, nor empty ones
+    files = [list(csv.reader((Path(root) / file).read_text().splitlines(), skipinitialspace=True)) for file in FILES[name]]
+    first, *rest = ([line for line in file if len(line) > 1] for file in files)  # not the first line of adult.test, nor empty ones
+    if name == "Adult" and len(first) != ADULT_TRAINING:
+        raise ValueError(f"adult.data has {len(first):,} records, not {ADULT_TRAINING:,}: it was cut short, or is another file")
+    return [line for file in (first, *rest) for line in file]
 
 
 @lru_cache(maxsize=3)
@@ -204,15 +206,15 @@ class Fit(NamedTuple):
     settings: dict[str, Any]
 
 
-class Rows(TensorDataset):
-    """Records that are fetched a batch at a time."""
+class Records(TensorDataset):
+    """Fetched a batch at a time."""
 
-    def __getitems__(self, indices: list[int]) -> Rows:
-        return Rows(*(values[indices] for values in self.tensors))
+    def __getitems__(self, indices: list[int]) -> Records:
+        return Records(*(values[indices] for values in self.tensors))
 
 
 def collate(records: Any) -> Any:
-    return records.tensors if isinstance(records, Rows) else default_collate(records)
+    return records.tensors if isinstance(records, Records) else default_collate(records)
 
 
 def linear(dimension: int) -> nn.Linear:
@@ -270,7 +272,7 @@ def chain(
     if sampler == "DPSGNHT":  # a friction of ½ at most: as much hotter as ε demands
         make = partial(make, temperature=max(1.0, lr * data.size * (floor * clip / size) ** 2))
     model, samples = linear(data.dimension), dpb.PosteriorSamples(burn_in=count // 2, max_samples=count + 1)
-    loader = DataLoader(Rows(data.x, data.y), batch_size=size, collate_fn=collate)
+    loader = DataLoader(Records(data.x, data.y), batch_size=size, collate_fn=collate)
     model, optimizer, private = dpb.PrivacyEngine(accountant).make_private(
         module=model, optimizer=make, data_loader=loader, max_grad_norm=clip, noise_multiplier=floor
     )
@@ -388,10 +390,10 @@ def non_private(data: Data, epsilon: float, *, prior_std: float) -> Fit:
     return linear_fit(data, minimiser(data, prior_std**-2), math.inf)
 
 
-def objective_perturbation(data: Data, epsilon: float, *, published: bool, clip: float, share: float, prior_std: float) -> Fit:
-    """Kifer, Smith and Thakurta (2012). ``share``: of ε, at most, for the Jacobian, which fixes the least Λ; ½ as published."""
-    strength = max(prior_std**-2, 2 * CURVATURE / epsilon if published else CURVATURE / math.expm1(share * epsilon))
-    sigma = clip * (published_objective_noise(epsilon, data.delta) if published else objective_noise(epsilon, data.delta, strength))
+def objective_perturbation(data: Data, epsilon: float, *, share: float | None, clip: float, prior_std: float) -> Fit:
+    """Kifer, Smith and Thakurta (2012). ``share``: of ε, at most, for the Jacobian, which fixes the least Λ; None: noise and Λ as published."""
+    strength = max(prior_std**-2, 2 * CURVATURE / epsilon if share is None else CURVATURE / math.expm1(share * epsilon))
+    sigma = clip * (published_objective_noise(epsilon, data.delta) if share is None else objective_noise(epsilon, data.delta, strength))
     noise = sigma * torch.randn(data.dimension, dtype=torch.float64)
     return linear_fit(data, minimiser(data, strength, noise, clip), epsilon, strength=strength, sigma=sigma)
 
@@ -410,7 +412,7 @@ def opacus_sgd(data: Data, epsilon: float, *, lr: float, clip: float, reach: flo
 
     epochs = steps(data, epsilon, clip, lr, reach, most, work) // BATCHES
     model = linear(data.dimension)
-    loader = DataLoader(Rows(data.x, data.y), batch_size=-(-data.size // BATCHES), collate_fn=collate)
+    loader = DataLoader(Records(data.x, data.y), batch_size=-(-data.size // BATCHES), collate_fn=collate)
     engine: Any = opacus.PrivacyEngine()
     engine.accountant = accountant = dpb.PrivacyAccountant(epsilon, data.delta, neighboring=RELATION)
     with warnings.catch_warnings():
@@ -450,11 +452,8 @@ METHODS: dict[str, tuple[Callable[..., Fit], dict[str, Any]]] = {
     "DP-SGNHT": (chain, {**SGNHT, "published": False}),
     "DP-SGLD, paper's constants": (chain, {**SGLD, "published": True}),
     "DP-SGNHT, paper's constants": (chain, {**SGNHT, "published": True}),
-    OBJECTIVE: (objective_perturbation, {"published": False, "clip": CLIP, "share": 0.2, "prior_std": PRIOR_STD}),
-    "objective perturbation, published constants": (
-        objective_perturbation,
-        {"published": True, "clip": 0.25, "share": 0.5, "prior_std": PRIOR_STD},
-    ),
+    OBJECTIVE: (objective_perturbation, {"share": 0.2, "clip": CLIP, "prior_std": PRIOR_STD}),
+    "objective perturbation, published constants": (objective_perturbation, {"share": None, "clip": 0.25, "prior_std": PRIOR_STD}),
     "output perturbation": (output_perturbation, {"clip": 0.25, "spread": 0.6}),
     "DP-SGD (Opacus)": (opacus_sgd, SGD),
 }
@@ -499,7 +498,7 @@ def line_chain(name: str, repeat: int, count: int, settings: str) -> dict[str, A
         if "SGNHT" in name:
             make = partial(dpb.optim.DPSGNHT, lr=lr, momentum=LINE["momentum"])
         floor = published if "published" in name else noise(LINE["epsilon"], delta, 1.0, count)
-        loader = DataLoader(Rows(x, y), batch_size=size, collate_fn=collate)
+        loader = DataLoader(Records(x, y), batch_size=size, collate_fn=collate)
         model, optimizer, private = dpb.PrivacyEngine(accountant).make_private(
             module=model, optimizer=partial(make, prior_std=LINE["prior_std"]), data_loader=loader, max_grad_norm=clip, noise_multiplier=floor
         )
@@ -572,18 +571,14 @@ def jobs(data: Sequence[str], repeats: int, epsilons: Sequence[float], count: in
         for methods in (fast, SLOW, SLOWEST):
             for repeat in range(first, min(last, repeats)):
                 if first == 0 and methods == SLOW:
-                    found += [{"what": "line", "name": name, "repeat": repeat, "count": count, "settings": digest(LINE)} for name in CHAINS]
+                    line = {"what": "line", "repeat": repeat, "count": count, "settings": reproduction.digest(**LINE)}
+                    found += [{**line, "name": name} for name in CHAINS]
                 for name, epsilon, method in product(data, epsilons, methods):
                     few = methods == SLOWEST and name == "Adult"
                     if (method != NON_PRIVATE or epsilon == epsilons[0]) and not (few and (first or epsilon not in epsilons[::3])):
                         job = {"what": "accuracy", "data": name, "method": method, "epsilon": epsilon, "repeat": repeat}
-                        (minutes if few else found).append({**job, "settings": digest(METHODS[method][1])})
+                        (minutes if few else found).append({**job, "settings": reproduction.digest(**METHODS[method][1])})
     return found + minutes
-
-
-def digest(settings: dict[str, Any]) -> str:
-    """So that runs with other settings are other runs."""
-    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
 
 
 # -- tables and picture ----------------------------------------------------------------------------------------------------------------
@@ -607,7 +602,8 @@ def summary(runs: Sequence[reproduction.Run], epsilons: Sequence[float]) -> list
         row |= {"accuracy": numbers["accuracy"].mean(), "sd": spread(numbers["accuracy"]), "worst": numbers["accuracy"].min()}
         row |= {"gap": np.mean(gaps), "se": spread(gaps) / math.sqrt(len(gaps)), "nll": numbers["nll"].mean(), "spent": numbers["spent"].max()}
         rows.append({name: round(float(value), 4) if isinstance(value, float) else value for name, value in row.items()})
-    return rows
+    order = {name: place for names in (dict.fromkeys(row["data"] for row in rows), METHODS) for place, name in enumerate(names)}
+    return sorted(rows, key=lambda row: (order[row["data"]], order[row["method"]], row["epsilon"]))
 
 
 def spread(values: Any) -> float:
@@ -632,14 +628,16 @@ def accuracy_table(rows: Sequence[dict[str, Any]], data: str, epsilons: Sequence
 
 
 def comparisons(runs: Sequence[reproduction.Run], rows: Sequence[dict[str, Any]], epsilons: Sequence[float]) -> str:
-    """Differences on the same records, ± one standard error, of methods with two repeats and more."""
+    """Differences on the same records, ± one standard error. The best is one of those methods that have all repeats: other means do not compare."""
     found: dict[tuple[str, str, float], dict[int, float]] = {}
     for done in runs:
         if done.job["what"] == "accuracy":
             found.setdefault((done.job["data"], done.job["method"], done.job["epsilon"]), {})[done.job["repeat"]] = done.result["accuracy"]
 
     def best(methods: Sequence[str], data: str, epsilon: float) -> str | None:
-        there = [row for row in rows if (row["data"], row["epsilon"]) == (data, epsilon) and row["method"] in methods and row["repeats"] > 1]
+        there = [row for row in rows if (row["data"], row["epsilon"]) == (data, epsilon)]
+        most = max((row["repeats"] for row in there), default=0)
+        there = [row for row in there if row["method"] in methods and row["repeats"] == most > 1]
         return str(max(there, key=lambda row: row["accuracy"])["method"]) if there else None
 
     lines = []
@@ -659,16 +657,26 @@ def comparisons(runs: Sequence[reproduction.Run], rows: Sequence[dict[str, Any]]
     return reproduction.markdown(lines, dict.fromkeys(("", *(f"{epsilon:g}" for epsilon in epsilons)), ""))
 
 
-def line_table(runs: Sequence[reproduction.Run]) -> str:
-    lines = []
+def line_summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
+    """A row for each chain of the linear regression."""
+    rows = []
     for name in CHAINS:
         those = [done.result for done in runs if done.job["what"] == "line" and done.job["name"] == name]
         if those:
             ratios = np.array([result["variance"] for result in those])
-            told = f"{ratios.mean():.2f} ± {spread(ratios):.2f}" if np.isfinite(ratios).all() else "diverges"
-            epsilon = f"{those[0]['spent']:.3g}"
-            lines.append({"linear regression": name, "lr": f"{those[0]['lr']:.2g}", "variance / posterior's": told, "ε that it costs": epsilon})
-    return reproduction.markdown(lines, dict.fromkeys(("linear regression", "lr", "variance / posterior's", "ε that it costs"), ""))
+            finite = bool(np.isfinite(ratios).all())
+            row = {"method": name, "lr": those[0]["lr"], "epsilon": LINE["epsilon"], "relation": RELATION, "spent": those[0]["spent"]}
+            row |= {"repeats": len(those), "variance ratio": ratios.mean() if finite else math.inf, "sd": spread(ratios) if finite else None}
+            rows.append(row)
+    return [{name: round(float(value), 4) if isinstance(value, float) else value for name, value in row.items()} for row in rows]
+
+
+def line_table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        told = "diverges" if row["sd"] is None else f"{row['variance ratio']:.2f} ± {row['sd']:.2f}"
+        lines.append({"linear regression": row["method"], "lr": row["lr"], "variance / posterior's": told, "ε that it costs": row["spent"]})
+    return reproduction.markdown(lines, {"linear regression": "", "lr": ".2g", "variance / posterior's": "", "ε that it costs": ".3g"})
 
 
 def draw(runs: Sequence[reproduction.Run], rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -728,33 +736,40 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--data-root", help="folder with abalone/abalone.data, adult/adult.data and adult/adult.test")
     source.add_argument("--download", action="store_true", help="Abalone and Adult through ucimlrepo")
-    parser.add_argument("--repeats", type=int, help="default: 20, or 4 with --quick")
-    parser.add_argument("--folder", type=Path, default=Path("runs/privacy_for_free"), help="default: %(default)s")
+    parser.add_argument("--repeats", type=reproduction.positive, help="default: 20, or 4 with --quick")
+    parser.add_argument("--folder", type=Path, help="default: runs/privacy_for_free, with --quick runs/privacy_for_free_quick")
     parser.add_argument("--stored", action="store_true", help="tables and picture of the runs that are finished, without making others")
-    parser.add_argument("--workers", type=int, default=1, help="processes; default: 1")
+    parser.add_argument("--workers", type=reproduction.positive, default=1, help="processes with one thread each; default: 1")
     options = parser.parse_args(arguments)
+    real = ["Abalone", "Adult"] if options.data_root or options.download else []
+    if options.quick and real:
+        parser.error("--quick makes its data up: leave --data-root and --download out")
+    if missing := [file for name in real for file in FILES[name] if options.data_root and not (Path(options.data_root) / file).is_file()]:
+        parser.error(f"there is no {' and no '.join(missing)} in the --data-root")
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)  # that loaders now draw Poisson batches
     epsilons = (0.5, 2.0, 10.0) if options.quick else EPSILONS
-    real = ["Abalone", "Adult"] if options.full and (options.data_root or options.download) else []
     wanted = jobs(["Two Gaussians", *real], options.repeats or (4 if options.quick else 20), epsilons, 1000 if options.quick else 3000)
-    results = options.folder / "runs.jsonl"
+    folder = options.folder or reproduction.ROOT / "runs" / ("privacy_for_free_quick" if options.quick else "privacy_for_free")
+    results = folder / "runs.jsonl"
     if options.stored:
-        stored = {json.dumps(done.job, sort_keys=True): done for done in reproduction.stored_runs(results).values()}
-        runs = [stored[key] for key in (json.dumps(job, sort_keys=True) for job in wanted) if key in stored]
+        stored = reproduction.stored_runs(results)
+        runs = [stored[key] for key in map(reproduction.key, wanted) if key in stored]
+        if not runs:
+            parser.error(f"none of these runs is in {results}: leave --stored out")
     else:
         runs = reproduction.run_jobs(partial(run, options.data_root), wanted, results, options.workers)
-    given = [*(sys.argv[1:] if arguments is None else arguments)]
-    told = ["FOLDER" if value == options.data_root else value for value in given if value != "--stored"]
-    return report(runs, epsilons, options.folder, told)
+    given = [value for value in (sys.argv[1:] if arguments is None else arguments) if value != "--stored"]
+    return report(runs, epsilons, folder, [value.replace(options.data_root, "FOLDER") if options.data_root else value for value in given])
 
 
 def report(runs: Sequence[reproduction.Run], epsilons: Sequence[float], folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """Tables, CSV and picture."""
-    rows = summary(runs, epsilons)
+    """Tables, CSVs and picture."""
+    rows, lines = summary(runs, epsilons), line_summary(runs)
     reproduction.write_csv(rows, folder / "rows.csv")
+    reproduction.write_csv(lines, folder / "regression.csv")
     draw(runs, rows, folder / "picture.png")
     tables = [accuracy_table(rows, data, epsilons) for data in dict.fromkeys(row["data"] for row in rows)]
-    text = "\n\n".join([line_table(runs), *tables, comparisons(runs, rows, epsilons), reproduction.origin(runs, arguments)]) + "\n"
+    text = "\n\n".join([line_table(lines), *tables, comparisons(runs, rows, epsilons), reproduction.origin(runs, arguments)]) + "\n"
     (folder / "table.md").write_text(text)
     print(text)
     return rows

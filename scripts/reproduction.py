@@ -1,13 +1,16 @@
 """What the scripts reproduce_*.py share: finished runs are stored, and tables say which command made them, when, and at which commit.
 
 A run is a function of JSON-able keyword arguments that returns a JSON-able dict. Its arguments are its key: whatever changes the result belongs
-among them.
+among them, constants of the script as their :func:`digest`.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
+import hashlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -49,6 +52,10 @@ class Rows(list[dict[str, Any]]):
         """Least squares on logarithms."""
         return float(np.polyfit(np.log(self.columns(x)[0]), np.log(self.columns(y)[0]), 1)[0])
 
+    def at(self, name: str, **near: float) -> float:
+        """One value, of the row where others are ``near`` these."""
+        return float(next(row[name] for row in self if all(math.isclose(row[key], value) for key, value in near.items())))
+
 
 def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str, Any]], results: Path, workers: int = 1) -> list[Run]:
     """``function(**job)`` of every job that ``results`` does not have yet, each stored as soon as it is finished.
@@ -63,7 +70,7 @@ def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str
         the runs in the order of ``jobs``.
     """
     done = stored_runs(results)
-    todo = [dict(job) for job in jobs if _key(job) not in done]
+    todo = [dict(job) for job in jobs if key(job) not in done]
     head = commit()
     torch.set_num_threads(1)
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +84,7 @@ def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str
             run = Run(job, result, round(seconds, 2), datetime.now(UTC).strftime("%Y-%m-%d"), head)
             file.write(json.dumps(run._asdict()) + "\n")
             file.flush()
-            done[_key(job)] = run
+            done[key(job)] = run
             bar.update()
 
         if workers == 1:
@@ -92,24 +99,71 @@ def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str
                     store(futures[future], *future.result())
             finally:
                 pool.shutdown(cancel_futures=True)
-    return [done[_key(job)] for job in jobs]
+    return [done[key(job)] for job in jobs]
 
 
 def stored_runs(results: Path) -> dict[str, Run]:
-    """What a results file holds, by key; the last one of equal keys, and no line that was cut short."""
+    """What a results file holds, by :func:`key`; the last one of equal keys, and no line that was cut short."""
     found = {}
     if results.exists():
-        for line in results.read_text().splitlines():
+        for line in results.read_text(errors="replace").splitlines():
             try:
                 run = Run(**json.loads(line))
-            except ValueError:
+            except (ValueError, TypeError):
                 continue
-            found[_key(run.job)] = run
+            found[key(run.job)] = run
     return found
 
 
-def _key(job: Mapping[str, Any]) -> str:
+def key(job: Mapping[str, Any]) -> str:
     return json.dumps(job, sort_keys=True)
+
+
+def digest(**settings: Any) -> str:
+    """So that runs with other settings are other runs."""
+    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]
+
+
+def positive(text: str) -> int:
+    """For argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a number of repeats or processes: at least 1")
+    return value
+
+
+def command(
+    run: Callable[..., dict[str, Any]],
+    jobs: Callable[[bool], Sequence[Mapping[str, Any]]],
+    draw: Callable[[Rows, Path], None],
+    description: str | None,
+    arguments: Sequence[str] | None,
+) -> tuple[Rows, list[Run]]:
+    """What a script of two sizes has to do: make the runs, then the CSV and the picture that are asked for.
+
+    Args:
+        run: makes one, at the top level of the script.
+        jobs: of ``--full`` (True) or ``--quick`` (False).
+        arguments: None: ``sys.argv``'s.
+    """
+    script = Path(sys.modules[run.__module__].__file__ or "").stem
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--quick", action="store_true", help="a coarse one, for a look and for the tests")
+    size.add_argument("--full", action="store_true", help="the one of the README")
+    results = ROOT / "runs" / f"{script}.jsonl"
+    parser.add_argument("--results", type=Path, default=results, help="finished runs, which are not made again; default: %(default)s")
+    parser.add_argument("--workers", type=positive, default=1, help="processes with one thread each; default: 1")
+    parser.add_argument("--csv", type=Path, help="write all rows here")
+    parser.add_argument("--picture", type=Path, help="draw the picture here")
+    options = parser.parse_args(arguments)
+    runs = run_jobs(run, jobs(options.full), options.results, options.workers)
+    rows = Rows({**done.job, **done.result} for done in runs)
+    if options.csv:
+        write_csv(rows, options.csv)
+    if options.picture:
+        draw(rows, options.picture)
+    return rows, runs
 
 
 def _timed(function: Callable[..., dict[str, Any]], job: Mapping[str, Any]) -> tuple[dict[str, Any], float]:

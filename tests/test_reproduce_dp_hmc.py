@@ -1,42 +1,27 @@
 """The parts of scripts/reproduce_dp_hmc.py against closed forms, and what its quick run has to show."""
 
 import csv
-import importlib.util
 import math
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
+import reproduce_dp_hmc as script
 import torch
 from dp_accounting import dp_event as theirs
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.privacy_accountant import NeighboringRelation
+from reproduction import key
 from scipy.integrate import quad
 from scipy.stats import chi, kstest, norm
 
 from torch_dpbayes.mcmc import RecordDensity
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 SIGMAS = 5.0  # two-sided 6e-7, for about thirty comparisons in this file
 
 
-@pytest.fixture(scope="module")
-def script():
-    sys.path.insert(0, str(SCRIPTS))  # where the scripts find their shared part
-    try:
-        spec = importlib.util.spec_from_file_location("reproduce_dp_hmc", SCRIPTS / "reproduce_dp_hmc.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["reproduce_dp_hmc"] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    return module
-
-
 @pytest.mark.parametrize("name", ["banana", "Gaussian"])
-def test_model_gradients_and_posterior_are_of_one_density(script, name):
+def test_model_gradients_and_posterior_are_of_one_density(name):
     """Pyro's model (weighted rows), the gradients of the batch samplers, and the law that exact draws are from."""
     problem = script.Problem(name, 0, 200)
     density = RecordDensity(problem.model, (problem.data,))
@@ -66,7 +51,7 @@ def test_model_gradients_and_posterior_are_of_one_density(script, name):
     assert script.measured(problem, draws[:8000].reshape(4, 2000, -1))["variance ratio"] == pytest.approx(1, abs=SIGMAS * math.sqrt(2 / 4000))
 
 
-def test_weighted_rows_are_equal_records(script):
+def test_weighted_rows_are_equal_records():
     """Clipped sums over rows that stand for several records, with bounds as much larger, are the sums over those records."""
     few, many = script.Problem("banana", 0, 1000), script.Problem("banana", 0, 1000)
     many.data, many.weight = few.data.repeat(100, 1), 1.0
@@ -82,7 +67,33 @@ def test_weighted_rows_are_equal_records(script):
     torch.testing.assert_close(difference.repeat(100), few.weight * (dense.log_likelihoods(moved) - dense.log_likelihoods(theta)))
 
 
-def test_mmd_of_two_gaussians(script):
+@pytest.mark.parametrize("name", ["banana", "Gaussian"])
+def test_chains_are_measured_by_their_second_halves_against_the_posterior(name):
+    problem = script.Problem(name, 0, 200)
+    draws = problem.draws(8000)
+    draws += problem.mean - draws.mean(0)
+    chains = torch.cat([torch.full((4, 2000, draws.shape[1]), 7.0, dtype=torch.float64), draws.reshape(4, 2000, -1)], 1)
+    found = script.measured(problem, chains)
+    assert found["mean error"] < 1e-10 and float((problem.truth - problem.mean).norm()) > 1e-4
+    assert found["MMD"] < 0.1 and found["R-hat"] < 1.05
+    moved = script.measured(problem, chains + torch.ones(draws.shape[1]))
+    assert moved["mean error"] == pytest.approx(math.sqrt(draws.shape[1])) and moved["MMD"] > 0.5
+    chains[0, -1] = math.nan
+    assert set(script.measured(problem, chains).values()) == {math.inf}
+
+
+def test_mmd_is_the_unbiased_estimate():
+    a, b = torch.randn(5, 2, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+    width = float(torch.cdist(a, b).median())
+
+    def average(x, y):
+        pairs = [(i, j) for i in range(len(x)) for j in range(len(y)) if x is not y or i != j]
+        return sum(math.exp(-(float((x[i] - y[j]).norm()) ** 2) / (2 * width**2)) for i, j in pairs) / len(pairs)
+
+    assert script.mmd(a, b) == pytest.approx(math.sqrt(abs(average(a, a) + average(b, b) - 2 * average(a, b))), rel=1e-6)
+
+
+def test_mmd_of_two_gaussians():
     a, b = torch.randn(1000, 3, dtype=torch.float64), torch.randn(1000, 3, dtype=torch.float64) + 1.0
     w2 = torch.cdist(a, b).median().item() ** 2
 
@@ -93,7 +104,7 @@ def test_mmd_of_two_gaussians(script):
     assert script.mmd(a, a + 0) < 0.06
 
 
-def penalty_acceptance(script, dimension):
+def penalty_acceptance(dimension):
     """On N(0, I/n) the log ratio of a move of length ρ is N(−nρ²/2, nρ²), the noise adds a variance of (zcρ)² and takes half of it off the mean."""
     settings = script.SETTINGS["Gaussian"].penalty
     scale = math.sqrt(script.NUM_DATA + (settings["noise_multiplier"] * settings["log_ratio_slope"]) ** 2) * settings["proposal_scale"]
@@ -101,13 +112,11 @@ def penalty_acceptance(script, dimension):
 
 
 @pytest.mark.parametrize("dimension", [2, 30])
-def test_expected_acceptance_of_the_penalty_is_a_closed_form(script, dimension):
-    assert script.expected_acceptance(script.PENALTY, dimension) == pytest.approx(
-        penalty_acceptance(script, dimension), abs=SIGMAS * 0.5 / math.sqrt(1e5)
-    )
+def test_expected_acceptance_of_the_penalty_is_a_closed_form(dimension):
+    assert script.expected_acceptance(script.PENALTY, dimension) == pytest.approx(penalty_acceptance(dimension), abs=SIGMAS * 0.5 / math.sqrt(1e5))
 
 
-def test_iterations_are_those_of_the_paper_and_theirs_spend_less(script):
+def test_iterations_are_those_of_the_paper_and_theirs_spend_less():
     """At ε = 4: 94, 507, 56 and 43 a chain; dp_accounting's own composition of what DP-SGLD spends."""
     rows = {(row["model"], row["algorithm"]): row for row in script.accounting([4.0])}
     counts = [rows[model, algorithm]["theirs"] for model in ("banana", "Gaussian") for algorithm in (script.HMC, script.PENALTY)]
@@ -127,8 +136,43 @@ def test_iterations_are_those_of_the_paper_and_theirs_spend_less(script):
             assert row["theirs spend"] < 1.9
 
 
+def test_other_settings_are_other_runs(monkeypatch):
+    class Enough(Exception):
+        pass
+
+    def stop(function, jobs, *_):
+        raise Enough([key(job) for job in jobs])
+
+    def keys():
+        with pytest.raises(Enough) as enough:
+            script.main(["--quick"])
+        return enough.value.args[0]
+
+    monkeypatch.setattr(script, "run_jobs", stop)
+    before = keys()
+    assert len(set(before)) == len(before) > 10
+    monkeypatch.setattr(script, "DELTA", 2 * script.DELTA)
+    assert not set(before) & set(keys())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--quick", "--report"], "no such runs"),
+        (["--epsilons", "0.3"], "does not afford"),
+        (["--records", "300"], "divide 100000"),
+        (["--repeats", "0"], "at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_said_before_it_is(tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        script.main([*arguments, "--results", str(tmp_path / "runs.jsonl")])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs.jsonl").exists()
+
+
 @pytest.mark.slow
-def test_quick_run_shows_what_the_figures_claim(script, tmp_path, capsys):
+def test_quick_run_shows_what_the_figures_claim(tmp_path, capsys):
     files = ["--results", str(tmp_path / "runs.jsonl"), "--csv", str(tmp_path / "rows.csv"), "--pictures", str(tmp_path)]
     rows = script.main(["--quick", "--starts", "truth", *files])
     printed = capsys.readouterr().out

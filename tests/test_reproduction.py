@@ -1,27 +1,13 @@
 """scripts/reproduction.py: runs are stored as they finish, and never made twice."""
 
 import csv
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def reproduction(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("reproduction", ROOT / "scripts" / "reproduction.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "reproduction", module)
-    spec.loader.exec_module(module)
-    return module
+import reproduction
 
 
-def test_runs_are_stored_one_by_one_and_made_once(reproduction, tmp_path):
+def test_runs_are_stored_one_by_one_and_made_once(tmp_path):
     made, results = [], tmp_path / "new" / "runs.jsonl"
 
     def work(x, repeat):
@@ -45,12 +31,12 @@ def test_runs_are_stored_one_by_one_and_made_once(reproduction, tmp_path):
 
 
 @pytest.mark.slow
-def test_worker_processes_store_the_same(reproduction, tmp_path):
+def test_worker_processes_store_the_same(tmp_path):
     runs = reproduction.run_jobs(json.dumps, [{"obj": x} for x in (1, 2, 3)], tmp_path / "runs.jsonl", workers=2)
     assert [run.result for run in runs] == ["1", "2", "3"]
 
 
-def test_tables_say_where_they_come_from(reproduction, tmp_path):
+def test_tables_say_where_they_come_from(tmp_path):
     runs = [reproduction.Run({"x": x}, {"y": 0.12345}, 1800.0, f"2026-01-0{x}", "abc") for x in (1, 2)]
     sentence = reproduction.origin(runs, ["--quick"])
     assert "--quick`" in sentence and "2 runs, 1.0 hours" in sentence and "2026-01-01 to 2026-01-02" in sentence and "commit abc." in sentence
