@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy.stats import kstest, norm, poisson
 
+from torch_dpbayes import noise
 from torch_dpbayes.noise import GaussianNoise, add_gaussian, fresh_generator
 
 END = math.sqrt(2 * 24 * math.log(2))  # of single precision normals that are made of 24 bits
@@ -22,6 +23,29 @@ def test_noise_is_gaussian_of_the_stated_size(dtype, size):
     assert kstest(torch.cat(draws).numpy(), norm(5 / 7, 3 / 7).cdf).pvalue > 1e-6 / 8
     draws = torch.cat([GaussianNoise().standard_normal(size, dtype=dtype, device=torch.device("cpu")) for _ in range(-(-100_000 // size))])
     assert draws.dtype == dtype and kstest(draws.double().numpy(), "norm").pvalue > 1e-6 / 8
+
+
+@pytest.mark.parametrize("std", [1.0, 1e-3])
+def test_what_lies_beyond_the_tail_is_drawn_again_from_the_law_there(monkeypatch, std):
+    """With a tail that begins at 1 most numbers are: they have the law of the normal, and the rest stays as it was."""
+    monkeypatch.setattr(noise, "_TAIL", 1.0)
+    monkeypatch.setattr(noise, "_BEYOND_TAIL", norm.sf(1))
+    stream = fresh_generator()
+    state = stream.get_state()
+    own = torch.empty(200_000).normal_(0.0, std, generator=stream)
+    stream.set_state(state)
+    found = noise._normal_(torch.empty(200_000), std, stream)
+    beyond = own.abs() > std
+    assert torch.equal(found[~beyond], own[~beyond]) and torch.equal(found.sign(), own.sign())
+    assert not bool((found == own)[beyond].any())
+    assert float(found[beyond].abs().min()) >= std
+    assert kstest(found.double().numpy() / std, "norm").pvalue > 1e-6 / 8
+    assert kstest(norm.sf(found[beyond].double().abs().numpy() / std) / norm.sf(1), "uniform").pvalue > 1e-6 / 8
+
+
+def test_the_tail_is_that_of_the_normal():
+    assert noise._BEYOND_TAIL == pytest.approx(norm.sf(noise._TAIL), rel=1e-12)
+    assert len(noise._normal_(torch.empty(0), 1.0, fresh_generator())) == 0
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ a run that departs from it in anything gets independent noise. In one process ev
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable, Iterator
 
@@ -22,6 +21,8 @@ _used_positions: set[tuple[str, bytes]] = set()
 
 _CPU_STATE_BYTES = 5056  # torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
 _PIECE = 2**16  # numbers; 256 kB of float32
+_TAIL = 5.0
+_BEYOND_TAIL = float(torch.special.ndtr(torch.tensor(-_TAIL, dtype=torch.float64)))  # on one side
 _CPU_WORDS = slice(24, 24 + 8 * 624)
 _ENTROPY_BYTES = 8 + 4 * 624
 
@@ -87,9 +88,7 @@ class GaussianNoise:
                 "difference of two releases then has none. Build the optimizer inside the worker, or leave out generator=."
             )
         if self.generator.device.type != device.type:
-            raise ValueError(
-                f"generator= lives on {self.generator.device}, the parameters on {device}: pass torch.Generator(device={str(device)!r})"
-            )
+            raise ValueError(f"generator= lives on {self.generator.device}, the parameters on {device}: pass torch.Generator(device={str(device)!r})")
         _refuse_used("noise", stream_position(self.generator))
 
     def next_stream(self, device: torch.device, hides: Iterable[Tensor | str]) -> torch.Generator:
@@ -116,21 +115,30 @@ class GaussianNoise:
 def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Generator) -> None:
     """target ← (target + std·ξ) / divisor with ξ ~ N(0, I), in place.
 
-    Single precision normals are made of uniforms of 24 bits on the CPU, 32 on a GPU, and end at √(2·24·log 2) = 5.77 or 6.7: where a record moves a
-    sum by one standard deviation, one result in a million would tell it for certain. A sum of two of them (Holohan and Braghin 2021, who hide the gaps
-    between floats that way) goes to 8.2.
-
     On the CPU by pieces that stay in the cache: the noise itself never travels through memory.
     """
-    count = 1 if target.dtype == torch.float64 else 2
     noise = None
     for (piece,) in in_cache(target):
         if noise is None or len(noise) != len(piece):
             noise = torch.empty_like(piece)
-        scale = 1.0 / divisor
-        for _ in range(count):
-            torch.add(noise.normal_(0.0, std / divisor / math.sqrt(count), generator=stream), piece, alpha=scale, out=piece)
-            scale = 1.0
+        torch.add(_normal_(noise, std / divisor, stream), piece, alpha=1.0 / divisor, out=piece)
+
+
+def _normal_(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
+    """N(0, std²I) in place, with its tails.
+
+    Torch makes single precision normals of uniforms of 24 bits on the CPU, 32 on a GPU, so they end at √(2·24·log 2) = 5.77 or 6.7: where a record
+    moves a sum by one standard deviation, one result in a million would tell it for certain. What lies beyond 5, six in ten million, is drawn again
+    there, by the inverse of the distribution function in double precision, which ends beyond 10.
+    """
+    vector.normal_(0.0, std, generator=stream)
+    if vector.dtype == torch.float64 or not len(vector) or max(float(end.abs()) for end in torch.aminmax(vector)) <= _TAIL * std:
+        return vector
+    (beyond,) = torch.where(vector.abs() > _TAIL * std)
+    share = 1 - torch.rand(len(beyond), dtype=torch.float64, device=vector.device, generator=stream)  # in (0, 1]
+    lengths = -std * torch.special.ndtri(share * _BEYOND_TAIL)
+    vector[beyond] = torch.copysign(lengths.to(vector.dtype), vector[beyond])
+    return vector
 
 
 def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
