@@ -15,7 +15,6 @@ them; "exact" is the library's, in which k full-batch Gaussians are one. "statis
 
 from __future__ import annotations
 
-import argparse
 import math
 import queue
 import statistics
@@ -92,11 +91,11 @@ def posterior_moments(num_data: int) -> tuple[float, float]:
     return mean, math.sqrt(float(((odds - mean) ** 2 * density).sum()))
 
 
-def on_grid(num_data: int, points: int = 4001) -> tuple[Array, Array]:
-    """Log odds, and what probability the posterior gives to each."""
+def on_grid(num_data: int, points: int = 4001, gap: float | None = None) -> tuple[Array, Array]:
+    """Log odds, ``gap`` apart or so many, and what probability the posterior gives to each."""
     law = posterior(num_data)
     center, spread = float(log_odds(np.array(law.mean()))), float(law.std() / (law.mean() * (1 - law.mean())))
-    odds = center + spread * np.linspace(-9, 9, points)
+    odds = center + (spread * np.linspace(-9, 9, points) if gap is None else np.arange(-9 * spread, 9 * spread, gap))
     log_density = log_posterior(odds, num_data)
     density = np.exp(log_density - log_density.max())
     return odds, density / density.sum()
@@ -165,29 +164,37 @@ def expected(num_data: int, sigma: float, scale: float, steps: str = "Gaussian")
     return float(by_step.sum()), float((by_step * move**2).sum())
 
 
-def spread_of_averages(num_data: int, sigma: float, scale: float, length: int) -> tuple[float, float]:
-    """Variances of the averages of θ and of θ² over a stationary chain, θ the log odds in posterior standard deviations from their mean.
+def spread_of_averages(num_data: int, sigma: float, scale: float, length: int, steps: str = "Gaussian") -> tuple[float, float, float]:
+    """Variances of averages over a stationary chain: of θ, the log odds in posterior standard deviations from their mean, of θ² and of acceptances.
 
-    From the chain's eigenvalues on a grid: those of a reversible kernel are real, and Cov(f_0, f_t) = Σ_j c_j² λ_j^t.
+    From the chain's eigenvalues on a grid: those of a reversible kernel are real, and Cov(f_0, f_t) = Σ_j c_j² λ_j^t. Accepted moves are as
+    reversible, so that the acceptances of two iterations t apart have Cov(a_0, a_(t−1)), a the rate of acceptance by state. With steps of one length
+    the grid is one of the lattices that a chain can be on, which hardly differ up to steps of a standard deviation or two.
     """
-    odds, density = on_grid(num_data, 801)
+    odds, density = on_grid(num_data, 801) if steps == "Gaussian" else on_grid(num_data, gap=scale)
     mean, spread = posterior_moments(num_data)
     distance = np.abs(odds[:, None] - odds)
-    np.fill_diagonal(distance, scale)  # any: staying is what is left over
+    if steps == "Gaussian":
+        proposed = np.exp(-((distance / scale) ** 2) / 2) * (odds[1] - odds[0]) / (scale * math.sqrt(2 * math.pi))
+    else:
+        proposed = np.where(np.abs(distance / scale - 1) < 0.5, 0.5, 0.0)
+    np.fill_diagonal(distance, scale)  # any: a move of no length is always accepted
     log_target = log_posterior(odds, num_data)
-    kernel = np.exp(-((distance / scale) ** 2) / 2) * accepted(log_target - log_target[:, None], sigma * distance / scale)
-    kernel *= (odds[1] - odds[0]) / (scale * math.sqrt(2 * math.pi))
-    np.fill_diagonal(kernel, 0.0)
-    np.fill_diagonal(kernel, 1 - kernel.sum(axis=1))
+    kernel = proposed * accepted(log_target - log_target[:, None], sigma * distance / scale)
+    np.fill_diagonal(kernel, np.diag(proposed))
+    rates = kernel.sum(axis=1)
+    kernel += np.diag(1 - rates)
     root = np.sqrt(density)
     symmetric = root[:, None] * kernel / root
     values, vectors = np.linalg.eigh((symmetric + symmetric.T) / 2)
     values, vectors = values[:-1], vectors[:, :-1]  # the last is the stationary law
-    white = (odds - mean) / spread
     slow = 1 - values
-    weights = (length * (1 + values) / slow - 2 * values * (1 - values**length) / slow**2) / length**2
-    first, second = (float(((root * f) @ vectors) ** 2 @ weights) for f in (white, white**2))
-    return first, second
+    later = 2 * (length * slow - 1 + values**length) / slow**2  # 2 Σ_t (length − t) λ^(t−1)
+    white, rate = (odds - mean) / spread, float(density @ rates)
+    first, second, left = (((root * f) @ vectors) ** 2 for f in (white, white**2, rates))
+    sums = first @ (length + values * later), second @ (length + values * later), length * rate * (1 - rate) + left @ later
+    of_mean, of_square, of_acceptance = (float(variance) / length**2 for variance in sums)
+    return of_mean, of_square, of_acceptance
 
 
 def multiplier(name: str, sigma: float, scale: float) -> float:
@@ -201,39 +208,47 @@ def affordable(noise_multiplier: float) -> int:
     return planned.num_iterations
 
 
+def advanced_composition(noise_multiplier: float, count: int) -> float:
+    """ε of so many iterations by Dwork and Roth (2014), Theorems A.1 and 3.20."""
+    each = 2 / noise_multiplier * math.sqrt(2 * math.log(1.25 * count / (DELTA / 2)))
+    if each > 1:
+        return math.inf  # the classical bound holds up to 1
+    return each * math.sqrt(2 * count * math.log(2 / DELTA)) + count * each * math.expm1(each)
+
+
 def affordable_by_advanced_composition(noise_multiplier: float) -> int:
-    """Iterations by Dwork and Roth (2014), Theorems A.1 and 3.20."""
-
-    def epsilon(count: int) -> float:
-        each = 2 / noise_multiplier * math.sqrt(2 * math.log(1.25 * count / (DELTA / 2)))
-        if each > 1:
-            return math.inf  # the classical bound holds up to 1
-        return each * math.sqrt(2 * count * math.log(2 / DELTA)) + count * each * math.expm1(each)
-
     low, high = 0, 1
-    while epsilon(high) <= EPSILON:
+    while advanced_composition(noise_multiplier, high) <= EPSILON:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if epsilon(middle) <= EPSILON else (low, middle)
+        low, high = (middle, high) if advanced_composition(noise_multiplier, middle) <= EPSILON else (low, middle)
     return low
+
+
+def noise_by_advanced_composition(count: int) -> float:
+    """Noise multiplier at which so many iterations are affordable."""
+    least = 2 * math.sqrt(2 * math.log(1.25 * count / (DELTA / 2))) * (1 + 1e-9)
+    return float(brentq(lambda noise: math.log(advanced_composition(noise, count) / EPSILON), least, 100 * least * math.sqrt(count)))
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------------------
 
 
-def run(what: str, **settings: Any) -> dict[str, Any]:
-    """One finished row of the CSV."""
-    return RUNS[what](**settings)
+def run(what: str, settings: str, **arguments: Any) -> dict[str, Any]:
+    """One finished row of the CSV; ``settings`` tell runs apart only."""
+    return RUNS[what](**arguments)
 
 
 def run_affordable(records: int, power: float) -> dict[str, Any]:
-    """Iterations at σ = 2.4 with proposals ∝ n^−α, and how far they go together, in posterior variances."""
+    """Iterations at σ = 2.4 with proposals ∝ n^−α, and how far they go together, in posterior variances; the noise that theirs takes for as many."""
     scale = proposal(records, power)
-    exact, theirs = affordable(multiplier("ratios", BEST, scale)), affordable_by_advanced_composition(multiplier("ratios", BEST, scale))
+    noise = multiplier("ratios", BEST, scale)
+    exact, theirs = affordable(noise), affordable_by_advanced_composition(noise)
     _, squared = expected(records, BEST, scale)
     reach = squared / posterior_moments(records)[1] ** 2
-    return {"exact": exact, "theirs": theirs, "reach, exact": exact * reach, "reach, theirs": theirs * reach}
+    row = {"exact": exact, "theirs": theirs, "reach, exact": exact * reach, "reach, theirs": theirs * reach}
+    return row | {"noise, theirs / exact": noise_by_advanced_composition(exact) / noise}
 
 
 def proposal(records: int, power: float) -> float:
@@ -247,10 +262,13 @@ def run_acceptance(kernel: str, steps: str, sigma: float, scale: float, chains: 
     chain = kernel_for(kernel, multiplier(kernel, sigma, scale * spread), scale * spread, accountant, steps)
     found = list(paths(chain, data(RECORDS), chains, length))
     rate, squared = expected(RECORDS, sigma, scale * spread, steps)
-    row = measured(found, mean, spread) | {"expected acceptance": rate, "expected squared move": squared / spread**2}
-    if steps == "Gaussian":
-        row["second moment, expected error"] = math.sqrt(spread_of_averages(RECORDS, sigma, scale * spread, length)[1] / chains)
-    return row
+    _, moment_variance, rate_variance = spread_of_averages(RECORDS, sigma, scale * spread, length, steps)
+    return measured(found, mean, spread) | {
+        "expected acceptance": rate,
+        "acceptance, expected error": math.sqrt(rate_variance / chains),
+        "expected squared move": squared / spread**2,
+        "second moment, expected error": math.sqrt(moment_variance / chains),
+    }
 
 
 def paths(kernel: PrivateKernel, x: Tensor, chains: int, length: int) -> Iterator[Array]:
@@ -347,11 +365,13 @@ def run_owners(owners: int, own_sigma: float, length: int) -> dict[str, Any]:
                 process.kill()
     batches = np.array_split(np.diff(np.array(path)) != 0, 20)  # acceptances hang together over some iterations
     rates = [float(batch.mean()) for batch in batches]
-    rate, _ = expected(RECORDS, own_sigma * math.sqrt(owners), spread)
+    sigma = own_sigma * math.sqrt(owners)
+    rate, _ = expected(RECORDS, sigma, spread)
     return {
         "acceptance": statistics.fmean(rates),
         "acceptance, error": statistics.stdev(rates) / math.sqrt(len(rates)),
         "expected acceptance": rate,
+        "acceptance, expected error": math.sqrt(spread_of_averages(RECORDS, sigma, spread, length)[2]),
         "epsilon of each owner": epsilon,
         "iterations": affordable(multiplier("ratios", BEST, posterior_moments(MANY)[1]) / math.sqrt(owners)),
     }
@@ -410,23 +430,26 @@ def jobs(full: bool) -> list[dict[str, Any]]:
         for records in [round(1000 * 10 ** (step / 2)) for step in range(9)]:
             found.append({"what": "affordable", "records": records, "power": power})
     for kernel in KERNELS:
-        for records in (1_000, 10_000, 100_000, 1_000_000) if full else (1_000, 300_000):
+        for records in (1_000, 10_000, 100_000, 1_000_000) if full else (1_000, 1_000_000):
             found.append({"what": "seconds", "kernel": kernel, "records": records, "length": 200 if full else 50})
         for records in (3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000):
             found.append({"what": "error", "kernel": kernel, "records": records, "power": 0.5})
     for kernel in KERNELS:
         for steps, scale in STEPS:
             for sigma in (0.3, 0.6, 1.2, 1.8, 2.4, 3.0, 3.6, 4.8) if full else (0.6, 2.4, 4.8):
-                size = {"chains": 20, "length": 250 if full else 40}
+                size = {"chains": 20, "length": 250 if full else 200}
                 found.append({"what": "acceptance", "kernel": kernel, "steps": steps, "sigma": sigma, "scale": scale, **size})
     chains = {10_000: 20, 30_000: 8, 100_000: 4} if full else {10_000: 6, 20_000: 6}
     for records, count in chains.items():
         for kernel in KERNELS:
             found.append({"what": "chain", "kernel": kernel, "records": records, "power": 0.5, "chains": count})
     for owners in (1, 2, 3, 5, 10) if full else (1, 3):
-        length = (500 if owners > 5 else 2000) if full else 200
+        length = (500 if owners > 5 else 2000) if full else {1: 2000, 3: 7000}[owners]
         found.append({"what": "owners", "owners": owners, "own_sigma": OWN_SIGMA, "length": length})
-    return found
+    settings = reproduction.digest(
+        epsilon=EPSILON, delta=DELTA, heads=HEADS, prior=PRIOR, many=MANY, records=RECORDS, best=BEST, kernels=KERNELS
+    )
+    return [{**job, "settings": settings} for job in found]
 
 
 # -- tables and picture --------------------------------------------------------------------------------------------------------------
@@ -467,6 +490,7 @@ def affordable_table(rows: Rows) -> list[dict[str, Any]]:
             (row,) = rows.of("affordable", power=power, records=records)
             line[f"n = {records:,}"] = f"{row['exact']:,} / {row['theirs']:,}"
             line[f"ratio, n = {records:,}"] = row["exact"] / row["theirs"] if row["theirs"] else math.inf
+            line[f"noise, n = {records:,}"] = row["noise, theirs / exact"]
         possible = Rows(row for row in found if row["theirs"] >= 10)
         line["exact ∝ n^"], line["theirs ∝ n^"] = found.slope("records", "exact"), possible.slope("records", "theirs")
         line["distance ∝ n^"] = found.slope("records", "reach, exact")
@@ -585,28 +609,14 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--quick", action="store_true", help="few repeats")
-    size.add_argument("--full", action="store_true", help="for the README")
-    results = reproduction.ROOT / "runs" / "reproduce_penalty.jsonl"
-    parser.add_argument("--results", type=Path, default=results, help="finished runs, which are not made again; default: %(default)s")
-    parser.add_argument("--workers", type=int, default=1, help="processes with one thread each")
-    parser.add_argument("--csv", type=Path, help="write all rows here")
-    parser.add_argument("--picture", type=Path, help="draw the picture here")
-    options = parser.parse_args(arguments)
-    runs = reproduction.run_jobs(run, jobs(options.full), options.results, options.workers)
-    rows = Rows({**done.job, **done.result} for done in runs)
-    if options.csv:
-        reproduction.write_csv(rows, options.csv)
-    if options.picture:
-        draw(rows, options.picture)
+    rows, runs = reproduction.command(run, jobs, draw, __doc__, arguments)
 
     def table(lines: list[dict[str, Any]]) -> str:
         return reproduction.markdown(lines, {name: "" if isinstance(value, str) else ".3g" for name, value in lines[0].items()})
 
     tables = [
-        f"Iterations at ε = {EPSILON:g}, δ = {DELTA:g}, σ = {BEST}, exact / theirs, and the squared distance that they go together.",
+        f"Iterations at ε = {EPSILON:g}, δ = {DELTA:g}, σ = {BEST}, exact / theirs; how much more noise theirs takes for as many."
+        " The squared distance that they go together.",
         table(affordable_table(rows)),
         "Acceptance: measured ± standard error (by quadrature). θ: log odds in posterior standard deviations from their mean.",
         table(acceptance_table(rows)),

@@ -16,7 +16,6 @@ differentially private.
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -27,6 +26,7 @@ import numpy as np
 import reproduction
 import torch
 from numpy.typing import NDArray
+from reproduction import Rows
 from scipy.linalg import expm
 from scipy.optimize import brentq
 
@@ -186,9 +186,9 @@ def epsilon_of(mu: float) -> float:
 # -- runs ----------------------------------------------------------------------------------------------------------------------------
 
 
-def run(what: str, **settings: Any) -> dict[str, Any]:
-    """One finished row of the CSV."""
-    return RUNS[what](**settings)
+def run(what: str, settings: str, **arguments: Any) -> dict[str, Any]:
+    """One finished row of the CSV; ``settings`` tell runs apart only."""
+    return RUNS[what](**arguments)
 
 
 def run_path(sampler: str, step_size: float, order: float, steps: int) -> dict[str, Any]:
@@ -308,7 +308,10 @@ def jobs(full: bool) -> list[dict[str, Any]]:
                 found.append({"what": "needed", "sampler": sampler, "goal": goal, "order": PATH_ORDER} | size)
     shares = [*np.geomspace(0.01, 1, 8 * fine).tolist(), *np.linspace(1, 2 / SMOOTHNESS / EDGE, 4 * fine).tolist()[1:]]
     found += [{"what": "certificate", "step_size": share * EDGE * (1 - 1e-12), "steps": steps} for steps in CERTIFICATE_STEPS for share in shares]
-    return found
+    target = {"precisions": PRECISIONS.tolist(), "records": NUM_DATA, "clip": CLIP, "noise": NOISE_STD, "far": FAR, "smoothness": SMOOTHNESS}
+    chain = {"mass": INVERSE_MASS, "frictions": FRICTIONS, "delta": DELTA, "orders": ORDERS, "never": NEVER}
+    settings = reproduction.digest(**target, **chain)
+    return [{**job, "settings": settings} for job in found]
 
 
 def whole(values: Array) -> list[int]:
@@ -316,14 +319,6 @@ def whole(values: Array) -> list[int]:
 
 
 # -- tables and picture --------------------------------------------------------------------------------------------------------------
-
-
-class Rows(reproduction.Rows):
-    """Jobs with their results."""
-
-    def at(self, name: str, **near: float) -> float:
-        """One value, of the row where others are ``near`` these."""
-        return float(next(row[name] for row in self if all(math.isclose(row[key], value) for key, value in near.items())))
 
 
 def summary(rows: Rows) -> list[dict[str, Any]]:
@@ -460,22 +455,7 @@ def draw(rows: Rows, path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--quick", action="store_true", help="coarse grids")
-    size.add_argument("--full", action="store_true", help="fine grids")
-    results = reproduction.ROOT / "runs" / "reproduce_renyi_langevin.jsonl"
-    parser.add_argument("--results", type=Path, default=results, help="finished runs, which are not made again; default: %(default)s")
-    parser.add_argument("--workers", type=int, default=1, help="processes with one thread each")
-    parser.add_argument("--csv", type=Path, help="write all rows here")
-    parser.add_argument("--picture", type=Path, help="draw the picture here")
-    options = parser.parse_args(arguments)
-    runs = reproduction.run_jobs(run, jobs(options.full), options.results, options.workers)
-    rows = Rows({**done.job, **done.result} for done in runs)
-    if options.csv:
-        reproduction.write_csv(rows, options.csv)
-    if options.picture:
-        draw(rows, options.picture)
+    rows, runs = reproduction.command(run, jobs, draw, __doc__, arguments)
     tables = [
         reproduction.markdown(summary(rows), {"": "", **dict.fromkeys(SAMPLERS, "")}),
         f"ε (δ = {DELTA:g}) of the last of {LONG:,} steps; an exact draw has {epsilon_of(2 * CLIP / math.sqrt(STRENGTH)):.3f}.",
