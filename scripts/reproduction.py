@@ -209,10 +209,10 @@ def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> s
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """All rows; the columns are the first row's, and those that later rows bring."""
+    """All rows, numbers to six digits; the columns are the first row's, and those that later rows bring."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()} for row in rows)
