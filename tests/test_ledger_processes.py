@@ -221,6 +221,23 @@ def test_a_child_that_ends_returns_its_blocks(tmp_path):
     assert counted(path) == 51
 
 
+def charge_and_fail(accountant):
+    for _ in range(50):
+        accountant.compose(STEP)
+    sys.exit(3)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_that_was_sent_the_accountant_and_fails_returns_its_blocks(tmp_path, method):
+    path = tmp_path / "budget.db"
+    parent = PrivacyAccountant(3.0, DELTA, path=path)
+    child = multiprocessing.get_context(method).Process(target=charge_and_fail, args=(parent,))
+    child.start()
+    child.join()
+    assert child.exitcode == 3
+    assert counted(path) == 50 and not open_blocks(look_at(path)[1])
+
+
 # --- dying -----------------------------------------------------------------------------------------------------------
 
 

@@ -56,7 +56,8 @@ def normalizer(theta):
 
 def make(kind, accountant, noise=50.0, **options):
     if kind == "penalty":
-        return DPPenalty(model, proposal_scale=0.1, log_ratio_slope=5.0, noise_multiplier=noise, accountant=accountant, **options)
+        settings = {"proposal_scale": 0.1, "log_ratio_slope": 5.0, "noise_multiplier": noise}
+        return DPPenalty(model, **{**settings, **options}, accountant=accountant)
     if kind == "family":
         functions = {"sufficient_statistics": statistics, "natural_parameters": natural, "log_normalizer": normalizer}
         settings = {"proposal_scale": 0.1, "max_statistic_norm": 5.0, "noise_multiplier": noise}
@@ -118,7 +119,7 @@ def forked_chains(kind, path):
     accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=path)
     kernel = make(kind, accountant)
     pyro.set_rng_seed(1)  # Pyro seeds its workers from this; the noise must not follow
-    runner = parallel(kernel, initial_params={name: value[:1].expand(3) for name, value in START.items()})
+    runner = parallel(kernel, initial_params=START)
     runner.run(DATA)
     assert counts(accountant) == expected(kind, 12, 3)
     assert len(set(ratios(runner))) == len(ratios(runner)) > 30
@@ -286,9 +287,7 @@ def test_a_worker_that_is_stopped_anywhere_gives_back_what_it_had_reserved(signa
         path, releases = tmp_path / f"{k}.db", tmp_path / f"{k}"
         accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=path)
         process = multiprocessing.get_context("fork").Process(target=charging, args=(accountant, releases))
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         process.start()
-        signal.signal(signal.SIGINT, before)
         while not releases.exists() or releases.stat().st_size < 40 * (k + 1):
             time.sleep(0.002)
         if not apart:
@@ -298,27 +297,188 @@ def test_a_worker_that_is_stopped_anywhere_gives_back_what_it_had_reserved(signa
             time.sleep(apart)
         os.kill(process.pid, signal.SIGCONT)
         process.join(60)
-        assert process.exitcode is not None
+        assert process.exitcode == 128 + signal.SIGTERM
         assert open_blocks(Ledger(path, {}).read()) == []
         released, charged = releases.stat().st_size, counts(accountant)
         assert released <= charged[200.0] <= released + 1 and 3 * released <= charged[240.0] <= 3 * released + 3
 
 
-def waiting(accountant, event):
-    kernel_module._give_back_when_terminated(accountant)
-    accountant.compose(events.GaussianDpEvent(200.0))
-    threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
-    event.wait()
+def started(target, *arguments):
+    """A forked process that has charged something, like a worker of Pyro's, and goes on with ``target(*arguments)``."""
+    accountant, arguments = arguments[0], arguments[1:]
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
 
+    def run():
+        kernel_module._give_back_when_terminated(accountant)
+        accountant.compose(events.GaussianDpEvent(200.0))
+        ready.set()
+        target(*arguments)
 
-def test_a_worker_that_waits_for_pyro_hears_a_signal_that_did_not_wake_it(tmp_path):
-    """Another thread receives it, which leaves the main thread asleep as one does that came just before it fell asleep."""
-    accountant, context = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db"), multiprocessing.get_context("fork")
-    process = context.Process(target=waiting, args=(accountant, context.Event()))
+    process = context.Process(target=run)
     process.start()
+    assert ready.wait(60)
+    return process
+
+
+def assert_gave_back(process, accountant):
+    process.join(20)
+    ended = process.exitcode
+    process.kill()
+    assert ended == 128 + signal.SIGTERM
+    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {200.0: 1}
+
+
+@pytest.fixture
+def accountant(tmp_path):
+    return dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
+
+
+def wait_for_ever():
+    threading.Event().wait()
+
+
+def test_a_worker_that_waits_for_pyro_hears_a_signal_that_did_not_wake_it(accountant):
+    """Another thread receives it, which leaves the main thread asleep as one does that came just before it fell asleep."""
+
+    def wait():
+        threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+        wait_for_ever()
+
+    assert_gave_back(started(wait, accountant), accountant)
+
+
+def test_a_worker_ends_whoever_has_the_lock_that_it_waits_for(accountant):
+    """As of a parent that was killed in the middle of waking it."""
+    event = multiprocessing.get_context("fork").Event()
+    process = started(event.wait, accountant)
+    time.sleep(0.5)
+    event._cond.acquire()
+    process.terminate()
+    assert_gave_back(process, accountant)
+
+
+def test_a_worker_ends_though_it_takes_every_exception_for_another(accountant):
+    def deaf():
+        while True:
+            try:
+                wait_for_ever()
+            except BaseException:
+                pass
+
+    process = started(deaf, accountant)
+    process.terminate()
+    assert_gave_back(process, accountant)
+
+
+def test_a_worker_does_not_take_over_how_its_program_hears_signals(accountant):
+    """A flag that the program sets on SIGTERM, or its event loop's pipe, would leave the worker deaf."""
+    heard, (reader, writer) = threading.Event(), os.pipe()
+    os.set_blocking(writer, False)
+    handlers = {number: signal.signal(number, lambda *_: heard.set()) for number in BOTH}
+    wakeup = signal.set_wakeup_fd(writer)
+    try:
+        process = started(wait_for_ever, accountant)
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    process.terminate()
+    assert_gave_back(process, accountant)
+    os.close(writer)
+    assert os.read(reader, 1) == b"" and not heard.is_set()
+
+
+def test_what_a_chain_starts_may_be_ended_without_it(accountant):
+    """As the workers of a pool are."""
+
+    def start_and_end_others(told):
+        child = os.fork()
+        if not child:
+            wait_for_ever()
+        os.kill(child, signal.SIGTERM)
+        told.put(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            told.put(pool.map(abs, [-1, 2]))
+        time.sleep(2.5)
+        told.put("went on")
+        wait_for_ever()
+
+    told = multiprocessing.get_context("fork").Queue()
+    process = started(start_and_end_others, accountant, told)
+    assert [told.get(timeout=30) for _ in range(3)] == [-signal.SIGTERM, [1, 2], "went on"]
+    process.terminate()
+    assert_gave_back(process, accountant)
+
+
+def test_workers_end_with_their_parent(accountant):
+    """Which was killed, and could not tell them."""
+
+    def parent(told):
+        for process in [started(wait_for_ever, accountant) for _ in range(3)]:
+            told.put(process.pid)
+        wait_for_ever()
+
+    told = multiprocessing.get_context("fork").Queue()
+    process = multiprocessing.get_context("fork").Process(target=parent, args=(told,))
+    process.start()
+    workers = [told.get(timeout=60) for _ in range(3)]
+    process.kill()
+    process.join()
+    end = time.monotonic() + 30
+    while open_blocks(Ledger(accountant.path, {}).read()) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {200.0: 3}
+    while any(map(is_running, workers)) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any(map(is_running, workers))
+
+
+def is_running(pid):
+    """Not so a process that has ended, of which nobody has taken note."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def sequential_chain(path, told):
+    handlers, (_, writer) = [signal.getsignal(number) for number in BOTH], os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    kernel = make("penalty", dpb.PrivacyAccountant(8.0, 1e-5, path=path))
+    MCMC(kernel, num_samples=3, warmup_steps=1, disable_progbar=True).run(DATA)
+    assert [signal.getsignal(number) for number in BOTH] == handlers and signal.set_wakeup_fd(-1) == writer
+    told.put(kernel._spool.folder)
+
+
+def test_a_process_of_the_users_is_left_as_it_was(tmp_path):
+    """Its signals are its own, and the file for draws goes when it ends."""
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+    process = context.Process(target=sequential_chain, args=(tmp_path / "budget.db", told))
+    process.start()
+    folder = told.get(timeout=60)
     process.join(60)
-    assert process.exitcode == 128 + signal.SIGTERM
-    assert open_blocks(Ledger(tmp_path / "budget.db", {}).read()) == [] and counts(accountant) == {200.0: 1}
+    assert process.exitcode == 0 and not os.path.exists(folder)
+
+
+FAR = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_parallel_chains_start_where_they_are_told_to(context, accountant):
+    kernel = make("penalty", accountant, proposal_scale=1e-6)
+    for starts in (FAR, {name: -value[:2] for name, value in FAR.items()}):
+        number = len(starts["mean"])
+        parallel(kernel, number, context, num_samples=2, warmup_steps=0, initial_params=starts).run(DATA)
+        for chain, draws in enumerate(kernel.get_samples(group_by_chain=True)[-number:]):
+            torch.testing.assert_close(draws["mean"], starts["mean"][chain].expand(2), atol=1e-4, rtol=0)
+            torch.testing.assert_close(draws["scale"].log(), starts["scale"][chain].expand(2), atol=1e-4, rtol=0)
+    kernel.initial_params = {"mean": torch.tensor(7.0), "scale": torch.tensor(0.5)}  # of one who sets it himself: for all chains
+    parallel(kernel, 2, context, num_samples=2, warmup_steps=0).run(DATA)
+    torch.testing.assert_close(torch.stack([draws["mean"] for draws in kernel.get_samples(group_by_chain=True)[-2:]]), torch.full((2, 2), 7.0))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))])

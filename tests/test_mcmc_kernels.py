@@ -277,8 +277,8 @@ def test_parameters_and_data_together_are_invariant(case):
 
 
 class WithoutPenalty:
-    def _metropolis(self, log_ratio, rest, std):
-        return super()._metropolis(log_ratio, rest + std**2 / 2, std)
+    def _metropolis(self, log_ratio, rest, bound, multiplier):
+        return super()._metropolis(log_ratio, rest + (multiplier * bound) ** 2 / 2, bound, multiplier)
 
 
 class PenaltyWithoutPenalty(WithoutPenalty, DPPenalty):
@@ -381,7 +381,7 @@ def energy_errors(step_size, num_steps, monkeypatch):
     """Of noiseless trajectories of one duration."""
     kernel, found = hmc(Gaussian(), num_steps, step_size=step_size, jitter=False, ratio_noise_multiplier=0, grad_noise_multiplier=0), []
     original = kernel._metropolis
-    monkeypatch.setattr(kernel, "_metropolis", lambda ratio, rest, std: found.append(ratio + rest) or original(ratio, rest, std))
+    monkeypatch.setattr(kernel, "_metropolis", lambda ratio, rest, *noise: found.append(ratio + rest) or original(ratio, rest, *noise))
     target = Gaussian()
     kernel.setup(0, *target.args)
     for _ in range(60):
@@ -488,8 +488,8 @@ def test_the_noise_is_what_is_charged():
             return {"mean": torch.tensor([0.4])}, 0.0
 
     class Refuses(DPPenalty):
-        def _metropolis(self, log_ratio, rest, std):
-            return super()._metropolis(log_ratio, -math.inf, std)
+        def _metropolis(self, log_ratio, rest, bound, multiplier):
+            return super()._metropolis(log_ratio, -math.inf, bound, multiplier)
 
     target = Gaussian()
     kernel = penalty(target, kernel=Refuses, proposal=There(), noise_multiplier=0.5)
@@ -735,15 +735,50 @@ def test_a_kernel_with_an_accountant_in_memory_cannot_travel_to_a_worker():
         pickle.dumps(penalty(Gaussian()))
 
 
-@pytest.mark.parametrize("std", [1e-320, 1e-31, 1e200, math.inf])
-def test_where_noise_cannot_hide_a_sum_nothing_is_accepted(std):
-    """Neither a bound that overflows nor noise that is rounded to nothing lets the sum decide."""
+@pytest.mark.parametrize("multiplier", [1e-50, 0.4, 1.0, 1e20])
+@pytest.mark.parametrize("bound", [5e-324, 1e-320, 1e-31, 1e200, math.inf])
+def test_where_noise_cannot_hide_a_sum_nothing_is_accepted(bound, multiplier):
+    """Neither a bound that overflows nor noise that is rounded to nothing, even to 0, lets the sum decide, or be read."""
     target = Gaussian()
     kernel = penalty(target)
     MCMC(kernel, num_samples=1, warmup_steps=1, disable_progbar=True).run(*target.args)
-    for total in (-math.inf, -1e300, 1.0, 1e300, math.inf):
-        outcome = kernel._metropolis(total, 0.0, std)
+    for total in (-math.inf, -1e300, 0.0, bound, 1.0, 1e300, math.inf):
+        outcome = kernel._metropolis(total, 0.0, bound, multiplier)
         assert not outcome.accepted and math.isnan(outcome.log_ratio)
+
+
+BOUNDS = [(penalty, "log_ratio_slope"), *((partial(hmc, num_steps=1), name) for name in ("log_ratio_slope", "max_grad_norm"))]
+
+
+@pytest.mark.parametrize("make, name", [*BOUNDS, (family, "max_statistic_norm")])
+@pytest.mark.parametrize("value", [5e-324, 1e-31, 1e151, 1e307])
+def test_clip_bounds_at_the_ends_of_floats_are_refused(make, name, value):
+    with pytest.raises(ValueError, match=f"{name} = .* 1e-30 and 1e150"):
+        make(Gaussian(), **{name: value})
+
+
+def test_statistics_whose_parameters_hardly_move_do_not_show():
+    """The norm of Δη is rounded to 0, Δη is not."""
+    kernel = ExponentialFamilyPenalty(
+        lambda: pyro.sample("mean", dist.Normal(0.0, 1.0)),
+        sufficient_statistics=lambda x: torch.stack([x, x]),
+        natural_parameters=lambda theta: 1e-170 * theta["mean"].expand(2),
+        log_normalizer=lambda theta: torch.zeros(()),
+        max_statistic_norm=10.0,
+        noise_multiplier=1.0,
+        proposal_scale=1.0,
+        accountant=dpb.PrivacyAccountant(neighboring="replace_one"),
+    )
+    runner = MCMC(kernel, num_samples=20, warmup_steps=0, disable_progbar=True)
+    runner.run(torch.linspace(1.0, 3.0, 20))
+    assert set(runner.diagnostics()["noisy log ratios"]["chain 0"]) == {0.0}
+
+
+def test_inference_mode_is_named_where_gradients_are_missing():
+    target, kernel = Gaussian(), hmc(Gaussian(), num_steps=1)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        MCMC(kernel, num_samples=2, warmup_steps=1, disable_progbar=True).run(*target.args)
+    assert counts(kernel.accountant) == {}
 
 
 def test_ratios_are_clipped_at_the_bound_itself():

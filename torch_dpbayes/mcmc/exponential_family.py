@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..accounting.accountant import PrivacyAccountant
-from .kernel import Outcome, PrivateKernel, check_noise, check_positive, noise_event
+from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
 from .proposals import Moves, Proposal
 from .record_density import FLAVOURS, Model, Prior, UnfitModel, made_up, public_randomness
 
@@ -73,7 +73,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
         super().__init__(prior, accountant, target_accept_prob if proposal is None else None)
         self._moves = Moves(proposal_scale, proposal)
         self._statistics, self._natural, self._normalizer = sufficient_statistics, natural_parameters, log_normalizer
-        self._max_norm = check_positive("max_statistic_norm", max_statistic_norm, "the clip bound of a record's sufficient statistics")
+        self._max_norm = check_clip_bound("max_statistic_norm", max_statistic_norm, "the clip bound of a record's sufficient statistics")
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
         if num_data is not None and (isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1):
             raise ValueError(f"num_data must be a positive whole number, the public number of records, or None; got {num_data!r}.")
@@ -176,8 +176,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
             return theta, Outcome(False, math.nan)
         natural, normalizer = there[0] - self._current[0], there[1] - self._current[1]
         bound = self._max_norm * float(torch.linalg.vector_norm(natural)) + (abs(normalizer) if self._noised_count else 0.0)
-        total = float(natural @ self._sum) - self._count * normalizer
-        outcome = self._metropolis(total, log_prior - self._log_prior + log_proposal_ratio, self._multiplier * bound)
+        total = (float(natural @ self._sum) if bound else 0.0) - self._count * normalizer  # a norm of 0 may be one that was rounded to it
+        outcome = self._metropolis(total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier)
         if not outcome.accepted:
             return theta, outcome
         self._current, self._log_prior = there, log_prior

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
-from .kernel import Outcome, PrivateKernel, check_noise, check_positive, noise_event
+from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, check_positive, noise_event
 from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 
 
@@ -77,8 +77,8 @@ class DPHMC(PrivateKernel):
         super().__init__(model, accountant, target_accept_prob)
         self._step_size = check_positive("step_size", step_size, "of the leapfrog integrator")
         self._num_steps = num_steps
-        self._slope = check_positive("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
-        self._max_norm = check_positive("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
+        self._slope = check_clip_bound("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
+        self._max_norm = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
         self._ratio_multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
         self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
         self._plate = data_plate
@@ -146,7 +146,7 @@ class DPHMC(PrivateKernel):
             return stay
         bound = self._slope * float(torch.linalg.vector_norm((moved - theta).double()))
         rest = log_prior - self._log_prior + kinetic - self._mass.kinetic_energy(momentum)
-        outcome = self._metropolis(clipped_ratio_sum(self._terms, terms, bound), rest, self._ratio_multiplier * bound)
+        outcome = self._metropolis(clipped_ratio_sum(self._terms, terms, bound), rest, bound, self._ratio_multiplier)
         if not outcome.accepted:
             return theta, outcome
         self._terms, self._log_prior, self._gradient = terms, log_prior, gradient
@@ -171,8 +171,10 @@ class DPHMC(PrivateKernel):
 
 
 def _require_gradients() -> None:
-    """Refuse a process in which torch cannot differentiate: it was forked after torch had started threads for backward passes, which it does in the
-    first one if there is a GPU, and if passes are nested deeply. The child has none of them."""
+    """Refuse where torch cannot differentiate: in inference mode, and in a process that was forked after torch had started threads for backward
+    passes, which it does in the first one if there is a GPU, and if passes are nested deeply. The child has none of them."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("torch computes no gradients under torch.inference_mode(): call MCMC.run outside of it. Nothing was released.")
     with torch.enable_grad():
         one = torch.ones((), requires_grad=True)
         try:

@@ -16,11 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
-from multiprocessing import util
+from multiprocessing import connection, util
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +35,8 @@ from .proposals import Moves
 from .record_density import Model, Prior, UnfitModel
 
 _DRAWS = 100
-_SECONDS_TO_WRITE = 5.0
+_SECONDS_TO_CHARGE, _SECONDS_TO_WRITE = 30.0, 1.0
+_RUNNER = "pyro.infer.mcmc.api"
 _RUNNING = ("_noise", "_public", "_theta", "_log_prior", "_prior")
 
 
@@ -71,7 +71,7 @@ class PrivateKernel(MCMCKernel):
         self.transforms: dict[str, Any] | None = None
         self._accountant = accountant
         self._target = target_accept_prob
-        self._initial: dict[str, Tensor] | None = None
+        self._starts: dict[int | None, dict[str, Tensor] | None] = {}
         self._saved: list[str] | None = None
         self._chains: list[list[dict[str, Tensor]]] = []
         self._epsilon = (-math.inf, "")
@@ -123,7 +123,14 @@ class PrivateKernel(MCMCKernel):
 
     @initial_params.setter
     def initial_params(self, params: dict[str, Tensor] | None) -> None:
-        self._initial = params
+        # Of parallel chains Pyro sets all starts on this one object, before it copies it to the workers; whose it is stands where it does so.
+        caller = sys._getframe(1)
+        chain = caller.f_locals["chain_id"] if caller.f_globals.get("__name__") == _RUNNER and "chain_id" in caller.f_locals else None
+        self._starts = {**(self._starts if chain else {}), chain: params}
+
+    @property
+    def _initial(self) -> dict[str, Tensor] | None:
+        return self._starts.get(_chain(), next(iter(self._starts.values()), None))
 
     @property
     def save_params(self) -> list[str]:
@@ -152,7 +159,7 @@ class PrivateKernel(MCMCKernel):
             if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
                 raise ValueError(f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}.")
             self._prior, self.transforms = prior, prior.transforms
-            if self._spool is not None and multiprocessing.parent_process() is not None:
+            if self._spool is not None and _chain() is not None:
                 _give_back_when_terminated(self._accountant)
             self._noise, self._public = GaussianNoise(), GaussianNoise()
             if self._initial is not None:
@@ -220,7 +227,7 @@ class PrivateKernel(MCMCKernel):
     def cleanup(self) -> None:
         """Called by Pyro at the end of a chain: lets go of the data and of the start, and returns to the ledger what was reserved and not used."""
         self._forget()
-        self._initial = None
+        self._starts = {}
         if self._spool is not None:
             self._accountant.close()
 
@@ -317,9 +324,11 @@ class PrivateKernel(MCMCKernel):
         params, ratio = moves.proposal.propose(self._prior.unflatten(theta.clone()))
         return self._prior.flatten(params), float(ratio)
 
-    def _metropolis(self, log_ratio: float, rest: float, std: float) -> Outcome:
-        """log u < R̃ + rest − std²/2 with R̃ = ``log_ratio`` + noise of ``std``; what is not a number rejects."""
-        if std and not can_hide(std):
+    def _metropolis(self, log_ratio: float, rest: float, bound: float, multiplier: float) -> Outcome:
+        """log u < R̃ + rest − std²/2 with R̃ = ``log_ratio`` + noise of std = ``multiplier``·``bound``; what is not a number rejects. Where ``bound``
+        is 0, no record has a part in ``log_ratio``."""
+        std = multiplier * bound
+        if multiplier and bound and not (can_hide(bound) and can_hide(std)):
             return Outcome(False, math.nan)
         noisy = log_ratio + std * self._standard_normal() if std else log_ratio
         log_uniform = float(torch.special.log_ndtr(torch.tensor(self._standard_normal(public=True), dtype=torch.float64)))
@@ -339,9 +348,10 @@ class PrivateKernel(MCMCKernel):
         return value if not math.isnan(value) else -math.inf
 
 
-def can_hide(std: float) -> bool:
-    """False where sums overflow, or noise is rounded to nothing, and one record would show; std is public."""
-    return 1e-30 < std < 1e200
+def can_hide(scale: float) -> bool:
+    """False for a clip bound, or a noise standard deviation, where squares and sums over records could overflow or be rounded to nothing, and one
+    record would show. All is clipped, summed and noised in float64, whatever the model's dtype. ``scale`` is public."""
+    return 1e-30 < scale < 1e150
 
 
 def noise_event(noise_multiplier: float) -> events.DpEvent:
@@ -361,13 +371,24 @@ def check_positive(name: str, value: Any, what: str) -> float:
     return float(value)
 
 
+def check_clip_bound(name: str, value: Any, what: str) -> float:
+    """``value`` as a clip bound that noise can hide."""
+    if not can_hide(bound := check_positive(name, value, what)):
+        raise ValueError(
+            f"{name} = {value!r} is too extreme for squares and sums in 64-bit floats: they would overflow, or be rounded to nothing, depending on "
+            "one record, which no noise hides. Take a value between 1e-30 and 1e150; measure the parameters or the data in other units if need be."
+        )
+    return bound
+
+
 class _Spool:
     """Draws of worker processes, in files that outlive them. They are releases that were charged, not data."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="torch_dpbayes_chains_")
         self._file: Any = None
-        weakref.finalize(self, _remove, self.folder, os.getpid())
+        # After all workers have ended. In workers of the standard library nothing else is called at the end; not in forks.
+        util.Finalize(self, shutil.rmtree, args=(self.folder,), kwargs={"ignore_errors": True}, exitpriority=-100)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "_file": None}
@@ -395,59 +416,57 @@ class _Spool:
         return [chain for chain in chains if chain]
 
 
-def _remove(folder: str, creator: int) -> None:
-    if os.getpid() == creator:
-        shutil.rmtree(folder, ignore_errors=True)
+def _chain() -> int | None:
+    """The chain's number in a process that Pyro started to run one of several chains, and nothing else."""
+    worker = getattr(getattr(multiprocessing.current_process(), "_target", None), "__self__", None)
+    return worker.chain_id if type(worker).__module__ == _RUNNER else None  # type: ignore[union-attr]
 
 
 def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
-    """A worker that Pyro ends, because another chain failed or was interrupted, gives back what it has reserved, and does not wait for ever for
-    anybody who might read its queues. On Ctrl-C, which all processes get, it is on its way to its exit when Pyro's SIGTERM comes: that must not cut
-    it short."""
-    settled = told = False
+    """For the rest of this process, which only runs a chain: on SIGTERM, by which Pyro ends it when another chain fails or is interrupted, and when
+    its parent has ended, it gives back what it has reserved, and ends. Ctrl-C, which all processes get, is left to the parent.
 
-    def leave(*_: object) -> None:
-        nonlocal told
-        again, told = told, True
-        if settled:
-            end_soon()
-        if again or util.is_exiting():
-            return
-        try:
-            accountant.close()  # here, as an exception may be raised just before the exit begins and take its place
-        except (RuntimeError, OSError):
-            pass  # in the middle of a charge; the exit settles it
-        raise SystemExit(128 + signal.SIGTERM)
+    A thread does it: the chain may be waiting for Pyro, or for a lock that nobody is going to release.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)  # as Python asks for
+    mask: set[Any] = set()
 
-    def after_settling() -> None:
-        nonlocal settled
-        settled = True
-        if told or isinstance(sys.exc_info()[1], KeyboardInterrupt | SystemExit):
-            end_soon()
+    def note(number: int, _: object) -> None:
+        os.write(writer, bytes([number]))
 
-    def end_soon() -> None:
-        # Not at once: a thread that writes into a queue holds a lock of all processes. Not never: the exception may have left a queue locked.
-        timer = threading.Timer(_SECONDS_TO_WRITE, os._exit, args=(128 + signal.SIGTERM,))
-        timer.daemon = True
-        timer.start()
-
-    def insist() -> None:
-        # Python looks for signals between two instructions; one that comes after the last look before a wait for Pyro would wait with it, for ever.
-        while os.read(reader, 1) != bytes([signal.SIGTERM]):
+    def leave() -> None:
+        while connection.wait([reader, parent.sentinel]) == [reader] and signal.SIGTERM not in os.read(reader, 4096):
             pass
-        while not told:
-            time.sleep(0.1)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        try:
+            if accountant._lock.acquire(timeout=_SECONDS_TO_CHARGE):  # for good: no iteration begins any more
+                accountant.close()
+        finally:  # what was not given back stays charged
+            time.sleep(_SECONDS_TO_WRITE)  # a thread that writes into a queue holds a lock of all processes
+            os._exit(128 + signal.SIGTERM)
 
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=insist, daemon=True).start()
-        signal.signal(signal.SIGTERM, leave)
-        # accountants settle at 100, queues are told to end at 10 and waited for at -5
-        util.Finalize(None, signal.signal, args=(signal.SIGINT, signal.SIG_IGN), exitpriority=101)
-        util.Finalize(None, after_settling, exitpriority=99)
+    # What the chain forks is no chain: signals to it are held back until it has forgotten all this.
+
+    def hold_back() -> None:
+        nonlocal mask
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)
+
+    def let_through() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def forget() -> None:
+        if signal.getsignal(signal.SIGTERM) is note:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        let_through()
+
+    threading.Thread(target=leave, daemon=True).start()
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # a handler has to wait where the chain waits, this has not
+    before = {number: signal.signal(number, note) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
+    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=forget)
 
 
-__all__ = ["Outcome", "PrivateKernel", "can_hide", "check_noise", "check_positive", "noise_event"]
+__all__ = ["Outcome", "PrivateKernel", "can_hide", "check_clip_bound", "check_noise", "check_positive", "noise_event"]

@@ -431,12 +431,11 @@ class _OwnedKernel(PrivateKernel):
         # Of several events together, remaining() leaves out what a registered schedule covers.
         return self._accountant.guarantee == "registered" and all(self._accountant.remaining(event) >= count for event, count in charges)
 
-    def _metropolis(self, log_ratio: float, rest: float, std: float) -> Outcome:
-        if not can_hide(std):
+    def _metropolis(self, log_ratio: float, rest: float, bound: float, multiplier: float) -> Outcome:
+        std, total_std = multiplier * bound, self._total_noise[next(iter(self._own_noise()))] * bound
+        if not (can_hide(bound) and can_hide(std) and can_hide(total_std)):
             return Outcome(False, math.nan)
         self._tested = True
-        name, own = next(iter(self._own_noise().items()))
-        total_std = std * self._total_noise[name] / own
         log_uniform = float(torch.special.log_ndtr(torch.tensor(self._standard_normal(public=True), dtype=torch.float64)))
         return self._test_together(log_ratio + std * self._standard_normal(), log_uniform - rest + total_std**2 / 2)
 

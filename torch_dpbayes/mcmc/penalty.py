@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
-from .kernel import Outcome, PrivateKernel, check_noise, check_positive, noise_event
+from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
 from .proposals import Moves, Proposal
 from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 
@@ -61,7 +61,7 @@ class DPPenalty(PrivateKernel):
     ) -> None:
         super().__init__(model, accountant, target_accept_prob if proposal is None else None)
         self._moves = Moves(proposal_scale, proposal)
-        self._slope = check_positive("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
+        self._slope = check_clip_bound("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
         self._plate = data_plate
         self._density: RecordDensity | None = None
@@ -108,7 +108,7 @@ class DPPenalty(PrivateKernel):
             return theta, Outcome(False, math.nan)
         bound = self._slope * float(torch.linalg.vector_norm((moved - theta).double()))
         total = clipped_ratio_sum(self._terms, terms, bound)
-        outcome = self._metropolis(total, log_prior - self._log_prior + log_proposal_ratio, self._multiplier * bound)
+        outcome = self._metropolis(total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier)
         if not outcome.accepted:
             return theta, outcome
         self._terms, self._log_prior = terms, log_prior

@@ -283,7 +283,8 @@ class RecordDensity:
         r"""Σ_i g_i·min(1, ``max_norm``/‖g_i‖) with g_i = ∇_θ log p(x_i | θ), (dimension,) in float64. Private data.
 
         Add the noise before anything is rounded: in float32 the sum over a million records can move by thousands of bounds when one is taken
-        out, as the rounding of all others changes with it.
+        out, as the rounding of all others changes with it. Outside of 1e-30 < ``max_norm`` < 1e150 the bound does not hold: float64 overflows, or
+        rounds to nothing.
 
         Raises:
             InvalidPoint: the model cannot be evaluated at θ.
