@@ -1,4 +1,4 @@
-"""Does a model treat every record by itself? Found out on two made-up records; no data is touched.
+"""Does a model treat every record by itself? Found out on made-up records; no data is touched.
 
 A clip bound limits what one record does to *its own* gradient. It says nothing where another record's gradient depends on it as well, or where
 per-record gradients miss a part of the real one. Both are tested here by running the model, not by its list of layers.
@@ -6,11 +6,18 @@ per-record gradients miss a part of the real one. Both are tested here by runnin
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
+import time
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
@@ -22,19 +29,15 @@ _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
     "untracks InstanceNorm."
 )
+_ALONE = (
+    "Compute what is needed from each record alone, or from public data before training, and keep it constant. (For BatchNorm: "
+    "opacus.validators.ModuleValidator.fix(model) turns it into GroupNorm.)"
+)
+_TIME_FIRST = "It takes dimension 0, which is that of the records, for time: build it with batch_first=True, or transpose its input and output."
 _ATTENTION = (
     "Take opacus.layers.DPMultiheadAttention, or write attention with nn.Linear layers for queries, keys and values and "
     "torch.nn.functional.scaled_dot_product_attention."
 )
-
-
-def fixed_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Copies of the model's buffers and frozen parameters, which training must leave as they are."""
-    for name, b in module.named_buffers():
-        yield name, b.detach().clone()
-    for name, p in module.named_parameters():
-        if not p.requires_grad:
-            yield name, p.detach().clone()
 
 
 def made_up_inputs(batch: Any) -> tuple[Any, ...]:
@@ -43,7 +46,8 @@ def made_up_inputs(batch: Any) -> tuple[Any, ...]:
     A tuple or list is taken as the model's inputs followed by the target; anything else as the one input.
     """
     inputs = (batch[:-1] if len(batch) > 1 else batch) if isinstance(batch, (tuple, list)) else (batch,)
-    return tuple(_map(lambda t: _rows_like(t, 2), inputs))
+    generator = torch.Generator().manual_seed(17)
+    return tuple(_map(lambda t: _values_like(t, 2, 2, generator), inputs))
 
 
 def check_layers(module: nn.Module) -> None:
@@ -81,59 +85,292 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
     Args:
         module: the model, with ``source``'s hooks attached. It is left as it was found, buffers and ``p.grad`` included.
         source: its gradient source.
-        inputs: positional arguments of ``module`` for two records, records in dimension 0.
+        inputs: positional arguments of ``module`` for two records, records in dimension 0. Larger batches repeat them, or are made up from their
+            shapes, with outliers, missing values, zeros at the end and every size of integers that the model takes.
 
     Raises:
-        ValueError: a record's output depends on another record or on their number, per-record gradients are not the gradients of the
-            records, a buffer changed, or the forward pass cannot take an empty batch. The message names the module and the remedy.
+        ValueError: a record's output, or what a layer makes of it, depends on another record, on their number or on its place among them;
+            per-record gradients are not the gradients of the records; a buffer changed; or the forward pass cannot take an empty batch. The
+            message names the module and the remedy.
+
+    **Privacy.** A test, not a proof: a way of mixing records that neither these values nor batches of 33 nor 64 seeds bring about goes unseen.
     """
-    with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)):
+    with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
         _check_independence(module, source, inputs)
-        _check_gradients(module, source, inputs)
+        for seed in range(1, _ATTEMPTS):
+            if _check_gradients(module, source, inputs):
+                break
+            _vary(module, seed)
+        else:
+            raise ValueError(
+                "no parameter has a gradient on made-up records, so that per-record gradients cannot be checked: the output is saturated or cut off "
+                "for them. Pass example_inputs=, made-up records to which the model responds."
+            )
         # a model that sorts its records inside leaves them alone in one of the two orders
         _check_gradients(module, source, tuple(_map(lambda t: t.flip(0), inputs)))
         _check_empty_batch(module, source, inputs)
 
 
-# -- the three questions -----------------------------------------------------------------------------------------------------------
+# -- does a record's output depend on other records? --------------------------------------------------------------------------------
+
+_ATTEMPTS = 20  # parameters at which the gradients of a model with dead outputs are looked for
+_SIZES = (2, 5, 33)
+_SEEDS = 64  # all of them miss a branch of probability 0.1 with probability 0.001
+_FEWEST_SEEDS = 8
+_SECONDS = 0.4  # of this thread, on optional comparisons and again on seeds
+_ENTRIES = 1024  # of what a layer takes or gives, compared for each record
+
+# each number from one place of the arguments alone, or from one row
+_SAMPLERS = frozenset(
+    "bernoulli binomial multinomial normal poisson native_dropout rrelu_with_noise rrelu_with_noise_ _standard_gamma _sample_dirichlet".split()
+)
+
+_Key = tuple[str, int, bool, int]  # module, which of its calls, whether it is an output, place among the tensors
+
+
+@dataclass
+class _Forward:
+    """One run of the model: its output and, for each record, what its modules took and gave."""
+
+    outputs: list[Tensor]
+    notes: dict[_Key, list[Tensor]] = field(default_factory=dict)  # in the order in which modules finish
+    shapes: dict[_Key, torch.Size] = field(default_factory=dict)
 
 
 def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
-    other = tuple(_map(lambda t: torch.cat([t[:1], _rows_like(t, 1, shift=3.0)]), inputs))
-    alone = tuple(_map(lambda t: t[:1], inputs))
     with source.paused():
         try:
-            first = _trace(module, inputs)
+            first = _run(module, inputs, _SeededDraws(0)).outputs
         except Exception as error:
             shapes = [list(t.shape) for t in _tensors(inputs)]
             raise ValueError(
                 f"the model cannot be run on two made-up records of shapes {shapes}: {error}. Pass example_inputs=, the positional arguments of the "
                 "model for two made-up records (no real ones)."
             ) from error
-        second = _trace(module, other)
-        _require_same_rows(module, first, second, "another record in the batch")
+        _require_unchanged(module, before)
+        if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
+            raise ValueError(
+                "the model's output must be a tensor with one row per record in dimension 0 (a loss computed inside the model mixes records)"
+            )
+        if not all(bool(torch.isfinite(t).all()) for t in first if t.is_floating_point()):
+            raise ValueError("the model's output on made-up records is not finite: pass example_inputs=, made-up records that the model can take")
+        if not _same_outputs(first, _run(module, inputs, _SeededDraws(0)).outputs, torch.ones(2, dtype=torch.bool), is_same_size=False):
+            raise ValueError(
+                "the model gives another output when it is run again on the same records: it remembers earlier batches, or draws from a generator "
+                "that torch.manual_seed, random.seed and numpy.random.seed do not set. Nobody can tell then whether it mixes records. Keep nothing "
+                "between forward passes, and draw with torch's own generator."
+            )
+        draws = _SeededDraws(0)
         try:
-            third = _trace(module, alone)
+            alone = _run(module, _given(inputs, [0]), draws)
         except Exception as error:
             raise ValueError(f"the model fails on a batch of one record, which Poisson sampling delivers: {error}. {_FIX}") from error
-        _require_same_rows(module, first, third, "the number of records in the batch")
+        several = _SeededDraws(0)
+        rows = _sizes(inputs)[-1]
+        _run_given(module, inputs, rows, several)
+        axes = None  # in what is drawn, the dimension of the records; None: they draw one after another
+        if len(draws.shapes) == len(several.shapes):
+            axes = [_record_axis(s, t, rows) for s, t in zip(draws.shapes, several.shapes, strict=True)]
+        _require_unmoved(module, inputs, alone, axes or [])
+        _require_same_alone(module, inputs, axes or [], is_aligned=axes is not None and not several.is_elsewhere)
+    _require_unchanged(module, before)
+
+
+def _require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:
     for name, t in [*module.named_buffers(), *module.named_parameters()]:
-        if name not in before or not torch.equal(t, before[name]):
-            owner = name.rpartition(".")[0] or type(module).__name__
+        if name in before and torch.equal(t, before[name]):
+            continue
+        owner = name.rpartition(".")[0]
+        what = f"module {owner or type(module).__name__!r} changes its buffer or parameter {name!r} in the forward pass"
+        layer = module.get_submodule(owner)
+        if any(type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in [layer, *layer._forward_pre_hooks.values()]):
             raise ValueError(
-                f"module {owner!r} changes its buffer or parameter {name!r} in the forward pass: statistics of the records would leave without "
-                f"noise. {_FIX}"
+                f"{what}: the power iteration of spectral_norm, which moves on at every call; a weight computed from another one has no per-record "
+                "gradients either. Take it off (torch.nn.utils.remove_spectral_norm, torch.nn.utils.parametrize.remove_parametrizations). To bound a "
+                "weight, divide it by its largest singular value after optimizer.step(), which costs no privacy."
             )
+        raise ValueError(f"{what}: statistics of the records would leave without noise. {_FIX}")
 
 
-def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+def _require_same_alone(module: nn.Module, inputs: tuple[Any, ...], axes: list[int | None], is_aligned: bool) -> None:
+    """Raise if a record's output depends on how many others there are or on its place among them. All records draw the same random numbers here.
+
+    Args:
+        axes: for each draw, the dimension of the records.
+        is_aligned: records after the first one draw what they would alone.
+    """
+    singles = [_run(module, _given(inputs, [k]), _SeededDraws(0, axes, are_alike=True)) for k in range(2)]
+    for rows in _sizes(inputs):
+        together = _run_given(module, inputs, rows, _SeededDraws(0, axes, are_alike=True), singles[0])
+        places = torch.arange(rows)
+        for k, single in enumerate(singles[: 2 if is_aligned else 1]):
+            expected = _Forward([t.expand(rows, *t.shape[1:]) for t in single.outputs], shapes=together.shapes)
+            for key in together.notes.keys() & single.notes.keys():
+                whole = single.notes[key][0]
+                axis = _record_axis(whole.shape, together.shapes[key], rows)
+                if axis is not None:
+                    expected.notes[key] = [note.expand(rows, -1) for note in _by_record(whole, axis, 1)]
+            keep = places % 2 == k if is_aligned else places == 0
+            _require_same(module, expected, together, keep, "the number of records in the batch, or on its place among them", is_same_size=False)
+
+
+def _require_unmoved(module: nn.Module, inputs: tuple[Any, ...], alone: _Forward, axes: list[int | None]) -> None:
+    """Raise if other values of the other records move what happens to a record, under the same random numbers."""
+    limits, on_cpu = _integer_limits(module, inputs), _on_cpu(module)
+    start, spent, is_random = time.thread_time(), 0, False
+
+    def compare(rows: int, kind: str, seed: int, kept: list[Tensor]) -> None:
+        """One batch, in which those in each of ``kept`` stay and all others are exchanged."""
+        nonlocal spent, is_random
+        base, others = _neighbours(inputs, rows, kind, limits, seed)
+        draws = _SeededDraws(seed, axes)
+        try:
+            if on_cpu:
+                _tried(module, base, on_cpu)
+            first = _run(module, base, draws, alone, rows)
+        except Exception as error:
+            if kind in ("given", "copies"):
+                raise ValueError(f"the model fails on a batch of {rows} made-up records: {error}") from error
+            return  # it may refuse such values
+        for keep in kept:
+            exchanged = iter(list(_tensors(others)))
+            mixed = tuple(_map(lambda t, keep=keep, exchanged=exchanged: torch.where(_like(keep, t), t, next(exchanged)), base))
+            try:
+                if on_cpu:
+                    _tried(module, mixed, on_cpu)
+                second = _run(module, mixed, _SeededDraws(seed, axes), alone, rows)
+            except Exception:
+                continue
+            _require_same(module, first, second, keep, "another record in the batch", is_same_size=True)
+        spent += rows * (1 + len(kept))
+        is_random |= draws.is_random
+
+    kinds = ("given", "copies", "outliers", "missing", "short")
+    middle, large = _sizes(inputs)[len(_sizes(inputs)) // 2], _sizes(inputs)[-1]
+    batches = [(middle, kinds[:2]), (large, kinds), (2, kinds[:2]), (middle, kinds[2:])]
+    groups = [(rows, kind) for rows, several in batches for kind in several]
+    for seed, (rows, kind) in enumerate(groups):
+        seconds = time.thread_time() - start
+        if seed < 2 or seconds * (1 + 5 * rows / spent) < _SECONDS:
+            compare(rows, kind, seed, _kept(rows))
+    start = time.thread_time()
+    for seed in range(_SEEDS if is_random else 0):
+        if seed >= _FEWEST_SEEDS and time.thread_time() - start > _SECONDS:
+            return
+        rows = (2, middle)[seed // 2 % 2]
+        compare(rows, kinds[seed % 2], len(groups) + seed, [_kept(rows)[seed // 4 % len(_kept(rows))]])
+
+
+def _kept(rows: int) -> list[Tensor]:
+    """Which records stay while all others change: the first, the last, the middle one, any half."""
+    places = torch.arange(rows)
+    half = torch.randperm(rows, generator=torch.Generator().manual_seed(rows)) < rows // 2
+    return [places == 0, places == rows - 1, *([places == rows // 2, half] if rows > 2 else [])]
+
+
+def _neighbours(inputs: tuple[Any, ...], rows: int, kind: str, limits: list[int], seed: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Made-up records and others that may take their places."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = [_neighbours_like(t, rows, kind, limit, generator) for t, limit in zip(_tensors(inputs), limits, strict=True)]
+    bases, others = iter(pairs), iter(pairs)
+    return tuple(_map(lambda _: next(bases)[0], inputs)), tuple(_map(lambda _: next(others)[1], inputs))
+
+
+def _neighbours_like(t: Tensor, rows: int, kind: str, limit: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def chance(probability: float) -> Tensor:
+        return (torch.rand(made.shape, generator=generator) < probability).to(t.device)
+
+    made, other = _values_like(t, rows, limit, generator), _values_like(t, rows, limit, generator)
+    if kind == "given":
+        return t[torch.arange(rows, device=t.device) % 2], other * 4 + 3 if t.is_floating_point() else other
+    if kind == "copies":
+        return t[:1].repeat_interleave(rows, 0), t[1:2].repeat_interleave(rows, 0)
+    if kind == "outliers":
+        if not t.is_floating_point():
+            return made, torch.full_like(other, limit - 1)
+        made[[0, rows // 2, rows - 1]] *= 20
+        return made, other * 300
+    if kind == "missing" and t.is_floating_point():
+        return made.masked_fill(chance(0.25), math.nan), other.masked_fill(chance(0.25), math.nan).masked_fill(chance(0.05), math.inf)
+    if kind == "short" and t.dim() > 1:
+        made, other = made.masked_fill(made == 0, 1), other.masked_fill(other == 0, 1)
+        lengths = torch.randint(1, t.shape[1] // 2 + 2, (rows, 1), generator=generator)
+        return made.masked_fill(_like(torch.arange(t.shape[1]) >= lengths, t), 0), other
+    return made, other
+
+
+def _values_like(t: Tensor, rows: int, limit: int, generator: torch.Generator) -> Tensor:
+    shape = (rows, *t.shape[1:])
+    if t.is_floating_point():
+        values = torch.randn(shape, generator=generator)
+    elif limit > 256:  # of every order of magnitude
+        values = (limit ** torch.rand(shape, generator=generator, dtype=torch.float64)).long() - 1
+    else:
+        values = torch.randint(limit, shape, generator=generator)
+    return values.to(t.dtype).to(t.device)
+
+
+def _integer_limits(module: nn.Module, inputs: tuple[Any, ...]) -> list[int]:
+    """For each tensor, the number below which the model takes any integer; 2 where integers would be out of place."""
+    tables = {layer.num_embeddings for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))}
+    candidates = sorted({100_001, 256, *tables, *(n for t in _tensors(inputs) for n in t.shape[1:])}, reverse=True)
+    on_cpu = _on_cpu(module)
+
+    def takes(place: int, limit: int) -> bool:
+        places = itertools.count()
+        trial = tuple(_map(lambda t: torch.full_like(t, limit - 1) if next(places) == place else t, inputs))
+        try:
+            outputs = _tried(module, trial, on_cpu)
+            return all(bool(torch.isfinite(t).all()) for t in _tensors(outputs) if t.is_floating_point())
+        except Exception:
+            return False
+
+    limits = []
+    for place, t in enumerate(_tensors(inputs)):
+        is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+        fitting = [n for n in candidates if is_integer and 2 < n <= torch.iinfo(t.dtype).max + 1]
+        limits.append(next((n for n in fitting if takes(place, n)), 2))
+    return limits
+
+
+def _on_cpu(module: nn.Module) -> dict[str, Tensor]:
+    """What a model on a GPU has, on the CPU: there an index that is too large is an ordinary exception, and does not end the use of the GPU."""
+    return {name: t.detach().cpu() for name, t in [*module.named_parameters(), *module.named_buffers()]} if _cuda_devices(module) else {}
+
+
+def _tried(module: nn.Module, arguments: tuple[Any, ...], on_cpu: dict[str, Tensor]) -> Any:
+    with torch.no_grad(), _SeededDraws(0):
+        return torch.func.functional_call(module, on_cpu, _map(lambda t: t.cpu(), arguments)) if on_cpu else module(*arguments)
+
+
+def _sizes(inputs: tuple[Any, ...]) -> list[int]:
+    largest = max((t[:1].numel() for t in _tensors(inputs)), default=1)
+    return sorted({min(n, max(2, 2**20 // max(largest, 1))) for n in _SIZES})
+
+
+def _given(inputs: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
+    return tuple(_map(lambda t: t[torch.tensor(places, device=t.device)], inputs))
+
+
+def _run_given(module: nn.Module, inputs: tuple[Any, ...], rows: int, draws: _SeededDraws, alone: _Forward | None = None) -> _Forward:
+    try:
+        return _run(module, _given(inputs, [i % 2 for i in range(rows)]), draws, alone, rows)
+    except Exception as error:
+        raise ValueError(f"the model fails on a batch of {rows} made-up records: {error}") from error
+
+
+# -- are recorded gradients those of the records? ----------------------------------------------------------------------------------
+
+
+def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> bool:
+    """Raise unless recorded gradients are those of the records. Returns whether there was any to compare."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
     weights: list[Tensor] = []
 
     def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
-        with _SameRandomNumbers():
+        with _SeededDraws(0):
             outputs = [t.float().reshape(len(t), -1) for t in _tensors(module(*arguments)) if t.is_floating_point()]
         if not weights:
             generator = torch.Generator().manual_seed(1)
@@ -180,8 +417,10 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
         scale = max(float(true.norm()), 1e-3 * largest)  # a gradient that cancels is rounding error
         if not float((records - true).norm()) <= tolerance * scale:
             raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
-    _check_clipping(named, source, [[torch.zeros_like(p) if g is None else g for p, g in zip(parameters, t, strict=True)] for t in truth])
+    if largest > 0:
+        _check_clipping(named, source, [[torch.zeros_like(p) if g is None else g for p, g in zip(parameters, t, strict=True)] for t in truth])
     source.discard(parameters)
+    return largest > 0
 
 
 def _check_clipping(named: Sequence[tuple[str, Tensor]], source: GradientSource, truth: list[list[Tensor]]) -> None:
@@ -197,9 +436,12 @@ def _check_clipping(named: Sequence[tuple[str, Tensor]], source: GradientSource,
     source.add_clipped_sum(named, clip, out)
     expected = (flat * (clip / norms).clamp(max=1.0)[:, None]).sum(0)
     tolerance = 2e-2 if any(p.dtype in (torch.float16, torch.bfloat16) for _, p in named) else 2e-3
-    are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm())
+    are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15
     if not are_norms or not float((torch.cat(out).double() - expected).norm()) <= tolerance * clip:
-        raise ValueError("the clipped sum of two made-up records is not that of their gradients; please report the model as a bug")
+        raise ValueError(
+            "the clipped sum of two made-up records is not that of their gradients, which are recorded correctly: an error of this library in one "
+            'of the model\'s layers. Try grad_sample_mode="hooks", and please report the model.'
+        )
 
 
 def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
@@ -237,63 +479,119 @@ def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[
 # -- running and comparing ---------------------------------------------------------------------------------------------------------
 
 
-def _trace(module: nn.Module, arguments: tuple[Any, ...]) -> list[tuple[str, list[Tensor], list[Tensor]]]:
-    """Run and note (module, inputs, outputs) in the order in which modules finish; the model itself comes last."""
-    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+def _run(
+    module: nn.Module, arguments: tuple[Any, ...], draws: _SeededDraws, alone: _Forward | None = None, rows: int = 1
+) -> _Forward:
+    """Run, and note what modules take and give: whole where ``alone``, the run of one record, is None, otherwise by record."""
+    found = _Forward([])
+    calls: Counter[str] = Counter()
+
+    def note(name: str, given: Any, output: Any) -> None:
+        calls[name] += 1
+        for is_output, value in enumerate((given, output)):
+            for place, t in enumerate(_tensors(value)):
+                if not t.is_floating_point() or t.numel() == 0:  # sorted indices may change, as long as sorted values do not
+                    continue
+                key = (name, calls[name], bool(is_output), place)
+                if alone is None:
+                    found.notes[key] = [t.detach().clone()]
+                elif key in alone.notes and (axis := _record_axis(alone.notes[key][0].shape, t.shape, rows)) is not None:
+                    found.notes[key] = _by_record(t.detach(), axis, rows)
+                found.shapes[key] = t.shape
+
     handles = [
-        layer.register_forward_hook(
-            lambda _, given, output, name=name: calls.append((name, _detached(given), _detached(output)))
-        )
+        layer.register_forward_hook(lambda _, given, named, output, name=name: note(name, (given, named), output), with_kwargs=True)
         for name, layer in module.named_modules()
+        if layer is not module
     ]
     try:
-        with torch.no_grad(), _SameRandomNumbers():
-            module(*arguments)
+        with torch.no_grad(), draws:
+            found.outputs = [t.detach() for t in _tensors(module(*arguments))]
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    return found
 
 
-def _require_same_rows(
-    module: nn.Module,
-    first: list[tuple[str, list[Tensor], list[Tensor]]],
-    second: list[tuple[str, list[Tensor], list[Tensor]]],
-    on_what: str,
-) -> None:
-    final = first[-1][2]
-    if not final or any(t.dim() == 0 or len(t) != 2 for t in final):
-        raise ValueError(
-            "the model's output must be a tensor with one row per record in dimension 0 (a loss computed inside the model mixes records)"
-        )
-    if not all(bool(torch.isfinite(t).all()) for t in [*final, *second[-1][2]] if t.is_floating_point()):
-        raise ValueError("the model's output on made-up records is not finite: pass example_inputs=, made-up records that the model can take")
-    if _same_first_row(final, second[-1][2]):
-        return
-    where = f"the forward pass of {type(module).__name__!r}"
-    for (name, given, output), (_, other_given, other_output) in zip(first, second, strict=False):  # the runs may take different paths
-        if not _same_first_row(given, other_given):
-            parent = name.rpartition(".")[0]
-            where = f"the forward pass of {parent or type(module).__name__!r}, before module {name!r},"
-            break
-        if not _same_first_row(output, other_output):
-            where = f"module {name!r}" if name else where
-            break
+def _record_axis(one: Sequence[int], several: Sequence[int], rows: int) -> int | None:
+    """The dimension that grows with the number of records."""
+    if len(one) != len(several):
+        return None
+    grown = [k for k, (n, m) in enumerate(zip(one, several, strict=True)) if n != m]
+    return grown[0] if len(grown) == 1 and several[grown[0]] == rows * one[grown[0]] else None
+
+
+def _by_record(t: Tensor, axis: int, rows: int) -> list[Tensor]:
+    """Some entries of ``t`` as (records, entries); in both orders where a record has several places in the dimension."""
+    t = t.movedim(axis, 0)
+    places = len(t) // rows
+    found = []
+    for outer in {1, places}:
+        by_record = t.reshape(outer, rows, places // outer, -1).movedim(1, 0).flatten(1)
+        step = max(1, by_record.shape[1] // _ENTRIES)
+        while math.gcd(step, by_record.shape[1]) > 1:  # every channel gets its turn
+            step += 1
+        found.append(by_record[:, ::step].clone())
+    return found
+
+
+def _require_same(module: nn.Module, first: _Forward, second: _Forward, keep: Tensor, on_what: str, *, is_same_size: bool) -> None:
+    """Raise, and say where, unless the records in ``keep`` fare the same in both runs."""
+    where, fix = f"the forward pass of {type(module).__name__!r}", _ALONE
+    for key, notes in first.notes.items():
+        others = second.notes.get(key, [])
+        if len(notes) != len(others) or first.shapes[key] != second.shapes[key]:  # another way through the model, which its output decides upon
+            continue
+        if any(_same_somewhere(a, b, keep, is_same_size) for a, b in zip(notes, others, strict=True)):
+            continue
+        name, _, is_output, _ = key
+        if not is_output:
+            where = f"the forward pass of {name.rpartition('.')[0] or type(module).__name__!r}, before module {name!r},"
+        else:
+            where = f"module {name!r}"
+            if any(getattr(part, "batch_first", None) is False for part in module.get_submodule(name).modules()):
+                fix = _TIME_FIRST
+        break
+    else:
+        if _same_outputs(first.outputs, second.outputs, keep, is_same_size=is_same_size):
+            return
     raise ValueError(
-        f"{where} makes a record's output depend on {on_what}: clipping each record's gradient does not bound what one record does. {_FIX}"
+        f"{where} makes a record's output depend on {on_what}: clipping each record's gradient does not bound what one record does. {fix}"
     )
 
 
-def _same_first_row(a: list[Tensor], b: list[Tensor]) -> bool:
-    if len(a) != len(b):
-        return False
-    for s, t in zip(a, b, strict=True):
-        if s.dim() == 0 or t.dim() == 0 or len(s) == 0 or len(t) == 0:
-            continue
-        s, t = s[0].double(), t[0].double()
-        if s.shape != t.shape or not torch.allclose(s, t, rtol=1e-3, atol=1e-5 + 1e-4 * float(s.abs().max() if s.numel() else 0)):
-            return False
-    return True
+def _same_outputs(first: list[Tensor], second: list[Tensor], keep: Tensor, *, is_same_size: bool) -> bool:
+    return len(first) == len(second) and all(
+        s.shape == t.shape and bool(_same_rows(s.reshape(len(s), -1), t.reshape(len(t), -1), is_same_size)[keep].all())
+        for s, t in zip(first, second, strict=True)
+    )
+
+
+def _same_somewhere(a: Tensor, b: Tensor, keep: Tensor, is_same_size: bool) -> bool:
+    """Whether the records' rows are the same, or as many others: a layer may take records in another order, which its gradients decide upon."""
+    if torch.equal(a[keep], b[keep]) or bool(_same_rows(a, b, is_same_size)[keep].all()):
+        return True
+    return sum(bool(_same_rows(row.expand_as(b), b, is_same_size).any()) for row in a) >= int(keep.sum())
+
+
+def _same_rows(a: Tensor, b: Tensor, is_same_size: bool) -> Tensor:
+    """For each record whether its row is the same, up to rounding: next to none in batches of the same size, which run the same kernels."""
+    eps = torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
+    a, b = a.double(), b.double()
+    finite = a.nan_to_num(0.0, 0.0, 0.0)
+    if is_same_size:
+        spreads = [(t - t.mean(0)).abs().mean(0) for t in (finite, b.nan_to_num(0.0, 0.0, 0.0))]
+        smaller, larger = torch.minimum(*spreads), torch.maximum(*spreads)
+        is_spread = smaller > 16 * eps * finite.abs().amax(0)  # more than equal records differ by rounding
+        tolerance = 16 * eps * finite.abs() + 1e-4 * torch.where(is_spread, smaller, larger)
+    else:
+        tolerance = 1e-3 * finite.abs() + 1e-5 + 1e-4 * finite.abs().amax(1, keepdim=True)
+    return ((a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= tolerance)).all(1)
+
+
+def _like(mask: Tensor, t: Tensor) -> Tensor:
+    """``mask``, over the first dimensions of ``t``, made to broadcast."""
+    return mask.to(t.device).reshape(*mask.shape, *(1,) * (t.dim() - mask.dim()))
 
 
 def _wrong_gradient(name: str, what: str) -> str:
@@ -312,8 +610,7 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for p, _ in grads:
                 p.grad = None
-                if p.is_floating_point():  # layers that start at zero would hide what lies behind them
-                    p.add_(_rows_like(p, len(p)) * (0.5 / math.sqrt(p[0].numel())) if p.dim() > 1 else 0.1 * _rows_like(p[None], 1)[0])
+        _vary(module, 0)  # layers that start at zero would hide what lies behind them
         yield
     finally:
         for p, grad in grads:
@@ -323,13 +620,15 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
                 t.copy_(before[name])
 
 
-def _rows_like(t: Tensor, rows: int, shift: float = 0.0) -> Tensor:
-    """Made-up rows: Gaussian numbers, or zeros and ones where integers may be indices."""
-    generator = torch.Generator().manual_seed(17 + int(shift))
-    shape = (rows, *t.shape[1:])
-    if t.is_floating_point():
-        return (torch.randn(shape, generator=generator) * (1 + shift) + shift).to(t.dtype).to(t.device)
-    return torch.randint(0, 2, shape, generator=generator).to(t.dtype).to(t.device)
+def _vary(module: nn.Module, seed: int) -> None:
+    """Move the parameters; with a seed other than 0, also change the signs of half of the tensors, which revives a dead output every other time."""
+    generator = torch.Generator().manual_seed(17 + seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.is_floating_point():
+                scale = 0.5 / math.sqrt(p[0].numel()) if p.dim() > 1 else 0.1
+                sign = -1 if seed and bool(torch.rand((), generator=generator) < 0.5) else 1
+                p.mul_(sign).add_(torch.randn(p.shape, generator=generator).to(p.dtype).to(p.device) * scale)
 
 
 def _map(function: Any, value: Any) -> Any:
@@ -343,17 +642,117 @@ def _map(function: Any, value: Any) -> Any:
     return value
 
 
-class _SameRandomNumbers(TorchDispatchMode):
-    """Every operation that draws random numbers starts from the same state: row 1 of a dropout mask is then the same in any batch."""
+class _SeededDraws(TorchDispatchMode):
+    """Random numbers that depend on ``seed``, on the operation and on which of its calls with such shapes it is, on nothing else.
+
+    Args:
+        seed: of torch's generators, Python's and NumPy's.
+        axes: for each draw, the dimension of the records, where known.
+        are_alike: all records get the same numbers, and so do all draws.
+    """
+
+    def __init__(self, seed: int, axes: Sequence[int | None] = (), *, are_alike: bool = False) -> None:
+        super().__init__()
+        self._seed, self._axes, self._are_alike = seed, axes, are_alike
+        self._calls: Counter[str] = Counter()
+        self.shapes: list[torch.Size] = []
+        self.is_elsewhere = False  # random numbers of Python, of NumPy, or within an operation that may mix records
+
+    @property
+    def is_random(self) -> bool:
+        return bool(self.shapes) or self.is_elsewhere
+
+    def __enter__(self) -> Any:
+        random.seed(self._seed)
+        numpy.random.seed(self._seed)
+        self._before = _other_states()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.is_elsewhere |= self._before != _other_states()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            torch.manual_seed(0)
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not _is_random(function, args, kwargs):
+            return function(*args, **kwargs)
+        seed = self._seed
+        if not self._are_alike:
+            call = repr((seed, function, [a.shape if isinstance(a, Tensor) else a for a in args]))
+            self._calls[call] += 1
+            seed = zlib.crc32(f"{call}{self._calls[call]}".encode())
+        drawn = _drawn(seed, function, args, kwargs)
+        shape = next(_tensors(drawn)).shape
+        axis = self._axes[len(self.shapes)] if len(self.shapes) < len(self._axes) else None
+        self.shapes.append(shape)
+        samples = function.overloadpacket.__name__ in _SAMPLERS
+        is_for_each = samples or not _reads_values(function)
+        self.is_elsewhere |= not is_for_each
+        # a record's values decide how many random numbers a sampler takes for it, and so where those of the next record start
+        if axis is None or axis >= len(shape) or not (samples or (is_for_each and self._are_alike)):
+            return drawn
+        one = [*shape[:axis], 1, *shape[axis + 1 :]]
+        for k in range(shape[axis]):
+            parts = [
+                a.narrow(axis, k, 1) if isinstance(a, Tensor) and a.dim() == len(shape) and a.shape[axis] == shape[axis]
+                else one if isinstance(a, list) and a == list(shape)
+                else a
+                for a in args
+            ]
+            part = _drawn(seed if self._are_alike else seed + k, function, parts, kwargs)
+            for whole, slice_ in zip(_tensors(drawn), _tensors(part), strict=True):
+                if whole.shape == shape and list(slice_.shape) == one:
+                    whole.narrow(axis, k, 1).copy_(slice_)
+        return drawn
 
 
-def _detached(value: Any) -> list[Tensor]:
-    return [t.detach().clone() for t in _tensors(value)]
+def _is_random(function: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the operation draws random numbers; fused attention does with dropout only."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return False
+    names = [a.name for a in function._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    given = args[place] if len(args) > place else kwargs.get("dropout_p", function._schema.arguments[place].default_value)
+    return bool(given != 0)
+
+
+def _reads_values(function: Any) -> bool:
+    return "_like" not in function.name() and any(
+        isinstance(a.type, torch.TensorType) and not (a.alias_info and a.alias_info.is_write) for a in function._schema.arguments
+    )
+
+
+def _drawn(seed: int, function: Any, args: Any, kwargs: Any) -> Any:
+    generator = kwargs.get("generator")
+    if generator is None:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed notes a stack trace at every call while CUDA is not in use
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        return function(*args, **kwargs)
+    state = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        return function(*args, **kwargs)
+    finally:
+        generator.set_state(state)
+
+
+def _other_states() -> tuple[Any, ...]:
+    """Where the generators of Python and NumPy stand."""
+    state: Any = numpy.random.get_state()
+    return random.getstate(), state[1].tobytes(), state[2:]
+
+
+@contextmanager
+def _other_generators_left_as_found() -> Iterator[None]:
+    python, arrays = random.getstate(), numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(arrays)
 
 
 def _cuda_devices(module: nn.Module) -> list[torch.device]:
