@@ -1,6 +1,7 @@
-"""What all tests share: one thread for each process, and a fresh seed for each test, printed when the test fails."""
+"""What all tests share: one thread for each process, Ctrl-C, and a fresh seed for each test, printed when the test fails."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes share the cores: more threads than cores slow all of them down
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background hands it down ignored, to programs that tests interrupt
 
 hypothesis.settings.register_profile("torch_dpbayes", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("torch_dpbayes")

@@ -6,8 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from opacus.data_loader import DPDataLoader
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
@@ -47,7 +45,8 @@ def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_
     assert isinstance(loader, DPDataLoader) and loader.sample_rate == 64 / 1000
     assert optimizer.num_data == 1000 and optimizer.expected_batch_size == pytest.approx(64) and optimizer.sampling == "poisson"
     assert len(loader) == 15
-    sizes = torch.tensor([float(len(x)) for _ in range(20) for x, _ in loader])
+    loader.batch_sampler.steps = 300
+    sizes = torch.tensor([float(len(x)) for x, _ in loader])
     assert abs(sizes.mean() - 64) < 5 * math.sqrt(64 * 0.936 / len(sizes))
     assert 0.5 < sizes.var() / (64 * 0.936) < 1.7  # binomial sizes; the bounds are five standard errors of a variance of 300 sizes
 
@@ -61,15 +60,6 @@ def test_records_join_independently_at_the_rate_in_force():
     assert (joined.mean(0) - 0.3).abs().max() < 6 * math.sqrt(0.3 * 0.7 / 4000)
     correlation = torch.corrcoef(joined.T) - torch.eye(50)
     assert correlation.abs().max() < 6.5 / math.sqrt(4000)
-
-
-@given(st.integers(1, 10**6), st.floats(1e-6, 1.0))
-@settings(max_examples=200)
-def test_the_rate_in_force_never_exceeds_the_declared_one(num_data, rate):
-    sampler = PoissonSampler(num_data, rate, torch.Generator(), 0)
-    assert 0 < sampler.sample_rate <= rate
-    assert rate - sampler.sample_rate < 2**-24
-    assert sampler.sample_rate * 2**24 == int(sampler.sample_rate * 2**24)  # exactly what 24-bit uniform numbers can realise
 
 
 class Stream(IterableDataset):

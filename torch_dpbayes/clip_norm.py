@@ -56,7 +56,9 @@ def private_clipped_fraction(
     bound = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
     if not 0 < bound < float("inf"):
         raise ValueError(f"max_grad_norm must be positive and finite, got {bound}")
-    draw = PoissonLoader(data_loader, data_loader.sample_rate)  # a draw of its own: the caller's pass over the data goes on undisturbed
+    if optimizer._fixed is not None:
+        optimizer._fixed.begin()
+    draw = data_loader.aside()  # a draw of its own: the caller's pass over the data goes on undisturbed
     norms = _norms(module, source, next(iter(draw)), criterion)
     if len(norms) != draw.sampler_of_draws.size:
         raise ValueError("a record of the draw appears not exactly once in the gradients: pass each batch whole through the model once")
@@ -67,6 +69,7 @@ def private_clipped_fraction(
     gaussian = events.GaussianDpEvent(float(noise_multiplier))
     event = gaussian if rate == 1.0 else events.PoissonSampledDpEvent(rate, gaussian)
     optimizer.accountant.compose(event, label="private_clipped_fraction")
+    draw.sampler_of_draws.retire()
     share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / optimizer.expected_batch_size
     return float(share.clamp(0.0, 1.0))
 
@@ -85,22 +88,32 @@ def simulate_gradient_norms(
         ‖g_i‖₂ of all records, a float32 tensor.
 
     Raises:
-        ValueError: the loader is a private one.
+        ValueError: the loader is a private one, reads a private data set, or hands out batches of one.
 
-    **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged.
+    **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged. Refused are Poisson-sampling loaders, data sets and
+    tensors that a private loader of this process was made over or handed out, and what holds one of them among its attributes. Copies of
+    private records are not recognised: clones, slices, records that were picked out of a data set, and data sets that are read again.
     """
-    if is_private(getattr(public_or_synthetic_loader, "dataset", None)):
+    _refuse_private(public_or_synthetic_loader)
+    attached = GradientSource.attached_to(module)
+    source = BookkeepingGradientSource(module) if attached is None else attached
+    norms = []
+    try:
+        for batch in public_or_synthetic_loader:
+            _refuse_private(batch)
+            norms.append(_norms(module, source, batch, criterion))
+        return torch.cat(norms)
+    finally:
+        if attached is None:
+            source.remove()
+
+
+def _refuse_private(item: Any) -> None:
+    if is_private(item):
         raise ValueError(
             "this loader reads a data set that was made private: gradient norms of its records are private data. Use "
             "private_clipped_fraction, or a loader over public or made-up records."
         )
-    attached = GradientSource.attached_to(module)
-    source = BookkeepingGradientSource(module) if attached is None else attached
-    try:
-        return torch.cat([_norms(module, source, batch, criterion) for batch in public_or_synthetic_loader])
-    finally:
-        if attached is None:
-            source.remove()
 
 
 def _norms(module: nn.Module, source: GradientSource, batch: Any, criterion: Criterion) -> Tensor:

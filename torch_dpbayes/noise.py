@@ -129,7 +129,7 @@ def _normal_(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
 
     Torch makes single precision normals of uniforms of 24 bits on the CPU, 32 on a GPU, so they end at √(2·24·log 2) = 5.77 or 6.7: where a record
     moves a sum by one standard deviation, one result in a million would tell it for certain. What lies beyond 5, six in ten million, is drawn again
-    there, by the inverse of the distribution function in double precision, which ends beyond 10.
+    there, by the inverse of the distribution function in double precision, which ends at 9.8.
     """
     vector.normal_(0.0, std, generator=stream)
     if vector.dtype == torch.float64 or not len(vector) or max(float(end.abs()) for end in torch.aminmax(vector)) <= _TAIL * std:
@@ -160,6 +160,5 @@ def _refuse_used(what: str, position: bytes) -> None:
     if (what, position) in _used_positions:
         raise ValueError(
             f"{what} was already drawn from a generator in this very state in this process. The same noise in two releases cancels in their "
-            "difference; the same batches are not the independent draws that are accounted. Leave out generator=, seed it differently, or "
-            "resume in a fresh process."
+            "difference; the same batches are not the independent draws that are accounted. Leave out generator=, or seed it differently."
         )

@@ -5,109 +5,233 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 import random
 import zlib
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-from weakref import WeakValueDictionary
+from itertools import islice
+from typing import Any, NamedTuple
+from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
 import torch
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Sampler
 
 from .data_parallel import Ranks
 from .noise import fresh_generator, use_position
 
-_private_datasets: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# Data sets, and tensors of batches, that are private: found by their identity for as long as they live. Plain lists take no weak references:
+# they are known by the loaders that read them.
+_private: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
+
+_CELLS = 2**24  # of the unit interval: the values of torch.rand in float32
+_PLACES = 2**53  # in a cell
+_MANY_DELIVERIES = 100
 
 
-def _note_private(dataset: Any) -> None:
-    with contextlib.suppress(TypeError):  # plain lists take no weak references
-        _private_datasets[id(dataset)] = dataset
+def _note_private(item: Any) -> None:
+    with contextlib.suppress(TypeError):
+        _private[id(item)] = item
 
 
-def is_private(dataset: Any) -> bool:
-    """Whether a private loader was made over this data set, or over what it is a subset of."""
-    while isinstance(dataset, Subset):
-        if _private_datasets.get(id(dataset)) is dataset:
+def is_private(item: Any) -> bool:
+    """Whether this is a private loader, a batch or the data set of one, or an object that shows one of them among its attributes and entries."""
+    seen, left = set(), [item]
+    while left:
+        item = left.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, (DPDataLoader, UniformWithReplacementSampler)) or _private.get(id(item), _private) is item:
             return True
-        dataset = dataset.dataset
-    return dataset is not None and _private_datasets.get(id(dataset)) is dataset
+        if any(loader.dataset is item for loader in _private_loaders):
+            return True
+        if isinstance(item, (list, tuple)):
+            left += item[:1000]
+        elif isinstance(item, Mapping):
+            left += islice(item.values(), 1000)
+        elif isinstance(item, (DataLoader, Sampler)) or (hasattr(type(item), "__getitem__") and not isinstance(item, torch.Tensor)):
+            left += getattr(item, "__dict__", {}).values()
+    return False
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
+
+
+class _Draw(NamedTuple):
+    records: torch.Tensor  # positions of this rank's
+    checksum: int  # with the records of other ranks
+    state: torch.Tensor | None  # of the caller's generator beforehand
 
 
 class PoissonSampler(UniformWithReplacementSampler):
     """Every record joins a batch independently with probability q; knows which draw the optimizer may use next.
 
-    Amplification by sampling holds for one step on each draw. The sampler therefore counts: a draw that was delivered must be stepped on
-    exactly once, with all of its records, before the next one; also when it is empty, for a missing step would tell that it was.
+    Amplification by sampling holds for one step on each draw, whatever is in it: who skips a draw for what it holds has chosen the batch, also
+    where it is an empty one. Draws therefore form one sequence. A draw stays until it was stepped on, once and with all of its records; a pass
+    begins with those that are left from earlier ones, and a step on a later draw is refused while an earlier one waits.
 
     On several ranks all draw the same batch from one stream, and rank r of W takes its records r, r + W, r + 2W and so on: no record is on two
     ranks, and which ones join does not depend on W.
 
+    A forked process draws a sequence of its own, and so does a copy, pickled or not.
+
     Args:
         num_data: number of records N, those of other ranks included.
-        sample_rate: q in (0, 1]. The draw compares 24-bit uniform numbers with it; it is rounded down to that grid, so that the rate
-            in force is never above the one that is charged.
-        generator: the caller's source of randomness, of which every position is used once in a process. None: entropy of the operating system.
+        sample_rate: q in (0, 1]; the rate in force is at most 2⁻⁷⁷ below it, and never above, whatever torch's default dtype is.
+        generator: the caller's source of randomness on the CPU, of which every position is used once in a process. None: entropy of the
+            operating system.
         num_workers: that of the loader.
         ranks: the ranks that share the draws; None: there is one.
+
+    **Privacy.** Nothing is released; draws are data. Rate and generator cannot be exchanged, for steps are charged for them.
     """
 
     def __init__(
         self, num_data: int, sample_rate: float, generator: torch.Generator | None, num_workers: int, ranks: Ranks | None = None
     ) -> None:
-        grid_rate = math.floor(sample_rate * 2**24) / 2**24
-        if grid_rate == 0.0:
-            raise ValueError(f"a sampling rate of {sample_rate} is below the resolution of the uniform numbers (2**-24)")
+        if not 0 < sample_rate <= 1:
+            raise ValueError(f"a sampling rate is a probability between 0 and 1, got {sample_rate}: it is batch size / number of records")
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(f"batches are drawn on the CPU, but the DataLoader's generator= lives on {generator.device}: pass torch.Generator()")
         super().__init__(
             num_samples=num_data,
-            sample_rate=grid_rate,
+            sample_rate=sample_rate,
             generator=fresh_generator() if generator is None else generator,
             steps=max(1, math.floor(1 / sample_rate + 1e-9)),
         )
+        cell, rest = divmod(sample_rate * _CELLS, 1.0)
+        self._cell, self._place = cell / _CELLS, int(rest * _PLACES)  # the rate in force is cell + place·2⁻⁵³·2⁻²⁴, never above q
         self.has_user_generator = generator is not None
         self.num_workers = num_workers
         self.ranks = ranks
         self.passes = 0
+        self.draw = 0  # changes with every delivery of a new draw
         self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier batches
-        self._reset()
-
-    def _reset(self) -> None:
-        self._drawn: deque[tuple[int, int]] = deque()  # size and checksum of what was drawn and not yet delivered
+        self._pid = os.getpid()
+        self._state = _state_of(self.generator)  # where the last draw left the generator
+        self._draws: deque[_Draw] = deque()  # what was drawn and not yet stepped on
+        self._waiting: deque[torch.Tensor] = deque()  # of a resumed run: states from which the draws that got no step are drawn again, first
+        self._deliveries = 0  # of the first of them
         self._size = 0  # of the draw that was delivered last
-        self.checksum = 0  # of that draw, with the records of other ranks
+        self.checksum = 0  # of that draw
         self._part_size = 0  # of the batch that was delivered last
+        self._begin()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("sample_rate", "num_samples", "generator") and name in self.__dict__:
+            raise AttributeError(
+                f"{name} of a private loader's draws is fixed: every step is charged for the draws that were declared. Make a loader with other ones "
+                "by PrivacyEngine.make_private(..., data_loader=DataLoader(dataset, batch_size=..., generator=...))"
+            )
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.has_user_generator or self.ranks is not None:
+            raise TypeError(
+                "a private loader with a generator of the caller's, or of several ranks, cannot be pickled or copied: original and copy would draw "
+                "the same batches, which are charged as independent ones. Make the copy's by PrivacyEngine.make_private from a DataLoader of its own"
+            )
+        return PoissonSampler, (self.num_samples, self.sample_rate, None, self.num_workers)
+
+    def _begin(self) -> None:
+        self._handed = 0  # draws that the loader took in this pass; those that are left come first
+        self._delivered = 0  # those of them that it has handed out
         self._ready = False  # a batch was delivered and not yet stepped on
         self._is_last = True  # it completes its draw
-        self._missed = False  # a batch was delivered and never stepped on
-        self.draw = getattr(self, "draw", 0) + 1
+        self._missed = False  # a batch of this pass was delivered and never stepped on
+        self.draw += 1
+
+    def _enter_process(self) -> None:
+        """A forked child begins a sequence of its own, with randomness of its own."""
+        if os.getpid() == self._pid:
+            return
+        self.require_own_process()
+        self._renew(fresh_generator())
+        self._pid = os.getpid()
+        self._begin()
+
+    def require_own_process(self) -> None:
+        """Raise in a forked child whose draws would be its parent's."""
+        if os.getpid() != self._pid and (self.has_user_generator or self.ranks is not None):
+            raise RuntimeError(
+                "this private loader was made in another process, with a generator of the caller's or for several ranks: a forked child draws the "
+                "same batches as its parent and its siblings, which are charged as independent ones. Call make_private inside the child on a "
+                "DataLoader whose generator= has a seed of the child's own, or leave out generator="
+            )
+
+    def _renew(self, generator: torch.Generator) -> None:
+        self.__dict__["generator"] = generator
+        self._state = _state_of(generator)
+        self._draws.clear()
+        self._waiting.clear()
+        self._deliveries = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._reset()
+        self._enter_process()
+        self._begin()
         self.passes += 1
-        draws = super().__iter__()
+        this = self.passes
         for _ in range(self.steps):
-            if self.has_user_generator:
-                use_position("a batch", self.generator)
-            indices, checksum = next(draws), 0
-            if self.ranks is not None:
-                checksum = zlib.crc32(array("q", indices).tobytes())
-                indices = [i for i in indices if i % self.ranks.size == self.ranks.rank]
-            self._drawn.append((len(indices), checksum))
-            yield indices
+            self.require_latest(this)
+            self._enter_process()
+            if self._handed == len(self._draws):
+                self._draws.append(self._next_draw())
+            self._handed += 1
+            yield self._draws[self._handed - 1].records.tolist()
+
+    def require_latest(self, number: int) -> None:
+        """Raise if another pass began after this one."""
+        if number != self.passes:
+            self._missed = True
+            raise RuntimeError(
+                "two passes over one private loader at a time: their draws cannot be told apart, and a record could be used in two steps on "
+                "one draw. End this pass, and begin a new one, which goes on with the batches that got no step. To look at records in between: "
+                "DataLoader(loader.dataset, batch_size=...)"
+            )
+
+    def _next_draw(self) -> _Draw:
+        state, here = None, None
+        if self.has_user_generator:
+            if self._waiting:
+                here = self.generator.get_state()
+                self.generator.set_state(self._waiting.popleft())
+            state = self.generator.get_state()
+            use_position("a batch", self.generator)
+        elif _state_of(self.generator) != self._state:
+            raise RuntimeError(
+                "the private loader's own generator was seeded or used from outside: equal states draw equal batches, which are charged as "
+                "independent ones. Call make_private again and leave it alone; for runs that can be repeated, give it a loader with a generator of "
+                "yours: DataLoader(dataset, batch_size=..., generator=torch.Generator().manual_seed(...))"
+            )
+        # float32 numbers tell 2²⁴ cells apart; only records in the one that q divides need their place in it
+        cells = torch.rand(self.num_samples, dtype=torch.float32, generator=self.generator, device="cpu")
+        joining = (cells <= self._cell).nonzero().reshape(-1)
+        divided = cells[joining] == self._cell
+        if divided.any():
+            places = torch.randint(_PLACES, (len(joining),), generator=self.generator, device="cpu")
+            joining = joining[~divided | (places < self._place)]
+        if here is not None:
+            self.generator.set_state(here)
+        self._state = _state_of(self.generator)
+        if self.ranks is None:
+            return _Draw(joining, 0, state)
+        return _Draw(joining[joining % self.ranks.size == self.ranks.rank], zlib.crc32(joining.numpy().data), state)
 
     def draw_from(self, state: torch.Tensor) -> None:
         """Draw what rank 0 draws, unless the caller's generators do so already."""
         if not self.has_user_generator:
             self.generator.set_state(state)
+            self._renew(self.generator)
 
     def delivered(self) -> None:
         """The loader hands out the next draw, as one batch."""
-        self._deliver(new_draw=True, is_last=True)
+        self._deliver(is_part=False, is_last=True)
 
     def delivered_part(self, is_last: bool) -> None:
         """Opacus' BatchMemoryManager is about to hand out a part of the next draw."""
@@ -116,33 +240,70 @@ class PoissonSampler(UniformWithReplacementSampler):
                 "BatchMemoryManager with num_workers > 0 announces batches before it delivers them; a skipped one would go unnoticed and "
                 "two draws could mix in one step. Build the DataLoader with num_workers=0."
             )
-        self._deliver(new_draw=self._is_last, is_last=is_last)
+        self._deliver(is_part=True, is_last=is_last)
 
-    def _deliver(self, *, new_draw: bool, is_last: bool) -> None:
+    def _deliver(self, *, is_part: bool, is_last: bool) -> None:
+        self._enter_process()
         self.before_delivery()
         self._missed |= self._ready
-        if new_draw:
-            if not self._drawn:
-                raise RuntimeError("two passes over one private loader at a time: their draws cannot be told apart")
-            self._size, self.checksum = self._drawn.popleft()
+        if self._is_last or not is_part:  # of a new draw
+            self._missed |= self._delivered > 0
+            if self._delivered == self._handed:
+                raise RuntimeError(
+                    "this batch was drawn in another pass over the private loader, or by the process from which this one was forked: begin a new pass"
+                )
+            self._deliveries += self._delivered == 0
+            if self._deliveries > _MANY_DELIVERIES:
+                self._deliveries = 0
+                raise RuntimeError(
+                    f"this batch was handed out {_MANY_DELIVERIES} times and got no step. A draw of the private loader stays until a step is taken "
+                    "on it, for choosing batches by what they hold would undo the amplification that is charged: call backward() and step() on every "
+                    "batch, whatever is in it. To look at records, use DataLoader(loader.dataset, batch_size=...)."
+                )
+            self._size, self.checksum = len(self._draws[self._delivered].records), self._draws[self._delivered].checksum
             self._part_size = self._size
+            self._delivered += 1
             self.draw += 1
         self._ready, self._is_last = True, is_last
 
     def use(self) -> bool:
         """The optimizer steps on the batch delivered last; returns whether it completes its draw."""
-        if not self._ready:
+        self.require_own_process()
+        if not self._ready or os.getpid() != self._pid:
             raise RuntimeError(
-                "no new batch came from the private loader since the last step: amplification by sampling is accounted for one step on "
-                "each draw. Take batches from the loader that make_private returned, and call step() once for each."
+                "no new batch came from the private loader since the last step, or since this process was forked: amplification by sampling is "
+                "accounted for one step on each draw. Take batches from the loader that make_private returned, and call step() once for each."
             )
         self._ready = False
         if self._missed:
             raise RuntimeError(
-                "a batch of this pass over the private loader got no step. Which steps are taken must not depend on the data: call "
-                "backward() and step() on every batch, empty ones included."
+                "a batch of this pass over the private loader got no step, or the one after it was taken first. Which steps are taken must not "
+                "depend on the data: call backward() and step() on every batch, empty ones included. A new pass begins with the batch that was left "
+                "out."
             )
         return self._is_last
+
+    def retire(self) -> None:
+        """The optimizer has made a release out of the draw, which is used up now. A step that fails before leaves it waiting."""
+        self._draws.popleft()
+        self._handed, self._delivered, self._deliveries = self._handed - 1, 0, 0
+
+    def position(self) -> torch.Tensor:
+        """States of the caller's generator, a row each: those that the draws which wait for a step come from, then where it stands.
+
+        Others may have drawn from it in between.
+        """
+        drawn = [draw.state for draw in self._draws if draw.state is not None]
+        return torch.stack([*drawn, *self._waiting, self.generator.get_state()])
+
+    def resume(self, position: torch.Tensor) -> None:
+        """Go on from where a saved run was, in a new pass: with the draws that waited, then with new ones."""
+        *waiting, here = (state.clone() for state in position)
+        self.generator.set_state(here)
+        self._renew(self.generator)
+        self._waiting.extend(waiting)
+        self.passes += 1
+        self._begin()
 
     @property
     def size(self) -> int:
@@ -170,13 +331,21 @@ class _CountingCollate:
 class PoissonLoader(DPDataLoader):
     """Opacus' Poisson-sampling loader at an exact rate, with a :class:`PoissonSampler` that keeps count.
 
+    A batch stays until it was stepped on: a new pass, ``next(iter(loader))`` included, begins with the batches that got no step. Looking at batches
+    therefore changes nothing, and this loader draws no other one because of what a batch holds. A pass that ``break`` leaves goes on in the next.
+
     Args:
         data_loader: the user's loader, whose dataset, collate function and worker settings are taken over.
         sample_rate: q in (0, 1].
         ranks: the ranks that share the draws, each of which sees all of the data set and delivers its part; None: there is one.
 
+    Raises:
+        RuntimeError: while batches are taken: two passes at a time, a batch that is handed out over and over without a step, a generator of
+            the library's own that somebody seeded, or a forked process whose parent's generator was the caller's.
+
     **Privacy.** The batches are data; nothing is released. Draws use the generator of ``data_loader`` if it has one (its seed is then a
-    secret like the noise's), fresh entropy of the operating system otherwise.
+    secret like the noise's), fresh entropy of the operating system otherwise, in each forked process and each copy anew. One step is taken on
+    each draw, in the order of the draws; how many steps are taken, and at which lr, must not be decided by looking at batches.
     """
 
     def __init__(self, data_loader: DataLoader[Any], sample_rate: float, ranks: Ranks | None = None) -> None:
@@ -185,6 +354,7 @@ class PoissonLoader(DPDataLoader):
             raise ValueError("this loader's draws are shared by several ranks, but here nothing is said about the others: do this on one process")
         self.sample_rate = sample_rate
         self.distributed = ranks is not None
+        self._aside: PoissonLoader | None = None
         user_collate = data_loader.collate_fn
         while hasattr(user_collate, "wrapped_collator_fn"):  # of a loader that was private before
             user_collate = user_collate.wrapped_collator_fn
@@ -199,9 +369,9 @@ class PoissonLoader(DPDataLoader):
             ) from error
         generator = data_loader.generator
         if isinstance(data_loader, PoissonLoader) and data_loader.sampler_of_draws.has_user_generator:
+            data_loader.sampler_of_draws.require_own_process()
             generator = data_loader.sampler_of_draws.generator
         sampler = PoissonSampler(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
-        _note_private(dataset)
         if data_loader.num_workers == 0:
             collate_fn = _CountingCollate(collate_fn, sampler)
         DataLoader.__init__(
@@ -217,6 +387,24 @@ class PoissonLoader(DPDataLoader):
             prefetch_factor=data_loader.prefetch_factor,
             persistent_workers=data_loader.persistent_workers,
         )
+        self._note()
+
+    def _note(self) -> None:
+        _private_loaders.add(self)
+        for item in (self.dataset, *getattr(self.dataset, "tensors", ())):
+            _note_private(item)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("sample_rate", "num_workers") and "batch_sampler" in self.__dict__:
+            raise AttributeError(
+                f"{name} of a private loader is fixed. Make a loader with another one by "
+                "PrivacyEngine.make_private(..., data_loader=DataLoader(dataset, batch_size=..., num_workers=...))"
+            )
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._note()
 
     @property
     def sampler_of_draws(self) -> PoissonSampler:
@@ -224,14 +412,30 @@ class PoissonLoader(DPDataLoader):
         assert isinstance(self.batch_sampler, PoissonSampler)
         return self.batch_sampler
 
+    def aside(self) -> PoissonLoader:
+        """A loader of the same data and rate with a sequence of draws of its own, always the same: a draw that got no release comes again."""
+        if self._aside is None:
+            self._aside = PoissonLoader(self, self.sample_rate)
+        return self._aside
+
     @property
     def expected_batch_size(self) -> float:
         """B = qN."""
         return self.sample_rate * self.sampler_of_draws.num_samples
 
     def __iter__(self) -> Iterator[Any]:
+        sampler, this, process = self.sampler_of_draws, 0, os.getpid()
         for batch in super().__iter__():
-            self.sampler_of_draws.delivered()
+            if self.num_workers > 0 and os.getpid() != process:
+                raise RuntimeError(
+                    "this pass over the private loader began in another process, whose workers' batches come from draws of that process: begin a "
+                    "new pass"
+                )
+            this = this or sampler.passes
+            sampler.require_latest(this)
+            sampler.delivered()
+            for tensor in _tensors(batch):
+                _note_private(tensor)
             yield batch
 
     def records_digests(self) -> dict[str, str | None]:
@@ -264,6 +468,14 @@ class PoissonLoader(DPDataLoader):
                 "NumPy's or Python's global random numbers, or hand out a label with every record."
             )
         return {part: hashlib.blake2b(b"".join(lasting[part]), digest_size=16).hexdigest() if part in lasting else None for part in first}
+
+
+def _tensors(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, (list, tuple, Mapping)):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(item)
 
 
 @contextlib.contextmanager

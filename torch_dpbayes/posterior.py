@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .fixed_tensors import same_values
+
 Transform = Callable[[Tensor], Tensor]
 _Sample = dict[str, Tensor]
 
@@ -118,8 +120,8 @@ class PosteriorSamples:
             ValueError: the model has no trainable parameter, has other ones than at the first call, has a non-finite
                 one, or has a buffer that changed. The call is then not counted.
 
-        **Privacy**: post-processing of the released iterate, no charge. Buffers are compared with those that
-        ``make_private`` recorded, or else with those of the first call.
+        **Privacy**: post-processing of the released iterate, no charge. Buffers are compared with those of a private
+        model when its loader delivered the first batch, or else with those of the first call.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shapes = {name: p.shape for name, p in parameters.items()}
@@ -152,16 +154,16 @@ class PosteriorSamples:
         self._samples.append({name: p.detach().clone() for name, p in parameters.items()})
 
     def _check_buffers(self, model: nn.Module) -> None:
-        buffers = dict(model.named_buffers())
+        buffers = dict(model.named_buffers(remove_duplicate=False))
         before: dict[str, Tensor] | None = getattr(model, "_dpbayes_buffers", None)
         since = "make_private"
         if before is None:
             if self._buffers is None:
                 self._buffers = {name: b.detach().clone() for name, b in buffers.items()}
             before, since = self._buffers, "the first collect()"
-        now = {**dict(model.named_parameters()), **buffers}  # make_private notes frozen parameters as well
+        now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}  # make_private notes frozen parameters as well
         for name in sorted(before.keys() | buffers.keys()):
-            if name not in before or name not in now or not _same(before[name], now[name]):
+            if name not in before or name not in now or not same_values(before[name], now[name]):
                 raise ValueError(
                     f"Buffer {name!r} changed since {since}. What a forward pass writes into a buffer or a frozen parameter depends on the "
                     "private records and carries no noise, so a sample of this model would not be private. Use a layer "
@@ -583,13 +585,6 @@ def _mixture_quantiles(means: Tensor, quantiles: Sequence[float], noise_std: flo
 def _array(sample: Tensor) -> "np.ndarray[Any, Any]":
     """On the CPU; numpy has no bfloat16, and sums in half precision would not do for a variance."""
     return np.asarray(sample.to("cpu", torch.promote_types(sample.dtype, torch.float32)))
-
-
-def _same(before: Tensor, now: Tensor) -> bool:
-    if before.shape != now.shape:
-        return False
-    before = before.to(now)  # the model may have moved to another device or dtype as a whole
-    return bool(((before == now) | ((before != before) & (now != now))).all())
 
 
 def _difference(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> str:

@@ -25,7 +25,8 @@ from .accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .clipping.bookkeeping import BookkeepingGradientSource
 from .clipping.gradient_source import GradientSource, HooksGradientSource
 from .data_parallel import CALIBRATION, Ranks, refuse_wrapped, require_alone
-from .model_checks import check_layers, check_model, fixed_tensors, made_up_inputs
+from .fixed_tensors import FixedTensors, forward_passes_leave_buffers
+from .model_checks import check_layers, check_model, made_up_inputs
 from .noise import stream_position
 from .optim.base import PrivateOptimizer, options_of
 from .poisson_loader import PoissonLoader
@@ -116,9 +117,9 @@ class PrivacyEngine:
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Attach per-record gradients to the model, Poisson sampling to the loader, and both to the optimizer.
 
-        The model is checked on two made-up records first: a record's output must not depend on other records, and the recorded gradients must be
-        the gradients of the records. The loader is replaced by one that draws every record independently at rate q = batch size / number
-        of records.
+        The model is checked on made-up records first, in batches of 2 to 33: a record's output must not depend on other records, and the recorded
+        gradients must be the gradients of the records. The loader is replaced by one that draws every record independently at rate q = batch
+        size / number of records. From the first batch on the model's buffers and frozen parameters must stay as they are.
 
         Args:
             module: the model, in training mode. The same object is returned, with hooks attached.
@@ -129,7 +130,7 @@ class PrivacyEngine:
             max_grad_norm: clip norm C of one record's gradient.
             noise_multiplier: floor of the noise std on the clipped sum, in units of C.
             grad_sample_mode: ``"bookkeeping"``, the default, which gets the clipped sum from one ordinary backward pass, or ``"hooks"``,
-                Opacus' per-record gradients. Both give the same sum; only hooks leave ``p.grad`` and ``p.grad_sample`` behind.
+                Opacus' per-record gradients. Both give the same sum; only hooks leave ``p.grad_sample`` behind.
             clipping_kernels: for book-keeping, ``{layer name: way}`` where another way of computing is wanted than the one with the least
                 estimated cost: ``"gram"`` or ``"instantiate"`` for linear layers on sequences, ``"gram"``, ``"unfold"``, ``"grouped"`` or
                 ``"loop"`` for convolutions.
@@ -297,14 +298,16 @@ class PrivacyEngine:
         else:
             source = BookkeepingGradientSource(module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels)
         try:
-            check_model(module, source, example_inputs)
+            with forward_passes_leave_buffers(module):
+                check_model(module, source, example_inputs)
             if self._ranks is not None:
                 _compare(self._ranks, module, optimizer, loader, loss_reduction)
         except BaseException:
             source.remove()
             raise
-        module._dpbayes_buffers = dict(fixed_tensors(module))  # type: ignore[assignment]
-        optimizer._bind(source, loader.sampler_of_draws, is_alone=self._is_alone)
+        fixed = FixedTensors(module)
+        module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
+        optimizer._bind(source, loader.sampler_of_draws, fixed, is_alone=self._is_alone)
         self._accountant = optimizer.accountant
         if not isinstance(data_loader, PoissonLoader) and (self._ranks is None or self._ranks.rank == 0):
             _log.warning(

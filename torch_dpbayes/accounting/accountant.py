@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import uuid
 import weakref
@@ -131,6 +132,7 @@ class PrivacyAccountant:
         self._open_book(None if ledger is None else Session(ledger, job or uuid.uuid4().hex, later))
         if self._book.session is not None and not job:
             self._book.session.later = bool(self._book.counts)
+        util.register_after_fork(self, PrivacyAccountant._settle_at_exit)  # what was unpickled in a fork server's worker before it forgets finalizers
         _accountants.add(self)
 
     def _open_book(self, session: Session | None) -> None:
@@ -138,8 +140,12 @@ class PrivacyAccountant:
         self._run = None
         self._book = Book(Settings(budget, self._method, self._neighboring), session)
         self._book.refresh()
-        if session is not None:
-            util.Finalize(self, _settle_quietly, (session, self._lock), exitpriority=100)  # also in children of multiprocessing
+        self._settle_at_exit()
+
+    def _settle_at_exit(self) -> None:
+        """Also in children of multiprocessing; but nothing of another process."""
+        if self._book.session is not None and self._book.process == os.getpid():
+            util.Finalize(self, _settle_quietly, (self._book.session, self._lock), exitpriority=100)
 
     def _current(self, *, charging: bool = False) -> Book:
         """What is known of the history; begun anew from the file in a forked child, and after an interruption."""
@@ -380,8 +386,7 @@ class PrivacyAccountant:
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One Poisson-sampled Gaussian release, under the name that Opacus uses.
 
-        The caller asserts Poisson sampling. Opacus calls this also for ``poisson_sampling=False``, where it is not
-        true: use ``make_private(..., poisson_sampling=True)``, its default.
+        The caller asserts Poisson sampling.
         """
         rate = events.sampling_rate(sample_rate)
         self.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))))
@@ -611,8 +616,18 @@ class PrivacyAccountant:
         return "torch_dpbayes"
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """The hook that Opacus' ``make_private`` attaches to its optimizer."""
+        """The hook that Opacus' ``make_private`` attaches to its optimizer.
+
+        Raises:
+            ValueError: Opacus was told ``poisson_sampling=False``.
+        """
         rate = events.sampling_rate(sample_rate)
+        # Opacus asks in the same words whether it samples or not; the answer stands in the call that asks
+        if not sys._getframe(1).f_locals.get("poisson_sampling", True):
+            raise ValueError(
+                "poisson_sampling=False: every step would be charged as a Poisson draw, which costs far less than these batches. Leave it at True, "
+                "Opacus' default, or take torch_dpbayes.PrivacyEngine, which samples itself."
+            )
 
         def hook(optimizer: Any) -> None:
             if optimizer.accumulated_iterations != 1:

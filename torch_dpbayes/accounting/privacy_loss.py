@@ -613,6 +613,7 @@ _MOST_LEVELS = 1000
 _ROUGH_RATIO, _ROUGH_ACCURACY = 1.02, 1e-3  # of a first bound where levels are many
 RATIO = 1.002  # ratio within which levels are merged
 _LOWER_RATIO = 1.005
+_LARGE_MU = 1e5  # from here on the second term of a Gaussian's delta, which lowers epsilon by 1 in mu**2/2, is below round-off and left out
 
 
 def merge(
@@ -728,6 +729,8 @@ def _gaussian_delta(mu: float, epsilon: float) -> float:
     if mu == 0:
         return 0.0
     first = float(special.ndtr(mu / 2 - epsilon / mu))
+    if mu > _LARGE_MU:
+        return first * (1 + 1e-15)
     return first * (1 + 1e-15) - float(np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu))) * (1 - 1e-15)  # round-off
 
 
@@ -735,6 +738,8 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     if _gaussian_delta(mu, 0.0) <= delta:
         return 0.0
     largest = mu**2 / 2 - mu * float(special.ndtri(delta))
+    if mu > _LARGE_MU:
+        return largest * (1 + 1e-10)
     solution = optimize.brentq(lambda e: _gaussian_delta(mu, e) - delta, 0.0, largest, xtol=1e-14, rtol=1e-12)
     return float(solution) * (1 + 1e-10)
 

@@ -301,9 +301,16 @@ class _Hooks(GradSampleHooks):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         self.passes = ForwardPasses(module, self._is_enabled)
+        handles: Any = module.autograd_grad_sample_hooks  # Opacus' list, which cleanup() takes off the module
+        handles += [p.register_post_accumulate_grad_hook(self._forget_gradient) for p in module.parameters() if p.requires_grad]
 
     def _is_enabled(self) -> bool:
         return bool(self.hooks_enabled)
+
+    def _forget_gradient(self, parameter: Tensor) -> None:
+        """The ordinary gradient is neither clipped nor noisy: another optimizer on these parameters would step on it."""
+        if self.hooks_enabled:
+            parameter.grad = None
 
     def capture_activations_hook(self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor) -> None:
         recording = self.hooks_enabled and module.training and torch.is_grad_enabled()

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
+from numbers import Real
 from typing import Any
 
 import torch
@@ -32,15 +33,18 @@ from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..clipping.gradient_source import GradientSource, HooksGradientSource
 from ..data_parallel import STEP, Ranks, require_alone
+from ..fixed_tensors import CHANGED, FixedTensors
 from ..noise import GaussianNoise, add_gaussian
 from ..poisson_loader import PoissonSampler
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
 
 _LARGEST_LR = 1e30
+_LARGEST_NOISE_MULTIPLIER = 1e30
 _MANY_RECORDS = 2**14
 _ORDINARY = 1e9  # numbers below it cannot overflow float32 in one step
 _OPTIONS_OF_ALL_GROUPS = ("num_data", "expected_batch_size", "max_grad_norm", "noise_multiplier", "temperature", "sampling")
+_OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *_OPTIONS_OF_ALL_GROUPS))
 
 
 _Snapshot = tuple[list[Tensor], list[dict[str, Any]], list[dict[str, Any]]]  # parameters, groups, states
@@ -120,7 +124,8 @@ class PrivateOptimizer(Optimizer):
             look at data.
         sampling: ``"poisson"`` asserts that every batch is an independent Poisson draw at rate B/N, stepped on once
             (``PrivacyEngine.make_private`` sets this and verifies it). None charges each step at sensitivity 2C without amplification,
-            unless B = N: full batches are charged as such, and their length is checked.
+            unless B = N: full batches are charged as such, and their length is checked. Either way a record is in a batch at most once, which
+            an optimizer without an engine cannot see: one that is there k times (a sampler with replacement, a bootstrap) moves the sum by kC.
         accountant: where the steps are charged. None: an accountant of its own.
         generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret. None: operating-system entropy.
     """
@@ -167,6 +172,7 @@ class PrivateOptimizer(Optimizer):
         self._noise = GaussianNoise(generator)
         self._source: GradientSource = HooksGradientSource()
         self._sampler: PoissonSampler | None = None
+        self._fixed: FixedTensors | None = None
         self._ranks: Ranks | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
         self._start_afresh()
@@ -280,7 +286,8 @@ class PrivateOptimizer(Optimizer):
 
         Raises:
             PrivacyBudgetExceeded: the step does not fit into the budget; parameters, state and history are as they were.
-            RuntimeError: a parameter has no per-record gradients, the batch is not a fresh draw of the private loader, or is not complete.
+            RuntimeError: a parameter has no per-record gradients, the batch is not a fresh draw of the private loader, or is not complete; a buffer
+                or a frozen parameter of the model was written to since the loader's first batch.
             ValueError: parameters or options are not finite.
             FloatingPointError: the step took a parameter beyond its dtype; parameters and state are as before, the charge is kept.
         """
@@ -315,6 +322,8 @@ class PrivateOptimizer(Optimizer):
             require_alone()
         layout = self._current_layout()
         if self._collect(layout):
+            if self._fixed is not None and (changed := self._fixed.changed()) is not None:
+                raise RuntimeError(CHANGED.format(changed))
             self._release(layout)
 
     def _collect(self, layout: _Layout) -> bool:
@@ -355,6 +364,8 @@ class PrivateOptimizer(Optimizer):
             self._add_noise(layout, smallest, self._noise.next_stream(layout.device, self._hidden(layout)))
         else:
             self._release_together(layout, smallest, others, self._ranks)
+        if self._sampler is not None:
+            self._sampler.retire()
         start = 0
         for part in layout.parts:
             group, members = part.group, slice(start, start + len(part.parameters))
@@ -472,21 +483,32 @@ class PrivateOptimizer(Optimizer):
             if isinstance(self._last_event[1], events.UnspecifiedBatchGaussianDpEvent) and not self._warned:
                 self._warned = True
                 warnings.warn(
-                    "steps are charged at sensitivity 2C and without amplification, for nothing is known about how batches are drawn. Poisson "
-                    "batches cost far less: model, optimizer, loader = torch_dpbayes.PrivacyEngine().make_private(module=model, "
-                    f"optimizer=partial({type(self).__name__}, lr=...), data_loader=loader, max_grad_norm=...)",
+                    "steps are charged at sensitivity 2C and without amplification, for nothing is known about how batches are drawn, except that no "
+                    "record may be in one of them twice. Poisson batches cost far less: model, optimizer, loader = "
+                    f"torch_dpbayes.PrivacyEngine().make_private(module=model, optimizer=partial({type(self).__name__}, lr=...), data_loader=loader, "
+                    "max_grad_norm=...)",
                     stacklevel=7,
                 )
         return self._last_event[1]
 
     def _langevin(self, group: dict[str, Any]) -> float:
-        return self._group_langevin_noise_multiplier(group) if group["lr"] > 0 else math.inf
+        if not group["lr"] > 0:
+            return math.inf
+        noise_multiplier = self._group_langevin_noise_multiplier(group)
+        if not noise_multiplier < _LARGEST_NOISE_MULTIPLIER:
+            raise ValueError(
+                f"lr = {group['lr']} is so small that the sampler's own noise at temperature {self._temperature} overflows (noise multiplier "
+                f"{noise_multiplier:.3g}), and a step would move nothing. Use a larger lr, 0 to leave the group as it is, or temperature=0."
+            )
+        return noise_multiplier
 
     def _multiplier(self, group: dict[str, Any]) -> float:
         """z of a group. lr = 0 uses nothing of the gradient: the floor applies, and without a floor nothing is released."""
+        self._require_options(group)
         if not math.isfinite(group["prior_mean"]):
             raise ValueError(f"prior_mean = {group['prior_mean']} is not finite")
         _require_positive("prior_std", group["prior_std"], allow_infinite=True)
+        _require_number("lr", group["lr"])
         if not 0 <= group["lr"] < _LARGEST_LR:
             raise ValueError(f"lr = {group['lr']} is negative, not finite, or so large that a step overflows")
         if group["lr"] == 0:
@@ -582,12 +604,10 @@ class PrivateOptimizer(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for name in ("weight_decay", "momentum", *_OPTIONS_OF_ALL_GROUPS):
-                if name in group and name not in self.defaults:
-                    options = ", ".join(self.defaults)
-                    raise ValueError(f"{name} is not an option of a parameter group of {type(self).__name__}: its groups take {options}")
+            self._require_options(group)
             _require_positive("lr", group["lr"])
             _require_positive("prior_std", group["prior_std"], allow_infinite=True)
+            _require_number("prior_mean", group["prior_mean"])
             if not math.isfinite(group["prior_mean"]):
                 raise ValueError(f"prior_mean must be finite, got {group['prior_mean']}")
             for p in group["params"]:
@@ -598,6 +618,15 @@ class PrivateOptimizer(Optimizer):
             raise
         self._layout = None
         self._pending = False
+
+    def _require_options(self, group: dict[str, Any]) -> None:
+        if _OPTIONS_OF_NO_GROUP.isdisjoint(group):
+            return
+        if foreign := [name for name in group if name in _OPTIONS_OF_NO_GROUP and name not in self.defaults]:
+            raise ValueError(
+                f"{foreign[0]} is not an option of a parameter group of {type(self).__name__}: its groups take {', '.join(self.defaults)}. Set "
+                "it for all groups when the optimizer is made."
+            )
 
     def _current_layout(self) -> _Layout:
         members: list[tuple[dict[str, Any], list[str], list[Tensor]]] = []
@@ -616,24 +645,31 @@ class PrivateOptimizer(Optimizer):
         self._pending = False
         second_moment = self._second_moment_size(sum(p.numel() for p in parameters))
         self._layout = _Layout(members, second_moment, self._expected_batch_size, is_shared=self._ranks is not None)
+        if self._fixed is not None:
+            self._fixed.look_closely()
         return self._layout
 
     def _second_moment_size(self, num_parameters: int) -> int:
         """How many numbers a step releases beside the gradient."""
         return 0
 
-    def _bind(self, source: GradientSource, sampler: PoissonSampler, *, is_alone: bool) -> None:
-        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler``.
+    def _bind(self, source: GradientSource, sampler: PoissonSampler, fixed: FixedTensors, *, is_alone: bool) -> None:
+        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler`` and the ``fixed`` tensors.
 
         ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to do with it.
         """
-        self._source, self._sampler, self._ranks, self._is_alone = source, sampler, sampler.ranks, is_alone
+        self._source, self._sampler, self._fixed, self._ranks, self._is_alone = source, sampler, fixed, sampler.ranks, is_alone
         self._sampling = "poisson"
         self._pending = False
         self._layout = None
         # Gradients taken before a batch was delivered are not that batch's; without this, those of an earlier draw could pass for it.
         parameters = [p for group in self.param_groups for p in group["params"]]
-        sampler.before_delivery = lambda: source.discard(parameters)
+
+        def before_delivery() -> None:
+            source.discard(parameters)
+            fixed.begin()
+
+        sampler.before_delivery = before_delivery
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PrivateOptimizer:
         """A copy that charges the same accountant and draws its own noise."""
@@ -644,7 +680,7 @@ class PrivateOptimizer(Optimizer):
         Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
         copy._noise = GaussianNoise()
         if any(a is not b for g, h in zip(self.param_groups, copy.param_groups, strict=True) for a, b in zip(g["params"], h["params"], strict=True)):
-            copy._source = HooksGradientSource()  # of a copied model, which needs hooks of its own
+            copy._source, copy._fixed = HooksGradientSource(), None  # of a copied model, which needs hooks of its own
         copy._start_afresh()
         return copy
 
@@ -664,7 +700,7 @@ class PrivateOptimizer(Optimizer):
         if self._noise.generator is not None:
             private["noise"] = self._noise.generator.get_state()
         if self._sampler is not None and self._sampler.has_user_generator:
-            private["sampler"] = self._sampler.generator.get_state()
+            private["sampler"] = self._sampler.position()
         state["private_step"] = private
         return state
 
@@ -681,6 +717,12 @@ class PrivateOptimizer(Optimizer):
         if private["shapes"] != [[list(p.shape) for p in group["params"]] for group in self.param_groups]:
             raise ValueError("the state belongs to parameters of another number or other shapes than this optimizer's")
         self._resume_accountant(private["accountant"])
+        draws_again = "sampler" in private and self._sampler is not None and self._sampler.has_user_generator
+        if draws_again and _counts(self.accountant) - _counts(self._accountant_of(private["accountant"])):
+            raise ValueError(
+                "the accountant was charged after this state was saved. Its generator would draw those batches again, to be released on with other "
+                "noise, which costs more than the charges say: leave out generator= of the DataLoader."
+            )
         super().load_state_dict({k: v for k, v in state_dict.items() if k != "private_step"})
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, p in zip(saved_ids, (p for group in self.param_groups for p in group["params"]), strict=True):
@@ -690,8 +732,8 @@ class PrivateOptimizer(Optimizer):
         self._start_afresh()
         if "noise" in private and self._noise.generator is not None:
             self._noise.generator.set_state(private["noise"])
-        if "sampler" in private and self._sampler is not None and self._sampler.has_user_generator:
-            self._sampler.generator.set_state(private["sampler"])
+        if draws_again and self._sampler is not None:
+            self._sampler.resume(private["sampler"])
 
     def _settings(self) -> dict[str, Any]:
         """On which the law of a release depends."""
@@ -701,13 +743,17 @@ class PrivateOptimizer(Optimizer):
         if len(self.accountant) == 0 or saved.get("ledger"):  # the file went on counting: it is asked whether it holds what was saved
             self.accountant.load_state_dict(saved)
             return
-        known = PrivacyAccountant(method=self.accountant.method, neighboring=self.accountant.neighboring)
-        known.load_state_dict({**saved, "budget": [], "filter": "", "history": [[*line[:3], "fixed"] for line in saved["history"]]})
-        if _counts(known) - _counts(self.accountant):
+        if _counts(self._accountant_of(saved)) - _counts(self.accountant):
             raise ValueError(
                 "the saved run was charged for steps that this optimizer's accountant does not know: resuming would forget them. Load "
                 "the accountant first (accountant.load_state_dict), or resume with an empty one."
             )
+
+    def _accountant_of(self, saved: dict[str, Any]) -> PrivacyAccountant:
+        """One that knows what was charged when the state was saved, and no more."""
+        known = PrivacyAccountant(method=self.accountant.method, neighboring=self.accountant.neighboring)
+        known.load_state_dict({**saved, "budget": [], "filter": "", "history": [[*line[:3], "fixed"] for line in saved["history"]]})
+        return known
 
 
 def _counts(accountant: PrivacyAccountant) -> Counter[events.DpEvent]:
@@ -739,11 +785,18 @@ def _sum_dtype(parameters: list[Tensor], records: float) -> torch.dtype:
     return torch.float64 if wide else torch.float32
 
 
+def _require_number(name: str, value: Any) -> None:
+    if not isinstance(value, (float, int, Tensor, Real)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+
+
 def _require_positive(name: str, value: float, *, allow_infinite: bool = False) -> None:
+    _require_number(name, value)
     if not value > 0 or (math.isinf(value) and not allow_infinite):
         raise ValueError(f"{name} must be positive{'' if allow_infinite else ' and finite'}, got {value}")
 
 
 def _require_not_negative(name: str, value: float) -> None:
+    _require_number(name, value)
     if not 0 <= value < math.inf:
         raise ValueError(f"{name} must be zero or positive and finite, got {value}")

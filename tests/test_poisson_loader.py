@@ -1,0 +1,543 @@
+"""One sequence of draws, at the rate that is charged, each for one step: nobody chooses batches by what they hold."""
+
+import copy
+import itertools
+import multiprocessing
+import os
+import pickle
+from fractions import Fraction
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.data_loader import DPDataLoader
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from scipy import stats
+from torch import nn
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes import noise
+from torch_dpbayes.poisson_loader import PoissonLoader, PoissonSampler
+
+FALSE_ALARM = 1e-6  # of each statistical test
+
+
+def private(rows=40, batch_size=8, dataset=None, accountant=None, **loader_options):
+    if dataset is None:
+        dataset = TensorDataset(torch.arange(float(rows))[:, None] / rows, torch.zeros(rows, 1))
+    return dpb.PrivacyEngine(accountant).make_private(
+        module=nn.Linear(1, 1),
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+        data_loader=DataLoader(dataset, batch_size=batch_size, **loader_options),
+        max_grad_norm=1.0,
+    )
+
+
+def one(net, optimizer, batch):
+    x, y = batch
+    optimizer.zero_grad()
+    nn.functional.mse_loss(net(x), y).backward()
+    optimizer.step()
+
+
+def records(batch, rows=40):
+    return tuple((batch[0][:, 0] * rows).round().int().tolist())
+
+
+def in_child(work):
+    """What ``work`` returns in a forked process."""
+    ours, theirs = multiprocessing.Pipe()
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(1)
+        try:
+            answer = work()
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        theirs.send(answer)
+        os._exit(0)
+    assert ours.poll(60), "the child did not answer"
+    answer = ours.recv()
+    os.waitpid(pid, 0)
+    return answer
+
+
+# -- one sequence of draws ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_that_got_no_step_comes_again():
+    """Looking, leaving a pass and evaluating are harmless; ``if y.sum() == 0: continue`` does not draw anew."""
+    net, optimizer, loader = private()
+    first = records(next(iter(loader)))
+    assert all(records(next(iter(loader))) == first for _ in range(5))
+    whole = [records(batch) for batch in loader]
+    assert whole[0] == first and [records(batch) for batch in loader] == whole and len(set(whole)) > 1
+    used = []
+    for batch in loader:
+        if len(used) == 3:
+            break
+        one(net, optimizer, batch)
+        used.append(records(batch))
+    for batch in itertools.islice(loader, 2):
+        one(net, optimizer, batch)
+        used.append(records(batch))
+    assert used == whole[:5] and len(optimizer.accountant) == 5
+
+
+@given(plan=st.lists(st.tuples(st.sampled_from(["pass", "peek", "parts"]), st.lists(st.booleans(), max_size=6)), max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_step_k_is_taken_on_draw_k_whatever_is_looked_at(plan):
+    net, optimizer, loader = private(rows=12, batch_size=4)
+    drawn, used = [], []
+    original = loader.sampler_of_draws._next_draw
+    loader.sampler_of_draws._next_draw = lambda: drawn.append(original()) or drawn[-1]
+    for kind, steps in plan:
+        if kind == "peek":
+            next(iter(loader))
+        elif kind == "pass":
+            for batch, is_used in zip(loader, steps):
+                if is_used:
+                    try:
+                        one(net, optimizer, batch)
+                    except RuntimeError as error:
+                        assert "got no step" in str(error)
+                    else:
+                        used.append(sorted(records(batch, 12)))
+        else:
+            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as parts:
+                seen = []
+                for batch, is_used in zip(parts, steps):
+                    if not is_used:
+                        break
+                    charged = len(optimizer.accountant)
+                    one(net, optimizer, batch)
+                    seen += records(batch, 12)
+                    if len(optimizer.accountant) > charged:
+                        used.append(sorted(seen))
+                        seen = []
+    assert used == [draw.records.tolist() for draw in drawn[: len(used)]]
+    assert len(optimizer.accountant) == len(used)
+
+
+def test_skipping_is_refused_until_the_batch_gets_its_step():
+    net, optimizer, loader = private()
+    batches = iter(loader)
+    one(net, optimizer, next(batches))
+    left_out = records(next(batches))
+    for batch in batches:  # "except RuntimeError: continue"
+        with pytest.raises(RuntimeError, match=r"got no step.*A new pass begins with the batch that was left out"):
+            one(net, optimizer, batch)
+    batches = iter(loader)
+    again = next(batches)
+    assert records(again) == left_out and len(optimizer.accountant) == 1
+    one(net, optimizer, again)
+    one(net, optimizer, next(batches))
+    assert len(optimizer.accountant) == 3
+
+
+def test_the_last_batch_of_a_pass_cannot_be_skipped():
+    net, optimizer, loader = private()
+    left_out = None
+    for i, batch in enumerate(loader):
+        if i == len(loader) - 1:
+            left_out = records(batch)
+            continue
+        one(net, optimizer, batch)
+    assert records(next(iter(loader))) == left_out
+
+
+def test_a_loop_that_waits_for_another_batch_is_told():
+    _, _, loader = private()
+    with pytest.raises(RuntimeError, match=r"stays until a step is taken on it.*DataLoader"):
+        for _ in range(1000):
+            next(iter(loader))
+
+
+def test_an_interrupted_draw_comes_again_whole():
+    net, optimizer, loader = private(batch_size=30)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=7, optimizer=optimizer) as parts:
+        first = next(iter(parts))
+        one(net, optimizer, first)
+        assert len(optimizer.accountant) == 0
+    whole = next(iter(loader))
+    assert records(whole)[: len(first[0])] == records(first)
+    one(net, optimizer, whole)
+    assert len(optimizer.accountant) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_two_passes_at_a_time_are_refused(workers):
+    net, optimizer, loader = private(num_workers=workers, **({"multiprocessing_context": "fork"} if workers else {}))
+    outer = iter(loader)
+    one(net, optimizer, next(outer))
+    seen = records(next(iter(loader)))
+    with pytest.raises(RuntimeError, match=r"two passes over one private loader.*End this pass"):
+        next(outer)
+    batches = iter(loader)
+    batch = next(batches)
+    assert records(batch) == seen
+    one(net, optimizer, batch)
+    one(net, optimizer, next(batches))
+
+
+def test_batches_of_workers_that_nobody_saw_come_again():
+    net, optimizer, loader = private(num_workers=2, multiprocessing_context="fork")
+    drawn, used = [], []
+    original = loader.sampler_of_draws._next_draw
+    loader.sampler_of_draws._next_draw = lambda: drawn.append(original()) or drawn[-1]
+    for _ in range(3):
+        for batch in itertools.islice(loader, 2):
+            one(net, optimizer, batch)
+            used.append(list(records(batch)))
+    assert used == [draw.records.tolist() for draw in drawn[:6]]
+
+
+def test_a_step_that_fails_leaves_the_batch_waiting():
+    """``except RuntimeError: continue`` around a step that some records make fail would choose batches by what they hold."""
+    net, optimizer, loader = private()
+    batches = iter(loader)
+    x, y = next(batches)
+    with pytest.raises(RuntimeError, match="do not belong to the batch"):
+        one(net, optimizer, (torch.cat([x, x, x[:1] * 0]), torch.cat([y, y, y[:1] * 0])) if len(x) else (torch.zeros(1, 1), torch.zeros(1, 1)))
+    with pytest.raises(RuntimeError, match="got no step"):
+        one(net, optimizer, next(batches))
+    again = next(iter(loader))
+    assert torch.equal(again[0], x) and len(optimizer.accountant) == 0
+    one(net, optimizer, again)
+    assert len(optimizer.accountant) == 1
+
+
+def test_a_step_that_was_released_and_undone_is_not_taken_again():
+    """Another release on the same draw would cost more than an independent one."""
+    net, optimizer, loader = private()
+    first = next(iter(loader))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "_update", lambda parts: (_ for _ in ()).throw(FloatingPointError("overflow")))
+        with pytest.raises(FloatingPointError):
+            one(net, optimizer, first)
+    assert len(optimizer.accountant) == 1 and records(next(iter(loader))) != records(first)
+
+
+@pytest.mark.parametrize("waiting", [0, 1, 3])
+def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting):
+    seed = torch.seed() % 2**31
+    states, seen = [], []
+    for part in ("whole", "saved", "resumed"):
+        monkeypatch.setattr("torch_dpbayes.noise._used_positions", set())  # as in another process
+        net, optimizer, loader = private(rows=200, batch_size=50, generator=torch.Generator().manual_seed(seed))
+        if part == "resumed":
+            optimizer.load_state_dict(states[0])
+        seen.append([])
+        for batch in itertools.islice(loader, {"whole": 4, "saved": 1, "resumed": 3}[part]):
+            one(net, optimizer, batch)
+            seen[-1].append(records(batch, 200))
+        if part == "saved":
+            list(itertools.islice(loader, waiting))
+            states.append(copy.deepcopy(optimizer.state_dict()))
+    assert seen[0] == seen[1] + seen[2]
+
+
+# -- the rate --------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(1e-9, 1.0) | st.sampled_from([2**-24, 2**-30, 3 * 2**-31, 1.0, 1 / 3]))
+@settings(max_examples=300)
+def test_the_rate_in_force_is_the_declared_one_and_never_above(rate):
+    sampler = PoissonSampler(5, rate, None, 0)
+    in_force = Fraction(sampler._cell) + Fraction(sampler._place, 2**77)
+    assert Fraction(rate) * (1 - Fraction(1, 10**9)) <= in_force <= Fraction(rate)
+
+
+@pytest.mark.parametrize("cells", [1, 4, 2**24])
+def test_records_join_at_the_rate_in_force_whatever_the_default_dtype(monkeypatch, cells):
+    """Also where every record, or every fourth one, falls into the cell that the rate divides."""
+    uniform = torch.rand
+    if cells < 2**24:
+        monkeypatch.setattr("torch_dpbayes.poisson_loader._CELLS", cells)
+        monkeypatch.setattr(torch, "rand", lambda *size, **options: (uniform(*size, **options) * cells).floor() / cells)
+    before = torch.get_default_dtype()
+    for dtype, rate in ((torch.bfloat16, 0.001), (torch.float16, 0.0001), (torch.float32, 0.3), (torch.float64, 0.0001)):
+        torch.set_default_dtype(dtype)
+        try:
+            sampler = PoissonSampler(200_000, rate, None, 0)
+            sampler.steps = 20
+            joined = sum(len(indices) for indices in sampler)
+        finally:
+            torch.set_default_dtype(before)
+        assert stats.binomtest(joined, 20 * 200_000, rate).pvalue > FALSE_ALARM / 12, (dtype, joined / 20 / 200_000)
+
+
+def test_a_full_batch_is_all_records():
+    assert next(iter(PoissonSampler(1000, 1.0, None, 0))) == list(range(1000))
+
+
+def test_the_rate_cannot_be_changed_behind_the_accountant():
+    _, _, loader = private()
+    for target, name, value in (
+        (loader.batch_sampler, "sample_rate", 0.9),
+        (loader.batch_sampler, "num_samples", 10),
+        (loader.batch_sampler, "generator", torch.Generator()),
+        (loader, "sample_rate", 0.9),
+        (loader, "num_workers", 2),
+    ):
+        with pytest.raises(AttributeError, match=f"{name} of a private loader.*make_private"):
+            setattr(target, name, value)
+    assert loader.sample_rate == loader.batch_sampler.sample_rate == 0.2
+
+
+@pytest.mark.parametrize("rate", [0.0, -0.1, 1.5, float("nan")])
+def test_rates_that_are_no_probabilities(rate):
+    with pytest.raises(ValueError, match="batch size / number of records"):
+        PoissonSampler(10, rate, None, 0)
+
+
+# -- randomness --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["seed", "state", "use"])
+def test_the_library_s_own_generator_is_not_seeded_from_outside(how):
+    net, optimizer, loader = private()
+    generator = loader.batch_sampler.generator
+    state = generator.get_state()
+    one(net, optimizer, next(iter(loader)))
+    if how == "seed":
+        generator.manual_seed(0)
+    elif how == "state":
+        generator.set_state(state)
+    else:
+        torch.rand(3, generator=generator)
+    with pytest.raises(RuntimeError, match=r"seeded or used from outside.*make_private again.*generator=torch.Generator"):
+        next(iter(loader))
+
+
+def test_a_generator_on_another_device():
+    with pytest.raises(ValueError, match=r"lives on cuda:0: pass torch.Generator\(\)"):
+        PoissonSampler(10, 0.1, SimpleNamespace(device=torch.device("cuda:0")), 0)
+
+
+def test_forked_children_draw_batches_of_their_own():
+    net, optimizer, loader = private(rows=200, batch_size=50)
+    one(net, optimizer, next(iter(loader)))
+    waiting = records(next(iter(loader)), 200)
+    seen = [in_child(lambda: [records(batch, 200) for batch in loader]) for _ in range(2)]
+    seen.append([records(batch, 200) for batch in loader])
+    assert seen[2][0] == waiting
+    assert len(set(itertools.chain(*seen))) == sum(map(len, seen)) == 12
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_delivered_batch_is_stepped_on_in_one_process(tmp_path, parts):
+    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
+    net, optimizer, loader = private(accountant=accountant, batch_size=20)
+    if parts:
+        loader = BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer).__enter__()
+    batches = iter(loader)
+    batch = next(batches)
+
+    def step_on_it():
+        try:
+            one(net, optimizer, batch)
+        except RuntimeError as error:
+            refused = str(error)
+        if parts:  # what is left of the parent's draw is none of the child's
+            with pytest.raises(RuntimeError, match="forked"):
+                next(batches)
+        accountant.close()
+        return refused, len(accountant)
+
+    refused, charged = in_child(step_on_it)
+    assert "since this process was forked" in refused and charged == 0
+    one(net, optimizer, batch)
+    if not parts:
+        assert len(accountant) == 1
+
+        def go_on():
+            fresh = next(batches)  # the parent's loop goes on in the child with draws of the child's own
+            one(net, optimizer, fresh)
+            accountant.close()
+            return records(fresh)
+
+        theirs, ours = in_child(go_on), next(batches)
+        assert theirs != records(ours)
+        one(net, optimizer, ours)
+        assert len(accountant) == 3
+    accountant.close()
+
+
+def test_children_do_not_share_the_caller_s_generator():
+    seeded = {"generator": torch.Generator().manual_seed(torch.seed() % 2**31)}
+    net, optimizer, loader = private(**seeded)
+    batch = next(iter(loader))
+    for work in (lambda: next(iter(loader)), lambda: one(net, optimizer, batch), lambda: PoissonLoader(loader, 0.2)):
+        assert "Call make_private inside the child" in in_child(work)
+    one(net, optimizer, batch)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copies_draw_batches_of_their_own(copied):
+    loader = PoissonLoader(DataLoader(TensorDataset(torch.arange(200.0)[:, None], torch.zeros(200, 1)), batch_size=50), 0.25)
+    next(iter(loader))
+    other = copied(loader)
+    assert other.sample_rate == other.batch_sampler.sample_rate == 0.25 and len(other) == len(loader)
+    seen = [tuple(x[:, 0].tolist()) for each in (loader, other) for x, _ in each]
+    assert len(set(seen)) == len(seen) == 8
+    with pytest.raises(AttributeError, match="fixed"):
+        other.sample_rate = 0.9
+    with pytest.raises(ValueError, match="was made private"):
+        dpb.simulate_gradient_norms(nn.Linear(1, 1), DataLoader(other.dataset, batch_size=5))
+    seeded = PoissonLoader(DataLoader(loader.dataset, generator=torch.Generator().manual_seed(torch.seed() % 2**31)), 0.25)
+    with pytest.raises(TypeError, match=r"the same batches.*make_private"):
+        copied(seeded)
+
+
+def test_a_copied_loader_after_make_private_belongs_to_no_optimizer():
+    net, optimizer, loader = private()
+    other = copy.deepcopy(loader)
+    batch = next(iter(other))
+    with pytest.raises(RuntimeError, match="no new batch"):
+        one(net, optimizer, batch)
+    assert len(optimizer.accountant) == 0
+
+
+# -- gradient norms without noise --------------------------------------------------------------------------------------------------
+
+
+class Wrapped(Dataset):
+    def __init__(self, inside):
+        self.inside = inside
+
+    def __len__(self):
+        return len(self.inside)
+
+    def __getitem__(self, i):
+        return self.inside[i]
+
+
+def test_norms_of_private_records_are_not_handed_out():
+    rows = [(torch.randn(1), torch.randn(1)) for _ in range(40)]
+    for dataset in (rows, TensorDataset(torch.randn(40, 1), torch.randn(40, 1)), Wrapped(rows)):
+        net, optimizer, loader = private(dataset=dataset)
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=20, optimizer=optimizer) as parts:
+            ways = {
+                "itself": loader,
+                "parts": parts,
+                "batches": list(loader),
+                "one batch": [next(iter(loader))],
+                "an iterator": iter(loader),
+                "islice": itertools.islice(loader, 2),
+                "Opacus' loader": DPDataLoader.from_data_loader(DataLoader(dataset, batch_size=8)),
+                "wrapped": DataLoader(Wrapped(Wrapped(dataset)), batch_size=8),
+                "concatenated": DataLoader(ConcatDataset([TensorDataset(torch.randn(4, 1), torch.randn(4, 1)), dataset]), batch_size=8),
+                "stacked": DataLoader(StackDataset(x=dataset), batch_size=8),
+                "the batch as a data set": DataLoader(TensorDataset(*next(iter(loader))), batch_size=8),
+            }
+            if isinstance(dataset, TensorDataset):
+                ways["the tensors"] = DataLoader(TensorDataset(*dataset.tensors), batch_size=8)
+            for name, way in ways.items():
+                with pytest.raises(ValueError, match=r"was made private.*private_clipped_fraction"):
+                    print(name, dpb.simulate_gradient_norms(net, way, criterion=nn.functional.mse_loss))
+
+
+def test_norms_of_public_records_are():
+    net, _, loader = private()
+    public = [(torch.randn(1), torch.randn(1)) for _ in range(12)]
+    for data in (public, Wrapped(public), ConcatDataset([public, public]), TensorDataset(torch.randn(12, 1), torch.randn(12, 1))):
+        norms = dpb.simulate_gradient_norms(net, DataLoader(data, batch_size=5), criterion=nn.functional.mse_loss)
+        assert len(norms) == len(data)
+
+
+def seeded(num_data, batch_size):
+    generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+    return DataLoader(TensorDataset(torch.arange(num_data)), batch_size=batch_size, generator=generator)
+
+
+def test_a_resumed_run_draws_again_what_waited_and_nothing_that_others_drew():
+    """Two loaders share the caller's generator; a peek leaves a draw waiting in the first while the second goes on."""
+    loader = seeded(40, 10)
+    first, second = PoissonLoader(loader, 0.25), PoissonLoader(loader, 0.25)
+    (waiting,) = next(iter(first))
+    others = [batch for (batch,) in second]
+    position = first.sampler_of_draws.position()
+    assert len(position) == 2
+    fresh = PoissonLoader(seeded(40, 10), 0.25)
+    noise._used_positions.clear()  # as in a fresh process
+    fresh.sampler_of_draws.resume(position)
+    batches = []
+    while len(batches) < 10:
+        for (batch,) in fresh:
+            batches.append(batch)
+            fresh.sampler_of_draws.use()
+            fresh.sampler_of_draws.retire()
+    assert torch.equal(batches[0], waiting)
+    assert not any(torch.equal(batch, other) for batch in batches[1:] for other in others if len(other) > 4)
+    assert len(fresh.sampler_of_draws.position()) == 1
+
+
+def test_going_back_behind_the_accountant_does_not_draw_again():
+    def made(accountant):
+        net = torch.nn.Linear(1, 1)
+        optimizer = partial(dpb.optim.DPSGLD, lr=0.1)
+        loader = DataLoader(TensorDataset(torch.randn(40, 1), torch.randn(40, 1)), batch_size=10, generator=torch.Generator().manual_seed(5))
+        engine = dpb.PrivacyEngine(accountant=accountant)
+        return engine.make_private(module=net, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0, noise_multiplier=1.0)
+
+    def train(net, optimizer, loader):
+        for x, y in loader:
+            optimizer.zero_grad()
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+
+    noise._used_positions.clear()
+    accountant = dpb.PrivacyAccountant()
+    net, optimizer, loader = made(accountant)
+    train(net, optimizer, loader)
+    saved, charged = copy.deepcopy(optimizer.state_dict()), accountant.state_dict()
+    train(net, optimizer, loader)
+    complete = accountant.state_dict()
+    for history, refused in ((complete, True), (charged, False)):
+        noise._used_positions.clear()  # as in a fresh process
+        accountant = dpb.PrivacyAccountant()
+        accountant.load_state_dict(history)
+        _, optimizer, _ = made(accountant)
+        if refused:
+            with pytest.raises(ValueError, match="leave out generator="):
+                optimizer.load_state_dict(saved)
+        else:
+            optimizer.load_state_dict(saved)
+
+
+def test_a_count_that_failed_is_taken_on_the_same_draw():
+    net, batches = torch.nn.Linear(1, 2), []
+    data = TensorDataset(torch.arange(50.0)[:, None], torch.zeros(50, dtype=torch.long))
+    optimizer = partial(dpb.optim.DPSGLD, lr=0.1)
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=net, optimizer=optimizer, data_loader=DataLoader(data, batch_size=25), max_grad_norm=1.0, noise_multiplier=1.0
+    )
+
+    def criterion(output, target, fails=True):
+        batches.append(len(target))
+        if fails:
+            raise RuntimeError("not this one")
+        return torch.nn.functional.cross_entropy(output, target)
+
+    for _ in range(5):
+        with pytest.raises(RuntimeError, match="not this one"):
+            dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=1.0, criterion=criterion)
+    dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=1.0, criterion=partial(criterion, fails=False))
+    assert len(set(batches)) == 1
+    for _ in range(8):
+        dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=1.0, criterion=partial(criterion, fails=False))
+    assert len(set(batches)) > 1
+
+
+def test_after_too_many_looks_a_step_is_still_possible():
+    loader = PoissonLoader(DataLoader(TensorDataset(torch.arange(40)), batch_size=10), 0.25)
+    with pytest.raises(RuntimeError, match="100 times"):
+        for _ in range(200):
+            next(iter(loader))
+    next(iter(loader))
+    assert loader.sampler_of_draws.use()

@@ -1,0 +1,156 @@
+"""A model's buffers and frozen parameters, which training must leave as they are.
+
+What the model or its training loop writes there depends on the records and carries no noise, yet it steers later gradients and is saved with the
+model's state. Clipping does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_LONGEST_WAIT = 64  # steps
+
+CHANGED = (
+    "{!r} changed while training: what is written into a buffer or a frozen parameter may depend on the records and carries no noise, yet it steers "
+    "later gradients and leaves with model.state_dict(). Nothing was charged for this step. Keep statistics of the data out of the module (GroupNorm "
+    "in place of BatchNorm), or make them of public data before make_private and leave them fixed; keep counters and schedules in plain Python "
+    "numbers. The model may hold data now: load a state of before, or build it again."
+)
+
+
+class FixedTensors:
+    """Buffers and frozen parameters of a module as they were, and whether they still are.
+
+    A look compares identities and torch's version counters. Writes past the counters (``.data``, the running statistics of ``batch_norm``) show in
+    the values, which are compared at look 1, 2, 4, … 64, then at every 64th, and wherever identity or version differ: a tensor with equal
+    values, moved to another device or dtype or not, is unchanged. Until the first batch is delivered anything may be loaded.
+
+    Args:
+        module: the model.
+
+    Attributes:
+        values: copies of the tensors by their names in the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.values: dict[str, Tensor] = {}
+        self._module = module
+        self._is_training = False
+        self._record()
+
+    def begin(self) -> None:
+        """The loader is about to deliver: from its first batch on everything stays as it is."""
+        if not self._is_training:
+            self._is_training = True
+            self._record()
+
+    def look_closely(self) -> None:
+        """Compare values next time: parameters were frozen or unfrozen, or the model was moved."""
+        self._is_known = False
+
+    def changed(self) -> str | None:
+        """Name of a tensor that is not what it was."""
+        self._looks += 1
+        if self._is_known and sum(map(len, self._homes)) == self._places and all(home.get(name) is None for home, name in self._empty):
+            for home, name, t, version, _ in self._cells:
+                if t._version != version or home.get(name) is not t:
+                    break
+            else:
+                if (self._looks % _LONGEST_WAIT and self._looks & (self._looks - 1)) or self._has_same_values():
+                    return None
+        return self._changed_value()
+
+    def _has_same_values(self) -> bool:
+        if self._count() != self._number:
+            return False
+        return all(t.dtype is copy.dtype and t.device == copy.device and torch.equal(t, copy) for _, _, t, _, copy in self._cells)
+
+    def _record(self) -> None:
+        self.values.clear()
+        self.values.update((name, t.detach().clone()) for name, t in _fixed(self._module).items())
+        self._names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        self._looks = 0
+        self._watch()
+
+    def _watch(self) -> None:
+        copies = {id(t): self.values[name] for name, t in _fixed(self._module).items()}
+        self._homes = [home for layer in self._module.modules() for home in (layer._buffers, layer._parameters)]
+        self._number = self._count()
+        self._places = sum(map(len, self._homes))
+        self._empty = [(home, name) for home in self._homes for name, t in home.items() if t is None]
+        cells = [(home, name, t) for home in self._homes for name, t in home.items() if t is not None and id(t) in copies]
+        self._is_known = not any(t.is_inference() for _, _, t in cells)  # which have no version
+        self._cells = [(home, name, t, t._version, copies[id(t)]) for home, name, t in cells] if self._is_known else []
+
+    def _count(self) -> int:
+        return sum(t is not None for home in self._homes for t in home.values())
+
+    def _changed_value(self) -> str | None:
+        now, parameters = _fixed(self._module), dict(self._module.named_parameters(remove_duplicate=False))
+        for name in self.values.keys() - now.keys():
+            if name not in parameters:
+                return name
+            del self.values[name]  # unfrozen
+        for name, t in now.items():
+            before = self.values.get(name)
+            if before is None and not (name in self._names and name in parameters):
+                return name
+            if before is not None and not same_values(before, t):
+                return name
+            if before is None or (before.dtype, before.device) != (t.dtype, t.device):
+                self.values[name] = t.detach().clone()  # frozen since, or moved
+        self._watch()
+        return None
+
+
+@contextmanager
+def forward_passes_leave_buffers(module: nn.Module) -> Iterator[None]:
+    """Raise if the model's passes inside write into its buffers, with gradients wanted or without.
+
+    Raises:
+        ValueError: a pass changed a buffer.
+    """
+    before: dict[str, Tensor] = {}
+    is_first, changed = True, ""
+
+    @torch.compiler.disable
+    def look(*_: object) -> None:
+        nonlocal is_first, changed
+        now = dict(module.named_buffers())
+        if is_first:
+            is_first = False
+            before.update((name, t.detach().clone()) for name, t in now.items())
+        for name in sorted(before.keys() | now.keys()):
+            if name not in before or name not in now or not same_values(before[name], now[name]):
+                changed = changed or name
+
+    handles = [module.register_forward_pre_hook(look), module.register_forward_hook(look)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if changed:
+        owner = changed.rpartition(".")[0] or type(module).__name__
+        raise ValueError(
+            f"module {owner!r} changes its buffer {changed!r} when gradients are wanted: statistics of the records would leave without noise. Keep "
+            "them out of the module, or make them of public data and leave them fixed."
+        )
+
+
+def same_values(before: Tensor, now: Tensor) -> bool:
+    """Whether two tensors hold the same numbers, NaN among them, in the device and dtype of the second."""
+    if before.shape != now.shape:
+        return False
+    before = before.to(now)
+    return torch.equal(before, now) or bool(((before == now) | ((before != before) & (now != now))).all())
+
+
+def _fixed(module: nn.Module) -> dict[str, Tensor]:
+    """Under all names of each, which moving the model may turn to tensors of their own."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    return {**dict(module.named_buffers(remove_duplicate=False)), **{name: p for name, p in parameters if not p.requires_grad}}
