@@ -438,8 +438,11 @@ def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
         os.write(writer, bytes([number]))
 
     def leave() -> None:
-        while connection.wait([reader, parent.sentinel]) == [reader] and signal.SIGTERM not in os.read(reader, 4096):
-            pass
+        starter = os.getppid()
+        while os.getppid() == starter:  # something else that the parent forked may keep its sentinel open
+            ready = connection.wait([reader, parent.sentinel], timeout=1.0)
+            if parent.sentinel in ready or (reader in ready and signal.SIGTERM in os.read(reader, 4096)):
+                break
         try:
             if accountant._lock.acquire(timeout=_SECONDS_TO_CHARGE):  # for good: no iteration begins any more
                 accountant.close()
@@ -457,8 +460,8 @@ def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def forget() -> None:
+        signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) is note:
-            signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
         let_through()
