@@ -191,7 +191,7 @@ def _require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:
                 "gradients either. Take it off (torch.nn.utils.remove_spectral_norm, torch.nn.utils.parametrize.remove_parametrizations). To bound a "
                 "weight, divide it by its largest singular value after optimizer.step(), which costs no privacy."
             )
-        raise ValueError(f"{what}: statistics of the records would leave without noise. {_FIX}")
+        raise ValueError(f"{what}: statistics of the records would leave without noise. Keep them out of the module. {_FIX}")
 
 
 def _require_same_alone(module: nn.Module, inputs: tuple[Any, ...], axes: list[int | None], is_aligned: bool) -> None:
