@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
+from .clipping.record_map import CannotBeMapped
 
 _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
@@ -50,11 +51,12 @@ def made_up_inputs(batch: Any) -> tuple[Any, ...]:
     return tuple(_map(lambda t: _values_like(t, 2, 2, generator), inputs))
 
 
-def check_layers(module: nn.Module) -> None:
+def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
     """Raise where the kind of a layer, or eval mode, already rules out per-record gradients.
 
     Args:
         module: the model, before any hooks are attached.
+        is_mapped: the model will run for each record alone, where torch's own attention is no obstacle.
 
     Raises:
         ValueError: with the layer's name and the remedy.
@@ -72,6 +74,8 @@ def check_layers(module: nn.Module) -> None:
                 f"module {name!r} divides gradients by how often a token occurs in the batch (scale_grad_by_freq), which depends on the other "
                 "records. Leave it out."
             )
+        if is_mapped and isinstance(layer, nn.MultiheadAttention):
+            continue
         validate = ModuleValidator.VALIDATORS.get(type(layer))
         errors = validate(layer) if validate is not None and any(p.requires_grad for p in layer.parameters()) else []
         if errors:
@@ -102,16 +106,126 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
                 break
             _vary(module, seed)
         else:
-            raise ValueError(
-                "no parameter has a gradient on made-up records, so that per-record gradients cannot be checked: the output is saturated or cut off "
-                "for them. Pass example_inputs=, made-up records to which the model responds."
-            )
+            raise ValueError(_NO_GRADIENT)
         # a model that sorts its records inside leaves them alone in one of the two orders
         _check_gradients(module, source, tuple(_map(lambda t: t.flip(0), inputs)))
         _check_empty_batch(module, source, inputs)
 
 
+class Unrecorded(Exception):
+    """Parameters are used elsewhere than in the forward pass of their own layer."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+    """Raise unless ``module``, run for each record alone, is the model that it is on whole batches.
+
+    Privacy does not rest on this: what runs for one record alone cannot see another. A model that comes out differently was meant to mix
+    records, and would be trained as something else.
+
+    Args:
+        module: the model, whose forward pass ``source`` maps over records. It is left as it was found.
+        source: its gradient source.
+        inputs: as in :func:`check_model`.
+
+    Raises:
+        CannotBeMapped: the program cannot be run for one record; the message names the module.
+        Unrecorded: parameters are used outside their layers, and must take part in the map themselves.
+        ValueError: records are mixed, gradients are not those of the records, a tensor is kept between passes, or an empty batch fails.
+    """
+    with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
+        _check_map(module, source, inputs)
+        for seed in range(1, _ATTEMPTS):
+            if _check_gradients(module, source, inputs):
+                break
+            _vary(module, seed)
+        else:
+            raise ValueError(_NO_GRADIENT)
+        _check_empty_batch(module, source, inputs)
+
+
+def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
+    for rows in (1, *_sizes(inputs)[:2]):
+        batch = _given(inputs, [i % 2 for i in range(rows)])
+        axes = [0] * _MANY if rows > 1 else ()
+        draws = _SeededDraws(0, axes, are_alike=True)
+        try:
+            with _blamed(module), draws:
+                mapped = list(_tensors(module(*batch)))
+            torch.stack([t.float().sum() for t in mapped if t.requires_grad]).sum().backward()
+            if unrecorded := [name for name, p in module.named_parameters() if p.grad is not None]:
+                raise Unrecorded(unrecorded)
+        finally:
+            source.discard(parameters)
+            for p in parameters:
+                p.grad = None
+        with source.paused(), torch.no_grad(), _SeededDraws(0, axes, are_alike=True):
+            try:
+                batched = list(_tensors(module(*batch)))
+            except Exception as error:
+                shapes = [list(t.shape) for t in _tensors(inputs)]
+                raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
+        _require_unchanged(module, before)
+        if any(t.dim() == 0 for t in mapped):  # a loss, of which the batched one may be another mean
+            return
+        if not all(bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()):
+            raise ValueError(_NOT_FINITE)
+        mapped = [t.detach() for t in mapped]
+        if _same_outputs(mapped, batched, torch.ones(rows, dtype=torch.bool), is_same_size=False):
+            continue
+        if rows > 1 and draws.is_random:  # its draws may come in another order; one record alone was the same
+            continue
+        _check_independence(module, source, inputs)
+        raise ValueError(
+            f"the forward pass of {type(module).__name__!r} gives other outputs where every record runs alone than on a batch of {rows}: it mixes "
+            f"records, or depends on their number. {_ALONE}"
+        )
+
+
+@contextmanager
+def _blamed(module: nn.Module) -> Iterator[None]:
+    """An error inside is a reason why the model cannot be mapped, with the innermost module in which it came up."""
+    running: list[str] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, layer in module.named_modules():
+        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        handles.append(layer.register_forward_hook(leave))
+    try:
+        yield
+    except CannotBeMapped as error:
+        raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error
+    except Exception as error:
+        raise CannotBeMapped(f"module {_name_of(module, running)!r}: {str(error).splitlines()[0] if str(error) else repr(error)}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _name_of(module: nn.Module, running: list[str]) -> str:
+    return (running[-1] if running else "") or type(module).__name__
+
+
 # -- does a record's output depend on other records? --------------------------------------------------------------------------------
+
+_MANY = 100_000
+_NO_GRADIENT = (
+    "no parameter has a gradient on made-up records, so that per-record gradients cannot be checked: the output is saturated or cut off "
+    "for them. Pass example_inputs=, made-up records to which the model responds."
+)
+_CANNOT_BE_RUN = (
+    "the model cannot be run on two made-up records of shapes {}: {}. Pass example_inputs=, the positional arguments of the "
+    "model for two made-up records (no real ones)."
+)
+_NOT_FINITE = "the model's output on made-up records is not finite: pass example_inputs=, made-up records that the model can take"
 
 _ATTEMPTS = 20  # parameters at which the gradients of a model with dead outputs are looked for
 _SIZES = (2, 5, 33)
@@ -145,17 +259,14 @@ def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple
             first = _run(module, inputs, _SeededDraws(0)).outputs
         except Exception as error:
             shapes = [list(t.shape) for t in _tensors(inputs)]
-            raise ValueError(
-                f"the model cannot be run on two made-up records of shapes {shapes}: {error}. Pass example_inputs=, the positional arguments of the "
-                "model for two made-up records (no real ones)."
-            ) from error
+            raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
         _require_unchanged(module, before)
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
                 "the model's output must be a tensor with one row per record in dimension 0 (a loss computed inside the model mixes records)"
             )
         if not all(bool(torch.isfinite(t).all()) for t in first if t.is_floating_point()):
-            raise ValueError("the model's output on made-up records is not finite: pass example_inputs=, made-up records that the model can take")
+            raise ValueError(_NOT_FINITE)
         if not _same_outputs(first, _run(module, inputs, _SeededDraws(0)).outputs, torch.ones(2, dtype=torch.bool), is_same_size=False):
             raise ValueError(
                 "the model gives another output when it is run again on the same records: it remembers earlier batches, or draws from a generator "

@@ -24,9 +24,10 @@ from .accounting.calibration import calibrated
 from .accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .clipping.bookkeeping import BookkeepingGradientSource
 from .clipping.gradient_source import GradientSource, HooksGradientSource
+from .clipping.record_map import CannotBeMapped
 from .data_parallel import CALIBRATION, Ranks, refuse_wrapped, require_alone
 from .fixed_tensors import FixedTensors, forward_passes_leave_buffers
-from .model_checks import check_layers, check_model, made_up_inputs
+from .model_checks import Unrecorded, check_layers, check_mapped_model, check_model, made_up_inputs
 from .noise import stream_position
 from .optim.base import PrivateOptimizer, options_of
 from .poisson_loader import PoissonLoader
@@ -291,15 +292,8 @@ class PrivacyEngine:
         _require_own_streams(optimizer, loader)
         if example_inputs is None:
             example_inputs = _to_device_of(module, made_up_inputs(loader.collate_fn([loader.dataset[0]])))
-        check_layers(module)
-        source: GradientSource
-        if grad_sample_mode == "hooks":
-            source = HooksGradientSource(module, loss_reduction=loss_reduction)
-        else:
-            source = BookkeepingGradientSource(module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels)
+        source = _checked_source(module, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
         try:
-            with forward_passes_leave_buffers(module):
-                check_model(module, source, example_inputs)
             if self._ranks is not None:
                 _compare(self._ranks, module, optimizer, loader, loss_reduction)
         except BaseException:
@@ -318,6 +312,48 @@ class PrivacyEngine:
                 "" if self._ranks is None else f", divided among {self._ranks.size} ranks",
             )
         return module, optimizer, loader
+
+
+def _checked_source(
+    module: nn.Module,
+    mode: str | None,
+    clipping_kernels: Mapping[str, str] | None,
+    loss_reduction: str,
+    inputs: tuple[Any, ...],
+) -> GradientSource:
+    """Where the model's per-record gradients come from: a map over records where its program can be one, else whole batches, tested."""
+
+    def checked(source: GradientSource, check: Callable[[nn.Module, GradientSource, tuple[Any, ...]], None]) -> GradientSource:
+        try:
+            with forward_passes_leave_buffers(module):
+                check(module, source, inputs)
+        except BaseException:
+            source.remove()
+            raise
+        return source
+
+    reason = ""
+    if mode != "hooks":
+        check_layers(module, is_mapped=True)
+        unrecorded: list[str] = []
+        while True:
+            try:
+                source = BookkeepingGradientSource(
+                    module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels, is_mapped=True, unrecorded=unrecorded
+                )
+                return checked(source, check_mapped_model)
+            except Unrecorded as found:
+                if not set(found.names) - set(unrecorded):
+                    raise
+                unrecorded += found.names
+            except CannotBeMapped as error:
+                reason = str(error)
+                break
+    check_layers(module)
+    if mode == "hooks":
+        return checked(HooksGradientSource(module, loss_reduction=loss_reduction), check_model)
+    _log.warning("records are kept apart by a test on made-up records only, for the model cannot be run for one record at a time: %s", reason)
+    return checked(BookkeepingGradientSource(module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels), check_model)
 
 
 def _build(

@@ -342,6 +342,20 @@ class _Hooks(GradSampleHooks):
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
 
 
+def require_first_backward(is_again: bool) -> None:
+    """Raise in a backward pass that would be recorded twice, or by none."""
+    if is_again:
+        raise RuntimeError(
+            "backward() ran twice through one forward pass, or through one of an earlier batch: add the losses up and call backward() once "
+            "for each batch."
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True): gradients of gradients are not recorded by record, so a penalty on them would not be clipped. "
+            "Leave out create_graph."
+        )
+
+
 def attach(source: GradientSource | None, module: nn.Module) -> None:
     """Note on the module whose hooks it carries, so that it, and a copy of it, can be made private again."""
     if source is None:
