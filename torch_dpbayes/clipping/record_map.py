@@ -109,7 +109,8 @@ class RecordMap:
         inside = [(get_unwrapped(t), maybe_get_bdim(t)) if is_batchedtensor(t) else (t, -1) for t in tensors]
         stack = pop_dynamic_layer_stack()
         try:
-            result = run(*(self._with_rows(t, None if dim < 0 else dim) for t, dim in inside))
+            with torch._C.DisableTorchFunction():
+                result = run(*(self._with_rows(t, None if dim < 0 else dim) for t, dim in inside))
         finally:
             push_dynamic_layer_stack(stack)
         result = _add_batch_dim(result, 0, level)
@@ -119,7 +120,8 @@ class RecordMap:
     def see(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
         if isinstance(result, Tensor):
-            self._seen.append(weakref.ref(result))
+            if torch._C._functorch.is_batchedtensor(result):
+                self._seen.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
                 self.see(part)
