@@ -150,8 +150,11 @@ def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[
 def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     parameters = [p for p in module.parameters() if p.requires_grad]
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
-    for rows in (1, *_sizes(inputs)[:2]):
-        batch = _given(inputs, [i % 2 for i in range(rows)])
+    limits, middle = _integer_limits(module, inputs), _sizes(inputs)[len(_sizes(inputs)) // 2]
+    given = [_given(inputs, [i % 2 for i in range(rows)]) for rows in (1, *_sizes(inputs))]
+    others = [_neighbours(inputs, middle, kind, limits, seed)[0] for seed, kind in enumerate(("outliers", "plain", "short"))]
+    for k, batch in enumerate([*given, *others]):
+        rows = len(next(_tensors(batch)))
         axes = [0] * _MANY if rows > 1 else ()
         draws = _SeededDraws(0, axes, are_alike=True)
         try:

@@ -102,7 +102,8 @@ class BookkeepingGradientSource(GradientSource):
         recorded = {p for layer in self._layers for _, _, p in layer.known if p.requires_grad}
         self._direct = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p not in recorded] if is_mapped else []
         self.record_map: RecordMap | None = None  # while a pass of the map runs
-        self.mapped = MappedForward(module, self, [p for _, p in self._direct], loss) if is_mapped else None
+        is_layer = len(self._layers) == 1 and self._layers[0].module is module  # whose rows are known to be apart
+        self.mapped = MappedForward(module, self, [p for _, p in self._direct], loss) if is_mapped and (loss or not is_layer) else None
         others = sorted({type(layer.module).__name__ for layer in self._layers if layer.kernel is layers.any_other})
         if others:
             warnings.warn(

@@ -98,22 +98,22 @@ class MappedForward:
         for module in self.module.modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise CannotBeMapped(_BACKWARD_HOOK.format(type(module).__name__))
-        given = Nested((args, kwargs, targets))
+        is_plain = len(args) == 1 and not kwargs and targets is None
+        given = Nested(args[0] if is_plain else (args, kwargs, targets))
         if given.strangers:
             raise CannotBeMapped(f"an argument of type {type(given.strangers[0]).__name__} may hold several records: pass tensors")
         n = _number_of_records(given.tensors)
         is_mapped = [t.dim() > 0 for t in given.tensors]
         rows = [t.unsqueeze(1) for t in given.tensors if t.dim() > 0]
-        direct = self._trainable()
+        direct = self._trainable() if self._direct else []
         copies = [_Copies.apply(p.detach(), self._anchor(p), n, self._receiver(p)) for p in direct]
         result: Nested | None = None
 
         def of_one(inside: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             mapped = iter(inside[: len(rows)])
-            one_args, one_kwargs, one_targets = given.rebuilt(
-                [next(mapped) if is_row else t for is_row, t in zip(is_mapped, given.tensors, strict=True)]
-            )
+            one = given.rebuilt([next(mapped) if is_row else t for is_row, t in zip(is_mapped, given.tensors, strict=True)])
+            one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
             output = self._run(dict(zip(direct, inside[len(rows) :], strict=True)), one_args, one_kwargs)
             if one_targets is not None:
                 assert self.loss is not None
@@ -146,6 +146,8 @@ class MappedForward:
         return list(dict.fromkeys(p for _, _, p in self._direct if p.requires_grad))
 
     def _run(self, copies: dict[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
+        if not self._owners:
+            return self.original(*args, **kwargs)
         before = [(owner, owner._parameters) for owner in self._owners]
         for owner, parameters in before:
             owner.__dict__["_parameters"] = {n: None if p is None else copies.get(p, p) for n, p in parameters.items()}
