@@ -150,33 +150,39 @@ def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[
 def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     parameters = [p for p in module.parameters() if p.requires_grad]
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
-    limits, middle = _integer_limits(module, inputs), _sizes(inputs)[len(_sizes(inputs)) // 2]
+    middle = _sizes(inputs)[len(_sizes(inputs)) // 2]
+    with source.paused():
+        limits = _integer_limits(module, inputs)
     given = [_given(inputs, [i % 2 for i in range(rows)]) for rows in (1, *_sizes(inputs))]
-    others = [_neighbours(inputs, middle, kind, limits, seed)[0] for seed, kind in enumerate(("outliers", "plain", "short"))]
-    for k, batch in enumerate([*given, *others]):
-        rows = len(next(_tensors(batch)))
+    others = [_neighbours(inputs, middle, kind, limits, seed)[0] for seed, kind in enumerate(_OTHER_KINDS)]
+    for place, batch in enumerate([*given, *others]):
+        is_given, rows = place < len(given), len(next(_tensors(batch)))
         axes = [0] * _MANY if rows > 1 else ()
+        with source.paused(), torch.no_grad(), _SeededDraws(0, axes, are_alike=True):
+            try:
+                batched = list(_tensors(module(*batch)))
+            except Exception as error:
+                if not is_given:  # it may refuse such values
+                    continue
+                shapes = [list(t.shape) for t in _tensors(inputs)]
+                raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
+        _require_unchanged(module, before)
         draws = _SeededDraws(0, axes, are_alike=True)
         try:
             with _blamed(module), draws:
                 mapped = list(_tensors(module(*batch)))
-            torch.stack([t.float().sum() for t in mapped if t.requires_grad]).sum().backward()
+            if sums := [t.float().sum() for t in mapped if t.requires_grad]:
+                torch.stack(sums).sum().backward()
             if unrecorded := [name for name, p in module.named_parameters() if p.grad is not None]:
                 raise Unrecorded(unrecorded)
         finally:
             source.discard(parameters)
             for p in parameters:
                 p.grad = None
-        with source.paused(), torch.no_grad(), _SeededDraws(0, axes, are_alike=True):
-            try:
-                batched = list(_tensors(module(*batch)))
-            except Exception as error:
-                shapes = [list(t.shape) for t in _tensors(inputs)]
-                raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
         _require_unchanged(module, before)
         if any(t.dim() == 0 for t in mapped):  # a loss, of which the batched one may be another mean
-            return
-        if not all(bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()):
+            continue
+        if is_given and not all(bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()):
             raise ValueError(_NOT_FINITE)
         mapped = [t.detach() for t in mapped]
         if _same_outputs(mapped, batched, torch.ones(rows, dtype=torch.bool), is_same_size=False):
@@ -264,6 +270,7 @@ def _name_of(module: nn.Module, running: list[str]) -> str:
 # -- does a record's output depend on other records? --------------------------------------------------------------------------------
 
 _MANY = 100_000
+_OTHER_KINDS = ("outliers", "plain", "short")
 _NO_GRADIENT = (
     "no parameter has a gradient on made-up records, so that per-record gradients cannot be checked: the output is saturated or cut off "
     "for them. Pass example_inputs=, made-up records to which the model responds."

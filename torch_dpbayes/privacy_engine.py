@@ -333,7 +333,7 @@ def _checked_source(
         return source
 
     reason = ""
-    if mode != "hooks":
+    if mode != "hooks" and not (reason := _hooks_on(module)):
         check_layers(module, is_mapped=True)
         unrecorded: list[str] = []
         while True:
@@ -354,6 +354,13 @@ def _checked_source(
         return checked(HooksGradientSource(module, loss_reduction=loss_reduction), check_model)
     _log.warning("records are kept apart by a test on made-up records only, for the model cannot be run for one record at a time: %s", reason)
     return checked(BookkeepingGradientSource(module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels), check_model)
+
+
+def _hooks_on(module: nn.Module) -> str:
+    """Why the model cannot be run for one record at a time: hooks that would see whole batches."""
+    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+        return "the model itself has hooks, which see whole batches: put them on a module inside it"
+    return ""
 
 
 def _build(

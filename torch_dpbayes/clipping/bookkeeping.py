@@ -40,7 +40,7 @@ from .gradient_source import (
     require_first_backward,
 )
 from .layers import Contribution, PerRecord
-from .mapped_forward import MappedForward
+from .mapped_forward import MappedForward, OfOne
 from .record_map import RecordMap
 
 
@@ -197,9 +197,30 @@ class BookkeepingGradientSource(GradientSource):
             layer.remove()
         attach(None, self._module)
 
-    def note_direct(self, parameter: Tensor, gradients: Tensor) -> None:
-        """The backward pass reached the copies of a parameter that takes part in the map, a row for each record."""
-        self._noted.append((parameter, PerRecord({parameter: gradients})))
+    def over_records(self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int) -> Sequence[Tensor]:
+        """A map in which layers see the whole batch, and each record has its own copy of the parameters of everything else."""
+        copies = [_Copies.apply(p.detach(), torch.zeros((), device=p.device, requires_grad=True), n, self._receiver(p)) for p in direct]
+        self.record_map = record_map = RecordMap(n)
+        try:
+            found = record_map(lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]), [*rows, *copies])
+        finally:
+            self.record_map = None
+        record_map.require_nothing_kept()
+        return found
+
+    def _receiver(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        """What the backward pass calls with a parameter's gradients, a row for each record."""
+        step, version, is_done = self.step, parameter._version, False
+
+        def receive(gradients: Tensor) -> None:
+            nonlocal is_done
+            require_first_backward(is_done or step != self.step)
+            if parameter._version != version:
+                raise RuntimeError("a parameter was changed between forward() and backward(): step before both, or after both")
+            is_done = True
+            self._noted.append((parameter, PerRecord({parameter: gradients.detach()})))
+
+        return receive
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
@@ -455,6 +476,20 @@ class _Call:
             return
         with _full_precision(backprops.device):
             source.note(layer, layer.contribution(calls))
+
+
+class _Copies(torch.autograd.Function):
+    """A parameter with a row for each record; what comes back is every record's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _anchor: Tensor, n: int, receive: Callable[[Tensor], None]) -> Tensor:
+        ctx.receive = receive
+        return value.expand(n, *value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None, None]:
+        ctx.receive(gradients[0])
+        return None, None, None, None
 
 
 class _Start(torch.autograd.Function):

@@ -9,18 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .gradient_source import COPIED, require_first_backward
-from .record_map import CannotBeMapped, Nested, RecordMap
-
-if TYPE_CHECKING:
-    from .bookkeeping import BookkeepingGradientSource
+from .gradient_source import COPIED, ForwardPasses
+from .record_map import CannotBeMapped, KeptTensors, Nested
 
 Loss = Callable[..., Tensor]
+
+
+OfOne = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]  # slices, parameters -> results
+
+
+class MapsRecords(Protocol):
+    """A gradient source that runs a model over records."""
+
+    loss_reduction: str
+    passes: ForwardPasses
+    is_copy: bool
+
+    def over_records(self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int) -> Sequence[Tensor]:
+        """``of_one`` of each of n records' slices of ``rows``; results have records in dimension 0.
+
+        Args:
+            of_one: the program of one record: its slices and the values of ``direct``, to its results.
+            rows: tensors with records in dimension 0.
+            direct: parameters that take part in the map.
+            n: the number of records.
+        """
 
 
 class MappedForward:
@@ -34,7 +52,7 @@ class MappedForward:
     """
 
     def __init__(
-        self, module: nn.Module, source: BookkeepingGradientSource, direct: Sequence[Tensor], loss: Loss | None
+        self, module: nn.Module, source: MapsRecords, direct: Sequence[Tensor], loss: Loss | None
     ) -> None:
         self.module, self.source, self.loss = module, source, loss
         chosen = set(direct)
@@ -106,15 +124,14 @@ class MappedForward:
         is_mapped = [t.dim() > 0 for t in given.tensors]
         rows = [t.unsqueeze(1) for t in given.tensors if t.dim() > 0]
         direct = self._trainable() if self._direct else []
-        copies = [_Copies.apply(p.detach(), self._anchor(p), n, self._receiver(p)) for p in direct]
         result: Nested | None = None
 
-        def of_one(inside: Sequence[Tensor]) -> Sequence[Tensor]:
+        def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
-            mapped = iter(inside[: len(rows)])
+            mapped = iter(slices)
             one = given.rebuilt([next(mapped) if is_row else t for is_row, t in zip(is_mapped, given.tensors, strict=True)])
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
-            output = self._run(dict(zip(direct, inside[len(rows) :], strict=True)), one_args, one_kwargs)
+            output = self._run(dict(zip(direct, parameters, strict=True)), one_args, one_kwargs)
             if one_targets is not None:
                 assert self.loss is not None
                 output = _scalar(self.loss(output, *one_targets))
@@ -124,18 +141,14 @@ class MappedForward:
                     raise CannotBeMapped(
                         f"its output has {t.shape[0]} rows for one record: return one row per record in dimension 0"
                     )
-            tensors, result.tensors = result.tensors, []
+            tensors, result.tensors, result.strangers = result.tensors, [], []
             return tensors
 
-        record_map = RecordMap(n)
-        self.source.record_map = record_map
         try:
-            found = record_map(of_one, [*rows, *copies])
-        finally:
-            self.source.record_map = None
+            found = self.source.over_records(of_one, rows, direct, n)
+        except KeptTensors as kept:
+            raise CannotBeMapped(self._where(kept.tensors)) from None
         assert result is not None
-        if kept := record_map.left_behind():
-            raise CannotBeMapped(self._where(kept))
         is_mean = self.source.loss_reduction == "mean"
         return result.rebuilt([_Reduced.apply(t, is_mean) if t.dim() == 1 else t.squeeze(1) for t in found])
 
@@ -167,23 +180,6 @@ class MappedForward:
         place = next(places, "in a container, a closure or a global variable")
         return f"it keeps a tensor made of the records ({place}), which the next batch would see: return it instead"
 
-    def _anchor(self, p: Tensor) -> Tensor:
-        return torch.zeros((), device=p.device, requires_grad=True)
-
-    def _receiver(self, p: Tensor) -> Callable[[Tensor], None]:
-        step, is_done, source = self.source.step, False, self.source
-        version = p._version
-
-        def receive(gradients: Tensor) -> None:
-            nonlocal is_done
-            require_first_backward(is_done or step != source.step)
-            if p._version != version:
-                raise RuntimeError("a parameter was changed between forward() and backward(): step before or after both")
-            is_done = True
-            source.note_direct(p, gradients.detach())
-
-        return receive
-
 
 _NOTE = (
     "While gradients are recorded, this model runs for one record at a time (records are independent by construction). "
@@ -208,20 +204,6 @@ def _scalar(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
         raise ValueError(f"the loss of one record must be a scalar, got shape {list(loss.shape)}: add its entries up")
     return loss.reshape(())
-
-
-class _Copies(torch.autograd.Function):
-    """A parameter with a row for each record; what comes back is every record's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, _anchor: Tensor, n: int, receive: Callable[[Tensor], None]) -> Tensor:
-        ctx.receive = receive
-        return value.expand(n, *value.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None, None]:
-        ctx.receive(gradients[0])
-        return None, None, None, None
 
 
 class _Reduced(torch.autograd.Function):

@@ -56,6 +56,14 @@ class CannotBeMapped(RuntimeError):
     """The model's program cannot be run for one record at a time."""
 
 
+class KeptTensors(CannotBeMapped):
+    """Tensors of a finished map that somebody still has: in the next one, every record would see what they hold of all."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__("a tensor made of the records outlives the forward pass")
+        self.tensors = tensors
+
+
 class RecordMap:
     """A map over the records of one batch.
 
@@ -126,15 +134,16 @@ class RecordMap:
             for part in result:
                 self.see(part)
 
-    def left_behind(self) -> list[Tensor]:
-        """Tensors of a finished map that somebody still has: in the next one, every record would see what they hold of all."""
+    def require_nothing_kept(self) -> None:
+        """Raise if a tensor of the finished map is still alive."""
+        alive: list[Tensor] = []
         for generation in (None, 0, 2):  # most of what is in reference cycles is young
             if generation is not None:
                 gc.collect(generation)
             alive = [t for reference in self._seen if (t := reference()) is not None]
             if not alive:
-                break
-        return alive
+                return
+        raise KeptTensors(alive)
 
     def _with_rows(self, t: Tensor, dim: int | None) -> Tensor:
         if dim is None:
