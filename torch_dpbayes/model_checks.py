@@ -12,8 +12,8 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,29 +213,36 @@ def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: t
             total = total + t @ weights[k]
         return total
 
-    with _SeededDraws(0, [0] * _MANY, are_alike=True):
+    def draws() -> _SeededDraws:
+        return _SeededDraws(0, [0] * _MANY, are_alike=True)
+
+    with draws():
         losses = loss_per_record(inputs)
     (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
-    recorded = [source.per_record_gradients(p) for p in parameters]
-    truth = []
+    recorded = []
+    for p in parameters:
+        with draws():  # a source may run the records again
+            recorded.append(source.per_record_gradients(p))
+    truth: list[list[Tensor]] = []
+    is_used = [False] * len(parameters)
     for k in range(2):
         with source.paused(), _SeededDraws(0, are_alike=True):
             loss = loss_per_record(_given(inputs, [k])).sum()
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        is_used = [used or g is not None for used, g in zip(is_used, found, strict=True)]
         truth.append([torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)])
     largest = max(float(g.norm()) for gradients in truth for g in gradients)
     for k, ((name, p), records) in enumerate(zip(named, recorded, strict=True)):
         true = torch.stack([gradients[k] for gradients in truth])
+        if not is_used[k]:
+            raise ValueError(_NOT_USED.format(name))
         if records is None:
-            raise ValueError(
-                f"parameter {name!r} is not used by the forward pass: it would be given noise only. Use it, or freeze it with "
-                "requires_grad_(False)."
-            )
+            raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
         tolerance = 1e-2 if p.dtype in (torch.float16, torch.bfloat16) else 1e-3
         if records.shape != true.shape or not float((records - true).norm()) <= tolerance * max(float(true.norm()), 1e-3 * largest):
             raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
     if largest > 0:
-        _check_clipping(named, source, truth)
+        _check_clipping(named, source, truth, draws)
     source.discard(parameters)
     return largest > 0
 
@@ -270,6 +277,9 @@ def _name_of(module: nn.Module, running: list[str]) -> str:
 # -- does a record's output depend on other records? --------------------------------------------------------------------------------
 
 _MANY = 100_000
+_NOT_USED = (
+    "parameter {!r} is not used by the forward pass: it would be given noise only. Use it, or freeze it with requires_grad_(False)."
+)
 _OTHER_KINDS = ("outliers", "plain", "short")
 _NO_GRADIENT = (
     "no parameter has a gradient on made-up records, so that per-record gradients cannot be checked: the output is saturated or cut off "
@@ -570,10 +580,7 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
         true = torch.stack([torch.zeros_like(p) if g is None else g for g in (t[k] for t in truth)])
         if records is None:
             if truth[0][k] is None and truth[1][k] is None:
-                raise ValueError(
-                    f"parameter {name!r} is not used by the forward pass: it would be given noise only. Use it, or freeze it with "
-                    "requires_grad_(False)."
-                )
+                raise ValueError(_NOT_USED.format(name))
             raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
         if records.shape[1:] == true.shape[1:] and len(records) != len(true):
             raise ValueError(
@@ -592,7 +599,12 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
     return largest > 0
 
 
-def _check_clipping(named: Sequence[tuple[str, Tensor]], source: GradientSource, truth: list[list[Tensor]]) -> None:
+def _check_clipping(
+    named: Sequence[tuple[str, Tensor]],
+    source: GradientSource,
+    truth: list[list[Tensor]],
+    draws: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Norms and the clipped sum, which a source may compute in other ways than per-record gradients, against the true ones."""
     flat = torch.stack([torch.cat([g.detach().double().flatten() for g in t]) for t in truth])
     norms = flat.norm(dim=1)
@@ -601,8 +613,10 @@ def _check_clipping(named: Sequence[tuple[str, Tensor]], source: GradientSource,
     out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
     for _, p in named:
         p.grad = None  # hooks leave an ordinary gradient, and an unhooked use was found above
-    found = source.norms(named).double()
-    source.add_clipped_sum(named, clip, out)
+    with draws():
+        found = source.norms(named).double()
+    with draws():
+        source.add_clipped_sum(named, clip, out)
     expected = (flat * (clip / norms).clamp(max=1.0)[:, None]).sum(0)
     tolerance = 2e-2 if any(p.dtype in (torch.float16, torch.bfloat16) for _, p in named) else 2e-3
     are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15

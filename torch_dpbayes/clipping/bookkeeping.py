@@ -38,6 +38,7 @@ from .gradient_source import (
     add_clipped,
     attach,
     require_first_backward,
+    require_no_ordinary_gradient,
 )
 from .layers import Contribution, PerRecord
 from .mapped_forward import MappedForward, OfOne
@@ -88,7 +89,7 @@ class BookkeepingGradientSource(GradientSource):
         before = GradientSource.attached_to(module)
         if before is not None:
             before.remove()
-        outside = {p for name, p in module.named_parameters() if name in set(unrecorded)}
+        outside: set[Tensor] = {p for name, p in module.named_parameters() if name in set(unrecorded)}
         found = list(_trusted(module, outside) if is_mapped else _recordable(module))
         ways = _checked_ways(dict(found), clipping_kernels or {})
         self._layers: list[_Layer] = []
@@ -101,6 +102,8 @@ class BookkeepingGradientSource(GradientSource):
                 raise ValueError(f"there are no per-record gradients for layer {name!r} ({type(layer).__name__}): {error}. Replace it.") from error
         recorded = {p for layer in self._layers for _, _, p in layer.known if p.requires_grad}
         self._direct = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p not in recorded] if is_mapped else []
+        if is_mapped:
+            self.independence = "by construction"
         self.record_map: RecordMap | None = None  # while a pass of the map runs
         is_layer = len(self._layers) == 1 and self._layers[0].module is module  # whose rows are known to be apart
         self.mapped = MappedForward(module, self, [p for _, p in self._direct], loss) if is_mapped and (loss or not is_layer) else None
@@ -262,14 +265,7 @@ class BookkeepingGradientSource(GradientSource):
         """Of the last backward pass, each parameter in one of them; or an error that says why there are none."""
         if self._is_removed:
             raise RuntimeError(REMOVED)
-        for name, p in named_parameters:
-            if p.grad is not None:
-                raise RuntimeError(
-                    f"parameter {name!r} has an ordinary gradient, which is not clipped: it was used other than by the forward pass of its module "
-                    "inside the model's, or p.grad was set. Please call the model itself, not its parts: model(x); use weights through their "
-                    "modules, not through torch.nn.functional; state a prior instead of a penalty on the weights; and call "
-                    "optimizer.zero_grad() after a backward pass in eval mode."
-                )
+        require_no_ordinary_gradient(named_parameters)
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(COPIED)
         self.passes.require_one(bool(self._noted))

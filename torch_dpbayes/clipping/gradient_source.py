@@ -52,9 +52,11 @@ class GradientSource(ABC):
 
     Attributes:
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
+        independence: how records are kept apart.
     """
 
     loss_reduction: str
+    independence: str = "tested on made-up records"
 
     @staticmethod
     def attached_to(module: nn.Module) -> GradientSource | None:
@@ -340,6 +342,18 @@ class _Hooks(GradSampleHooks):
             records: Any = getattr(module.weight, "grad_sample", None)  # torch gives the padding row no gradient, Opacus does
             if records is not None:
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
+
+
+def require_no_ordinary_gradient(named_parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise where autograd computed a gradient by itself, which is never clipped."""
+    for name, p in named_parameters:
+        if p.grad is not None:
+            raise RuntimeError(
+                f"parameter {name!r} has an ordinary gradient, which is not clipped: it was used other than by the forward pass of its module "
+                "inside the model's, or p.grad was set. Please call the model itself, not its parts: model(x); use weights through their "
+                "modules, not through torch.nn.functional; state a prior instead of a penalty on the weights; and call "
+                "optimizer.zero_grad() after a backward pass in eval mode."
+            )
 
 
 def require_first_backward(is_again: bool) -> None:

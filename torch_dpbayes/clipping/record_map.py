@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +81,7 @@ class RecordMap:
         self._use_steps = use_steps
         self._level: int | None = None
         self._seen: list[weakref.ref[Tensor]] = []
+        _load_rules()
 
     def __call__(
         self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
@@ -110,7 +114,7 @@ class RecordMap:
         """
         if not self._use_steps:
             anchor, operands = self._anchor, list(tensors)
-            return _OnBatch.apply(run, anchor, *operands)  # type: ignore[no-any-return]
+            return _OnBatch.apply(run, anchor, *operands)
         level = self._level
         if level is None or maybe_current_level() != level:
             raise CannotBeMapped(_INNER_TRANSFORM)
@@ -186,25 +190,50 @@ class _OnBatch(torch.autograd.Function):
         return run(*rows), 0
 
 
-class _OfOneRecord(TorchFunctionMode):
-    """What torch functions do inside the map where vmap by itself would be slow, or unsafe."""
+@functools.cache
+def _load_rules() -> None:
+    """torch.func.vmap has batching rules that come with its first call."""
+    torch.func.vmap(torch.clone)(torch.zeros(1))
 
-    def __init__(self, record_map: RecordMap) -> None:
+
+@contextmanager
+def one_record_only() -> Iterator[None]:
+    """Torch functions as inside a map, around a ``torch.func`` transform that runs the same program."""
+    with torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS), _OfOneRecord(None):
+        yield
+
+
+class _OfOneRecord(TorchFunctionMode):
+    """What torch functions do inside the map where vmap by itself would be slow, or unsafe.
+
+    Args:
+        record_map: the map that fused operations may leave; None where gradients are transformed too, which they cannot.
+    """
+
+    def __init__(self, record_map: RecordMap | None) -> None:
         super().__init__()
         self._map = record_map
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
+            return _plain_attention(*args, **kwargs) if self._map is None else self._attention(self._map, *args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
             _require_own_vmap_rule(args[0])
         result = func(*args, **kwargs)
-        self._map.see(result)
+        if self._map is not None:
+            self._map.see(result)
         return result
 
     def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+        self,
+        record_map: RecordMap,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        **options: Any,
     ) -> Tensor:
         """Fused attention has no batching rule on every device; its rows are those of the batch."""
         has_mask = attn_mask is not None
@@ -222,7 +251,31 @@ class _OfOneRecord(TorchFunctionMode):
             out = F.scaled_dot_product_attention(q, k, v, mask, *rest, **options)
             return out.unsqueeze(1) if is_one_row else out
 
-        return self._map.on_batch(run, [query, key, value, *([attn_mask] if attn_mask is not None else [])])
+        return record_map.on_batch(run, [query, key, value, *([attn_mask] if attn_mask is not None else [])])
+
+
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(QKᵀ/√d + mask)·V, operation by operation, each of which has a rule for vmap and for gradients."""
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return F.dropout(scores.softmax(-1), dropout_p, dropout_p > 0) @ value
 
 
 def _require_own_vmap_rule(function: type) -> None:
