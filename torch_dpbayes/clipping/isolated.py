@@ -71,7 +71,7 @@ class IsolatedGradientSource(GradientSource):
         parts: list[list[Tensor]] = []
         with torch.no_grad():
             for chunk in this.chunks():
-                record_map = RecordMap(len(chunk[0]))
+                record_map = RecordMap(len(chunk[0]), leaves=False)
                 parts.append(record_map(lambda inside: of_one(inside, values), chunk))
                 record_map.require_nothing_kept()
         found = [torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -72,12 +74,15 @@ class RecordMap:
 
     Args:
         records: n, the number of rows that every mapped tensor has in dimension 0.
+        leaves: whether fused operations run on the batch; not where gradients will be taken inside a map, as they then
+            would draw other random numbers.
         use_steps: whether functorch's own steps are taken, in place of ``torch.func.vmap`` and an
             ``autograd.Function`` with a ``vmap`` rule. Both do the same.
     """
 
-    def __init__(self, records: int, *, use_steps: bool = HAS_STEPS) -> None:
+    def __init__(self, records: int, *, leaves: bool = True, use_steps: bool = HAS_STEPS) -> None:
         self.records = records
+        self._leaves = leaves
         self._use_steps = use_steps
         self._level: int | None = None
         self._seen: list[weakref.ref[Tensor]] = []
@@ -92,7 +97,7 @@ class RecordMap:
         see, and could mix, what the backward pass of all records needs.
         """
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
-        with no_hooks, _OfOneRecord(self):
+        with no_hooks, _masks_without_shortcuts(), _OfOneRecord(self if self._leaves else None, self.see):
             if not self._use_steps:
                 return self._by_vmap(function, tensors)
             if maybe_current_level() is not None:
@@ -197,9 +202,37 @@ def _load_rules() -> None:
 
 
 @contextmanager
+def _masks_without_shortcuts() -> Iterator[None]:
+    """Let ``transformers`` build every attention mask.
+
+    It leaves masks out where nothing is padded, which it can only see by looking at values; while it is traced it does
+    not look. Nor can it in a map, where each record may have another answer.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "is_tracing"):
+        yield
+        return
+    before = masks.is_tracing
+    masks.is_tracing = _always
+    try:
+        yield
+    finally:
+        masks.is_tracing = before
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+@contextmanager
 def one_record_only() -> Iterator[None]:
     """Torch functions as inside a map, around a ``torch.func`` transform that runs the same program."""
-    with torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS), _OfOneRecord(None):
+    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
+    with no_hooks, _masks_without_shortcuts(), _OfOneRecord(None, _nothing):
         yield
 
 
@@ -207,22 +240,25 @@ class _OfOneRecord(TorchFunctionMode):
     """What torch functions do inside the map where vmap by itself would be slow, or unsafe.
 
     Args:
-        record_map: the map that fused operations may leave; None where gradients are transformed too, which they cannot.
+        record_map: the map that fused operations leave; None: they are replaced by plain ones.
+        see: what results are shown to.
     """
 
-    def __init__(self, record_map: RecordMap | None) -> None:
+    def __init__(self, record_map: RecordMap | None, see: Callable[[Any], None]) -> None:
         super().__init__()
-        self._map = record_map
+        self._map, self._see = record_map, see
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _plain_attention(*args, **kwargs) if self._map is None else self._attention(self._map, *args, **kwargs)
+        if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
             _require_own_vmap_rule(args[0])
         result = func(*args, **kwargs)
-        if self._map is not None:
-            self._map.see(result)
+        self._see(result)
         return result
 
     def _attention(
