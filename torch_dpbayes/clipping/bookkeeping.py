@@ -42,7 +42,7 @@ from .gradient_source import (
 )
 from .layers import Contribution, PerRecord
 from .mapped_forward import MappedForward, OfOne
-from .record_map import RecordMap
+from .record_map import RecordMap, attention_as_in_maps
 
 
 class BookkeepingGradientSource(GradientSource):
@@ -183,7 +183,8 @@ class BookkeepingGradientSource(GradientSource):
     def paused(self) -> Iterator[None]:
         self._is_paused = True
         try:
-            yield
+            with nullcontext() if self.mapped is None else attention_as_in_maps():
+                yield
         finally:
             self._is_paused = False
 

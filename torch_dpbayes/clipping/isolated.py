@@ -124,7 +124,8 @@ class IsolatedGradientSource(GradientSource):
     def paused(self) -> Iterator[None]:
         self._is_paused = True
         try:
-            yield
+            with one_record_only():  # with the random numbers that records draw
+                yield
         finally:
             self._is_paused = False
 

@@ -253,8 +253,7 @@ class _OfOneRecord(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return _plain_attention(*args, **kwargs) if self._map is None else self._attention(self._map, *args, **kwargs)
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
-            with sdpa_kernel(SDPBackend.MATH):
-                return func(*args, **kwargs)
+            return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
             _require_own_vmap_rule(args[0])
         result = func(*args, **kwargs)
@@ -288,6 +287,20 @@ class _OfOneRecord(TorchFunctionMode):
             return out.unsqueeze(1) if is_one_row else out
 
         return record_map.on_batch(run, [query, key, value, *([attn_mask] if attn_mask is not None else [])])
+
+
+class attention_as_in_maps(TorchFunctionMode):  # noqa: N801 - a context manager
+    """Torch's attention layer computes as it does in a map, so that dropout draws the same numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            return _with_plain_attention(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
+    with sdpa_kernel(SDPBackend.MATH):
+        return func(*args, **kwargs)
 
 
 def _plain_attention(
