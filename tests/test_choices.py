@@ -187,3 +187,11 @@ def test_a_misspelt_option_is_an_error(option, word):
 def test_methods_are_two_strings(word):
     with pytest.raises(ValueError, match="method must be"):
         accounting_method(word)
+
+
+@pytest.mark.parametrize("flag", ["Adaptive", "", None, True, "adaptiv"])
+def test_a_saved_charge_says_whether_it_was_adaptive(flag):
+    state = PrivacyAccountant(3.0, 1e-5).compose(STEP, adaptive=True).state_dict()
+    state["history"] = [[*line[:3], flag] for line in state["history"]]
+    with pytest.raises(ValueError, match="a saved charge is one of"):
+        PrivacyAccountant(8.0, 1e-5).load_state_dict(state)

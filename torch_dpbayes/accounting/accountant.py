@@ -19,7 +19,7 @@ from . import events, privacy_loss, renyi
 from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, filter_code
 from .choices import Method, Neighboring, NeighboringRelation, accounting_method, neighboring_relation
 from .events import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-from .ledger import Flag, Key, Ledger, LedgerError, Row, Session
+from .ledger import Flag, Key, Ledger, LedgerError, Row, Session, checked_flag
 from .privacy_loss import SMALLEST_DELTA, Concentrated, NonPrivate, Pair
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
@@ -553,7 +553,8 @@ class PrivacyAccountant:
         def load(book: Book) -> None:
             book.refresh()
             lines: list[tuple[DpEvent, int, str | None, Flag]] = [
-                (events.decode(code), events.positive_count(int(count)), label or None, flag) for code, count, label, flag in state_dict["history"]
+                (events.decode(code), events.positive_count(int(count)), label or None, checked_flag(flag))
+                for code, count, label, flag in state_dict["history"]
             ]
             if home := state_dict.get("ledger"):
                 self._check_same_ledger(book, str(home), lines)
