@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
+from .model_state import KEPT, ModelAsChecked
 
 _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
@@ -96,7 +97,7 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
     **Privacy.** A test, not a proof: a way of mixing records that neither these values nor batches of 33 nor 64 seeds bring about goes unseen.
     """
     with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
-        _check_independence(module, source, inputs)
+        as_checked = _check_independence(module, source, inputs)
         for seed in range(1, _ATTEMPTS):
             if _check_gradients(module, source, inputs):
                 break
@@ -109,6 +110,8 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
         # a model that sorts its records inside leaves them alone in one of the two orders
         _check_gradients(module, source, tuple(_map(lambda t: t.flip(0), inputs)))
         _check_empty_batch(module, source, inputs)
+        if (what := as_checked.changed()) is not None:
+            raise ValueError(KEPT.format(what))
 
 
 # -- does a record's output depend on other records? --------------------------------------------------------------------------------
@@ -138,7 +141,8 @@ class _Forward:
     shapes: dict[_Key, torch.Size] = field(default_factory=dict)
 
 
-def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> ModelAsChecked:
+    """Raise if a record's output depends on others. Returns the model's state after its first pass, which may have filled caches."""
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
     with source.paused():
         try:
@@ -149,6 +153,7 @@ def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple
                 f"the model cannot be run on two made-up records of shapes {shapes}: {error}. Pass example_inputs=, the positional arguments of the "
                 "model for two made-up records (no real ones)."
             ) from error
+        as_checked = ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         _require_unchanged(module, before)
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
@@ -176,6 +181,7 @@ def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple
         _require_unmoved(module, inputs, alone, axes or [])
         _require_same_alone(module, inputs, axes or [], is_aligned=axes is not None and not several.is_elsewhere)
     _require_unchanged(module, before)
+    return as_checked
 
 
 def _require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:

@@ -27,6 +27,7 @@ from .clipping.gradient_source import GradientSource, HooksGradientSource
 from .data_parallel import CALIBRATION, Ranks, refuse_wrapped, require_alone
 from .fixed_tensors import FixedTensors, forward_passes_leave_buffers
 from .model_checks import check_layers, check_model, made_up_inputs
+from .model_state import ModelAsChecked
 from .noise import stream_position
 from .optim.base import PrivateOptimizer, options_of
 from .poisson_loader import PoissonLoader
@@ -292,6 +293,7 @@ class PrivacyEngine:
         if example_inputs is None:
             example_inputs = _to_device_of(module, made_up_inputs(loader.collate_fn([loader.dataset[0]])))
         check_layers(module)
+        ModelAsChecked.remove_from(module)
         source: GradientSource
         if grad_sample_mode == "hooks":
             source = HooksGradientSource(module, loss_reduction=loss_reduction)
@@ -307,7 +309,8 @@ class PrivacyEngine:
             raise
         fixed = FixedTensors(module)
         module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
-        optimizer._bind(source, loader.sampler_of_draws, fixed, is_alone=self._is_alone)
+        as_checked = ModelAsChecked(module, source.passing_attributes)
+        optimizer._bind(source, loader.sampler_of_draws, fixed, as_checked, is_alone=self._is_alone)
         self._accountant = optimizer.accountant
         if not isinstance(data_loader, PoissonLoader) and (self._ranks is None or self._ranks.rank == 0):
             _log.warning(
