@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 
+pytestmark = pytest.mark.usefixtures("whole_batches")
+
 
 class Wrapped(nn.Module):
     """A linear layer before and after ``function``."""

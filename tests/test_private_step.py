@@ -763,15 +763,11 @@ def test_a_layer_in_eval_mode_must_stay_there():
     net[1].requires_grad_(False).eval()
     _, net, optimizer, loader = private(net)
     train(net, optimizer, loader, 1)
-    state = copy.deepcopy(net.state_dict())
     net.eval()
     net.train()
     with pytest.raises(RuntimeError, match=r"'1' was in eval mode"):
         train(net, optimizer, loader, 1)
     net[1].eval()
-    with pytest.raises(RuntimeError, match=r"'1\.running_mean' changed"):
-        train(net, optimizer, loader, 1)
-    net.load_state_dict(state)
     train(net, optimizer, loader, 1)
     assert len(optimizer.accountant) == 2
 

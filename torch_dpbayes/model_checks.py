@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
 from .clipping.record_map import CannotBeMapped
+from .model_state import KEPT, ModelAsChecked
 
 _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
@@ -100,7 +101,7 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
     **Privacy.** A test, not a proof: a way of mixing records that neither these values nor batches of 33 nor 64 seeds bring about goes unseen.
     """
     with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
-        _check_independence(module, source, inputs)
+        as_checked = _check_independence(module, source, inputs)
         for seed in range(1, _ATTEMPTS):
             if _check_gradients(module, source, inputs):
                 break
@@ -110,6 +111,8 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
         # a model that sorts its records inside leaves them alone in one of the two orders
         _check_gradients(module, source, tuple(_map(lambda t: t.flip(0), inputs)))
         _check_empty_batch(module, source, inputs)
+        if (what := as_checked.changed()) is not None:
+            raise ValueError(KEPT.format(what))
 
 
 class Unrecorded(Exception):
@@ -137,7 +140,7 @@ def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[
         ValueError: records are mixed, gradients are not those of the records, a tensor is kept between passes, or an empty batch fails.
     """
     with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
-        _check_map(module, source, inputs)
+        as_checked = _check_map(module, source, inputs)
         for seed in range(1, _ATTEMPTS):
             if _check_mapped_gradients(module, source, inputs):
                 break
@@ -145,9 +148,13 @@ def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[
         else:
             raise ValueError(_NO_GRADIENT)
         _check_empty_batch(module, source, inputs)
+        if (what := as_checked.changed()) is not None:
+            raise ValueError(KEPT.format(what))
 
 
-def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> ModelAsChecked:
+    """Returns the model's state after its first passes, which may have filled caches."""
+    as_checked: ModelAsChecked | None = None
     parameters = [p for p in module.parameters() if p.requires_grad]
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
     middle = _sizes(inputs)[len(_sizes(inputs)) // 2]
@@ -159,7 +166,7 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
     for place, batch in enumerate([*given, *others]):
         is_given, rows = place < len(given), len(next(_tensors(batch)))
         if rows > 2 and time.thread_time() - start > _SECONDS:
-            return
+            break
         axes = [0] * _MANY if rows > 1 else ()
         with source.paused(), torch.no_grad(), _SeededDraws(0, axes, are_alike=True):
             try:
@@ -183,6 +190,7 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
             for p in parameters:
                 p.grad = None
         _require_unchanged(module, before)
+        as_checked = as_checked or ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         if any(t.dim() == 0 for t in mapped):  # a loss, of which the batched one may be another mean
             continue
         if is_given and not all(bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()):
@@ -192,11 +200,13 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
             continue
         _check_independence(module, source, inputs)
         if rows > 1 and draws.is_random:  # its draws come in another order; one record alone was the same
-            return
+            break
         raise ValueError(
             f"the forward pass of {type(module).__name__!r} gives other outputs where every record runs alone than on a batch of {rows}: it mixes "
             f"records, or depends on their number. {_ALONE}"
         )
+    assert as_checked is not None
+    return as_checked
 
 
 def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> bool:
@@ -319,7 +329,8 @@ class _Forward:
     shapes: dict[_Key, torch.Size] = field(default_factory=dict)
 
 
-def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> ModelAsChecked:
+    """Raise if a record's output depends on others. Returns the model's state after its first pass, which may have filled caches."""
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
     with source.paused():
         try:
@@ -327,6 +338,11 @@ def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple
         except Exception as error:
             shapes = [list(t.shape) for t in _tensors(inputs)]
             raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
+            raise ValueError(
+                f"the model cannot be run on two made-up records of shapes {shapes}: {error}. Pass example_inputs=, the positional arguments of the "
+                "model for two made-up records (no real ones)."
+            ) from error
+        as_checked = ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         _require_unchanged(module, before)
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
@@ -354,6 +370,7 @@ def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple
         _require_unmoved(module, inputs, alone, axes or [])
         _require_same_alone(module, inputs, axes or [], is_aligned=axes is not None and not several.is_elsewhere)
     _require_unchanged(module, before)
+    return as_checked
 
 
 def _require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:

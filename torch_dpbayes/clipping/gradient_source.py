@@ -53,10 +53,12 @@ class GradientSource(ABC):
     Attributes:
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
         independence: how records are kept apart.
+        passing_attributes: what it keeps on modules between a forward pass and the end of the step.
     """
 
     loss_reduction: str
     independence: str = "tested on made-up records"
+    passing_attributes: tuple[str, ...] = ()
 
     @staticmethod
     def attached_to(module: nn.Module) -> GradientSource | None:
@@ -140,8 +142,6 @@ class ForwardPasses:
         self.has_stand_in = False
         self.uses_stand_in = False
         self._is_enabled = is_enabled
-        self._root, self._modules = module, list(module.modules())
-        self._modes = [(name, layer) for name, layer in module.named_modules() if not layer.training]
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -169,18 +169,6 @@ class ForwardPasses:
         return _map(output, lambda t: t[:0] if t.dim() > 0 else t) if was_open and self.has_stand_in else None
 
     def require_one(self, is_anything_recorded: bool) -> None:
-        now = list(self._root.modules())
-        if len(now) != len(self._modules) or any(a is not b for a, b in zip(now, self._modules, strict=True)):
-            raise RuntimeError(
-                "a module was added to the model, replaced or removed since it was checked that every record is treated by itself: call make_private "
-                "again after changing the model."
-            )
-        for name, layer in self._modes:
-            if layer.training:
-                raise RuntimeError(
-                    f"module {name!r} was in eval mode when the model was checked and is in training mode now, where it may mix records: put it "
-                    "back into eval mode after every model.train(), or call make_private again."
-                )
         if self.count > 1:
             raise RuntimeError(
                 f"the model was run forward {self.count} times in training mode for one step: rows of several passes add up, and a "
@@ -208,6 +196,8 @@ class HooksGradientSource(GradientSource):
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that record i's gradient depends on record i
     alone. ``PrivacyEngine.make_private`` checks what can be checked of that.
     """
+
+    passing_attributes = ("activations", "max_batch_len")  # Opacus'
 
     def __init__(self, module: nn.Module | None = None, *, loss_reduction: str = "mean") -> None:
         if loss_reduction not in ("mean", "sum"):

@@ -289,7 +289,7 @@ class _OfOneRecord(TorchFunctionMode):
         return record_map.on_batch(run, [query, key, value, *([attn_mask] if attn_mask is not None else [])])
 
 
-class attention_as_in_maps(TorchFunctionMode):  # noqa: N801 - a context manager
+class attention_as_in_maps(TorchFunctionMode):
     """Torch's attention layer computes as it does in a map, so that dropout draws the same numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

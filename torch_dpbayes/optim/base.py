@@ -34,6 +34,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..clipping.gradient_source import GradientSource, HooksGradientSource
 from ..data_parallel import STEP, Ranks, require_alone
 from ..fixed_tensors import CHANGED, FixedTensors
+from ..model_state import ModelAsChecked
 from ..noise import GaussianNoise, add_gaussian
 from ..poisson_loader import PoissonSampler
 
@@ -173,6 +174,7 @@ class PrivateOptimizer(Optimizer):
         self._source: GradientSource = HooksGradientSource()
         self._sampler: PoissonSampler | None = None
         self._fixed: FixedTensors | None = None
+        self._as_checked: ModelAsChecked | None = None
         self._ranks: Ranks | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
         self._start_afresh()
@@ -287,7 +289,7 @@ class PrivateOptimizer(Optimizer):
         Raises:
             PrivacyBudgetExceeded: the step does not fit into the budget; parameters, state and history are as they were.
             RuntimeError: a parameter has no per-record gradients, the batch is not a fresh draw of the private loader, or is not complete; a buffer
-                or a frozen parameter of the model was written to since the loader's first batch.
+                or a frozen parameter of the model was written to since the loader's first batch; or the model is not the one that was checked.
             ValueError: parameters or options are not finite.
             FloatingPointError: the step took a parameter beyond its dtype; parameters and state are as before, the charge is kept.
         """
@@ -324,6 +326,8 @@ class PrivateOptimizer(Optimizer):
         if self._collect(layout):
             if self._fixed is not None and (changed := self._fixed.changed()) is not None:
                 raise RuntimeError(CHANGED.format(changed))
+            if self._as_checked is not None:
+                self._as_checked.require_unchanged()
             self._release(layout)
 
     def _collect(self, layout: _Layout) -> bool:
@@ -653,12 +657,22 @@ class PrivateOptimizer(Optimizer):
         """How many numbers a step releases beside the gradient."""
         return 0
 
-    def _bind(self, source: GradientSource, sampler: PoissonSampler, fixed: FixedTensors, *, is_alone: bool) -> None:
-        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler`` and the ``fixed`` tensors.
+    def _bind(
+        self,
+        source: GradientSource,
+        sampler: PoissonSampler,
+        fixed: FixedTensors,
+        as_checked: ModelAsChecked,
+        *,
+        is_alone: bool,
+    ) -> None:
+        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step.
 
-        ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to do with it.
+        It is compared with the draws of ``sampler``, the ``fixed`` tensors and the model
+        ``as_checked``. ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to do with it.
         """
-        self._source, self._sampler, self._fixed, self._ranks, self._is_alone = source, sampler, fixed, sampler.ranks, is_alone
+        self._source, self._sampler, self._fixed, self._as_checked = source, sampler, fixed, as_checked
+        self._ranks, self._is_alone = sampler.ranks, is_alone
         self._sampling = "poisson"
         self._pending = False
         self._layout = None
@@ -680,7 +694,8 @@ class PrivateOptimizer(Optimizer):
         Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
         copy._noise = GaussianNoise()
         if any(a is not b for g, h in zip(self.param_groups, copy.param_groups, strict=True) for a, b in zip(g["params"], h["params"], strict=True)):
-            copy._source, copy._fixed = HooksGradientSource(), None  # of a copied model, which needs hooks of its own
+            # of a copied model, which needs hooks of its own
+            copy._source, copy._fixed, copy._as_checked = HooksGradientSource(), None, None
         copy._start_afresh()
         return copy
 
