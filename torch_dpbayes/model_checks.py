@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
-from .clipping.record_map import CannotBeMapped
+from .clipping.record_map import CannotBeMapped, KeptTensors, Nested
 from .model_state import KEPT, ModelAsChecked
 
 _FIX = (
@@ -170,7 +170,7 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
         axes = [0] * _MANY if rows > 1 else ()
         with source.paused(), torch.no_grad(), _SeededDraws(0, axes, are_alike=True):
             try:
-                batched = list(_tensors(module(*batch)))
+                batched = Nested(module(*batch)).tensors
             except Exception as error:
                 if not is_given:  # it may refuse such values
                     continue
@@ -180,7 +180,7 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
         draws = _SeededDraws(0, axes, are_alike=True)
         try:
             with _blamed(module), draws:
-                mapped = list(_tensors(module(*batch)))
+                mapped = Nested(module(*batch)).tensors
             if sums := [t.float().sum() for t in mapped if t.requires_grad]:
                 torch.stack(sums).sum().backward()
             if unrecorded := [name for name, p in module.named_parameters() if p.grad is not None]:
@@ -216,7 +216,7 @@ def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: t
     generator, weights = torch.Generator().manual_seed(1), dict[int, Tensor]()
 
     def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
-        outputs = [t for t in _tensors(module(*arguments)) if t.is_floating_point()]
+        outputs = [t for t in Nested(module(*arguments)).tensors if t.is_floating_point()]
         if losses := [t for t in outputs if t.dim() == 0]:
             return torch.stack(losses).sum()
         total: Any = 0.0
@@ -274,6 +274,8 @@ def _blamed(module: nn.Module) -> Iterator[None]:
         handles.append(layer.register_forward_hook(leave))
     try:
         yield
+    except KeptTensors as error:
+        raise ValueError(str(error)) from None  # the tensors it names are data
     except CannotBeMapped as error:
         raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error
     except Exception as error:
@@ -654,7 +656,7 @@ def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[
 
     def run() -> None:
         try:
-            outputs = [t for t in _tensors(module(*empty)) if t.requires_grad]
+            outputs = [t for t in Nested(module(*empty)).tensors if t.requires_grad]
             torch.stack([t.float().sum() for t in outputs]).sum().backward()
             if any(source.per_record_gradients(p) is None for p in parameters):
                 raise ValueError("it leaves parameters without gradients; no shortcut for empty inputs may leave the forward pass early")

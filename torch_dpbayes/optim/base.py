@@ -273,6 +273,11 @@ class PrivateOptimizer(Optimizer):
         """The largest lr at which privacy is free: the sampler's own noise reaches the floor. Infinite without a floor."""
         return math.inf if self._noise_multiplier == 0 else self._free_lr()
 
+    @property
+    def independence(self) -> str:
+        """How records were kept apart: ``"by construction"``, or ``"tested on made-up records"`` and why no more."""
+        return self._source.independence
+
     def _trained_groups(self) -> list[dict[str, Any]]:
         """Groups that are not frozen; all of them if every one is."""
         return [group for group in self.param_groups if any(p.requires_grad for p in group["params"])] or self.param_groups
