@@ -129,6 +129,7 @@ class PrivacyAccountant:
         self._known: dict[DpEvent, Part] = {}
         self._memory: dict[float, float] = {}
         self._memory_of = 0
+        self._notes: dict[str, None] = {}  # without a ledger
         self._open_book(None if ledger is None else Session(ledger, job or uuid.uuid4().hex, later))
         if self._book.session is not None and not job:
             self._book.session.later = bool(self._book.counts)
@@ -237,6 +238,11 @@ class PrivacyAccountant:
                 key = event, label, flag == "adaptive"
                 found[key] = found.get(key, 0) + count
             return tuple(Charge(event, count, label, adaptive) for (event, label, adaptive), count in found.items())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The statements on which the guarantee rests, in order; see :meth:`note`."""
+        return tuple(self._notes if self._ledger is None else self._ledger.notes())
 
     def __len__(self) -> int:
         """How many releases were charged."""
@@ -383,6 +389,23 @@ class PrivacyAccountant:
         if repeated:
             self._run = book.run(event, parts[0], label, adaptive)
 
+    def note(self, statement: str) -> None:
+        """Keeps a statement on which the guarantee rests, such as what was asserted about a model.
+
+        :meth:`summary` shows it under ``rests on``, saved states carry it along, and with ``path``
+        it stands in the file for all jobs. The same statement is kept once.
+
+        Raises:
+            LedgerError: the statement could not be written to the file.
+        """
+        if not isinstance(statement, str) or not statement.strip():
+            raise ValueError(f"a statement must be a string that is not empty, got {statement!r}.")
+        statement = " ".join(statement.split())
+        if self._ledger is None:
+            self._notes[statement] = None
+        elif self._book.session is not None:
+            self._ledger.add_note(statement, self._book.session.job)
+
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One Poisson-sampled Gaussian release, under the name that Opacus uses.
 
@@ -448,7 +471,7 @@ class PrivacyAccountant:
         return ComposedDpEvent([SelfComposedDpEvent(charge.event, charge.count) for charge in self.history])
 
     def summary(self) -> str:
-        """Relation, method, budget, epsilon with bounds, the guarantee in force, and the shares of each label."""
+        """Relation, method, budget, epsilon with bounds, the guarantee in force, what it rests on, and the shares of each label."""
         with self._lock:
             delta = self._delta if self._delta is not None else 1e-5
             bounds = self.get_epsilon(delta, return_bounds=True)
@@ -462,6 +485,8 @@ class PrivacyAccountant:
             ]
             if self._ledger is not None:
                 lines.append(f"  ledger      {self._ledger.path}")
+            for i, statement in enumerate(self.notes):
+                lines.append(f"  {'' if i else 'rests on':<11} {statement}")
             shares = {label or "(no label)": share for label, share in self.shares(delta).items()}
             width = max(map(len, shares), default=0)
             for label, (share, count) in shares.items():
@@ -528,16 +553,17 @@ class PrivacyAccountant:
                 "history": [[events.encode(event), float(count), label or "", flag] for (event, label, flag), count in book.charges.items()],
                 "registered": [[events.encode(event), float(count)] for (event, _, _), count in book.plan.items()],
                 "ledger": "" if self._ledger is None else self._ledger.id,
+                "notes": list(self.notes),
             }
 
         return self._change(saved, charging=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over a saved history. This accountant must be empty, of the same method and relation; its own budget
+        """Takes over a saved history, and its notes. This accountant must be empty, of the same method and relation; its own budget
         holds, and must be the saved one if the history is adaptive.
 
         A state that was saved from a file belongs to that file, which went on counting: loading it there checks that the file holds at least what was
-        saved, and changes nothing; anywhere else it is refused.
+        saved, and charges nothing; anywhere else it is refused.
 
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is loaded.
@@ -579,6 +605,8 @@ class PrivacyAccountant:
             book.load([(part, label, flag) for event, count, label, flag in lines for part in self._parts(event, count)], plan, rule, slack)
 
         self._change(load)
+        for statement in state_dict.get("notes", []):
+            self.note(statement)
 
     def _check_same_ledger(self, book: Book, home: str, lines: list[tuple[DpEvent, int, str | None, Flag]]) -> None:
         if self._ledger is None or self._ledger.id != home:

@@ -62,6 +62,10 @@ _TABLES = (
     "kind TEXT NOT NULL, label TEXT, event TEXT NOT NULL, count INTEGER NOT NULL, flag TEXT NOT NULL, block INTEGER NOT NULL, digest TEXT NOT NULL)",
     "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
 )
+_NOTES = (  # made when first needed: files of earlier versions have none
+    "CREATE TABLE IF NOT EXISTS notes (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, "
+    "job TEXT NOT NULL, text TEXT NOT NULL, digest TEXT NOT NULL)"
+)
 
 
 class LedgerError(RuntimeError):
@@ -123,6 +127,7 @@ class Ledger:
         found: dict[str, Any] = self._connected("read", self._checked_settings)
         self.settings = found
         self._digest = _first_digest(found)
+        self._last_note = (0, self._digest)  # of those that were read
         if settings.get("id", self.id) != self.id:
             raise LedgerError(_replaced(self.path))
         for name, value in settings.items():
@@ -259,6 +264,57 @@ class Ledger:
             return connection.execute(f"SELECT {_COLUMNS} FROM rows WHERE writer = ? ORDER BY seq", (writer,)).fetchall()
 
         return open_blocks(_decoded(list(row)) for row in self._connected("read", select))
+
+    def notes(self) -> list[str]:
+        """The statements that jobs noted, in order.
+
+        Raises:
+            LedgerError: a note is damaged, or one that was read before is not there any more.
+        """
+
+        def select(connection: sqlite3.Connection) -> list[str]:
+            self._same_file(connection)
+            return self._checked_notes(connection)
+
+        return self._connected("read", select)
+
+    def add_note(self, text: str, job: str) -> None:
+        """Keeps a statement for all jobs, unless it is there already."""
+
+        def insert(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
+            self._same_file(connection)
+            connection.execute(_NOTES)
+            known = self._checked_notes(connection)
+            number, digest = self._last_note
+            if text not in known:
+                number += 1
+                values = [number, _now(), job, text]
+                digest = _digest(digest, values)
+                connection.execute("INSERT INTO notes VALUES (?, ?, ?, ?, ?)", [*values, digest])
+            connection.execute("COMMIT")
+            self._last_note = (number, digest)
+
+        if text not in self.notes():
+            self._connected("write", insert)
+
+    def _checked_notes(self, connection: sqlite3.Connection) -> list[str]:
+        table = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'notes'"
+        rows: list[tuple[Any, ...]] = []
+        if connection.execute(table).fetchone()[0]:
+            columns = "SELECT seq, time, job, text, digest FROM notes ORDER BY seq"
+            rows = connection.execute(columns).fetchall()
+        digests = [_first_digest(self.settings)]
+        for number, (*values, digest) in enumerate(rows, 1):
+            whole = values[0] == number and all(isinstance(value, str) for value in values[1:])
+            if not whole or digest != _digest(digests[-1], values):
+                raise LedgerError(_damaged(self.path, f"note {number} is not what was written"))
+            digests.append(digest)
+        number, digest = self._last_note
+        if digests[number : number + 1] != [digest]:
+            raise LedgerError(_damaged(self.path, "notes that were read before are gone"))
+        self._last_note = (len(rows), digests[-1])
+        return [values[3] for values in rows]
 
     def _same_file(self, connection: sqlite3.Connection) -> None:
         found = connection.execute("SELECT value FROM settings WHERE name = 'id'").fetchone()
