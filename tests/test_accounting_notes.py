@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting import PrivacyAccountant, events
 from torch_dpbayes.accounting.__main__ import main
-from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.accounting.events import GaussianDpEvent, RecordwiseBatchGaussianDpEvent
 from torch_dpbayes.accounting.ledger import LedgerError
 
 EVENT = GaussianDpEvent(10.0)
@@ -137,3 +137,56 @@ def test_a_damaged_note_is_an_error(path, damage):
     for use in (accountant.summary, accountant.state_dict, lambda: accountant.note("more"), lambda: accountant.note(FIRST)):
         with pytest.raises(LedgerError, match="damaged"):
             use()
+
+
+# --- what an event states --------------------------------------------------------------------------------------------
+
+RECORDWISE = "does not depend on other records"
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+def test_the_summary_shows_what_a_charged_event_states(path, in_file, relation):
+    accountant = PrivacyAccountant(3.0, 1e-5, neighboring=relation, path=path if in_file else None)
+    accountant.note(FIRST)
+    accountant.compose(EVENT)
+    assert statements(accountant) == [FIRST]
+    accountant.compose(RecordwiseBatchGaussianDpEvent(20.0), 3)
+    first, second = statements(accountant)
+    assert first == FIRST and RECORDWISE in second
+    assert accountant.notes == (first, second)
+
+
+encode = events.encode
+
+
+def encoded_by_an_earlier_version(event):
+    name, *values = encode(event)
+    return ["UnspecifiedBatchGaussianDpEvent" if name == "RecordwiseBatchGaussianDpEvent" else name, *values]
+
+
+def test_histories_of_an_earlier_version_are_read_as_if_the_statement_had_been_made(path, monkeypatch):
+    """It charged unspecified batches under add-or-remove as it charges stated ones now. Its files go on, without a change to what they hold."""
+    stated = RecordwiseBatchGaussianDpEvent(20.0)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(events, "encode", encoded_by_an_earlier_version)
+        old = PrivacyAccountant(3.0, 1e-5, path=path)
+        for _ in range(5):
+            old.compose(stated)
+        old.compose(EVENT)  # with a block of the others still open
+        state = PrivacyAccountant(3.0, 1e-5).compose(stated, 5).compose(EVENT).state_dict()
+    old.close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM rows WHERE event LIKE '%Unspecified%'").fetchone()[0]
+    loaded = PrivacyAccountant(3.0, 1e-5)
+    loaded.load_state_dict(state)
+    for accountant in (PrivacyAccountant(path=path), loaded):
+        assert {charge.event: charge.count for charge in accountant.history} == {stated: 5, EVENT: 1}
+        assert RECORDWISE in accountant.summary()
+        accountant.compose(stated, 2)
+        assert len(accountant) == 8
+        for event in (events.UnspecifiedBatchGaussianDpEvent(20.0), events.SelfComposedDpEvent(events.UnspecifiedBatchGaussianDpEvent(20.0), 2)):
+            with pytest.raises(ValueError, match=r'neighboring="replace_one".*make_private'):
+                accountant.compose(event)
+            with pytest.raises(ValueError, match=r'neighboring="replace_one".*make_private'):
+                accountant.remaining(event)

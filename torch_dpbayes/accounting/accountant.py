@@ -17,7 +17,14 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from . import events, privacy_loss, renyi
 from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, filter_code
-from .events import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from .events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    RecordwiseBatchGaussianDpEvent,
+    SelfComposedDpEvent,
+)
 from .headroom import Method
 from .ledger import Flag, Key, Ledger, LedgerError, Row, Session
 from .privacy_loss import SMALLEST_DELTA, Concentrated, Neighboring, NonPrivate, Pair
@@ -31,6 +38,8 @@ _IN_THE_MIDDLE = (
 )
 
 _PROGRAM = uuid.uuid4().hex  # the same in forked children
+
+_RECORDWISE = "RecordwiseBatchGaussianDpEvent: who is in a batch does not depend on other records"
 
 T = TypeVar("T")
 
@@ -241,8 +250,15 @@ class PrivacyAccountant:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The statements on which the guarantee rests, in order; see :meth:`note`."""
-        return tuple(self._notes if self._ledger is None else self._ledger.notes())
+        """The statements on which the guarantee rests: what :meth:`note` was told, and what charged events state."""
+        with self._lock:
+            book, found = self._read(), dict.fromkeys(self._noted())
+            if any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event, _, _ in (*book.charges, *book.plan)):
+                found[_RECORDWISE] = None
+            return tuple(found)
+
+    def _noted(self) -> list[str]:
+        return list(self._notes) if self._ledger is None else self._ledger.notes()
 
     def __len__(self) -> int:
         """How many releases were charged."""
@@ -553,7 +569,7 @@ class PrivacyAccountant:
                 "history": [[events.encode(event), float(count), label or "", flag] for (event, label, flag), count in book.charges.items()],
                 "registered": [[events.encode(event), float(count)] for (event, _, _), count in book.plan.items()],
                 "ledger": "" if self._ledger is None else self._ledger.id,
-                "notes": list(self.notes),
+                "notes": self._noted(),
             }
 
         return self._change(saved, charging=False)
@@ -581,7 +597,8 @@ class PrivacyAccountant:
         def load(book: Book) -> None:
             book.refresh()
             lines: list[tuple[DpEvent, int, str | None, Flag]] = [
-                (events.decode(code), events.positive_count(int(count)), label or None, flag) for code, count, label, flag in state_dict["history"]
+                (events.recorded(code, self._neighboring), events.positive_count(int(count)), label or None, flag)
+                for code, count, label, flag in state_dict["history"]
             ]
             if home := state_dict.get("ledger"):
                 self._check_same_ledger(book, str(home), lines)
@@ -593,7 +610,9 @@ class PrivacyAccountant:
                 )
             own = [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
             same = list(state_dict["budget"]) == own
-            plan: dict[Key, int] = {(events.decode(code), None, "registered"): int(count) for code, count in state_dict.get("registered", [])}
+            plan: dict[Key, int] = {
+                (events.recorded(code, self._neighboring), None, "registered"): int(count) for code, count in state_dict.get("registered", [])
+            }
             if not same and (plan or any(flag == "adaptive" for *_, flag in lines)):
                 raise ValueError(
                     f"the saved history is adaptive or follows a registered schedule, which is private only against the limit {state_dict['budget']} "

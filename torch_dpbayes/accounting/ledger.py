@@ -219,7 +219,7 @@ class Ledger:
             if values[0] != self.version + 1 or digest != self._digest:
                 raise LedgerError(_damaged(self.path, f"row {values[0]} is not what was written"))
             self.version += 1
-            found.append(_decoded(values))
+            found.append(self._decoded(values))
         return found
 
     def append(self, entries: Iterable[Entry], *, job: str, writer: str, later: bool, if_unchanged: bool = True) -> list[int] | None:
@@ -263,7 +263,12 @@ class Ledger:
             self._same_file(connection)
             return connection.execute(f"SELECT {_COLUMNS} FROM rows WHERE writer = ? ORDER BY seq", (writer,)).fetchall()
 
-        return open_blocks(_decoded(list(row)) for row in self._connected("read", select))
+        return open_blocks(self._decoded(list(row)) for row in self._connected("read", select))
+
+    def _decoded(self, values: list[Any]) -> Row:
+        seq, moment, job, writer, later, kind, label, code, count, flag, block = values
+        event = events.recorded(json.loads(code), self.settings["neighboring"]) if code else None
+        return Row(seq, moment, job, writer, bool(later), kind, label, event, count, flag, block)
 
     def notes(self) -> list[str]:
         """The statements that jobs noted, in order.
@@ -467,11 +472,6 @@ def _first_digest(settings: Mapping[str, Any]) -> str:
 
 def _digest(before: str, values: list[Any]) -> str:
     return hashlib.blake2b((before + json.dumps(values)).encode(), digest_size=16).hexdigest()
-
-
-def _decoded(values: list[Any]) -> Row:
-    seq, moment, job, writer, later, kind, label, code, count, flag, block = values
-    return Row(seq, moment, job, writer, bool(later), kind, label, events.decode(json.loads(code)) if code else None, count, flag, block)
 
 
 def _now() -> str:

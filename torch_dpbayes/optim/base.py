@@ -122,10 +122,15 @@ class PrivateOptimizer(Optimizer):
         temperature: T of the target ∝ exp(−U/T).
         log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs named parameters. It must not
             look at data.
-        sampling: ``"poisson"`` asserts that every batch is an independent Poisson draw at rate B/N, stepped on once
-            (``PrivacyEngine.make_private`` sets this and verifies it). None charges each step at sensitivity 2C without amplification,
-            unless B = N: full batches are charged as such, and their length is checked. Either way a record is in a batch at most once, which
-            an optimizer without an engine cannot see: one that is there k times (a sampler with replacement, a bootstrap) moves the sum by kC.
+        sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is an independent Poisson draw
+            at rate B/N, stepped on once (``PrivacyEngine.make_private`` sets this and verifies it). ``"recordwise"`` asserts
+            that who is in a batch does not depend on other records: whether a record is in it is a function of this record, of
+            public things, and of chance that has nothing to do with other records. A hash of the record's name or its date
+            decides like that; a shuffled loader does not. None asserts only that what the records hold does not decide who is
+            in a batch. The last two are charged at sensitivity 2C without amplification, and None is refused under
+            add-or-remove-one, where one record more may change whole batches. Full batches, B = N, are charged as such, and
+            their length is checked. In every case a record is in a batch at most once, which an optimizer without an engine
+            cannot see: one that is there k times (a sampler with replacement, a bootstrap) moves the sum by kC.
         accountant: where the steps are charged. None: an accountant of its own.
         generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret. None: operating-system entropy.
     """
@@ -157,8 +162,8 @@ class PrivateOptimizer(Optimizer):
             raise ValueError(f"max_grad_norm = {max_grad_norm} is below what float32 norms can resolve; use at least 1e-12")
         _require_not_negative("noise_multiplier", noise_multiplier)
         _require_not_negative("temperature", temperature)
-        if sampling not in (None, "poisson"):
-            raise ValueError(f'sampling must be "poisson" or None, got {sampling!r}')
+        if sampling not in (None, "poisson", "recordwise"):
+            raise ValueError(f'sampling must be "poisson", "recordwise" or None, got {sampling!r}')
         if log_prior is not None and not math.isinf(defaults["prior_std"]) and defaults["prior_std"] != 1.0:
             raise ValueError("log_prior replaces the Gaussian prior: leave out prior_std")
         self._num_data = num_data
@@ -245,7 +250,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def sampling(self) -> str | None:
-        """``"poisson"``, or None for batches of which nothing is assumed."""
+        """``"poisson"``, ``"recordwise"``, or None for batches of which neither is stated."""
         return self._sampling
 
     @property
@@ -473,6 +478,13 @@ class PrivateOptimizer(Optimizer):
             return events.GaussianDpEvent(z)
         if sampling == "poisson":
             return events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(z))
+        if sampling == "recordwise":
+            return events.RecordwiseBatchGaussianDpEvent(z)
+        if self.accountant.neighboring != "replace_one":
+            raise ValueError(
+                "who is in these batches is not known, and one record more may change them all: use PrivacyEngine.make_private, "
+                'PrivacyAccountant(neighboring="replace_one"), or sampling="recordwise" if no record\'s place depends on others.'
+            )
         return events.UnspecifiedBatchGaussianDpEvent(z)
 
     def _event_of(self, noise_multiplier: float) -> events.DpEvent:
