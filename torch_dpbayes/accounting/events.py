@@ -49,11 +49,11 @@ _GRID = 1.005  # ratio of the noise multipliers that reserves are rounded down t
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class UnspecifiedBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch that is known by the records' positions at most, such as one of a shuffled loader.
+    """A Gaussian sum over a batch of which no more is known than a shuffled loader tells.
 
-    Valid under replace-one only, where one member may turn into another: sensitivity 2C, no amplification. What the
-    records hold must not decide who is in a batch. Under add-or-remove-one one record more may change the batch
-    altogether (a seeded shuffle of n and of n + 1 records has no member in common), so there the event is refused.
+    Valid under replace-one only, where one member may turn into another: sensitivity 2C, no
+    amplification. What the records hold must not decide who is in a batch. Under add-or-remove-one one
+    record more may change the batch altogether (a seeded shuffle does), so there it is refused.
     """
 
     noise_multiplier: float
@@ -61,12 +61,13 @@ class UnspecifiedBatchGaussianDpEvent(DpEvent):
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class RecordwiseBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch of which the caller states: who is in it does not depend on other records.
+    """A Gaussian sum over a batch; the caller states that who is in it does not depend on other records.
 
-    That is, whether a record is in the batch is a function of this record, of public things, and of chance that has
-    nothing to do with other records: not of its position, of how many records there are, or of what they hold. A batch
-    chosen by a hash of the record's name or by its date is one; a shuffled or a sorted loader's is not. Charged at
-    sensitivity 2C under both relations, without amplification, which also covers a record that takes another's place.
+    That is, whether a record is in the batch is a function of this record, of public things, and of
+    chance that has nothing to do with other records: not of its position, of how many records there
+    are, or of what they hold. A batch chosen by a hash of the record's name or by its date is one; a
+    shuffled or a sorted loader's is not. Charged at sensitivity 2C under both relations, without
+    amplification, which also covers a record that takes another's place.
     ``PrivacyAccountant.summary()`` shows the statement.
     """
 
@@ -118,7 +119,12 @@ class FailureDpEvent(DpEvent):
     delta: float
 
 
-_NOISE_ONLY = (GaussianDpEvent, UnspecifiedBatchGaussianDpEvent, RecordwiseBatchGaussianDpEvent, ShuffledEpochDpEvent)
+_NOISE_ONLY = (
+    GaussianDpEvent,
+    UnspecifiedBatchGaussianDpEvent,
+    RecordwiseBatchGaussianDpEvent,
+    ShuffledEpochDpEvent,
+)
 
 
 def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> float:
@@ -284,7 +290,7 @@ def decode(code: Any) -> DpEvent:
 def recorded(code: Any, neighboring: str) -> DpEvent:
     """The event of a saved history under this relation.
 
-    Under add-or-remove-one earlier versions charged unspecified batches as if nobody's place depended on other records.
+    Under add-or-remove-one earlier versions charged unspecified batches as recordwise ones are.
     """
     event = decode(code)
     if neighboring != "replace_one" and isinstance(event, UnspecifiedBatchGaussianDpEvent):

@@ -27,6 +27,7 @@ import sqlite3
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -102,6 +103,7 @@ class Entry(NamedTuple):
     count: int  # type: ignore[assignment]
     flag: Flag
     block: int = 0
+    job: str = ""  # whose it is; empty: of the job that writes it
 
 
 class Ledger:
@@ -242,7 +244,7 @@ class Ledger:
             for entry in entries:
                 seq += 1
                 code = "" if entry.event is None else json.dumps(events.encode(entry.event))
-                values = [seq, moment, job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
+                values = [seq, moment, entry.job or job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
                 digest = _digest(digest, values)
                 connection.execute(f"INSERT INTO rows ({_COLUMNS}, digest) VALUES ({', '.join('?' * 12)})", [*values, digest])
             connection.execute("COMMIT")
@@ -264,6 +266,44 @@ class Ledger:
             return connection.execute(f"SELECT {_COLUMNS} FROM rows WHERE writer = ? ORDER BY seq", (writer,)).fetchall()
 
         return open_blocks(self._decoded(list(row)) for row in self._connected("read", select))
+
+    def charged_by(self, job: str) -> Counter[DpEvent]:
+        """How often a job charged each event."""
+        return self._sum("job = ?", job)
+
+    @property
+    def place(self) -> list[Any]:
+        """How far the file was read: number and digest of a row, which stand for all up to it."""
+        return [self.version, self._digest]
+
+    def charged_until(self, place: list[Any]) -> Counter[DpEvent] | None:
+        """How often each event had been charged there.
+
+        ``None``: the file does not go on from there, as one that was restored from an older copy.
+        """
+        number, digest = place
+
+        def select(connection: sqlite3.Connection) -> tuple[Any, ...] | None:
+            self._same_file(connection)
+            row = connection.execute("SELECT digest FROM rows WHERE seq = ?", (number,))
+            found: tuple[Any, ...] | None = row.fetchone()
+            return found
+
+        last = self._connected("read", select) if number else (_first_digest(self.settings),)
+        return self._sum("seq <= ?", number) if last == (digest,) else None
+
+    def _sum(self, condition: str, value: str | int) -> Counter[DpEvent]:
+        def select(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
+            self._same_file(connection)
+            selected = f"SELECT {_COLUMNS} FROM rows WHERE {condition}"
+            return connection.execute(selected, (value,)).fetchall()
+
+        found: Counter[DpEvent] = Counter()
+        for values in self._connected("read", select):
+            row = self._decoded(list(values))
+            if row.event is not None and row.kind in ("charge", "block", "return"):
+                found[row.event] += row.count
+        return found
 
     def _decoded(self, values: list[Any]) -> Row:
         seq, moment, job, writer, later, kind, label, code, count, flag, block = values
