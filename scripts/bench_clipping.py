@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
-WAYS = {"plain": "plain SGLD", "ours": "torch_dpbayes", "hooks": "Opacus hooks", "ghost": "Opacus ghost"}
+WAYS = {"plain": "plain SGLD", "ours": "torch_dpbayes", "whole": "whole batches", "hooks": "Opacus hooks", "ghost": "Opacus ghost"}
 TARGETS = {"logistic": (1.3, 1.2), "mlp": (1.15, 1.5), "cnn": (1.45, 1.5), "resnet": (1.5, 1.5), "transformer": (1.5, 1.5)}
 LR, CLIP, RECORDS = 0.01, 1.0, 32561
 
@@ -128,7 +128,7 @@ def stepper(way: str, name: str) -> Callable[[], None]:
                     p.grad.add_(torch.randn_like(p), alpha=std).add_(p, alpha=1 / RECORDS)
                     p.add_(p.grad, alpha=-LR)
 
-    elif way == "ours":
+    elif way in ("ours", "whole"):
         import torch_dpbayes as dpb
         from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
 
@@ -136,7 +136,7 @@ def stepper(way: str, name: str) -> Callable[[], None]:
         private = dpb.optim.DPSGLD(
             net.named_parameters(), LR, num_data=RECORDS, expected_batch_size=n, max_grad_norm=CLIP, sampling="poisson"
         )
-        private._source = BookkeepingGradientSource(net)
+        private._source = BookkeepingGradientSource(net, is_mapped=way == "ours")
 
         def step() -> None:
             private.zero_grad()

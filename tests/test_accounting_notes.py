@@ -103,14 +103,16 @@ def test_processes_note_at_once(path):
 def test_a_file_of_an_earlier_version_gets_them(path):
     """Its tables are made in the same way today, but for that of the notes, which is made when it is needed."""
     PrivacyAccountant(1.0, 1e-5, path=path).compose(EVENT, 5).close()
+    version = "PRAGMA user_version"
     with closing(sqlite3.connect(path)) as connection:
+        before = connection.execute(version).fetchone()
         assert not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'notes'").fetchone()[0]
     accountant = PrivacyAccountant(path=path)
     assert accountant.notes == ()
     accountant.note(FIRST)
     assert PrivacyAccountant(path=path).notes == (FIRST,) and len(accountant) == 5
     with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone()[0] == 1
+        assert connection.execute(version).fetchone() == before
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
+from .clipping.record_map import CannotBeMapped
 
 _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
@@ -50,11 +51,12 @@ def made_up_inputs(batch: Any) -> tuple[Any, ...]:
     return tuple(_map(lambda t: _values_like(t, 2, 2, generator), inputs))
 
 
-def check_layers(module: nn.Module) -> None:
+def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
     """Raise where the kind of a layer, or eval mode, already rules out per-record gradients.
 
     Args:
         module: the model, before any hooks are attached.
+        is_mapped: the model will run for each record alone, where torch's own attention is no obstacle.
 
     Raises:
         ValueError: with the layer's name and the remedy.
@@ -72,6 +74,8 @@ def check_layers(module: nn.Module) -> None:
                 f"module {name!r} divides gradients by how often a token occurs in the batch (scale_grad_by_freq), which depends on the other "
                 "records. Leave it out."
             )
+        if is_mapped and isinstance(layer, nn.MultiheadAttention):
+            continue
         validate = ModuleValidator.VALIDATORS.get(type(layer))
         errors = validate(layer) if validate is not None and any(p.requires_grad for p in layer.parameters()) else []
         if errors:
@@ -102,16 +106,193 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
                 break
             _vary(module, seed)
         else:
-            raise ValueError(
-                "no parameter has a gradient on made-up records, so that per-record gradients cannot be checked: the output is saturated or cut off "
-                "for them. Pass example_inputs=, made-up records to which the model responds."
-            )
+            raise ValueError(_NO_GRADIENT)
         # a model that sorts its records inside leaves them alone in one of the two orders
         _check_gradients(module, source, tuple(_map(lambda t: t.flip(0), inputs)))
         _check_empty_batch(module, source, inputs)
 
 
+class Unrecorded(Exception):
+    """Parameters are used elsewhere than in the forward pass of their own layer."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+    """Raise unless ``module``, run for each record alone, is the model that it is on whole batches.
+
+    Privacy does not rest on this: what runs for one record alone cannot see another. A model that comes out differently was meant to mix
+    records, and would be trained as something else.
+
+    Args:
+        module: the model, whose forward pass ``source`` maps over records. It is left as it was found.
+        source: its gradient source.
+        inputs: as in :func:`check_model`.
+
+    Raises:
+        CannotBeMapped: the program cannot be run for one record; the message names the module.
+        Unrecorded: parameters are used outside their layers, and must take part in the map themselves.
+        ValueError: records are mixed, gradients are not those of the records, a tensor is kept between passes, or an empty batch fails.
+    """
+    with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
+        _check_map(module, source, inputs)
+        for seed in range(1, _ATTEMPTS):
+            if _check_mapped_gradients(module, source, inputs):
+                break
+            _vary(module, seed)
+        else:
+            raise ValueError(_NO_GRADIENT)
+        _check_empty_batch(module, source, inputs)
+
+
+def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
+    middle = _sizes(inputs)[len(_sizes(inputs)) // 2]
+    with source.paused():
+        limits = _integer_limits(module, inputs)
+    given = [_given(inputs, [i % 2 for i in range(rows)]) for rows in (1, *_sizes(inputs))]
+    others = [_neighbours(inputs, middle, kind, limits, seed)[0] for seed, kind in enumerate(_OTHER_KINDS)]
+    start = time.thread_time()
+    for place, batch in enumerate([*given, *others]):
+        is_given, rows = place < len(given), len(next(_tensors(batch)))
+        if rows > 2 and time.thread_time() - start > _SECONDS:
+            return
+        axes = [0] * _MANY if rows > 1 else ()
+        with source.paused(), torch.no_grad(), _SeededDraws(0, axes, are_alike=True):
+            try:
+                batched = list(_tensors(module(*batch)))
+            except Exception as error:
+                if not is_given:  # it may refuse such values
+                    continue
+                shapes = [list(t.shape) for t in _tensors(inputs)]
+                raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
+        _require_unchanged(module, before)
+        draws = _SeededDraws(0, axes, are_alike=True)
+        try:
+            with _blamed(module), draws:
+                mapped = list(_tensors(module(*batch)))
+            if sums := [t.float().sum() for t in mapped if t.requires_grad]:
+                torch.stack(sums).sum().backward()
+            if unrecorded := [name for name, p in module.named_parameters() if p.grad is not None]:
+                raise Unrecorded(unrecorded)
+        finally:
+            source.discard(parameters)
+            for p in parameters:
+                p.grad = None
+        _require_unchanged(module, before)
+        if any(t.dim() == 0 for t in mapped):  # a loss, of which the batched one may be another mean
+            continue
+        if is_given and not all(bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()):
+            raise ValueError(_NOT_FINITE)
+        mapped = [t.detach() for t in mapped]
+        if _same_outputs(mapped, batched, torch.ones(rows, dtype=torch.bool), is_same_size=False):
+            continue
+        _check_independence(module, source, inputs)
+        if rows > 1 and draws.is_random:  # its draws come in another order; one record alone was the same
+            return
+        raise ValueError(
+            f"the forward pass of {type(module).__name__!r} gives other outputs where every record runs alone than on a batch of {rows}: it mixes "
+            f"records, or depends on their number. {_ALONE}"
+        )
+
+
+def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> bool:
+    """Raise unless recorded gradients are those of each record by itself. Returns whether there was any to compare."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    generator, weights = torch.Generator().manual_seed(1), dict[int, Tensor]()
+
+    def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
+        outputs = [t for t in _tensors(module(*arguments)) if t.is_floating_point()]
+        if losses := [t for t in outputs if t.dim() == 0]:
+            return torch.stack(losses).sum()
+        total: Any = 0.0
+        for k, t in enumerate(t.float().reshape(len(t), -1) for t in outputs):
+            if k not in weights:
+                weights[k] = torch.randn(t.shape[1], generator=generator).to(t.device)
+            total = total + t @ weights[k]
+        return total
+
+    def draws() -> _SeededDraws:
+        return _SeededDraws(0, [0] * _MANY, are_alike=True)
+
+    with draws():
+        losses = loss_per_record(inputs)
+    (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
+    recorded = []
+    for p in parameters:
+        with draws():  # a source may run the records again
+            recorded.append(source.per_record_gradients(p))
+    truth: list[list[Tensor]] = []
+    is_used = [False] * len(parameters)
+    for k in range(2):
+        with source.paused(), _SeededDraws(0, are_alike=True):
+            loss = loss_per_record(_given(inputs, [k])).sum()
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        is_used = [used or g is not None for used, g in zip(is_used, found, strict=True)]
+        truth.append([torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)])
+    largest = max(float(g.norm()) for gradients in truth for g in gradients)
+    for k, ((name, p), records) in enumerate(zip(named, recorded, strict=True)):
+        true = torch.stack([gradients[k] for gradients in truth])
+        if not is_used[k]:
+            raise ValueError(_NOT_USED.format(name))
+        if records is None:
+            raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
+        tolerance = 1e-2 if p.dtype in (torch.float16, torch.bfloat16) else 1e-3
+        if records.shape != true.shape or not float((records - true).norm()) <= tolerance * max(float(true.norm()), 1e-3 * largest):
+            raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
+    if largest > 0:
+        _check_clipping(named, source, truth, draws)
+    source.discard(parameters)
+    return largest > 0
+
+
+@contextmanager
+def _blamed(module: nn.Module) -> Iterator[None]:
+    """An error inside is a reason why the model cannot be mapped, with the innermost module in which it came up."""
+    running: list[str] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, layer in module.named_modules():
+        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        handles.append(layer.register_forward_hook(leave))
+    try:
+        yield
+    except CannotBeMapped as error:
+        raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error
+    except Exception as error:
+        raise CannotBeMapped(f"module {_name_of(module, running)!r}: {str(error).splitlines()[0] if str(error) else repr(error)}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _name_of(module: nn.Module, running: list[str]) -> str:
+    return (running[-1] if running else "") or type(module).__name__
+
+
 # -- does a record's output depend on other records? --------------------------------------------------------------------------------
+
+_MANY = 100_000
+_NOT_USED = (
+    "parameter {!r} is not used by the forward pass: it would be given noise only. Use it, or freeze it with requires_grad_(False)."
+)
+_OTHER_KINDS = ("outliers", "plain", "short")
+_NO_GRADIENT = (
+    "no parameter has a gradient on made-up records, so that per-record gradients cannot be checked: the output is saturated or cut off "
+    "for them. Pass example_inputs=, made-up records to which the model responds."
+)
+_CANNOT_BE_RUN = (
+    "the model cannot be run on two made-up records of shapes {}: {}. Pass example_inputs=, the positional arguments of the "
+    "model for two made-up records (no real ones)."
+)
+_NOT_FINITE = "the model's output on made-up records is not finite: pass example_inputs=, made-up records that the model can take"
 
 _ATTEMPTS = 20  # parameters at which the gradients of a model with dead outputs are looked for
 _SIZES = (2, 5, 33)
@@ -145,17 +326,14 @@ def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple
             first = _run(module, inputs, _SeededDraws(0)).outputs
         except Exception as error:
             shapes = [list(t.shape) for t in _tensors(inputs)]
-            raise ValueError(
-                f"the model cannot be run on two made-up records of shapes {shapes}: {error}. Pass example_inputs=, the positional arguments of the "
-                "model for two made-up records (no real ones)."
-            ) from error
+            raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
         _require_unchanged(module, before)
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
                 "the model's output must be a tensor with one row per record in dimension 0 (a loss computed inside the model mixes records)"
             )
         if not all(bool(torch.isfinite(t).all()) for t in first if t.is_floating_point()):
-            raise ValueError("the model's output on made-up records is not finite: pass example_inputs=, made-up records that the model can take")
+            raise ValueError(_NOT_FINITE)
         if not _same_outputs(first, _run(module, inputs, _SeededDraws(0)).outputs, torch.ones(2, dtype=torch.bool), is_same_size=False):
             raise ValueError(
                 "the model gives another output when it is run again on the same records: it remembers earlier batches, or draws from a generator "
@@ -405,10 +583,7 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
         true = torch.stack([torch.zeros_like(p) if g is None else g for g in (t[k] for t in truth)])
         if records is None:
             if truth[0][k] is None and truth[1][k] is None:
-                raise ValueError(
-                    f"parameter {name!r} is not used by the forward pass: it would be given noise only. Use it, or freeze it with "
-                    "requires_grad_(False)."
-                )
+                raise ValueError(_NOT_USED.format(name))
             raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
         if records.shape[1:] == true.shape[1:] and len(records) != len(true):
             raise ValueError(
@@ -427,7 +602,12 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
     return largest > 0
 
 
-def _check_clipping(named: Sequence[tuple[str, Tensor]], source: GradientSource, truth: list[list[Tensor]]) -> None:
+def _check_clipping(
+    named: Sequence[tuple[str, Tensor]],
+    source: GradientSource,
+    truth: list[list[Tensor]],
+    draws: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Norms and the clipped sum, which a source may compute in other ways than per-record gradients, against the true ones."""
     flat = torch.stack([torch.cat([g.detach().double().flatten() for g in t]) for t in truth])
     norms = flat.norm(dim=1)
@@ -436,8 +616,10 @@ def _check_clipping(named: Sequence[tuple[str, Tensor]], source: GradientSource,
     out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
     for _, p in named:
         p.grad = None  # hooks leave an ordinary gradient, and an unhooked use was found above
-    found = source.norms(named).double()
-    source.add_clipped_sum(named, clip, out)
+    with draws():
+        found = source.norms(named).double()
+    with draws():
+        source.add_clipped_sum(named, clip, out)
     expected = (flat * (clip / norms).clamp(max=1.0)[:, None]).sum(0)
     tolerance = 2e-2 if any(p.dtype in (torch.float16, torch.bfloat16) for _, p in named) else 2e-3
     are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15

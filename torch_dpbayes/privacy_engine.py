@@ -24,9 +24,12 @@ from .accounting.calibration import calibrated
 from .accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .clipping.bookkeeping import BookkeepingGradientSource
 from .clipping.gradient_source import GradientSource, HooksGradientSource
+from .clipping.isolated import IsolatedGradientSource
+from .clipping.mapped_forward import Loss
+from .clipping.record_map import CannotBeMapped
 from .data_parallel import CALIBRATION, Ranks, refuse_wrapped, require_alone
 from .fixed_tensors import FixedTensors, forward_passes_leave_buffers
-from .model_checks import check_layers, check_model, made_up_inputs
+from .model_checks import Unrecorded, check_layers, check_mapped_model, check_model, made_up_inputs
 from .noise import stream_position
 from .optim.base import PrivateOptimizer, options_of
 from .poisson_loader import PoissonLoader
@@ -113,6 +116,7 @@ class PrivacyEngine:
         grad_sample_mode: str | None = None,
         clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
+        loss: Loss | None = None,
         example_inputs: tuple[Any, ...] | None = None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Attach per-record gradients to the model, Poisson sampling to the loader, and both to the optimizer.
@@ -129,13 +133,17 @@ class PrivacyEngine:
             data_loader: a loader over a map-style data set with a fixed batch size; its order of records is not used.
             max_grad_norm: clip norm C of one record's gradient.
             noise_multiplier: floor of the noise std on the clipped sum, in units of C.
-            grad_sample_mode: ``"bookkeeping"``, the default, which gets the clipped sum from one ordinary backward pass, or ``"hooks"``,
-                Opacus' per-record gradients. Both give the same sum; only hooks leave ``p.grad_sample`` behind.
+            grad_sample_mode: all give the same sum. ``"bookkeeping"``, the default, gets it from one ordinary backward pass of a map over
+                records; a model whose program cannot be run for one record at a time it runs on whole batches, and says so. ``"isolated"`` runs
+                everything for one record at a time by ``torch.func``, which takes more time, knows no layers, and holds few per-record
+                gradients. ``"hooks"`` are Opacus' per-record gradients of whole batches, and leave ``p.grad_sample`` behind.
             clipping_kernels: for book-keeping, ``{layer name: way}`` where another way of computing is wanted than the one with the least
                 estimated cost: ``"gram"`` or ``"instantiate"`` for linear layers on sequences, ``"gram"``, ``"unfold"``, ``"grouped"`` or
                 ``"loop"`` for convolutions.
             loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the batch. A mean loss must divide by the number of records in the
                 batch, as torch's criteria do.
+            loss: ``(output, *targets) -> scalar`` of one record, which then runs for each record alone: train with
+                ``net.private_loss(x, y).backward()``. None: the loop computes the loss from the outputs of the batch.
             example_inputs: positional arguments of the model for two made-up records, where the first items of a batch are not
                 what the model takes. No real records.
 
@@ -152,7 +160,7 @@ class PrivacyEngine:
             refuse_wrapped(module)
             loader = _poisson_loader(data_loader, self._ranks)
             built = _build(module, optimizer, loader, self._accountant, max_grad_norm, noise_multiplier)
-            return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
+            return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs)
 
     def make_private_with_epsilon(
         self,
@@ -167,6 +175,7 @@ class PrivacyEngine:
         grad_sample_mode: str | None = None,
         clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
+        loss: Loss | None = None,
         example_inputs: tuple[Any, ...] | None = None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``, ``target_delta``) after ``epochs`` passes.
@@ -178,7 +187,7 @@ class PrivacyEngine:
             target_epsilon: ε of everything on the accountant after the last epoch.
             target_delta: its δ.
             epochs: passes over the loader.
-            module, optimizer, data_loader, max_grad_norm, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs: as in
+            module, optimizer, data_loader, max_grad_norm, grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs: as in
                 :meth:`make_private`.
 
         Raises:
@@ -196,7 +205,7 @@ class PrivacyEngine:
                     f"the optimizer was built with noise_multiplier = {built.noise_multiplier}; epsilon = {target_epsilon} after "
                     f"{epochs} epochs needs at least {floor:.4f}: build it with that, or pass a factory"
                 )
-            return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, example_inputs)
+            return self._attach(module, built, loader, data_loader, grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs)
 
     def plan(
         self,
@@ -281,25 +290,19 @@ class PrivacyEngine:
         grad_sample_mode: str | None,
         clipping_kernels: Mapping[str, str] | None,
         loss_reduction: str,
+        loss: Loss | None,
         example_inputs: tuple[Any, ...] | None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Check the model, then tie model, optimizer and loader together."""
-        if grad_sample_mode not in (None, "bookkeeping", "hooks"):
-            raise ValueError(f'grad_sample_mode must be "bookkeeping" or "hooks", got {grad_sample_mode!r}')
-        if clipping_kernels and grad_sample_mode == "hooks":
+        if grad_sample_mode not in (None, "bookkeeping", "isolated", "hooks"):
+            raise ValueError(f'grad_sample_mode must be "bookkeeping", "isolated" or "hooks", got {grad_sample_mode!r}')
+        if clipping_kernels and grad_sample_mode in ("isolated", "hooks"):
             raise ValueError('clipping_kernels are those of grad_sample_mode="bookkeeping"')
         _require_own_streams(optimizer, loader)
         if example_inputs is None:
             example_inputs = _to_device_of(module, made_up_inputs(loader.collate_fn([loader.dataset[0]])))
-        check_layers(module)
-        source: GradientSource
-        if grad_sample_mode == "hooks":
-            source = HooksGradientSource(module, loss_reduction=loss_reduction)
-        else:
-            source = BookkeepingGradientSource(module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels)
+        source = _checked_source(module, grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs)
         try:
-            with forward_passes_leave_buffers(module):
-                check_model(module, source, example_inputs)
             if self._ranks is not None:
                 _compare(self._ranks, module, optimizer, loader, loss_reduction)
         except BaseException:
@@ -318,6 +321,73 @@ class PrivacyEngine:
                 "" if self._ranks is None else f", divided among {self._ranks.size} ranks",
             )
         return module, optimizer, loader
+
+
+def _checked_source(
+    module: nn.Module,
+    mode: str | None,
+    clipping_kernels: Mapping[str, str] | None,
+    loss_reduction: str,
+    loss: Loss | None,
+    inputs: tuple[Any, ...],
+) -> GradientSource:
+    """Where the model's per-record gradients come from: a map over records where its program can be one, else whole batches, tested."""
+
+    def checked(source: GradientSource, check: Callable[[nn.Module, GradientSource, tuple[Any, ...]], None]) -> GradientSource:
+        try:
+            with forward_passes_leave_buffers(module):
+                check(module, source, inputs)
+        except BaseException:
+            source.remove()
+            raise
+        return source
+
+    reason = _hooks_on(module)
+    if mode == "isolated":
+        if reason:
+            raise ValueError(reason)
+        check_layers(module, is_mapped=True)
+        try:
+            return checked(IsolatedGradientSource(module, loss_reduction=loss_reduction, loss=loss), check_mapped_model)
+        except CannotBeMapped as error:
+            raise ValueError(f'grad_sample_mode="isolated": {error}') from error
+    if mode != "hooks" and not reason:
+        check_layers(module, is_mapped=True)
+        unrecorded: list[str] = []
+        while True:
+            try:
+                source = BookkeepingGradientSource(
+                    module,
+                    loss_reduction=loss_reduction,
+                    clipping_kernels=clipping_kernels,
+                    is_mapped=True,
+                    unrecorded=unrecorded,
+                    loss=loss,
+                )
+                return checked(source, check_mapped_model)
+            except Unrecorded as found:
+                if not set(found.names) - set(unrecorded):
+                    raise ValueError(f"parameters {found.names} are used outside the model's forward pass") from found
+                unrecorded += found.names
+            except CannotBeMapped as error:
+                reason = str(error)
+                break
+    if loss is not None:
+        raise ValueError(f"loss= runs for each record alone, which this model cannot: {reason or 'hooks run on whole batches'}")
+    check_layers(module)
+    if mode == "hooks":
+        return checked(HooksGradientSource(module, loss_reduction=loss_reduction), check_model)
+    _log.warning("records are kept apart by a test on made-up records only, for the model cannot be run for one record at a time: %s", reason)
+    source = BookkeepingGradientSource(module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels)
+    source.independence += f": {reason}"
+    return checked(source, check_model)
+
+
+def _hooks_on(module: nn.Module) -> str:
+    """Why the model cannot be run for one record at a time: hooks that would see whole batches."""
+    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+        return "the model itself has hooks, which see whole batches: put them on a module inside it"
+    return ""
 
 
 def _build(

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from . import events, privacy_loss, renyi
 from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, filter_code
+from .choices import Method, Neighboring, NeighboringRelation, accounting_method, neighboring_relation
 from .events import (
     ComposedDpEvent,
     DpEvent,
@@ -27,9 +28,8 @@ from .events import (
     RecordwiseBatchGaussianDpEvent,
     SelfComposedDpEvent,
 )
-from .headroom import Method
-from .ledger import Flag, Key, Ledger, LedgerError, Row, Session
-from .privacy_loss import SMALLEST_DELTA, Concentrated, Neighboring, NonPrivate, Pair
+from .ledger import Flag, Key, Ledger, LedgerError, Row, Session, checked_flag
+from .privacy_loss import SMALLEST_DELTA, Concentrated, NonPrivate, Pair
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
@@ -81,7 +81,8 @@ class PrivacyAccountant:
         delta: the budget's delta, also the default of :meth:`get_epsilon`. At least 1e-10.
         method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi curves: 3 to 15 percent
             above, and knows zero-concentrated releases.
-        neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another.
+        neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that member of
+            ``dp_accounting.NeighboringRelation``.
         path: a SQLite file on a local disk that keeps the history, made if there is none. Processes share it: the accountant may be forked, copied
             and sent to multiprocessing workers, and other programs may open the same path, or a pickle, as new jobs. Close it (``with``,
             :meth:`close`, or the end of the program), so that steps reserved ahead are given back. Back it up while no program uses it, or
@@ -116,13 +117,10 @@ class PrivacyAccountant:
         delta: float | None = None,
         *,
         method: Method = "pld",
-        neighboring: Neighboring = "add_or_remove_one",
+        neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
         path: str | os.PathLike[str] | None = None,
     ) -> None:
-        if method not in ("pld", "rdp"):
-            raise ValueError(f"method must be 'pld' or 'rdp', got {method!r}.")
-        if neighboring not in ("add_or_remove_one", "replace_one"):
-            raise ValueError(f"neighboring must be 'add_or_remove_one' or 'replace_one', got {neighboring!r}.")
+        method, neighboring = accounting_method(method), neighboring_relation(neighboring)
         if epsilon is not None:
             epsilon = check_epsilon(epsilon)
             if delta is None:
@@ -716,7 +714,7 @@ class PrivacyAccountant:
                 )
         decode = partial(events.recorded, neighboring=self._neighboring)
         lines: list[_Line] = [
-            (decode(code), events.positive_count(int(count)), label or None, flag, "")
+            (decode(code), events.positive_count(int(count)), label or None, checked_flag(flag), "")
             for code, count, label, flag in state_dict["history"]
         ]
         if state_dict.get("ledger"):

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from . import events, privacy_loss, renyi
+from .choices import Method, Neighboring
 from .events import DpEvent
-from .headroom import Filter, Headroom, Method, covers, take
+from .headroom import Filter, Headroom, covers, take
 from .ledger import Block, Entry, Flag, Key, Row, Session
-from .privacy_loss import Failure, Gaussian, Neighboring, NonPrivate, Pair, added
+from .privacy_loss import Failure, Gaussian, NonPrivate, Pair, added
 
 _LARGEST_BLOCK = 8192  # steps
 _GROWTH = 4

@@ -8,9 +8,10 @@ from typing import Any
 
 from . import events, privacy_loss, renyi
 from .accountant import check_delta, check_epsilon
+from .choices import Method, Neighboring, NeighboringRelation, accounting_method, neighboring_relation
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from .headroom import Method, largest
-from .privacy_loss import Neighboring, Pair
+from .headroom import largest
+from .privacy_loss import Pair
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
 _SMALLEST_NOISE = 1e-2
@@ -23,7 +24,7 @@ def noise_multiplier_for(
     target_epsilon: float,
     target_delta: float,
     steps: int,
-    neighboring: Neighboring = "add_or_remove_one",
+    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> float:
     """The smallest noise multiplier z such that ``history`` and ``steps`` times ``make_event(z)`` meet the target.
@@ -33,7 +34,7 @@ def noise_multiplier_for(
         target_epsilon: for everything together.
         target_delta: likewise.
         steps: how many steps are planned.
-        neighboring: the accountant's relation.
+        neighboring: the accountant's relation, as :class:`PrivacyAccountant` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
 
     Returns:
@@ -50,13 +51,14 @@ def calibrated(
     target_epsilon: float,
     target_delta: float,
     steps: int,
-    neighboring: Neighboring,
+    neighboring: Neighboring | NeighboringRelation,
     history: Iterable[tuple[Any, ...]],
     method: Method,
 ) -> float:
     """:func:`noise_multiplier_for` an accountant of this method: ``"rdp"`` reports more, and wants a little more noise for it."""
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     steps = events.positive_count(steps, "steps")
+    neighboring, method = neighboring_relation(neighboring), accounting_method(method)
     before = _counts(history, neighboring)
     price = renyi.upper_epsilon if method == "rdp" else privacy_loss.upper_epsilon
     if before and price(before, delta) > epsilon:
@@ -133,7 +135,7 @@ def get_noise_multiplier(
     target_delta: float,
     sample_rate: float,
     steps: int,
-    neighboring: Neighboring = "add_or_remove_one",
+    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> float:
     """The smallest noise multiplier at which ``steps`` Poisson-sampled steps, after ``history``, meet the target.
@@ -143,7 +145,7 @@ def get_noise_multiplier(
         target_delta: likewise.
         sample_rate: expected batch size / number of records; 1 for full batches.
         steps: how many steps are planned.
-        neighboring: ``"add_or_remove_one"`` or ``"replace_one"``.
+        neighboring: ``"add_or_remove_one"`` or ``"replace_one"``, as :class:`PrivacyAccountant` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
 
     Returns:
@@ -166,7 +168,7 @@ def get_num_steps(
     sample_rate: float,
     target_epsilon: float,
     target_delta: float,
-    neighboring: Neighboring = "add_or_remove_one",
+    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> int:
     """The largest number of Poisson-sampled steps that, after ``history``, meets the target; 0 if not one does.
@@ -177,6 +179,7 @@ def get_num_steps(
     event = PoissonSampledDpEvent(
         events.sampling_rate(sample_rate), GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
     )
+    neighboring = neighboring_relation(neighboring)
     before = _counts(history, neighboring)
 
     def excess(steps: int) -> float:

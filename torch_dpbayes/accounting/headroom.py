@@ -19,9 +19,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from . import privacy_loss, renyi
+from .choices import Method
 from .privacy_loss import Array, Gaussian, NonPrivate, Pair, Sampled, added
-
-Method = Literal["pld", "rdp"]
 
 _MOST_STEPS = 2**40
 _GRID = 1.02  # ratio of the cells in which the additive bound rounds

@@ -1,8 +1,9 @@
 """A history that outlives its process: one SQLite file that many processes charge.
 
 The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which count as spent for all the others), or the *return*
-of what a block did not use. Rows are numbered without gaps, and each carries a digest of itself and of the row before, so that the last digest is a
-version: a row that was changed, lost or brought back from a copy is noticed.
+of what a block did not use. Rows are numbered without gaps, and each carries a digest of itself and of the row before, the first one of the
+settings, so that the last digest is a version: a row that was changed, lost or brought back from a copy is noticed.
+The *seal* repeats the last digest (that of the settings where there is no row), so that missing ends are noticed too.
 
 How a process charges: it reads what is new, decides outside of any transaction whether a block fits, and commits the block in ``BEGIN IMMEDIATE``
 only if the version is still the one it decided on; otherwise it decides again. Steps are then taken out of the block in memory. What was released is
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import sqlite3
@@ -31,17 +33,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import quote
 
 from . import events
+from .choices import accounting_method, neighboring_relation
 from .events import DpEvent
 from .privacy_loss import Pair
 
 BUSY_SECONDS = 60.0
 MAKING_SECONDS = 10.0
-FORMAT = 1
+FORMAT = 2
+_UNSEALED = 1  # the format before the seal, which is read and written as it was
 _APPLICATION = 0x64706279
+_SEAL = "seal"
 
 # Held while a connection is open, also by who forks: SQLite keeps a process' locks in its memory, where a child would find those of a connection that
 # it does not have. It would wait for them in vain, or read without any.
@@ -67,6 +72,14 @@ _NOTES = (  # made when first needed: files of earlier versions have none
     "CREATE TABLE IF NOT EXISTS notes (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, "
     "job TEXT NOT NULL, text TEXT NOT NULL, digest TEXT NOT NULL)"
 )
+
+
+def checked_flag(flag: Any) -> Flag:
+    """``flag`` if it is one: a misspelt one would pass for "fixed"."""
+    if flag not in get_args(Flag):
+        raise ValueError(f"a saved charge is one of {', '.join(get_args(Flag))}, got {flag!r}.")
+    checked: Flag = flag
+    return checked
 
 
 class LedgerError(RuntimeError):
@@ -124,8 +137,11 @@ class Ledger:
         self.path = _plain_path(path)
         self._read_only = read_only
         self.version, self._digest = 0, ""
-        if create and self._is_blank():
-            self._create(settings)
+        self._making = Path(f"{self.path}-making")
+        if create:
+            if self._is_blank():
+                self._create(settings)
+            self._is_being_made(False)
         found: dict[str, Any] = self._connected("read", self._checked_settings)
         self.settings = found
         self._digest = _first_digest(found)
@@ -144,23 +160,26 @@ class Ledger:
         return str(self.settings["id"])
 
     def _is_blank(self) -> bool:
-        """No file, or one whose making was cut off."""
+        """No file, or one whose making was cut off, which therefore never held a charge."""
         if not self.path.exists():
             return True
         end = time.monotonic() + MAKING_SECONDS
-        while self.path.is_file() and not self.path.stat().st_size:
+        while self.path.is_file() and (not self.path.stat().st_size or self._connected("read", _has_no_tables)):
+            if self._making.exists():
+                return True
             if time.monotonic() > end:
                 raise LedgerError(
                     f"{self.path} is empty. If it was a ledger, what was charged is lost (a full disk?), and beginning anew would spend the budget "
                     "twice: restore it. If it never was one, remove it."
                 )
             time.sleep(0.01)  # another process may be making it
-        return self._connected("read", _has_no_tables)
+        return False
 
     def _create(self, settings: Mapping[str, Any]) -> None:
         if not self.path.parent.is_dir():
             raise LedgerError(f"there is no folder {self.path.parent} for the ledger {self.path.name}: make it first.")
         written = {**settings, "id": uuid.uuid4().hex, "created": _now()}
+        self._is_being_made(True)
 
         def create(connection: sqlite3.Connection) -> None:
             connection.execute("PRAGMA journal_mode = WAL")
@@ -171,6 +190,7 @@ class Ledger:
                 for table in _TABLES:
                     connection.execute(table)
                 values = [(name, json.dumps(value)) for name, value in written.items()]
+                values.append((_SEAL, _first_digest(written)))
                 connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
             connection.execute("COMMIT")
 
@@ -183,11 +203,20 @@ class Ledger:
                     raise
                 time.sleep(0.01)
 
+    def _is_being_made(self, answer: bool) -> None:
+        """Notes beside an empty file that it never held a charge; no other empty file may be begun anew. Every process takes the note away before it
+        charges anything."""
+        try:
+            self._making.touch() if answer else self._making.unlink(missing_ok=True)
+        except OSError as error:
+            raise LedgerError(f"the ledger {self.path} cannot be made: {error}. Nothing may be released.") from error
+
     def _checked_settings(self, connection: sqlite3.Connection) -> dict[str, Any]:
+        connection.execute("BEGIN")  # settings, seal and first row of one moment
         if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
             raise LedgerError(f"{self.path} is an SQLite file, but not a ledger of torch_dpbayes. Give another path.")
         version = connection.execute("PRAGMA user_version").fetchone()[0]
-        if version != FORMAT:
+        if version not in (_UNSEALED, FORMAT):
             raise LedgerError(
                 f"the ledger {self.path} has format {version}, this torch_dpbayes reads format {FORMAT}. Use the version that wrote it; "
                 "nothing was changed."
@@ -195,7 +224,22 @@ class Ledger:
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise LedgerError(_damaged(self.path, verdict))
-        return {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM settings")}
+        if not {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master")}.issuperset(_TABLES):
+            raise LedgerError(_damaged(self.path, "its tables are not those that were made"))
+        try:
+            saved = dict(connection.execute("SELECT name, value FROM settings").fetchall())
+            self._is_sealed = version == FORMAT
+            expected = saved.pop(_SEAL) if self._is_sealed else None
+            found = _settings(saved)
+        except (KeyError, TypeError, ValueError) as error:
+            raise LedgerError(_damaged(self.path, f"its settings are not what was written: {error!r}")) from error
+        digest = _first_digest(found)
+        first = connection.execute(f"SELECT {_COLUMNS}, digest FROM rows WHERE seq = 1").fetchone()
+        if first is not None:
+            digest, expected = _digest(digest, list(first[:-1])), first[-1]
+        if digest != expected and (self._is_sealed or first is not None):
+            raise LedgerError(_damaged(self.path, "its settings or its first row are not what was written"))
+        return found
 
     def read(self) -> list[Row]:
         """The rows that came since the last call.
@@ -204,24 +248,28 @@ class Ledger:
             LedgerError: a row is damaged, or what was read before is not there any more.
         """
 
-        def select(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-            self._same_file(connection)
-            return connection.execute(f"SELECT {_COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq", (self.version or 1,)).fetchall()
+        def select(connection: sqlite3.Connection) -> tuple[list[tuple[Any, ...]], str | None]:
+            connection.execute("BEGIN")  # rows and seal of one moment
+            seal = self._seal_of_same_file(connection)
+            rows = f"SELECT {_COLUMNS}, digest FROM rows WHERE seq >= ? ORDER BY seq"
+            return connection.execute(rows, (self.version or 1,)).fetchall(), seal
 
-        rows = self._connected("read", select)
+        rows, seal = self._connected("read", select)
         if self.version and (not rows or rows.pop(0)[-1] != self._digest):
             raise LedgerError(
                 f"the ledger {self.path} does not hold any more what this process read in it: it was replaced by a copy or restored from a "
                 "backup. What "
                 "was charged since would be forgotten, so nothing is released. Put the newer file back."
             )
-        found = []
-        for *values, digest in rows:
-            self._digest = _digest(self._digest, values)
-            if values[0] != self.version + 1 or digest != self._digest:
+        found, last = [], self._digest
+        for number, (*values, digest) in enumerate(rows, self.version + 1):
+            last = _digest(last, values)
+            if values[0] != number or digest != last:
                 raise LedgerError(_damaged(self.path, f"row {values[0]} is not what was written"))
-            self.version += 1
             found.append(self._decoded(values))
+        if self._is_sealed and seal != last:
+            raise LedgerError(_damaged(self.path, f"its seal is not that of row {self.version + len(found)}"))
+        self.version, self._digest = self.version + len(found), last
         return found
 
     def append(self, entries: Iterable[Entry], *, job: str, writer: str, later: bool, if_unchanged: bool = True) -> list[int] | None:
@@ -233,9 +281,11 @@ class Ledger:
 
         def insert(connection: sqlite3.Connection) -> tuple[list[int], str, bool] | None:
             connection.execute("BEGIN IMMEDIATE")
-            self._same_file(connection)
+            seal = self._seal_of_same_file(connection)
             last = connection.execute("SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1").fetchone()
             seq, digest = last or (0, _first_digest(self.settings))
+            if not isinstance(digest, str) or (self._is_sealed and digest != seal):
+                raise LedgerError(_damaged(self.path, f"its seal is not that of row {seq}"))
             unchanged = (seq, digest) == (self.version, self._digest)
             if if_unchanged and not unchanged:
                 connection.execute("ROLLBACK")
@@ -247,6 +297,8 @@ class Ledger:
                 values = [seq, moment, entry.job or job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
                 digest = _digest(digest, values)
                 connection.execute(f"INSERT INTO rows ({_COLUMNS}, digest) VALUES ({', '.join('?' * 12)})", [*values, digest])
+            if self._is_sealed:
+                connection.execute("UPDATE settings SET value = ? WHERE name = ?", (digest, _SEAL))
             connection.execute("COMMIT")
             return list(range(first, seq + 1)), digest, unchanged
 
@@ -260,16 +312,11 @@ class Ledger:
 
     def open_blocks_of(self, writer: str) -> list[Row]:
         """The blocks of one process that were not settled."""
-
-        def select(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-            self._same_file(connection)
-            return connection.execute(f"SELECT {_COLUMNS} FROM rows WHERE writer = ? ORDER BY seq", (writer,)).fetchall()
-
-        return open_blocks(self._decoded(list(row)) for row in self._connected("read", select))
+        return open_blocks(row for row in self._read_anew() if row.writer == writer)
 
     def charged_by(self, job: str) -> Counter[DpEvent]:
         """How often a job charged each event."""
-        return self._sum("job = ?", job)
+        return _charges(row for row in self._read_anew() if row.job == job)
 
     @property
     def place(self) -> list[Any]:
@@ -284,26 +331,19 @@ class Ledger:
         number, digest = place
 
         def select(connection: sqlite3.Connection) -> tuple[Any, ...] | None:
-            self._same_file(connection)
+            self._seal_of_same_file(connection)
             row = connection.execute("SELECT digest FROM rows WHERE seq = ?", (number,))
             found: tuple[Any, ...] | None = row.fetchone()
             return found
 
         last = self._connected("read", select) if number else (_first_digest(self.settings),)
-        return self._sum("seq <= ?", number) if last == (digest,) else None
+        if last != (digest,):
+            return None
+        return _charges(row for row in self._read_anew() if row.seq <= number)
 
-    def _sum(self, condition: str, value: str | int) -> Counter[DpEvent]:
-        def select(connection: sqlite3.Connection) -> list[tuple[Any, ...]]:
-            self._same_file(connection)
-            selected = f"SELECT {_COLUMNS} FROM rows WHERE {condition}"
-            return connection.execute(selected, (value,)).fetchall()
-
-        found: Counter[DpEvent] = Counter()
-        for values in self._connected("read", select):
-            row = self._decoded(list(values))
-            if row.event is not None and row.kind in ("charge", "block", "return"):
-                found[row.event] += row.count
-        return found
+    def _read_anew(self) -> list[Row]:
+        """All rows, whatever was read before."""
+        return Ledger(self.path, {"id": self.id}, read_only=self._read_only).read()
 
     def _decoded(self, values: list[Any]) -> Row:
         seq, moment, job, writer, later, kind, label, code, count, flag, block = values
@@ -318,7 +358,7 @@ class Ledger:
         """
 
         def select(connection: sqlite3.Connection) -> list[str]:
-            self._same_file(connection)
+            self._seal_of_same_file(connection)
             return self._checked_notes(connection)
 
         return self._connected("read", select)
@@ -328,7 +368,7 @@ class Ledger:
 
         def insert(connection: sqlite3.Connection) -> None:
             connection.execute("BEGIN IMMEDIATE")
-            self._same_file(connection)
+            self._seal_of_same_file(connection)
             connection.execute(_NOTES)
             known = self._checked_notes(connection)
             number, digest = self._last_note
@@ -361,10 +401,11 @@ class Ledger:
         self._last_note = (len(rows), digests[-1])
         return [values[3] for values in rows]
 
-    def _same_file(self, connection: sqlite3.Connection) -> None:
-        found = connection.execute("SELECT value FROM settings WHERE name = 'id'").fetchone()
-        if found is None or json.loads(found[0]) != self.id:
+    def _seal_of_same_file(self, connection: sqlite3.Connection) -> str | None:
+        found = dict(connection.execute("SELECT name, value FROM settings WHERE name IN ('id', ?)", (_SEAL,)).fetchall())
+        if found.get("id") != json.dumps(self.id):
             raise LedgerError(_replaced(self.path))
+        return found.get(_SEAL)
 
     def _connected(self, purpose: Literal["create", "read", "write"], work: Callable[[sqlite3.Connection], T]) -> T:
         """What ``work`` does with a connection of its own. (Not a context manager, in whose ``__exit__`` Ctrl-C could leave it open.)"""
@@ -382,7 +423,7 @@ class Ledger:
                     _being_written.add(name)
                     connection.execute("PRAGMA synchronous = FULL")
                 return work(connection)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged text is quoted in the former
                 raise _explained(self.path, error) from error
             finally:
                 try:
@@ -495,8 +536,36 @@ def open_blocks(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
+def _charges(rows: Iterable[Row]) -> Counter[DpEvent]:
+    found: Counter[DpEvent] = Counter()
+    for row in rows:
+        if row.event is not None and row.kind in ("charge", "block", "return"):
+            found[row.event] += row.count
+    return found
+
+
 def _has_no_tables(connection: sqlite3.Connection) -> bool:
     return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+
+
+def _settings(saved: Mapping[Any, Any]) -> dict[str, Any]:
+    """Settings that were read from a file.
+
+    Raises:
+        TypeError, ValueError: they are not what :meth:`Ledger._create` writes.
+    """
+    found = {name: json.loads(value) for name, value in saved.items()}
+    if set(found) != {"epsilon", "delta", "method", "neighboring", "id", "created"}:
+        raise ValueError(f"they are {sorted(map(str, found))}")
+    accounting_method(found["method"])
+    neighboring_relation(found["neighboring"])
+    epsilon, delta = found["epsilon"], found["delta"]
+    for number, largest in ((epsilon, math.inf), (delta, 1)):
+        if number is not None and not (isinstance(number, float) and 0 < number < largest):
+            raise ValueError(f"epsilon = {epsilon!r}, delta = {delta!r}")
+    if not isinstance(found["id"], str) or (epsilon is not None and delta is None):
+        raise ValueError(f"epsilon = {epsilon!r}, delta = {delta!r}, id = {found['id']!r}")
+    return found
 
 
 def _plain_path(path: str | os.PathLike[str]) -> Path:
@@ -511,7 +580,8 @@ def _first_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _digest(before: str, values: list[Any]) -> str:
-    return hashlib.blake2b((before + json.dumps(values)).encode(), digest_size=16).hexdigest()
+    text = json.dumps(values, default=repr)  # bytes, which are never written
+    return hashlib.blake2b((before + text).encode(), digest_size=16).hexdigest()
 
 
 def _now() -> str:
@@ -530,7 +600,7 @@ def _damaged(path: Path, what: str) -> str:
     )
 
 
-def _explained(path: Path, error: sqlite3.Error) -> LedgerError:
+def _explained(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> LedgerError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         what = f"was kept busy by other processes for {BUSY_SECONDS:g} s. Nothing was recorded; release nothing, and try again"

@@ -38,6 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import fft, optimize, signal, special
 
+from .choices import Neighboring, NeighboringRelation, neighboring_relation
 from .events import (
     BoundedRangeDpEvent,
     DpEvent,
@@ -54,7 +55,6 @@ from .events import (
     ZCDpEvent,
 )
 
-Neighboring = Literal["add_or_remove_one", "replace_one"]
 Array = NDArray[np.float64]
 
 
@@ -128,13 +128,13 @@ def _sampled(kind: Literal["directed", "antipodal", "symmetric"], rate: float, n
     return Sampled(kind, rate, noise)
 
 
-def dominating_pair(event: DpEvent, neighboring: Neighboring) -> Pair:
+def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelation) -> Pair:
     """The pair that dominates one elementary event: the only place where noise / clip bound meets a sensitivity.
 
     Raises:
         ValueError: the event gives no guarantee under this neighbouring relation.
     """
-    replace = neighboring == "replace_one"
+    replace = neighboring_relation(neighboring) == "replace_one"
     if isinstance(event, GaussianDpEvent):
         return Gaussian((2.0 if replace else 1.0) / event.noise_multiplier)
     if isinstance(event, PoissonSampledDpEvent):

@@ -37,8 +37,12 @@ from .gradient_source import (
     _tensors,
     add_clipped,
     attach,
+    require_first_backward,
+    require_no_ordinary_gradient,
 )
 from .layers import Contribution, PerRecord
+from .mapped_forward import MappedForward, OfOne
+from .record_map import RecordMap, attention_as_in_maps
 
 
 class BookkeepingGradientSource(GradientSource):
@@ -50,27 +54,43 @@ class BookkeepingGradientSource(GradientSource):
         clipping_kernels: the way of computing for a layer by its name, in place of the one that the cost model takes: ``"gram"`` or
             ``"instantiate"`` for linear layers, ``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"`` for convolutions.
 
+        is_mapped: run the model as a map over records. Layers without a kernel then take part in the map, with a copy of their parameters for
+            each record.
+        unrecorded: names of parameters that are used elsewhere than in their own layer; they too get a copy for each record. For maps only.
+        loss: ``(output, *targets) -> scalar``, which :meth:`private_loss` runs inside the map.
+
     Raises:
         ValueError: no per-record gradients can be had of a layer, or ``clipping_kernels`` does not fit the model.
 
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that what goes into a layer and the gradient of what
-    comes out depend, in record i's row, on record i alone. ``PrivacyEngine.make_private`` checks what can be checked of that.
+    comes out depend, in record i's row, on record i alone. A map makes that so, up to the loss; otherwise ``PrivacyEngine.make_private`` checks what
+    can be checked of it.
     """
 
-    def __init__(self, module: nn.Module, *, loss_reduction: str = "mean", clipping_kernels: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        loss_reduction: str = "mean",
+        clipping_kernels: Mapping[str, str] | None = None,
+        is_mapped: bool = False,
+        unrecorded: Iterable[str] = (),
+        loss: Callable[..., Tensor] | None = None,
+    ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self.loss_reduction = loss_reduction
         self.step = 0  # which forward passes may still be backpropagated; grows when they are forgotten
         self.is_copy = False
         self._is_paused = self._is_removed = False
-        self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
+        self._noted: list[tuple[_Layer | Tensor, Contribution | layers.Call]] = []
         self._held: list[tuple[_Layer, Tensor, int]] = []  # and its version
         self._module = module
         before = GradientSource.attached_to(module)
         if before is not None:
             before.remove()
-        found = list(_recordable(module))
+        outside: set[Tensor] = {p for name, p in module.named_parameters() if name in set(unrecorded)}
+        found = list(_trusted(module, outside) if is_mapped else _recordable(module))
         ways = _checked_ways(dict(found), clipping_kernels or {})
         self._layers: list[_Layer] = []
         for name, layer in found:
@@ -80,6 +100,13 @@ class BookkeepingGradientSource(GradientSource):
                 for done in self._layers:
                     done.remove()
                 raise ValueError(f"there are no per-record gradients for layer {name!r} ({type(layer).__name__}): {error}. Replace it.") from error
+        recorded = {p for layer in self._layers for _, _, p in layer.known if p.requires_grad}
+        self._direct = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p not in recorded] if is_mapped else []
+        if is_mapped:
+            self.independence = "by construction"
+        self.record_map: RecordMap | None = None  # while a pass of the map runs
+        is_layer = len(self._layers) == 1 and self._layers[0].module is module  # whose rows are known to be apart
+        self.mapped = MappedForward(module, self, [p for _, p in self._direct], loss) if is_mapped and (loss or not is_layer) else None
         others = sorted({type(layer.module).__name__ for layer in self._layers if layer.kernel is layers.any_other})
         if others:
             warnings.warn(
@@ -156,7 +183,8 @@ class BookkeepingGradientSource(GradientSource):
     def paused(self) -> Iterator[None]:
         self._is_paused = True
         try:
-            yield
+            with nullcontext() if self.mapped is None else attention_as_in_maps():
+                yield
         finally:
             self._is_paused = False
 
@@ -167,9 +195,36 @@ class BookkeepingGradientSource(GradientSource):
         self._is_removed = True
         self.discard(())
         self.passes.remove()
+        if self.mapped is not None:
+            self.mapped.remove()
         for layer in self._layers:
             layer.remove()
         attach(None, self._module)
+
+    def over_records(self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int) -> Sequence[Tensor]:
+        """A map in which layers see the whole batch, and each record has its own copy of the parameters of everything else."""
+        copies = [_Copies.apply(p.detach(), torch.zeros((), device=p.device, requires_grad=True), n, self._receiver(p)) for p in direct]
+        self.record_map = record_map = RecordMap(n)
+        try:
+            found = record_map(lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]), [*rows, *copies])
+        finally:
+            self.record_map = None
+        record_map.require_nothing_kept()
+        return found
+
+    def _receiver(self, parameter: Tensor) -> Callable[[Tensor], None]:
+        """What the backward pass calls with a parameter's gradients, a row for each record."""
+        step, version, is_done = self.step, parameter._version, False
+
+        def receive(gradients: Tensor) -> None:
+            nonlocal is_done
+            require_first_backward(is_done or step != self.step)
+            if parameter._version != version:
+                raise RuntimeError("a parameter was changed between forward() and backward(): step before both, or after both")
+            is_done = True
+            self._noted.append((parameter, PerRecord({parameter: gradients.detach()})))
+
+        return receive
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
@@ -211,14 +266,7 @@ class BookkeepingGradientSource(GradientSource):
         """Of the last backward pass, each parameter in one of them; or an error that says why there are none."""
         if self._is_removed:
             raise RuntimeError(REMOVED)
-        for name, p in named_parameters:
-            if p.grad is not None:
-                raise RuntimeError(
-                    f"parameter {name!r} has an ordinary gradient, which is not clipped: it was used other than by the forward pass of its module "
-                    "inside the model's, or p.grad was set. Please call the model itself, not its parts: model(x); use weights through their "
-                    "modules, not through torch.nn.functional; state a prior instead of a penalty on the weights; and call "
-                    "optimizer.zero_grad() after a backward pass in eval mode."
-                )
+        require_no_ordinary_gradient(named_parameters)
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError(COPIED)
         self.passes.require_one(bool(self._noted))
@@ -241,7 +289,7 @@ class BookkeepingGradientSource(GradientSource):
         """One contribution for each layer, and one for layers that share a parameter."""
         if len(self._noted) == 1 and isinstance(self._noted[0][1], Contribution):
             return [self._noted[0][1]]
-        of_layer: dict[_Layer, list[Contribution | layers.Call]] = {}
+        of_layer: dict[_Layer | Tensor, list[Contribution | layers.Call]] = {}
         for layer, what in self._noted:
             of_layer.setdefault(layer, []).append(what)
         merged: list[Contribution] = []
@@ -249,6 +297,7 @@ class BookkeepingGradientSource(GradientSource):
             calls = [what for what in noted if not isinstance(what, Contribution)]
             parts = [what for what in noted if isinstance(what, Contribution)]
             if calls:
+                assert isinstance(layer, _Layer)
                 parts.append(layer.contribution(calls))
             merged.append(layers.together(parts))
         if len(merged) > 1 and sum(len(c.parameters) for c in merged) > len({p for c in merged for p in c.parameters}):
@@ -300,8 +349,33 @@ class _Layer:
             raise RuntimeError(COPIED)
         if not is_trainable:
             return self.original(*args, **kwargs)
+        if self.source.record_map is not None:
+            return self._forward_in_map(self.source.record_map, args, kwargs)
+        return self._record(args, kwargs)
+
+    def _forward_in_map(self, record_map: RecordMap, args: Any, kwargs: Any) -> Tensor:
+        """The whole batch at once; several rows of one record are several calls."""
         inputs = list(_tensors((args, kwargs)))
-        call = _Call(self, inputs, args, kwargs)
+        is_one, is_several = layers.rows_of(self.module, inputs[0])
+
+        def on_batch(*given: Tensor) -> Tensor:
+            n, rows = given[0].shape[:2] if is_one or is_several else (len(given[0]), 1)
+            if is_one:
+                given = tuple(t.squeeze(1) for t in given)
+            elif is_several:
+                given = tuple(t.flatten(0, 1) for t in given)
+            remaining = iter(given)
+            whole_args, whole_kwargs = _map((args, kwargs), lambda _: next(remaining))
+            out = self._record(whole_args, whole_kwargs, rows)
+            if is_one:
+                return out.unsqueeze(1)
+            return out.unflatten(0, (n, rows)) if is_several else out
+
+        return record_map.on_batch(on_batch, inputs)
+
+    def _record(self, args: Any, kwargs: Any, rows: int = 1) -> Any:
+        inputs = list(_tensors((args, kwargs)))
+        call = _Call(self, inputs, args, kwargs, rows)
         has_graph = any(t.requires_grad for t in inputs)
         if has_graph:
             out = self._run_with({}, args, kwargs)
@@ -351,10 +425,10 @@ class _Layer:
 class _Call:
     """One call of a layer, waiting for the gradient of what came out."""
 
-    __slots__ = ("again", "inputs", "is_done", "layer", "step", "versions", "weights")
+    __slots__ = ("again", "inputs", "is_done", "layer", "rows", "step", "versions", "weights")
 
-    def __init__(self, layer: _Layer, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> None:
-        self.layer, self.step, self.is_done = layer, layer.source.step, False
+    def __init__(self, layer: _Layer, inputs: Sequence[Tensor], args: Any, kwargs: Any, rows: int) -> None:
+        self.layer, self.step, self.is_done, self.rows = layer, layer.source.step, False, rows
         self.inputs = [t.clone() if t.is_inference() else t.detach() for t in inputs]
         self.versions = [t._version for t in self.inputs]
         # without the tensors, which would keep the graph alive
@@ -366,16 +440,7 @@ class _Call:
 
     def receive(self, backprops: Tensor) -> None:
         layer, source = self.layer, self.layer.source
-        if self.is_done or self.step != source.step:
-            raise RuntimeError(
-                "backward() ran twice through one forward pass, or through one of an earlier batch: add the losses up and call backward() once "
-                "for each batch."
-            )
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "backward(create_graph=True): gradients of gradients are not recorded by record, so a penalty on them would not be clipped. "
-                "Leave out create_graph."
-            )
+        require_first_backward(self.is_done or self.step != source.step)
         for t, version in zip(self.inputs, self.versions, strict=True):
             if version != t._version:
                 raise RuntimeError(
@@ -394,13 +459,34 @@ class _Call:
                     "Remove the hook; to leave parameters as they are, freeze them with requires_grad_(False)."
                 )
         self.is_done = True
-        call = layers.Call(self.inputs, backprops.detach(), self.again)
+        backprops = backprops.detach()
+        if self.rows == 1:
+            calls = [layers.Call(self.inputs, backprops, self.again)]
+        else:
+            calls = [
+                layers.Call([t[k :: self.rows] for t in self.inputs], backprops[k :: self.rows], self.again) for k in range(self.rows)
+            ]
         self.inputs = []
         if layer.calls > 1:
-            source.note(layer, call)
+            for call in calls:
+                source.note(layer, call)
             return
         with _full_precision(backprops.device):
-            source.note(layer, layer.contribution([call]))
+            source.note(layer, layer.contribution(calls))
+
+
+class _Copies(torch.autograd.Function):
+    """A parameter with a row for each record; what comes back is every record's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _anchor: Tensor, n: int, receive: Callable[[Tensor], None]) -> Tensor:
+        ctx.receive = receive
+        return value.expand(n, *value.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None, None]:
+        ctx.receive(gradients[0])
+        return None, None, None, None
 
 
 class _Start(torch.autograd.Function):
@@ -416,6 +502,15 @@ class _Start(torch.autograd.Function):
     def backward(ctx: Any, backprops: Tensor) -> tuple[None, None, None]:
         ctx.call.receive(backprops)
         return None, None, None
+
+
+def _trusted(module: nn.Module, outside: set[Tensor]) -> Iterator[tuple[str, nn.Module]]:
+    """Layers of torch's own, unchanged, whose rows are known to be computed one by one; none that has a parameter ``outside``."""
+    for name, layer in module.named_modules():
+        own = [p for p in layer._parameters.values() if p is not None]
+        is_own = type(layer).forward is getattr(layer.forward, "__func__", None)
+        if is_own and any(p.requires_grad for p in own) and outside.isdisjoint(own) and layers.kernel_of(layer) is not None:
+            yield name, layer
 
 
 def _recordable(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -52,9 +52,11 @@ class GradientSource(ABC):
 
     Attributes:
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
+        independence: how records are kept apart.
     """
 
     loss_reduction: str
+    independence: str = "tested on made-up records"
 
     @staticmethod
     def attached_to(module: nn.Module) -> GradientSource | None:
@@ -340,6 +342,32 @@ class _Hooks(GradSampleHooks):
             records: Any = getattr(module.weight, "grad_sample", None)  # torch gives the padding row no gradient, Opacus does
             if records is not None:
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
+
+
+def require_no_ordinary_gradient(named_parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise where autograd computed a gradient by itself, which is never clipped."""
+    for name, p in named_parameters:
+        if p.grad is not None:
+            raise RuntimeError(
+                f"parameter {name!r} has an ordinary gradient, which is not clipped: it was used other than by the forward pass of its module "
+                "inside the model's, or p.grad was set. Please call the model itself, not its parts: model(x); use weights through their "
+                "modules, not through torch.nn.functional; state a prior instead of a penalty on the weights; and call "
+                "optimizer.zero_grad() after a backward pass in eval mode."
+            )
+
+
+def require_first_backward(is_again: bool) -> None:
+    """Raise in a backward pass that would be recorded twice, or by none."""
+    if is_again:
+        raise RuntimeError(
+            "backward() ran twice through one forward pass, or through one of an earlier batch: add the losses up and call backward() once "
+            "for each batch."
+        )
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True): gradients of gradients are not recorded by record, so a penalty on them would not be clipped. "
+            "Leave out create_graph."
+        )
 
 
 def attach(source: GradientSource | None, module: nn.Module) -> None:

@@ -450,6 +450,34 @@ KERNELS: dict[type[nn.Module], Kernel] = {
     nn.InstanceNorm3d: normalization,
 }
 
+_DIMENSIONS_OF_ONE_ROW: dict[type[nn.Module], int] = {
+    nn.Linear: 1,
+    RNNLinear: 1,
+    nn.Embedding: 0,
+    nn.Conv1d: 2,
+    nn.Conv2d: 3,
+    nn.Conv3d: 4,
+    nn.InstanceNorm1d: 2,
+    nn.InstanceNorm2d: 3,
+    nn.InstanceNorm3d: 4,
+}
+
+
+def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
+    """Of what one record gives to a layer: whether dimension 0 is one row of the layer's, and whether it is several."""
+    if isinstance(module, nn.GroupNorm):
+        of_one_row = given.dim() - 1
+    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        of_one_row = len(module.normalized_shape)
+    else:
+        of_one_row = _DIMENSIONS_OF_ONE_ROW[type(module)]
+    if given.dim() <= of_one_row:
+        return False, False
+    if given.shape[0] == 1:
+        return True, False
+    has_positions = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))  # other rows are positions of the record
+    return False, not has_positions
+
 
 def kernel_of(module: nn.Module) -> Kernel | None:
     """The kernel for exactly this kind of layer; None where it has parameters that the kernel does not know."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded, check_delta, check_epsilon
 from ..accounting.calibration import noise_multiplier_for
+from ..accounting.choices import Neighboring, NeighboringRelation, neighboring_relation
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
-from ..accounting.privacy_loss import Neighboring
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
 from .kernel import PrivateKernel, check_positive
@@ -48,7 +48,7 @@ def plan(
     max_grad_norm: float | None = None,
     reuse_gradients: bool = True,
     num_chains: int = 1,
-    neighboring: Neighboring = "add_or_remove_one",
+    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> Plan:
     r"""Noise multipliers for a number of iterations, or a number of iterations for noise multipliers, within a budget.
@@ -73,7 +73,7 @@ def plan(
         log_ratio_slope, max_grad_norm: c and b of ``DPHMC``, to split the budget by; not needed if the noise is given.
         reuse_gradients: as in ``DPHMC``.
         num_chains: each begins with one gradient more, if they are reused.
-        neighboring: the accountant's relation.
+        neighboring: the accountant's relation, as ``PrivacyAccountant`` takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
 
     Returns:
@@ -86,6 +86,7 @@ def plan(
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     chains = events.positive_count(num_chains, "num_chains")
+    neighboring = neighboring_relation(neighboring)
     history = tuple(history)
     is_hmc = kernel in (DPHMC, MultiOwnerHMC)
     if is_hmc:

@@ -12,8 +12,9 @@ import numpy as np
 from torch import Tensor
 
 from ..accounting.accountant import check_delta
+from ..accounting.choices import Neighboring, neighboring_relation
 from ..accounting.events import BoundedRangeDpEvent, ComposedDpEvent, DpEvent, FailureDpEvent, MuGaussianDpEvent, PureDpEvent
-from ..accounting.privacy_loss import Array, Neighboring
+from ..accounting.privacy_loss import Array
 from ..noise import GaussianNoise
 from . import close, langevin
 from .glm import GLM, require_representable
@@ -35,7 +36,7 @@ class Setting(NamedTuple):
     @property
     def records_changed(self) -> int:
         """How many records' contributions one step towards a neighbour can change: a replaced record goes and another comes."""
-        return 2 if self.neighboring == "replace_one" else 1
+        return 2 if neighboring_relation(self.neighboring) == "replace_one" else 1
 
 
 class Statement(NamedTuple):

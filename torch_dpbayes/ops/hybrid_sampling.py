@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import calibrated
+from ..accounting.choices import Neighboring
 from ..accounting.events import DpEvent, SelfComposedDpEvent, positive_count
-from ..accounting.privacy_loss import Neighboring
 from ..optim.base import PrivateOptimizer
 from ..poisson_loader import PoissonLoader
 from ..posterior import PosteriorSamples

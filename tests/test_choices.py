@@ -1,0 +1,197 @@
+"""Settings that are one of a few words: anything else is an error, wherever it comes in."""
+
+import enum
+from functools import partial
+
+import pytest
+import torch
+from dp_accounting import NeighboringRelation
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    get_noise_multiplier,
+    get_num_steps,
+    noise_multiplier_for,
+)
+from torch_dpbayes.accounting.calibration import calibrated
+from torch_dpbayes.accounting.choices import accounting_method, neighboring_relation
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.privacy_loss import dominating_pair
+from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.clipping.gradient_source import HooksGradientSource
+from torch_dpbayes.ops.certificates import Setting
+from torch_dpbayes.ops.hybrid_sampling import _Prepaid
+
+TARGET = {"target_epsilon": 1.0, "target_delta": 1e-5}
+STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5))
+
+
+def sampled(noise):
+    return PoissonSampledDpEvent(0.01, GaussianDpEvent(noise))
+
+
+class Spelled(enum.StrEnum):
+    REPLACE = "replace_one"
+
+
+RIGHT = {
+    "add_or_remove_one": ["add_or_remove_one", NeighboringRelation.ADD_OR_REMOVE_ONE],
+    "replace_one": ["replace_one", NeighboringRelation.REPLACE_ONE, Spelled.REPLACE],
+}
+WRONG = [
+    *("replace-one", "REPLACE_ONE", "replace", "replace_one ", "Replace_one", "add_or_remove", ""),
+    *("NeighboringRelation.REPLACE_ONE", NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation),
+    *(None, True, 2, 2.0, b"replace_one", ["replace_one"], ("replace_one",)),
+]
+
+TAKEN = {"sample_rate": 0.01, "steps": 100} | TARGET
+PLANNED = partial(dpb.mcmc.plan, dpb.mcmc.DPPenalty, **TARGET)
+
+
+def spent(relation, **setting):
+    return PrivacyAccountant(neighboring=relation, **setting).compose(STEP, 100).get_epsilon(1e-5)
+
+
+# from a relation, and a path that is free, to something that the relation decides
+USES = {
+    "PrivacyAccountant": lambda relation, _: spent(relation),
+    "PrivacyAccountant, rdp": lambda relation, _: spent(relation, method="rdp"),
+    "accountant.neighboring": lambda relation, _: (
+        PrivacyAccountant(neighboring=relation).neighboring
+    ),
+    "ledger": lambda relation, path: spent(relation, path=path),
+    "get_noise_multiplier": lambda relation, _: get_noise_multiplier(**TAKEN, neighboring=relation),
+    "get_num_steps": lambda relation, _: get_num_steps(
+        **TARGET, sample_rate=0.01, noise_multiplier=1.0, neighboring=relation
+    ),
+    "noise_multiplier_for": lambda relation, _: noise_multiplier_for(
+        sampled, **TARGET, steps=100, neighboring=relation
+    ),
+    "calibrated": lambda relation, _: calibrated(sampled, 1.0, 1e-5, 100, relation, (), "rdp"),
+    "plan, noise": lambda relation, _: (
+        PLANNED(num_iterations=50, neighboring=relation).noise_multipliers
+    ),
+    "plan, iterations": lambda relation, _: (
+        PLANNED(noise_multiplier=30.0, neighboring=relation).num_iterations
+    ),
+    "dominating_pair": lambda relation, _: repr(dominating_pair(STEP, relation)),
+    "a certificate's setting": lambda relation, _: Setting(1.0, None, relation).records_changed,
+    "the second half of a hybrid run": lambda relation, _: _Prepaid(relation).neighboring,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_use_of_a_relation_tells_the_two_apart_and_takes_nothing_else(use, tmp_path):
+    found = {
+        name: [use(given, tmp_path / f"{name}{i}") for i, given in enumerate(spellings)]
+        for name, spellings in RIGHT.items()
+    }
+    assert all(value == values[0] for values in found.values() for value in values)
+    assert found["replace_one"][0] != found["add_or_remove_one"][0]
+    for i, given in enumerate(WRONG):
+        with pytest.raises(
+            ValueError, match="neighboring must be 'add_or_remove_one' or 'replace_one'"
+        ):
+            use(given, tmp_path / f"wrong{i}")
+    assert not list(tmp_path.glob("wrong*"))
+
+
+def test_a_relation_is_kept_as_its_documented_string():
+    for spellings in RIGHT.values():
+        assert all(type(neighboring_relation(given)) is str for given in spellings)
+    assert (
+        PrivacyAccountant(neighboring=NeighboringRelation.REPLACE_ONE).state_dict()["neighboring"]
+        == "replace_one"
+    )
+
+
+def test_a_ledger_is_opened_by_either_spelling_of_its_relation(tmp_path):
+    PrivacyAccountant(neighboring=NeighboringRelation.REPLACE_ONE, path=tmp_path / "a.db")
+    assert (
+        PrivacyAccountant(neighboring="replace_one", path=tmp_path / "a.db").neighboring
+        == "replace_one"
+    )
+    with pytest.raises(ValueError, match="was made with neighboring"):
+        PrivacyAccountant(neighboring=NeighboringRelation.ADD_OR_REMOVE_ONE, path=tmp_path / "a.db")
+
+
+def made_private(**options):
+    data = TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
+    return dpb.PrivacyEngine().make_private(
+        module=nn.Sequential(nn.Linear(3, 1)),
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+        data_loader=DataLoader(data, batch_size=5),
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        **options,
+    )
+
+
+def bare(optimizer, **options):
+    given = {"lr": 0.1, "num_data": 20, "expected_batch_size": 5, "max_grad_norm": 1.0}
+    return optimizer(nn.Linear(3, 1).named_parameters(), **given, noise_multiplier=1.0, **options)
+
+
+OPTIONS = {
+    "method": lambda word: PrivacyAccountant(method=word),
+    "method of calibrated": lambda word: calibrated(
+        sampled, 1.0, 1e-5, 100, "replace_one", (), word
+    ),
+    "sampling of DPSGLD": lambda word: bare(dpb.optim.DPSGLD, sampling=word),
+    "sampling of DPSGHMC": lambda word: bare(dpb.optim.DPSGHMC, sampling=word),
+    "sampling of DPSGNHT": lambda word: bare(dpb.optim.DPSGNHT, sampling=word),
+    "sampling of DPSGFS": lambda word: bare(dpb.optim.DPSGFS, sampling=word),
+    "momentum": lambda word: bare(dpb.optim.DPSGHMC, momentum=word),
+    "fisher": lambda word: bare(dpb.optim.DPSGFS, fisher=word),
+    "grad_sample_mode": lambda word: made_private(grad_sample_mode=word),
+    "loss_reduction": lambda word: made_private(loss_reduction=word),
+    "loss_reduction of book-keeping": lambda word: BookkeepingGradientSource(
+        nn.Linear(3, 1), loss_reduction=word
+    ),
+    "loss_reduction of hooks": lambda word: HooksGradientSource(
+        nn.Linear(3, 1), loss_reduction=word
+    ),
+    "clipping_kernels, way": lambda word: made_private(clipping_kernels={"0": word}),
+    "clipping_kernels, layer": lambda word: made_private(clipping_kernels={word: "gram"}),
+    "family": lambda word: dpb.ops.GLM(family=word),
+    "temper": lambda word: dpb.ops.Bounded(1.0, temper=word),
+}
+
+
+WORDS = [
+    "Poisson",
+    "RDP",
+    "Full",
+    "Matched",
+    "Hooks",
+    "Sum",
+    "Gram",
+    "Bernoulli",
+    "Posterior",
+    "none",
+    "",
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("word", WORDS)
+def test_a_misspelt_option_is_an_error(option, word):
+    with pytest.raises(ValueError):
+        OPTIONS[option](word)
+
+
+@pytest.mark.parametrize("word", [None, 1, ["rdp"], b"rdp", "PLD"])
+def test_methods_are_two_strings(word):
+    with pytest.raises(ValueError, match="method must be"):
+        accounting_method(word)
+
+
+@pytest.mark.parametrize("flag", ["Adaptive", "", None, True, "adaptiv"])
+def test_a_saved_charge_says_whether_it_was_adaptive(flag):
+    state = PrivacyAccountant(3.0, 1e-5).compose(STEP, adaptive=True).state_dict()
+    state["history"] = [[*line[:3], flag] for line in state["history"]]
+    with pytest.raises(ValueError, match="a saved charge is one of"):
+        PrivacyAccountant(8.0, 1e-5).load_state_dict(state)

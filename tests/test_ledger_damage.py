@@ -1,0 +1,404 @@
+"""A damaged ledger reads as it was written, or is a LedgerError; so is one that could not be made, until it can."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import sqlite3
+import time
+
+import pytest
+from test_ledger import DELTA, STEP, counted, forks, in_child, sampled
+
+from torch_dpbayes.accounting import PrivacyAccountant, ledger
+from torch_dpbayes.accounting.__main__ import main
+from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.accounting.ledger import LedgerError
+
+BUDGET = {"epsilon": 3.0, "delta": DELTA, "neighboring": "replace_one"}
+SETTINGS = ["epsilon", "delta", "method", "neighboring", "id", "created", "seal"]
+COLUMNS = "seq time job writer later kind label event count flag block digest".split()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "budget.db"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Ledgers of every kind, and what they hold."""
+    found = {}
+    for kind in ("empty", "fixed", "registered", "adaptive", "many"):
+        path = tmp_path_factory.mktemp("sources") / f"{kind}.db"
+        with PrivacyAccountant(path=path, **BUDGET) as accountant:
+            if kind == "registered":
+                accountant.register([(STEP, 50), (GaussianDpEvent(30.0), 2)])
+            if kind == "adaptive":
+                accountant.compose(STEP, adaptive=True, label="first")
+            for k in range({"empty": 0, "many": 60}.get(kind, 20)):
+                accountant.compose(sampled(2 + k / 10), label="even" if k % 2 else None)
+        found[kind] = path, told(accountant)
+    return found
+
+
+def told(accountant):
+    settings = accountant.epsilon, accountant.delta, accountant.method, accountant.neighboring
+    return settings, sorted(accountant.history, key=str), accountant.guarantee
+
+
+# --- damage ------------------------------------------------------------------------------------------
+
+
+def flipped_bits(rng, content):
+    for _ in range(rng.choice([1, 1, 2, 8, 64])):
+        content[rng.randrange(len(content) if rng.random() < 0.6 else 200)] ^= 1 << rng.randrange(8)
+
+
+def other_bytes_where_something_stands(rng, content):
+    written = [i for i, byte in enumerate(content) if byte]
+    for _ in range(rng.choice([1, 1, 3])):
+        content[rng.choice(written)] = rng.randrange(256)
+
+
+def a_range_overwritten(rng, content):
+    start = rng.randrange(len(content))
+    size = min(rng.choice([1, 4, 16, 100, 1000, 4096]), len(content) - start)
+    filled = rng.choice([bytes(size), b"\xff" * size, rng.randbytes(size)])
+    content[start : start + size] = filled
+
+
+def another_length(rng, content):
+    if rng.random() < 0.8:
+        del content[rng.randrange(1, len(content)) :]
+    else:
+        content += rng.randbytes(rng.randrange(9000))
+
+
+def a_page_in_the_place_of_another(rng, content):
+    first, second = (4096 * rng.randrange(len(content) // 4096) for _ in range(2))
+    page = content[first : first + 4096]
+    if rng.random() < 0.5:
+        content[first : first + 4096] = content[second : second + 4096]
+    content[second : second + 4096] = page
+
+
+OF_BYTES = [
+    flipped_bits,
+    other_bytes_where_something_stands,
+    a_range_overwritten,
+    another_length,
+    a_page_in_the_place_of_another,
+]
+VALUES = [
+    *(None, b"", b"abc", b"\xff\xfe", 0, 1, -1, 2**62, -(2**63), 1.5, float("inf"), "x" * 100_000),
+    *(
+        "",
+        "null",
+        "[]",
+        "{}",
+        "NaN",
+        "1e999",
+        "3.0",
+        "true",
+        '"x"',
+        '"replace-one"',
+        "[[[",
+        "[" * 9999,
+    ),
+    *(
+        '["GaussianDpEvent", 1.0]',
+        '["GaussianDpEvent", "loud"]',
+        '["GaussianDpEvent"]',
+        '["__all__"]',
+    ),
+    *(
+        "charge",
+        "return",
+        "block",
+        "plan",
+        "filter",
+        "fixed",
+        "adaptive",
+        "registered",
+        "renyi 0.5",
+    ),
+]
+STATEMENTS = [
+    *("DROP TABLE rows", "DROP TABLE settings", "DROP INDEX returned_once", "DELETE FROM settings"),
+    *("DELETE FROM rows", "DELETE FROM rows WHERE seq = (SELECT max(seq) FROM rows)"),
+    *("ALTER TABLE rows RENAME COLUMN count TO number", "ALTER TABLE settings RENAME TO other"),
+    *("PRAGMA application_id = 1", "PRAGMA user_version = 0", "PRAGMA user_version = 1"),
+]
+
+
+def by_sql(rng, path):
+    """Values and types that the columns would refuse are among them."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.text_factory = bytes
+    value = rng.choice(VALUES) if rng.random() < 0.8 else rng.randbytes(rng.randrange(40))
+    given = rng.choice(["?", "?", "CAST(? AS TEXT)"])
+    with contextlib.suppress(sqlite3.Error):  # not every statement makes sense in every ledger
+        if rng.random() < 0.3:
+            connection.execute("PRAGMA writable_schema = ON")
+            connection.execute("UPDATE sqlite_master SET sql = replace(sql, ' NOT NULL', '')")
+            connection.close()
+            connection = sqlite3.connect(path, isolation_level=None)
+        (last,) = connection.execute("SELECT max(seq) FROM rows").fetchone()
+        row = rng.choice([1, last or 1, rng.randint(1, last or 1)])
+        what = rng.choice(["cell", "cell", "setting", "setting", "name", "row", "statement"])
+        if what == "cell":
+            connection.execute(
+                f"UPDATE rows SET {rng.choice(COLUMNS)} = {given} WHERE seq = {row}", (value,)
+            )
+        elif what in ("setting", "name"):
+            column, name = "value" if what == "setting" else "name", rng.choice(SETTINGS)
+            connection.execute(
+                f"UPDATE settings SET {column} = {given} WHERE name = '{name}'", (value,)
+            )
+        elif what == "row" and rng.random() < 0.5:
+            connection.execute(f"DELETE FROM rows WHERE seq = {row}")
+        elif what == "row":
+            columns = ", ".join(COLUMNS[1:])
+            connection.execute(
+                f"INSERT INTO rows SELECT seq + {rng.randint(1, 4)}, {columns} FROM rows WHERE seq = {row}"
+            )
+        else:
+            connection.execute(rng.choice(STATEMENTS))
+    connection.close()
+
+
+def damage(rng, path):
+    if rng.random() < 0.4:
+        by_sql(rng, path)
+        return
+    content = bytearray(path.read_bytes())
+    rng.choice(OF_BYTES)(rng, content)
+    path.write_bytes(content)
+    for end, size in (("-wal", rng.randrange(5000)), ("-shm", 32768)):
+        if rng.random() < 0.1:
+            path.with_name(path.name + end).write_bytes(rng.randbytes(size))
+
+
+def read(path):
+    return told(PrivacyAccountant(path=path, neighboring="replace_one"))
+
+
+def read_with_its_budget(path):
+    return told(PrivacyAccountant(path=path, **BUDGET))
+
+
+def charged(path):
+    accountant = PrivacyAccountant(path=path, **BUDGET)
+    before = told(accountant)
+    with contextlib.suppress(RuntimeError):  # which is no LedgerError where a later job is refused
+        accountant.compose(GaussianDpEvent(300.0)).close()
+    return before
+
+
+WAYS = [read, read_with_its_budget, charged]
+
+
+@pytest.mark.parametrize("times", [150, pytest.param(4000, marks=pytest.mark.slow)])
+def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.02)
+    monkeypatch.setattr(ledger, "BUSY_SECONDS", 0.2)
+    errors = 0
+    for k in range(times):
+        seed = random.SystemRandom().getrandbits(64)
+        rng = random.Random(seed)
+        kind = rng.choice(list(sources))
+        source, expected = sources[kind]
+        path = tmp_path / f"{k}.db"
+        shutil.copy(source, path)
+        is_open = rng.random() < 0.4
+        try:
+            if is_open:
+                accountant = PrivacyAccountant(path=path, **BUDGET)
+                if rng.random() < 0.5:
+                    accountant.compose(GaussianDpEvent(300.0)).compose(GaussianDpEvent(300.0))
+                expected = told(accountant)
+                damage(rng, path)
+                use = rng.choice(
+                    [told, told, PrivacyAccountant.close, PrivacyAccountant.state_dict]
+                )
+                found = use(accountant)
+                found = found if use is told else expected
+            else:
+                damage(rng, path)
+                found = rng.choice(WAYS)(path)
+        except LedgerError:
+            errors += 1
+        except BaseException as error:
+            raise AssertionError(f"seed {seed}, {kind}, open before: {is_open}") from error
+        else:
+            assert found == expected, f"seed {seed}, {kind}, open before: {is_open}"
+        for leftover in tmp_path.glob(f"{k}.db*"):
+            leftover.unlink()
+    assert errors > times / 4
+
+
+def test_the_command_explains_every_damage(sources, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.02)
+    source, (_, history, _) = sources["fixed"]
+    for k in range(20):
+        seed = random.SystemRandom().getrandbits(64)
+        path = tmp_path / f"{k}.db"
+        shutil.copy(source, path)
+        damage(random.Random(seed), path)
+        code, printed = main([str(path), "--json"]), capsys.readouterr()
+        if code:
+            assert path.name in printed.err and not printed.out, seed
+        else:
+            assert json.loads(printed.out)["releases"] == sum(line.count for line in history), seed
+
+
+def edited(path, *statements):
+    connection = sqlite3.connect(path)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+EDITS = [
+    "UPDATE settings SET value = x'ff' WHERE name = 'epsilon'",
+    "UPDATE settings SET value = x'ff' WHERE name = 'id'",
+    "UPDATE settings SET value = '30.0' WHERE name = 'epsilon'",
+    "UPDATE settings SET value = '\"replace-one\"' WHERE name = 'neighboring'",
+    "DELETE FROM settings WHERE name = 'method'",
+    "DELETE FROM settings WHERE name = 'seal'",
+    "INSERT INTO settings VALUES ('other', '1')",
+    "DROP INDEX returned_once",
+]
+OF_ROWS = [
+    "UPDATE rows SET label = x'ff' WHERE seq = 2",
+    "UPDATE rows SET digest = x'ff' WHERE seq = (SELECT max(seq) FROM rows)",
+    "DELETE FROM rows WHERE seq = (SELECT max(seq) FROM rows)",
+    "DELETE FROM rows",
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "statement"),
+    [("empty", edit) for edit in EDITS] + [("fixed", edit) for edit in EDITS + OF_ROWS],
+)
+def test_one_edit_is_noticed(kind, statement, sources, path):
+    shutil.copy(sources[kind][0], path)
+    PrivacyAccountant(path=path, neighboring="replace_one")
+    edited(path, statement)
+    with pytest.raises(LedgerError):
+        PrivacyAccountant(path=path, neighboring="replace_one")
+    with pytest.raises(LedgerError):
+        PrivacyAccountant(path=path, **BUDGET)
+
+
+def test_a_block_is_not_returned_to_a_ledger_that_was_damaged_since(path):
+    accountant = PrivacyAccountant(path=path, **BUDGET).compose(STEP)
+    edited(path, "UPDATE rows SET digest = x'ff' WHERE seq = (SELECT max(seq) FROM rows)")
+    with pytest.raises(LedgerError, match="damaged"):
+        accountant.close()
+
+
+def test_a_ledger_of_the_format_before_is_read_and_written_as_it_was(path):
+    PrivacyAccountant(path=path, **BUDGET).compose(STEP, 3).close()
+    edited(path, "DELETE FROM settings WHERE name = 'seal'", "PRAGMA user_version = 1")
+    with PrivacyAccountant(path=path, **BUDGET) as accountant:
+        assert accountant.compose(sampled(3.0)).history[0].count == 3
+    assert len(PrivacyAccountant(path=path, **BUDGET)) == counted(path) == 4
+    edited(path, "UPDATE settings SET value = 'null' WHERE name = 'delta'")
+    with pytest.raises(LedgerError, match="settings"):
+        PrivacyAccountant(path=path, **BUDGET)
+
+
+# --- making ------------------------------------------------------------------------------------------
+
+
+def made(path):
+    with PrivacyAccountant(path=path, **BUDGET) as accountant:
+        accountant.compose(STEP)
+    again = told(PrivacyAccountant(path=path, **BUDGET))
+    beside = [other.name for other in path.parent.iterdir() if other.name.startswith(path.name)]
+    return again[1][0].count == counted(path) == 1 and beside == [path.name]
+
+
+@forks
+def test_a_ledger_whose_making_met_a_full_disk_can_be_made_again(tmp_path):
+    outcomes = set()
+    for room in (0, 1, 4095, 4096, 8192, 16384, 30_000, 100_000):
+        path = tmp_path / f"{room}.db"
+
+        def child(path=path, room=room):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+            try:
+                PrivacyAccountant(path=path, **BUDGET)
+            except LedgerError:
+                return 17
+
+        outcomes.add((in_child(child), path.stat().st_size > 0))
+        assert made(path)
+    assert outcomes == {(17, False), (17, True), (0, True)}
+
+
+def make_many(folder):
+    for k in range(100_000):
+        PrivacyAccountant(path=folder / f"{k}.db", **BUDGET)
+
+
+@forks
+def test_a_ledger_whose_making_was_killed_can_be_made_again(tmp_path):
+    for attempt in range(10):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        process = multiprocessing.get_context("fork").Process(target=make_many, args=(folder,))
+        process.start()
+        while not list(folder.glob("*.db")):
+            time.sleep(0.001)
+        time.sleep(random.uniform(0.0, 0.05))
+        process.kill()
+        process.join()
+        number = len(list(folder.glob("*.db")))
+        assert made(folder / f"{number - 1}.db") and made(folder / f"{number}.db")
+
+
+@pytest.mark.parametrize("content", [0, 4096])
+@pytest.mark.parametrize("is_being_made", [True, False])
+def test_a_file_is_begun_anew_only_where_it_is_known_to_have_held_nothing(
+    content, is_being_made, path, monkeypatch
+):
+    """A first page without tables is also what is left of a ledger whose ``-wal`` file was lost."""
+    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.1)
+    edited(path, "PRAGMA journal_mode = WAL")
+    os.truncate(path, content)
+    if is_being_made:
+        path.with_name("budget.db-making").touch()
+        assert made(path)
+    else:
+        with pytest.raises(LedgerError, match="is empty"):
+            PrivacyAccountant(path=path, **BUDGET)
+        assert path.stat().st_size == content
+
+
+def test_a_ledger_that_lost_its_tables_is_not_begun_anew(path, monkeypatch):
+    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.1)
+    PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()
+    content = bytearray(path.read_bytes())
+    content[103:105] = bytes(2)  # how many tables the first page says that there are
+    path.write_bytes(content)
+    with pytest.raises(LedgerError):
+        PrivacyAccountant(path=path, **BUDGET)
+    assert path.read_bytes() == content
+
+
+def test_a_note_that_was_left_behind_is_taken_away_before_a_charge(path, monkeypatch):
+    """Else the file, once emptied, would be begun anew."""
+    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.1)
+    PrivacyAccountant(path=path, **BUDGET)
+    path.with_name("budget.db-making").touch()
+    PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()
+    path.write_bytes(b"")
+    with pytest.raises(LedgerError, match="is empty"):
+        PrivacyAccountant(path=path, **BUDGET)

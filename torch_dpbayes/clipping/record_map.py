@@ -1,0 +1,411 @@
+"""A model run as a map over records: no record's forward or backward pass can see another record.
+
+``torch.func.vmap`` turns a program for one record into one for a batch. What the program asks for (a mean over dimension 0, an order
+of its rows, how many there are) it is told of that one record, whatever stands in the batch. The exception are torch's own layers,
+which book-keeping has to see on the whole batch: they leave the map (:meth:`RecordMap.on_batch`), and compute every row by itself.
+
+Nothing here is a test on made-up records. What is not prevented is deliberate: functorch's own unwrapping, a dispatch mode of the
+caller's, a custom operator whose batching rule mixes.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import math
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+try:  # functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for every layer
+    from torch._C._functorch import (
+        _add_batch_dim,
+        _remove_batch_dim,
+        _vmap_decrement_nesting,
+        _vmap_increment_nesting,
+        get_unwrapped,
+        maybe_current_level,
+        maybe_get_bdim,
+        pop_dynamic_layer_stack,
+        push_dynamic_layer_stack,
+    )
+
+    HAS_STEPS = True
+except ImportError:  # pragma: no cover - another version of torch
+    HAS_STEPS = False
+
+Run = Callable[..., Tensor]
+
+
+_SAVED_TENSORS = (
+    "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a batch at once: leave them "
+    'out, or take grad_sample_mode="hooks"'
+)
+_INSIDE_TRANSFORM = "the model is called inside a torch.func transform: call it by itself"
+_INNER_TRANSFORM = "a layer with trainable parameters is called inside a torch.func transform of the model's own"
+
+
+class CannotBeMapped(RuntimeError):
+    """The model's program cannot be run for one record at a time."""
+
+
+class KeptTensors(CannotBeMapped):
+    """Tensors of a finished map that somebody still has: in the next one, every record would see what they hold of all."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__("a tensor made of the records outlives the forward pass")
+        self.tensors = tensors
+
+
+class RecordMap:
+    """A map over the records of one batch.
+
+    Args:
+        records: n, the number of rows that every mapped tensor has in dimension 0.
+        leaves: whether fused operations run on the batch; not where gradients will be taken inside a map, as they then
+            would draw other random numbers.
+        use_steps: whether functorch's own steps are taken, in place of ``torch.func.vmap`` and an
+            ``autograd.Function`` with a ``vmap`` rule. Both do the same.
+    """
+
+    def __init__(self, records: int, *, leaves: bool = True, use_steps: bool = HAS_STEPS) -> None:
+        self.records = records
+        self._leaves = leaves
+        self._use_steps = use_steps
+        self._level: int | None = None
+        self._seen: list[weakref.ref[Tensor]] = []
+        _load_rules()
+
+    def __call__(
+        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """``function`` of every record's slices of ``tensors``; results have records in dimension 0.
+
+        Random numbers differ between records. Hooks on saved tensors are off inside, for they would
+        see, and could mix, what the backward pass of all records needs.
+        """
+        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
+        with no_hooks, _masks_without_shortcuts(), _OfOneRecord(self if self._leaves else None, self.see):
+            if not self._use_steps:
+                return self._by_vmap(function, tensors)
+            if maybe_current_level() is not None:
+                raise CannotBeMapped(_INSIDE_TRANSFORM)
+            self._level = level = _vmap_increment_nesting(self.records, "different")
+            try:
+                inside = [_add_batch_dim(t, 0, level) for t in tensors]
+                self.see(inside)
+                results = function(inside)
+                return [_remove_batch_dim(t, level, self.records, 0) for t in results]
+            finally:
+                self._level = None
+                _vmap_decrement_nesting()
+
+    def on_batch(self, run: Run, tensors: Sequence[Tensor]) -> Tensor:
+        """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and gives such a tensor.
+
+        A tensor that does not depend on the record is repeated for each, so that its gradient has a row for each.
+        """
+        if not self._use_steps:
+            anchor, operands = self._anchor, list(tensors)
+            return _OnBatch.apply(run, anchor, *operands)
+        level = self._level
+        if level is None or maybe_current_level() != level:
+            raise CannotBeMapped(_INNER_TRANSFORM)
+        inside = [(get_unwrapped(t), maybe_get_bdim(t)) if is_batchedtensor(t) else (t, -1) for t in tensors]
+        stack = pop_dynamic_layer_stack()
+        try:
+            with torch._C.DisableTorchFunction():
+                result = run(*(self._with_rows(t, None if dim < 0 else dim) for t, dim in inside))
+        finally:
+            push_dynamic_layer_stack(stack)
+        result = _add_batch_dim(result, 0, level)
+        self.see(result)
+        return result
+
+    def see(self, result: Any) -> None:
+        """Note tensors that no record may leave behind."""
+        if isinstance(result, Tensor):
+            if is_batchedtensor(result):
+                self._seen.append(weakref.ref(result))
+        elif isinstance(result, (tuple, list)):
+            for part in result:
+                self.see(part)
+
+    def require_nothing_kept(self) -> None:
+        """Raise if a tensor of the finished map is still alive."""
+        alive: list[Tensor] = []
+        for generation in (None, 0, 2):  # most of what is in reference cycles is young
+            if generation is not None:
+                gc.collect(generation)
+            alive = [t for reference in self._seen if (t := reference()) is not None]
+            if not alive:
+                return
+        raise KeptTensors(alive)
+
+    def _with_rows(self, t: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return t.expand(self.records, *t.shape)
+        return t if dim == 0 else t.movedim(dim, 0)
+
+    def _by_vmap(
+        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        def one(anchor: Tensor, *slices: Tensor) -> tuple[Tensor, ...]:
+            self._anchor = anchor
+            self.see(slices)
+            try:
+                return tuple(function(slices))
+            finally:
+                del self._anchor
+
+        device = tensors[0].device if tensors else None
+        anchor = torch.zeros(self.records, device=device)
+        return list(torch.func.vmap(one, randomness="different")(anchor, *tensors))
+
+
+class _OnBatch(torch.autograd.Function):
+    """Leaves ``torch.func.vmap`` by its public way: only the ``vmap`` rule ever runs, on what stands behind the map."""
+
+    @staticmethod
+    def forward(run: Run, anchor: Tensor, *tensors: Tensor) -> Tensor:
+        raise CannotBeMapped(_INNER_TRANSFORM)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, run: Run, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, int]:
+        n = info.batch_size
+        rows = [
+            t.expand(n, *t.shape) if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims[2:], strict=True)
+        ]
+        return run(*rows), 0
+
+
+@functools.cache
+def _load_rules() -> None:
+    """torch.func.vmap has batching rules that come with its first call."""
+    torch.func.vmap(torch.clone)(torch.zeros(1))
+
+
+@contextmanager
+def _masks_without_shortcuts() -> Iterator[None]:
+    """Let ``transformers`` build every attention mask.
+
+    It leaves masks out where nothing is padded, which it can only see by looking at values; while it is traced it does
+    not look. Nor can it in a map, where each record may have another answer.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None or not hasattr(masks, "is_tracing"):
+        yield
+        return
+    before = masks.is_tracing
+    masks.is_tracing = _always
+    try:
+        yield
+    finally:
+        masks.is_tracing = before
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+def _nothing(_: object) -> None:
+    pass
+
+
+@contextmanager
+def one_record_only() -> Iterator[None]:
+    """Torch functions as inside a map, around a ``torch.func`` transform that runs the same program."""
+    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
+    with no_hooks, _masks_without_shortcuts(), _OfOneRecord(None, _nothing):
+        yield
+
+
+class _OfOneRecord(TorchFunctionMode):
+    """What torch functions do inside the map where vmap by itself would be slow, or unsafe.
+
+    Args:
+        record_map: the map that fused operations leave; None: they are replaced by plain ones.
+        see: what results are shown to.
+    """
+
+    def __init__(self, record_map: RecordMap | None, see: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._map, self._see = record_map, see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _plain_attention(*args, **kwargs) if self._map is None else self._attention(self._map, *args, **kwargs)
+        if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
+            return _with_plain_attention(func, args, kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
+            _require_own_vmap_rule(args[0])
+        result = func(*args, **kwargs)
+        self._see(result)
+        return result
+
+    def _attention(
+        self,
+        record_map: RecordMap,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        """Fused attention has no batching rule on every device; its rows are those of the batch."""
+        has_mask = attn_mask is not None
+        is_one_row = all(t.dim() == 4 and t.shape[0] == 1 for t in (query, key, value))
+        if has_mask and is_one_row:
+            assert attn_mask is not None
+            is_one_row = attn_mask.dim() < 4 or attn_mask.shape[0] == 1
+
+        def run(*tensors: Tensor) -> Tensor:
+            q, k, v = (t.squeeze(1) if is_one_row else t for t in tensors[:3])
+            mask = tensors[3] if has_mask else None
+            if mask is not None:  # (n, [1,] [heads,] positions, positions)
+                mask = mask.squeeze(1) if is_one_row and mask.dim() == 5 else mask
+                mask = mask if mask.dim() >= q.dim() else mask.unflatten(0, (-1, *[1] * (q.dim() - mask.dim())))
+            out = F.scaled_dot_product_attention(q, k, v, mask, *rest, **options)
+            return out.unsqueeze(1) if is_one_row else out
+
+        return record_map.on_batch(run, [query, key, value, *([attn_mask] if attn_mask is not None else [])])
+
+
+class attention_as_in_maps(TorchFunctionMode):  # noqa: N801 - a context manager
+    """Torch's attention layer computes as it does in a map, so that dropout draws the same numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.multi_head_attention_forward:
+            return _with_plain_attention(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
+    with sdpa_kernel(SDPBackend.MATH):
+        return func(*args, **kwargs)
+
+
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(QKᵀ/√d + mask)·V, operation by operation, each of which has a rule for vmap and for gradients."""
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    return F.dropout(scores.softmax(-1), dropout_p, dropout_p > 0) @ value
+
+
+def _require_own_vmap_rule(function: type) -> None:
+    """Refuse an ``autograd.Function`` which says itself what it does to a whole batch."""
+    if not issubclass(function, torch.autograd.Function) or function is _OnBatch:
+        return
+    rule = function.vmap
+    if rule is not torch.autograd.Function.vmap and not function.__module__.startswith("torch."):
+        raise CannotBeMapped(
+            f"{function.__name__} has a vmap rule of its own, which sees all records: write generate_vmap_rule = True instead"
+        )
+
+
+# -- nested arguments and results -------------------------------------------------------------------
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
+
+
+class Nested:
+    """A value taken apart into its tensors and the rest, to be put together again with other tensors.
+
+    Tuples, lists, dicts, dataclasses and what is registered with torch's pytree are looked into.
+
+    Args:
+        value: the arguments or the result of a model.
+
+    Attributes:
+        tensors: those found, in order.
+        strangers: what is neither a tensor nor a plain value, and may hold tensors unseen.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.tensors: list[Tensor] = []
+        self.strangers: list[Any] = []
+        self._is_tensor = isinstance(value, Tensor)
+        if self._is_tensor:  # most often; the rest of this takes 20 microseconds
+            self.tensors.append(value)
+            return
+        leaves, self._shape = pytree.tree_flatten(value)
+        self._leaves = [self._taken(leaf) for leaf in leaves]
+
+    def _taken(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            self.tensors.append(leaf)
+            return _PLACE
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            inner = {f.name: Nested(getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
+            for part in inner.values():
+                self.tensors += part.tensors
+                self.strangers += part.strangers
+            return _Dataclass(leaf, inner)
+        if not isinstance(leaf, _PLAIN):
+            self.strangers.append(leaf)
+            return None
+        return leaf
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
+        """The value with ``tensors`` in place of its own, and None in place of strangers."""
+        return tensors[0] if self._is_tensor else self._rebuilt(iter(tensors))
+
+    def _rebuilt(self, remaining: Iterator[Tensor]) -> Any:
+        if self._is_tensor:
+            return next(remaining)
+
+        def put(leaf: Any) -> Any:
+            if leaf is _PLACE:
+                return next(remaining)
+            if isinstance(leaf, _Dataclass):
+                whole = copy.copy(leaf.whole)
+                for name, part in leaf.parts.items():
+                    object.__setattr__(whole, name, part._rebuilt(remaining))
+                return whole
+            return leaf
+
+        return pytree.tree_unflatten([put(leaf) for leaf in self._leaves], self._shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Dataclass:
+    whole: Any
+    parts: dict[str, Nested]
+
+
+_PLACE = object()
