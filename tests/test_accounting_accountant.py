@@ -26,6 +26,7 @@ from torch_dpbayes.accounting.events import (
     NoOpDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
+    RecordwiseBatchGaussianDpEvent,
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
     ShuffledEpochDpEvent,
@@ -42,6 +43,7 @@ EXAMPLES = {
     "PoissonSampledDpEvent": PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)),
     "SampledWithoutReplacementDpEvent": SampledWithoutReplacementDpEvent(100, 10, GaussianDpEvent(2.0)),
     "UnspecifiedBatchGaussianDpEvent": UnspecifiedBatchGaussianDpEvent(2.0),
+    "RecordwiseBatchGaussianDpEvent": RecordwiseBatchGaussianDpEvent(2.0),
     "ShuffledEpochDpEvent": ShuffledEpochDpEvent(2.0),
     "MuGaussianDpEvent": MuGaussianDpEvent(0.5),
     "ZCDpEvent": ZCDpEvent(0.1, 0.05),
@@ -102,12 +104,12 @@ def test_gaussian_like_events_against_the_closed_form(method, relation):
     cases = {
         GaussianDpEvent(2.0): sensitivity / 2,
         PoissonSampledDpEvent(1.0, GaussianDpEvent(2.0)): sensitivity / 2,
-        UnspecifiedBatchGaussianDpEvent(2.0): 1.0,
+        RecordwiseBatchGaussianDpEvent(2.0): 1.0,
         SampledWithoutReplacementDpEvent(7, 7, GaussianDpEvent(2.0)): 1.0,
         MuGaussianDpEvent(0.5): 0.5,
     }
     if relation == "replace_one":
-        cases[ShuffledEpochDpEvent(2.0)] = 1.0
+        cases[ShuffledEpochDpEvent(2.0)] = cases[UnspecifiedBatchGaussianDpEvent(2.0)] = 1.0
     for event, mu in cases.items():
         epsilon = PrivacyAccountant(method=method, neighboring=relation).compose(event, 9).get_epsilon(DELTA)
         truth = gaussian_epsilon(3 * mu)

@@ -81,7 +81,10 @@ def test_history_counts():
 
 
 def test_any_event():
-    noise = noise_multiplier_for(UnspecifiedBatchGaussianDpEvent, target_epsilon=1.0, target_delta=1e-5, steps=16)
+    target = {"target_epsilon": 1.0, "target_delta": 1e-5, "steps": 16}
+    with pytest.raises(ValueError, match=r'neighboring="replace_one".*make_private.*RecordwiseBatchGaussianDpEvent'):
+        noise_multiplier_for(UnspecifiedBatchGaussianDpEvent, **target)
+    noise = noise_multiplier_for(UnspecifiedBatchGaussianDpEvent, **target, neighboring="replace_one")
     assert noise == pytest.approx(dpa.get_sigma_gaussian(1.0, 1e-5) * 8.0, rel=1e-3)
 
 

@@ -329,7 +329,7 @@ def test_full_batches_are_recognised_and_their_length_is_checked(neighboring):
 
 def test_unknown_batches_are_charged_without_amplification_with_one_warning():
     p = nn.Parameter(torch.zeros(3))
-    optimizer = bare([p], sampling=None)
+    optimizer = bare([p], sampling=None, accountant=dpb.PrivacyAccountant(neighboring="replace_one"))
     p.grad_sample = torch.zeros(4, 3)
     with pytest.warns(UserWarning, match=r"make_private\(module=model, optimizer=partial\(DPSGLD"):
         optimizer.step()
@@ -339,6 +339,34 @@ def test_unknown_batches_are_charged_without_amplification_with_one_warning():
         optimizer.step()
     (charge,) = optimizer.accountant.history
     assert charge.count == 2 and isinstance(charge.event, events.UnspecifiedBatchGaussianDpEvent)
+
+
+def test_a_statement_about_batches_is_charged_at_twice_the_clip_norm_and_shown():
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = bare([p], sampling="recordwise", noise_multiplier=2.0, temperature=0.0)
+    p.grad_sample = torch.zeros(4, 3)
+    optimizer.step()
+    assert [charge.event for charge in optimizer.accountant.history] == [events.RecordwiseBatchGaussianDpEvent(2.0)]
+    epsilon = dp_accounting.get_epsilon_gaussian(1.0, 1e-5)
+    assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(epsilon, rel=1e-4)
+    assert "rests on" in optimizer.accountant.summary()
+
+
+def one_record_more(records, weights):
+    """How far the first batch's clipped sum moves, in units of C, when a record without gradient joins, as a seeded loader draws it."""
+    moved, seed = [], int(torch.randint(2**31, ()))
+    for n in (records, records + 1):
+        torch.manual_seed(seed)
+        values = torch.cat([weights, torch.zeros(1)])[:n]
+        (batch,) = next(iter(DataLoader(TensorDataset(values), batch_size=records // 10, shuffle=True)))
+        moved.append(float(batch.sum()))
+    return abs(moved[0] - moved[1])
+
+
+def test_a_seeded_shuffle_moves_the_sum_by_more_than_two_clip_norms():
+    """Why such batches are refused: the same program, with one record more, sums others. It is charged under replace-one, where it holds."""
+    worst = max(one_record_more(1000, torch.randint(0, 2, (1000,)) * 2.0 - 1.0) for _ in range(20))
+    assert worst > 2
 
 
 def test_an_exhausted_budget_stops_before_anything_changes():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import math
 from functools import partial
 
@@ -12,7 +13,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent, UnspecifiedBatchGaussianDpEvent
+from torch_dpbayes.accounting.events import (
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    RecordwiseBatchGaussianDpEvent,
+    UnspecifiedBatchGaussianDpEvent,
+)
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
 
 SAMPLERS = {
@@ -63,13 +69,18 @@ def train(net, optimizer, loader, epochs=1):
 
 
 @every_sampler
-@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
-@pytest.mark.parametrize("batches", ["poisson", "full", "unspecified"])
+@pytest.mark.parametrize(
+    ("batches", "neighboring"),
+    [
+        *itertools.product(["poisson", "full", "recordwise"], ["add_or_remove_one", "replace_one"]),
+        ("unspecified", "replace_one"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:steps are charged at sensitivity 2C:UserWarning")
-def test_the_charge_is_the_noise_that_was_added(make, neighboring, batches):
+def test_the_charge_is_the_noise_that_was_added(make, batches, neighboring):
     """Measured: the standard deviation of S, and of M where there is one, against the event in the accountant."""
     size, clip, z = 60, 0.5, 1.5
-    options = {"poisson": {"sampling": "poisson"}, "full": {"expected_batch_size": 40}, "unspecified": {"sampling": None}}[batches]
+    options = {"expected_batch_size": 40} if batches == "full" else {"sampling": None if batches == "unspecified" else batches}
     accountant = dpb.PrivacyAccountant(neighboring=neighboring)
     optimizer, (p,) = built(make, shapes=((size,),), noise_multiplier=z, lr=0.2, accountant=accountant, **options)
     wanted = optimizer.effective_noise_multiplier
@@ -98,12 +109,27 @@ def test_the_charge_is_the_noise_that_was_added(make, neighboring, batches):
         share = (measured / float(moment.square().mean().sqrt())) ** 2
         assert share == pytest.approx(0.5, rel=3 * tolerance)
         # C and C² together under add or remove; 2C and at most √2·C², never both at once, for a swap
-        swap = (neighboring == "replace_one" and batches == "full") or batches == "unspecified"
+        swap = (neighboring == "replace_one" and batches == "full") or batches in ("unspecified", "recordwise")
         inverse_square *= 1.0 if swap else 1 + share
     charged = event.event if batches == "poisson" else event
-    expected = {"poisson": PoissonSampledDpEvent, "full": GaussianDpEvent, "unspecified": UnspecifiedBatchGaussianDpEvent}[batches]
+    expected = {
+        "poisson": PoissonSampledDpEvent,
+        "full": GaussianDpEvent,
+        "recordwise": RecordwiseBatchGaussianDpEvent,
+        "unspecified": UnspecifiedBatchGaussianDpEvent,
+    }[batches]
     assert type(event) is expected
     assert charged.noise_multiplier**-2 == pytest.approx(inverse_square, rel=4 * tolerance)
+
+
+@every_sampler
+def test_batches_of_which_nothing_is_known_are_refused_under_add_or_remove(make):
+    optimizer, (p,) = built(make, shapes=((3,),), noise_multiplier=1.0, sampling=None)
+    before = p.detach().clone()
+    fill([p], records=10, value=1.0)
+    with pytest.raises(ValueError, match=r"make_private.*neighboring=\"replace_one\".*sampling=\"recordwise\""):
+        optimizer.step()
+    assert len(optimizer.accountant) == 0 and torch.equal(p, before)
 
 
 def a_matrix(size):

@@ -449,7 +449,8 @@ def _compare(ranks: Ranks, module: nn.Module, optimizer: PrivateOptimizer, loade
     """Raise on all ranks if they are not about to do the same; then let them draw the same batches."""
     accountant, sampler, noise = optimizer.accountant, loader.sampler_of_draws, optimizer._noise.generator
     history = accountant.state_dict()
-    kept = {"ledger": history["ledger"]} if history["ledger"] else history
+    # in memory each rank's accountant is a job of its own, with the same history
+    kept = {"ledger": history["ledger"]} if history["ledger"] else {**history, "jobs": None}
     values = hashlib.blake2b(digest_size=16)
     for tensor in module.state_dict().values():
         if isinstance(tensor, torch.Tensor):

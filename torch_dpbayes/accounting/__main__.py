@@ -36,6 +36,7 @@ def report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict
         "method": accountant.method,
         "budget": None if accountant.epsilon is None else {"epsilon": accountant.epsilon, "delta": accountant.delta},
         "guarantee": accountant.guarantee,
+        "rests_on": list(accountant.notes),
         "epsilon": _finite(upper),
         "delta": delta,
         "releases": len(accountant),

@@ -8,8 +8,10 @@ import sys
 import threading
 import uuid
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing import parent_process, util
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -18,7 +20,14 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 from . import events, privacy_loss, renyi
 from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, filter_code
 from .choices import Method, Neighboring, NeighboringRelation, accounting_method, neighboring_relation
-from .events import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+from .events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    RecordwiseBatchGaussianDpEvent,
+    SelfComposedDpEvent,
+)
 from .ledger import Flag, Key, Ledger, LedgerError, Row, Session, checked_flag
 from .privacy_loss import SMALLEST_DELTA, Concentrated, NonPrivate, Pair
 
@@ -32,6 +41,11 @@ _IN_THE_MIDDLE = (
 
 _PROGRAM = uuid.uuid4().hex  # the same in forked children
 
+_RESUMED = (
+    "resumed from a saved state: nothing was released after it was saved, nor from another copy of it"
+)
+_RECORDWISE = "RecordwiseBatchGaussianDpEvent: who is in a batch does not depend on other records"
+
 T = TypeVar("T")
 
 
@@ -42,6 +56,9 @@ class Charge(NamedTuple):
     count: int = 1  # type: ignore[assignment]
     label: str | None = None
     adaptive: bool = False
+
+
+_Line = tuple[DpEvent, int, str | None, Flag, str]  # event, count, label, flag, job
 
 
 class EpsilonBounds(NamedTuple):
@@ -127,7 +144,12 @@ class PrivacyAccountant:
         self._known: dict[DpEvent, Part] = {}
         self._memory: dict[float, float] = {}
         self._memory_of = 0
-        self._open_book(None if ledger is None else Session(ledger, job or uuid.uuid4().hex, later))
+        self._notes: dict[str, None] = {}  # without a ledger
+        # Of a history in memory: the job that charges here, and what was taken over of earlier ones.
+        # Nothing else charges under this name, so who holds as many of its releases holds the same.
+        self._job = job or uuid.uuid4().hex
+        self._earlier: dict[str, Counter[DpEvent]] = {}
+        self._open_book(None if ledger is None else Session(ledger, self._job, later))
         if self._book.session is not None and not job:
             self._book.session.later = bool(self._book.counts)
         util.register_after_fork(self, PrivacyAccountant._settle_at_exit)  # what was unpickled in a fork server's worker before it forgets finalizers
@@ -235,6 +257,30 @@ class PrivacyAccountant:
                 key = event, label, flag == "adaptive"
                 found[key] = found.get(key, 0) + count
             return tuple(Charge(event, count, label, adaptive) for (event, label, adaptive), count in found.items())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """On what the guarantee rests: what :meth:`note` was told, and what charged events state."""
+        with self._lock:
+            return tuple(self._statements(self._read()))
+
+    def _statements(self, book: Book) -> dict[str, None]:
+        found = dict.fromkeys(self._notes if self._ledger is None else self._ledger.notes())
+        if self._earlier and self._job in self._charged_by_jobs(book):
+            found[_RESUMED] = None
+        known = (*book.charges, *book.plan)
+        if any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event, _, _ in known):
+            found[_RECORDWISE] = None
+        return found
+
+    def _charged_by_jobs(self, book: Book) -> dict[str, Counter[DpEvent]]:
+        """Whose releases a history in memory holds."""
+        own: Counter[DpEvent] = Counter()
+        for (event, _, _), count in book.charges.items():
+            own[event] += count
+        for counts in self._earlier.values():
+            own -= counts
+        return {**self._earlier, self._job: own} if own else dict(self._earlier)
 
     def __len__(self) -> int:
         """How many releases were charged."""
@@ -381,6 +427,23 @@ class PrivacyAccountant:
         if repeated:
             self._run = book.run(event, parts[0], label, adaptive)
 
+    def note(self, statement: str) -> None:
+        """Keeps a statement on which the guarantee rests, such as what was asserted about a model.
+
+        :meth:`summary` shows it under ``rests on``, saved states carry it along, and with ``path``
+        it stands in the file for all jobs. The same statement is kept once.
+
+        Raises:
+            LedgerError: the statement could not be written to the file.
+        """
+        if not isinstance(statement, str) or not statement.strip():
+            raise ValueError(f"a statement must be a string that is not empty, got {statement!r}.")
+        statement = " ".join(statement.split())
+        if self._ledger is None:
+            self._notes[statement] = None
+        elif self._book.session is not None:
+            self._ledger.add_note(statement, self._book.session.job)
+
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One Poisson-sampled Gaussian release, under the name that Opacus uses.
 
@@ -446,7 +509,8 @@ class PrivacyAccountant:
         return ComposedDpEvent([SelfComposedDpEvent(charge.event, charge.count) for charge in self.history])
 
     def summary(self) -> str:
-        """Relation, method, budget, epsilon with bounds, the guarantee in force, and the shares of each label."""
+        """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, and the
+        shares of each label."""
         with self._lock:
             delta = self._delta if self._delta is not None else 1e-5
             bounds = self.get_epsilon(delta, return_bounds=True)
@@ -460,6 +524,8 @@ class PrivacyAccountant:
             ]
             if self._ledger is not None:
                 lines.append(f"  ledger      {self._ledger.path}")
+            for i, statement in enumerate(self.notes):
+                lines.append(f"  {'' if i else 'rests on':<11} {statement}")
             shares = {label or "(no label)": share for label, share in self.shares(delta).items()}
             width = max(map(len, shares), default=0)
             for label, (share, count) in shares.items():
@@ -512,12 +578,18 @@ class PrivacyAccountant:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The history and the settings, as strings, floats and lists. With ``path`` also which file it is, where what was used of
-        open blocks is written down first."""
+        """The history and the settings, as strings, numbers, lists and dicts.
+
+        Each release has a name: that of the job which made it, one accountant in memory. With ``path``
+        the state says instead which file it is and how far it was read; what was used of open blocks is
+        written down first.
+        """
 
         def saved(book: Book) -> dict[str, Any]:
             book.refresh()
             book.settle()
+            book.refresh()  # up to the rows that were just written
+            jobs = self._charged_by_jobs(book) if self._ledger is None else {}
             return {
                 "method": self._method,
                 "neighboring": self._neighboring,
@@ -526,20 +598,111 @@ class PrivacyAccountant:
                 "history": [[events.encode(event), float(count), label or "", flag] for (event, label, flag), count in book.charges.items()],
                 "registered": [[events.encode(event), float(count)] for (event, _, _), count in book.plan.items()],
                 "ledger": "" if self._ledger is None else self._ledger.id,
+                "place": [] if self._ledger is None else self._ledger.place,
+                "jobs": {
+                    job: [[events.encode(event), float(count)] for event, count in counts.items()]
+                    for job, counts in jobs.items()
+                },
+                "notes": list(self._statements(book)),
             }
 
         return self._change(saved, charging=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over a saved history. This accountant must be empty, of the same method and relation; its own budget
+        """Takes over a saved history, and its notes. This accountant must be empty, of the same method and relation; its own budget
         holds, and must be the saved one if the history is adaptive.
 
-        A state that was saved from a file belongs to that file, which went on counting: loading it there checks that the file holds at least what was
-        saved, and changes nothing; anywhere else it is refused.
+        A state that was saved from a file belongs to that file, which went on counting: loading it there
+        checks that the file holds what was saved, and charges nothing; anywhere else it is refused.
+
+        Accountants in memory cannot know of each other. If the saved accountant, or another copy of its
+        state, goes on releasing, that is not counted here: once this accountant is charged,
+        :meth:`summary` says that the guarantee rests on nobody doing so. With ``path`` all are counted.
 
         Raises:
             PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is loaded.
+            ValueError: this accountant is not empty, has other settings, or is not the file that the
+                state belongs to.
         """
+        lines, jobs = self._checked_state(state_dict)
+
+        def load(book: Book) -> None:
+            book.refresh()
+            if home := state_dict.get("ledger"):
+                self._check_same_ledger(str(home), state_dict.get("place"), lines)
+                return
+            if book.counts or book.plan:
+                raise ValueError(
+                    "this accountant is not empty: loading would forget or double what it holds. Load into a new "
+                    "PrivacyAccountant."
+                )
+            own = [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
+            same = list(state_dict["budget"]) == own
+            plan: dict[Key, int] = {
+                (events.recorded(code, self._neighboring), None, "registered"): int(count)
+                for code, count in state_dict.get("registered", [])
+            }
+            if not same and (plan or any(flag == "adaptive" for _, _, _, flag, _ in lines)):
+                raise ValueError(
+                    f"the saved history is adaptive or follows a registered schedule, which is private only against the limit {state_dict['budget']} "
+                    f"that was fixed at its start; this accountant's is {own}."
+                )
+            rule = book.saved_filter(state_dict["filter"])
+            # A history that was admitted under the same budget may be priced a hair above it by another discretisation.
+            slack = 1.0 if not same else 1.001 if self._method == "pld" else 1 + 1e-9
+            parts = [
+                (part, label, flag, job)
+                for event, count, label, flag, job in lines
+                for part in self._parts(event, count)
+            ]
+            book.load(parts, plan, rule, slack)
+            if self._ledger is None:
+                self._earlier = jobs
+            elif lines:
+                self._ledger.add_note(_RESUMED, self._job)
+
+        self._change(load)
+        for statement in state_dict.get("notes", []):
+            self.note(statement)
+
+    def resume(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on with a saved run: an empty accountant takes its history over, any other has to hold it.
+
+        The accountant that the state was saved from holds it ever after, and so does one that took it
+        over. Releases of other runs never stand for it, equal ones included. Optimizers call this when
+        they load a state.
+
+        Raises:
+            ValueError: this accountant does not hold what was saved; or it is not empty, and the state, of
+                an earlier version, does not say whose releases it holds.
+        """
+        if state_dict.get("ledger") or not len(self):
+            self.load_state_dict(state_dict)
+            return
+        lines, jobs = self._checked_state(state_dict)
+        if lines and "jobs" not in state_dict:
+            raise ValueError(
+                "this state, saved by an earlier version, does not say whose releases it holds, and the "
+                "accountant is not empty: resume with an empty one, which takes them over, and save again."
+            )
+        with self._lock:
+            book = self._read()
+            if self._ledger is None:
+                held = self._charged_by_jobs(book)
+            else:
+                held = {job: self._ledger.charged_by(job) for job in jobs}
+        if any(counts - held.get(job, Counter()) for job, counts in jobs.items()):
+            raise ValueError(
+                "this accountant does not know the releases of the saved run, and resuming would forget "
+                "them: resume with that run's own accountant, or an empty one, which takes them over."
+            )
+        for statement in state_dict.get("notes", []):
+            self.note(statement)
+
+    def _checked_state(
+        self, state_dict: Mapping[str, Any]
+    ) -> tuple[list[_Line], dict[str, Counter[DpEvent]]]:
+        """The lines of a saved history, each with the job that charged it, and what each job charged."""
         missing = {"method", "neighboring", "filter", "budget", "history"} - set(state_dict)
         if missing:
             raise ValueError(f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing.")
@@ -549,48 +712,59 @@ class PrivacyAccountant:
                     f"the saved accountant has {name}={state_dict[name]!r}, this one {getattr(self, name)!r}: "
                     "their numbers mean different things. Make this accountant with the saved setting."
                 )
+        decode = partial(events.recorded, neighboring=self._neighboring)
+        lines: list[_Line] = [
+            (decode(code), events.positive_count(int(count)), label or None, checked_flag(flag), "")
+            for code, count, label, flag in state_dict["history"]
+        ]
+        if state_dict.get("ledger"):
+            return lines, {}
+        # In a state of an earlier version the releases are nobody's: of a job that no other state names.
+        nobody = {uuid.uuid4().hex: [line[:2] for line in state_dict["history"]]}
+        saved = state_dict.get("jobs", nobody)
+        jobs: dict[str, Counter[DpEvent]] = {}
+        for job, counts in saved.items():
+            jobs[job] = Counter()
+            for code, count in counts:
+                jobs[job][decode(code)] += int(count)
+        left = {job: counts.copy() for job, counts in jobs.items()}
+        shares: list[_Line] = []
+        nobodys = 0
+        for event, count, label, flag, _ in lines:
+            for job, counts in left.items():
+                if share := min(count, counts[event]):
+                    shares.append((event, share, label, flag, job))
+                    counts[event] -= share
+                    count -= share
+            nobodys += count
+        if nobodys or any(counts.total() for counts in left.values()):
+            raise ValueError(
+                "this state's history is not the sum of what its jobs charged: it was changed. Load it as "
+                "it was saved."
+            )
+        return shares, jobs
 
-        def load(book: Book) -> None:
-            book.refresh()
-            lines: list[tuple[DpEvent, int, str | None, Flag]] = [
-                (events.decode(code), events.positive_count(int(count)), label or None, checked_flag(flag))
-                for code, count, label, flag in state_dict["history"]
-            ]
-            if home := state_dict.get("ledger"):
-                self._check_same_ledger(book, str(home), lines)
-                return
-            if book.counts or book.plan:
-                raise ValueError(
-                    "this accountant is not empty: loading would forget or double what it holds. Load into a new "
-                    "PrivacyAccountant."
-                )
-            own = [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
-            same = list(state_dict["budget"]) == own
-            plan: dict[Key, int] = {(events.decode(code), None, "registered"): int(count) for code, count in state_dict.get("registered", [])}
-            if not same and (plan or any(flag == "adaptive" for *_, flag in lines)):
-                raise ValueError(
-                    f"the saved history is adaptive or follows a registered schedule, which is private only against the limit {state_dict['budget']} "
-                    f"that was fixed at its start; this accountant's is {own}."
-                )
-            rule = book.saved_filter(state_dict["filter"])
-            # A history that was admitted under the same budget may be priced a hair above it by another discretisation.
-            slack = 1.0 if not same else 1.001 if self._method == "pld" else 1 + 1e-9
-            book.load([(part, label, flag) for event, count, label, flag in lines for part in self._parts(event, count)], plan, rule, slack)
-
-        self._change(load)
-
-    def _check_same_ledger(self, book: Book, home: str, lines: list[tuple[DpEvent, int, str | None, Flag]]) -> None:
+    def _check_same_ledger(
+        self, home: str, place: list[Any] | None, lines: list[_Line]
+    ) -> None:
         if self._ledger is None or self._ledger.id != home:
             raise ValueError(
                 "the saved history belongs to a ledger file, which goes on counting: a copy of it here would let one budget be spent twice. Open "
                 "that file, PrivacyAccountant(path=...), and hand it to whatever resumes."
             )
-        held: dict[DpEvent, int] = {}
-        for (event, _, _), count in book.charges.items():
-            held[event] = held.get(event, 0) + count
-        for event, count, _, _ in lines:
-            held[event] = held.get(event, 0) - count
-        if min(held.values(), default=0) < 0:
+        if not lines:
+            return
+        if place is None:
+            raise ValueError(
+                "this state, saved by an earlier version, does not say how far the ledger "
+                f"{self.path} was read. If the file was never restored from a copy, go on from the saved "
+                "parameters with a new optimizer."
+            )
+        saved: Counter[DpEvent] = Counter()
+        for event, count, *_ in lines:
+            saved[event] += count
+        held = self._ledger.charged_until(place)
+        if held is None or saved - held:
             raise ValueError(
                 f"the ledger {self.path} holds less than the saved run was charged for: it was restored from an older copy. Resuming would "
                 "forget what came after it."

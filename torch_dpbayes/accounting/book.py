@@ -531,9 +531,12 @@ class Book:
 
     # --- saved histories ---------------------------------------------------------------------------------------------
 
-    def load(self, parts: list[tuple[Part, str | None, Flag]], plan: dict[Key, int], rule: Filter | None, slack: float) -> None:
-        """Takes over a history, into an empty book; ``slack``: the ratio by which it may pass the budget."""
-        counts = _need(part for part, _, _ in parts)
+    def load(self, parts: list[tuple[Part, str | None, Flag, str]], plan: dict[Key, int], rule: Filter | None, slack: float) -> None:
+        """Takes over a history, into an empty book: parts with their label, flag and job (empty: this one).
+
+        ``slack``: the ratio by which it may pass the budget.
+        """
+        counts = _need(part for part, *_ in parts)
         if self.settings.budget is not None and counts and not plan:
             epsilon, delta = self.settings.budget
             fits = self.price(counts, delta) <= epsilon * slack if rule is None else rule.cost(counts) <= rule.limit * (1 + 1e-9)
@@ -546,12 +549,15 @@ class Book:
         if self.session is not None:
             entries = _plan_entries(plan)
             entries += [Entry("filter", filter_code(rule), None, 0, "adaptive")] if rule is not None else []
-            entries += [Entry("charge", label, event, count, flag) for (event, count, _), label, flag in parts]
+            entries += [
+                Entry("charge", label, event, count, flag, job=job)
+                for (event, count, _), label, flag, job in parts
+            ]
             if not self._write(self.session, entries):
                 raise ValueError("another process charged this ledger in the meantime: it is not empty any more, so nothing was loaded.")
         if plan:
             self._adopt(plan)
-        for (event, count, pair), label, flag in parts:
+        for (event, count, pair), label, flag, _ in parts:
             self._first = self._first or {pair: 1}
             self._keep(event, label, flag, count, pair)
             if flag == "registered" and plan:

@@ -36,6 +36,7 @@ __all__ = [
     "NonPrivateDpEvent",
     "PoissonSampledDpEvent",
     "PureDpEvent",
+    "RecordwiseBatchGaussianDpEvent",
     "SampledWithoutReplacementDpEvent",
     "SelfComposedDpEvent",
     "ShuffledEpochDpEvent",
@@ -48,10 +49,26 @@ _GRID = 1.005  # ratio of the noise multipliers that reserves are rounded down t
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class UnspecifiedBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch about which nothing is known.
+    """A Gaussian sum over a batch of which no more is known than a shuffled loader tells.
 
-    The batch may depend on the order and the number of the records, so adding, removing or replacing one record may
-    swap one batch member for another: sensitivity 2C under both neighbouring relations, and no amplification.
+    Valid under replace-one only, where one member may turn into another: sensitivity 2C, no
+    amplification. What the records hold must not decide who is in a batch. Under add-or-remove-one one
+    record more may change the batch altogether (a seeded shuffle does), so there it is refused.
+    """
+
+    noise_multiplier: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class RecordwiseBatchGaussianDpEvent(DpEvent):
+    """A Gaussian sum over a batch; the caller states that who is in it does not depend on other records.
+
+    That is, whether a record is in the batch is a function of this record, of public things, and of
+    chance that has nothing to do with other records: not of its position, of how many records there
+    are, or of what they hold. A batch chosen by a hash of the record's name or by its date is one; a
+    shuffled or a sorted loader's is not. Charged at sensitivity 2C under both relations, without
+    amplification, which also covers a record that takes another's place.
+    ``PrivacyAccountant.summary()`` shows the statement.
     """
 
     noise_multiplier: float
@@ -100,6 +117,14 @@ class FailureDpEvent(DpEvent):
     """
 
     delta: float
+
+
+_NOISE_ONLY = (
+    GaussianDpEvent,
+    UnspecifiedBatchGaussianDpEvent,
+    RecordwiseBatchGaussianDpEvent,
+    ShuffledEpochDpEvent,
+)
 
 
 def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> float:
@@ -185,7 +210,7 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
             yield from elementary(event.event, positive_count(times, "the number of releases in a SelfComposedDpEvent"))
     elif kind is NonPrivateDpEvent:
         yield event, count
-    elif isinstance(event, GaussianDpEvent | UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent):
+    elif isinstance(event, _NOISE_ONLY):
         yield type(event)(gaussian_noise_multiplier(event.noise_multiplier)), count
     elif isinstance(event, PoissonSampledDpEvent):
         gaussian = _sampled_gaussian(event.event, "PoissonSampledDpEvent")
@@ -238,7 +263,7 @@ def lowered(event: DpEvent, slack: float) -> DpEvent:
         return PoissonSampledDpEvent(event.sampling_probability, lowered(event.event, slack))
     if isinstance(event, SampledWithoutReplacementDpEvent):
         return SampledWithoutReplacementDpEvent(event.source_dataset_size, event.sample_size, lowered(event.event, slack))
-    if isinstance(event, GaussianDpEvent | UnspecifiedBatchGaussianDpEvent | ShuffledEpochDpEvent):
+    if isinstance(event, _NOISE_ONLY):
         return type(event)(down(event.noise_multiplier))
     if isinstance(event, MuGaussianDpEvent):
         return MuGaussianDpEvent(1 / down(1 / event.mu))
@@ -259,4 +284,15 @@ def decode(code: Any) -> DpEvent:
     if code[0] == "SampledWithoutReplacementDpEvent":
         values[:2] = int(values[0]), int(values[1])
     event: DpEvent = globals()[code[0]](*values)
+    return event
+
+
+def recorded(code: Any, neighboring: str) -> DpEvent:
+    """The event of a saved history under this relation.
+
+    Under add-or-remove-one earlier versions charged unspecified batches as recordwise ones are.
+    """
+    event = decode(code)
+    if neighboring != "replace_one" and isinstance(event, UnspecifiedBatchGaussianDpEvent):
+        return RecordwiseBatchGaussianDpEvent(event.noise_multiplier)
     return event

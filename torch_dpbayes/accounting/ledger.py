@@ -29,6 +29,7 @@ import sqlite3
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,6 +67,10 @@ _TABLES = (
     "CREATE TABLE rows (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, job TEXT NOT NULL, writer TEXT NOT NULL, later INTEGER NOT NULL, "
     "kind TEXT NOT NULL, label TEXT, event TEXT NOT NULL, count INTEGER NOT NULL, flag TEXT NOT NULL, block INTEGER NOT NULL, digest TEXT NOT NULL)",
     "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
+)
+_NOTES = (  # made when first needed: files of earlier versions have none
+    "CREATE TABLE IF NOT EXISTS notes (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, "
+    "job TEXT NOT NULL, text TEXT NOT NULL, digest TEXT NOT NULL)"
 )
 
 
@@ -111,6 +116,7 @@ class Entry(NamedTuple):
     count: int  # type: ignore[assignment]
     flag: Flag
     block: int = 0
+    job: str = ""  # whose it is; empty: of the job that writes it
 
 
 class Ledger:
@@ -139,6 +145,7 @@ class Ledger:
         found: dict[str, Any] = self._connected("read", self._checked_settings)
         self.settings = found
         self._digest = _first_digest(found)
+        self._last_note = (0, self._digest)  # of those that were read
         if settings.get("id", self.id) != self.id:
             raise LedgerError(_replaced(self.path))
         for name, value in settings.items():
@@ -259,7 +266,7 @@ class Ledger:
             last = _digest(last, values)
             if values[0] != number or digest != last:
                 raise LedgerError(_damaged(self.path, f"row {values[0]} is not what was written"))
-            found.append(_decoded(values))
+            found.append(self._decoded(values))
         if self._is_sealed and seal != last:
             raise LedgerError(_damaged(self.path, f"its seal is not that of row {self.version + len(found)}"))
         self.version, self._digest = self.version + len(found), last
@@ -287,7 +294,7 @@ class Ledger:
             for entry in entries:
                 seq += 1
                 code = "" if entry.event is None else json.dumps(events.encode(entry.event))
-                values = [seq, moment, job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
+                values = [seq, moment, entry.job or job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
                 digest = _digest(digest, values)
                 connection.execute(f"INSERT INTO rows ({_COLUMNS}, digest) VALUES ({', '.join('?' * 12)})", [*values, digest])
             if self._is_sealed:
@@ -305,9 +312,94 @@ class Ledger:
 
     def open_blocks_of(self, writer: str) -> list[Row]:
         """The blocks of one process that were not settled."""
+        return open_blocks(row for row in self._read_anew() if row.writer == writer)
 
-        rows = Ledger(self.path, {"id": self.id}).read()
-        return open_blocks(row for row in rows if row.writer == writer)
+    def charged_by(self, job: str) -> Counter[DpEvent]:
+        """How often a job charged each event."""
+        return _charges(row for row in self._read_anew() if row.job == job)
+
+    @property
+    def place(self) -> list[Any]:
+        """How far the file was read: number and digest of a row, which stand for all up to it."""
+        return [self.version, self._digest]
+
+    def charged_until(self, place: list[Any]) -> Counter[DpEvent] | None:
+        """How often each event had been charged there.
+
+        ``None``: the file does not go on from there, as one that was restored from an older copy.
+        """
+        number, digest = place
+
+        def select(connection: sqlite3.Connection) -> tuple[Any, ...] | None:
+            self._seal_of_same_file(connection)
+            row = connection.execute("SELECT digest FROM rows WHERE seq = ?", (number,))
+            found: tuple[Any, ...] | None = row.fetchone()
+            return found
+
+        last = self._connected("read", select) if number else (_first_digest(self.settings),)
+        if last != (digest,):
+            return None
+        return _charges(row for row in self._read_anew() if row.seq <= number)
+
+    def _read_anew(self) -> list[Row]:
+        """All rows, whatever was read before."""
+        return Ledger(self.path, {"id": self.id}, read_only=self._read_only).read()
+
+    def _decoded(self, values: list[Any]) -> Row:
+        seq, moment, job, writer, later, kind, label, code, count, flag, block = values
+        event = events.recorded(json.loads(code), self.settings["neighboring"]) if code else None
+        return Row(seq, moment, job, writer, bool(later), kind, label, event, count, flag, block)
+
+    def notes(self) -> list[str]:
+        """The statements that jobs noted, in order.
+
+        Raises:
+            LedgerError: a note is damaged, or one that was read before is not there any more.
+        """
+
+        def select(connection: sqlite3.Connection) -> list[str]:
+            self._seal_of_same_file(connection)
+            return self._checked_notes(connection)
+
+        return self._connected("read", select)
+
+    def add_note(self, text: str, job: str) -> None:
+        """Keeps a statement for all jobs, unless it is there already."""
+
+        def insert(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
+            self._seal_of_same_file(connection)
+            connection.execute(_NOTES)
+            known = self._checked_notes(connection)
+            number, digest = self._last_note
+            if text not in known:
+                number += 1
+                values = [number, _now(), job, text]
+                digest = _digest(digest, values)
+                connection.execute("INSERT INTO notes VALUES (?, ?, ?, ?, ?)", [*values, digest])
+            connection.execute("COMMIT")
+            self._last_note = (number, digest)
+
+        if text not in self.notes():
+            self._connected("write", insert)
+
+    def _checked_notes(self, connection: sqlite3.Connection) -> list[str]:
+        table = "SELECT count(*) FROM sqlite_master WHERE type = 'table' AND name = 'notes'"
+        rows: list[tuple[Any, ...]] = []
+        if connection.execute(table).fetchone()[0]:
+            columns = "SELECT seq, time, job, text, digest FROM notes ORDER BY seq"
+            rows = connection.execute(columns).fetchall()
+        digests = [_first_digest(self.settings)]
+        for number, (*values, digest) in enumerate(rows, 1):
+            whole = values[0] == number and all(isinstance(value, str) for value in values[1:])
+            if not whole or digest != _digest(digests[-1], values):
+                raise LedgerError(_damaged(self.path, f"note {number} is not what was written"))
+            digests.append(digest)
+        number, digest = self._last_note
+        if digests[number : number + 1] != [digest]:
+            raise LedgerError(_damaged(self.path, "notes that were read before are gone"))
+        self._last_note = (len(rows), digests[-1])
+        return [values[3] for values in rows]
 
     def _seal_of_same_file(self, connection: sqlite3.Connection) -> str | None:
         found = dict(connection.execute("SELECT name, value FROM settings WHERE name IN ('id', ?)", (_SEAL,)).fetchall())
@@ -444,6 +536,14 @@ def open_blocks(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
+def _charges(rows: Iterable[Row]) -> Counter[DpEvent]:
+    found: Counter[DpEvent] = Counter()
+    for row in rows:
+        if row.event is not None and row.kind in ("charge", "block", "return"):
+            found[row.event] += row.count
+    return found
+
+
 def _has_no_tables(connection: sqlite3.Connection) -> bool:
     return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
 
@@ -482,11 +582,6 @@ def _first_digest(settings: Mapping[str, Any]) -> str:
 def _digest(before: str, values: list[Any]) -> str:
     text = json.dumps(values, default=repr)  # bytes, which are never written
     return hashlib.blake2b((before + text).encode(), digest_size=16).hexdigest()
-
-
-def _decoded(values: list[Any]) -> Row:
-    seq, moment, job, writer, later, kind, label, code, count, flag, block = values
-    return Row(seq, moment, job, writer, bool(later), kind, label, events.decode(json.loads(code)) if code else None, count, flag, block)
 
 
 def _now() -> str:

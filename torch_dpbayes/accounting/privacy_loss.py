@@ -48,6 +48,7 @@ from .events import (
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
+    RecordwiseBatchGaussianDpEvent,
     SampledWithoutReplacementDpEvent,
     ShuffledEpochDpEvent,
     UnspecifiedBatchGaussianDpEvent,
@@ -143,15 +144,20 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelati
         # A batch of fixed size swaps one member for another under either relation: sensitivity 2C.
         rate = event.sample_size / event.source_dataset_size
         return _sampled("symmetric", rate, event.event.noise_multiplier / 2)
-    if isinstance(event, UnspecifiedBatchGaussianDpEvent):
+    if isinstance(event, UnspecifiedBatchGaussianDpEvent | RecordwiseBatchGaussianDpEvent):
+        if not replace and isinstance(event, UnspecifiedBatchGaussianDpEvent):
+            raise ValueError(
+                "an unspecified batch may change altogether when one record is added: use "
+                'PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private, or charge '
+                "RecordwiseBatchGaussianDpEvent if who is in a batch does not depend on other records."
+            )
         return Gaussian(2.0 / event.noise_multiplier)
     if isinstance(event, ShuffledEpochDpEvent):
         if not replace:
             raise ValueError(
                 "a shuffled loader gives no per-record guarantee under add_or_remove_one: an added record displaces "
-                "others from their batches, so every batch of the epoch may change. Use "
-                "PrivacyAccountant(neighboring='replace_one'), or Poisson sampling (PrivacyEngine.make_private), or "
-                "charge UnspecifiedBatchGaussianDpEvent for every step."
+                "others from their batches, so every batch of the epoch may change: use "
+                "PrivacyAccountant(neighboring='replace_one'), or Poisson sampling (PrivacyEngine.make_private)."
             )
         return Gaussian(2.0 / event.noise_multiplier)
     if isinstance(event, MuGaussianDpEvent):

@@ -162,6 +162,8 @@ def hybrid(
     )
     step = chain._event(chain.effective_noise_multiplier, "poisson")  # raises where the chain would refuse its first step
     label = f"hybrid ({type(certificate).__name__}, {type(chain).__name__})"
+    for statement in prepaid.notes:
+        accountant.note(statement)
     start = first._release((features, targets), epsilon, None, label, together=SelfComposedDpEvent(step, steps))
     prepaid.pay(step, steps)
     with torch.no_grad():

@@ -15,10 +15,10 @@ scaled to equal noise.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import warnings
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
@@ -37,6 +37,8 @@ from ..fixed_tensors import CHANGED, FixedTensors
 from ..model_state import ModelAsChecked
 from ..noise import GaussianNoise, add_gaussian
 from ..poisson_loader import PoissonSampler
+
+_log = logging.getLogger("torch_dpbayes")
 
 LogPrior = Callable[[Mapping[str, Tensor]], Tensor]
 
@@ -123,10 +125,17 @@ class PrivateOptimizer(Optimizer):
         temperature: T of the target ∝ exp(−U/T).
         log_prior: ``{name: parameter} -> log p(θ)``, a scalar, instead of the Gaussian prior; needs named parameters. It must not
             look at data.
-        sampling: ``"poisson"`` asserts that every batch is an independent Poisson draw at rate B/N, stepped on once
-            (``PrivacyEngine.make_private`` sets this and verifies it). None charges each step at sensitivity 2C without amplification,
-            unless B = N: full batches are charged as such, and their length is checked. Either way a record is in a batch at most once, which
-            an optimizer without an engine cannot see: one that is there k times (a sampler with replacement, a bootstrap) moves the sum by kC.
+        sampling: what is known about batches with B < N. ``"poisson"`` asserts that every batch is an
+            independent Poisson draw at rate B/N, stepped on once (``PrivacyEngine.make_private`` sets this
+            and verifies it). ``"recordwise"`` asserts that who is in a batch does not depend on other
+            records: whether a record is in it is a function of this record, of public things, and of
+            chance that has nothing to do with other records. A hash of the record's name or its date
+            decides like that; a shuffled loader does not. None asserts only that what the records hold
+            does not decide who is in a batch. The last two are charged at sensitivity 2C without
+            amplification, and None is refused under add-or-remove-one, where one record more may change
+            whole batches. Full batches, B = N, are charged as such, and their length is checked. In every
+            case a record is in a batch at most once, which an optimizer without an engine cannot see: one
+            that is there k times (a sampler with replacement, a bootstrap) moves the sum by kC.
         accountant: where the steps are charged. None: an accountant of its own.
         generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret. None: operating-system entropy.
     """
@@ -158,8 +167,8 @@ class PrivateOptimizer(Optimizer):
             raise ValueError(f"max_grad_norm = {max_grad_norm} is below what float32 norms can resolve; use at least 1e-12")
         _require_not_negative("noise_multiplier", noise_multiplier)
         _require_not_negative("temperature", temperature)
-        if sampling not in (None, "poisson"):
-            raise ValueError(f'sampling must be "poisson" or None, got {sampling!r}')
+        if sampling not in (None, "poisson", "recordwise"):
+            raise ValueError(f'sampling must be "poisson", "recordwise" or None, got {sampling!r}')
         if log_prior is not None and not math.isinf(defaults["prior_std"]) and defaults["prior_std"] != 1.0:
             raise ValueError("log_prior replaces the Gaussian prior: leave out prior_std")
         self._num_data = num_data
@@ -247,7 +256,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def sampling(self) -> str | None:
-        """``"poisson"``, or None for batches of which nothing is assumed."""
+        """``"poisson"``, ``"recordwise"``, or None for batches of which neither is stated."""
         return self._sampling
 
     @property
@@ -482,6 +491,14 @@ class PrivateOptimizer(Optimizer):
             return events.GaussianDpEvent(z)
         if sampling == "poisson":
             return events.PoissonSampledDpEvent(rate, events.GaussianDpEvent(z))
+        if sampling == "recordwise":
+            return events.RecordwiseBatchGaussianDpEvent(z)
+        if self.accountant.neighboring != "replace_one":
+            raise ValueError(
+                "who is in these batches is not known, and one record more may change them all: use "
+                'PrivacyEngine.make_private, PrivacyAccountant(neighboring="replace_one"), or '
+                'sampling="recordwise" if no record\'s place depends on others.'
+            )
         return events.UnspecifiedBatchGaussianDpEvent(z)
 
     def _event_of(self, noise_multiplier: float) -> events.DpEvent:
@@ -727,8 +744,13 @@ class PrivateOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume. What the saved run was charged must be on this accountant: an empty one takes it over.
 
+        Releases of other runs never stand for the saved run's, equal ones included. Several copies of
+        one state may be resumed: with one ledger (``PrivacyAccountant(path=...)``) all are counted; in
+        memory none knows of the others, which a line in the log and ``accountant.summary()`` say.
+
         Raises:
-            ValueError: the state belongs to another optimizer or to other parameters, or this accountant has seen less than the saved run.
+            ValueError: the state belongs to another optimizer or to other parameters, or the accountant does not hold what the
+                saved run was charged.
         """
         private = state_dict.get("private_step")
         if private is None or private["algorithm"] != type(self).__name__:
@@ -738,7 +760,7 @@ class PrivateOptimizer(Optimizer):
             raise ValueError("the state belongs to parameters of another number or other shapes than this optimizer's")
         self._resume_accountant(private["accountant"])
         draws_again = "sampler" in private and self._sampler is not None and self._sampler.has_user_generator
-        if draws_again and _counts(self.accountant) - _counts(self._accountant_of(private["accountant"])):
+        if draws_again and len(self.accountant) > _releases(private["accountant"]):
             raise ValueError(
                 "the accountant was charged after this state was saved. Its generator would draw those batches again, to be released on with other "
                 "noise, which costs more than the charges say: leave out generator= of the DataLoader."
@@ -760,27 +782,21 @@ class PrivateOptimizer(Optimizer):
         return {name: getattr(self, name) for name in _OPTIONS_OF_ALL_GROUPS}
 
     def _resume_accountant(self, saved: dict[str, Any]) -> None:
-        if len(self.accountant) == 0 or saved.get("ledger"):  # the file went on counting: it is asked whether it holds what was saved
-            self.accountant.load_state_dict(saved)
-            return
-        if _counts(self._accountant_of(saved)) - _counts(self.accountant):
-            raise ValueError(
-                "the saved run was charged for steps that this optimizer's accountant does not know: resuming would forget them. Load "
-                "the accountant first (accountant.load_state_dict), or resume with an empty one."
+        accountant, releases = self.accountant, len(self.accountant)
+        speaks = self._ranks is None or self._ranks.rank == 0
+        if not speaks and accountant.path is None and releases >= _releases(saved):
+            return  # the state names the job of rank 0, which looks closer and adds the noise
+        accountant.resume(saved)
+        if speaks and accountant.path is None and not releases and len(accountant):
+            _log.warning(
+                "resumed with an accountant in memory: what was released after this state was saved, or "
+                "from another copy of it, is not counted. PrivacyAccountant(path=...) counts all of them."
             )
 
-    def _accountant_of(self, saved: dict[str, Any]) -> PrivacyAccountant:
-        """One that knows what was charged when the state was saved, and no more."""
-        known = PrivacyAccountant(method=self.accountant.method, neighboring=self.accountant.neighboring)
-        known.load_state_dict({**saved, "budget": [], "filter": "", "history": [[*line[:3], "fixed"] for line in saved["history"]]})
-        return known
 
-
-def _counts(accountant: PrivacyAccountant) -> Counter[events.DpEvent]:
-    counts: Counter[events.DpEvent] = Counter()
-    for charge in accountant.history:
-        counts[charge.event] += charge.count
-    return counts
+def _releases(saved: dict[str, Any]) -> int:
+    """How many a saved accountant held."""
+    return sum(int(count) for _, count, *_ in saved["history"])
 
 
 def options_of(group: dict[str, Any]) -> list[Any]:

@@ -56,7 +56,7 @@ class DPSGFS(PrivateOptimizer):
         temperature: T > 0.
         prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one.
         prior_mean: its mean. (There is no ``log_prior``: its curvature is needed.)
-        sampling: ``"poisson"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
+        sampling: ``"poisson"``, ``"recordwise"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
         accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
         generator: source of the noise; None: operating-system entropy.
         fisher: ``"full"`` for up to a few thousand parameters (a d × d matrix is factorised every step), ``"diagonal"`` for any number.
@@ -74,7 +74,9 @@ class DPSGFS(PrivateOptimizer):
     √(1+ϕ)/z standard deviations. Replacing one on full batches, or swapping one member of an unspecified batch, moves them by √s/z with s = 4 for
     ϕ ≤ ½ and 2 + 2ϕ + 1/(2ϕ) beyond. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z/√(1+ϕ)))`` under Poisson sampling;
     ``GaussianDpEvent(z/√(1+ϕ))`` (add or remove) or ``GaussianDpEvent(2z/√s)`` (replace) on full batches,
-    ``UnspecifiedBatchGaussianDpEvent(2z/√s)`` on any others, ``NonPrivateDpEvent()`` at z = 0.
+    on any others
+    ``UnspecifiedBatchGaussianDpEvent(2z/√s)`` (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(2z/√s)``;
+    ``NonPrivateDpEvent()`` at z = 0.
     """
 
     def __init__(

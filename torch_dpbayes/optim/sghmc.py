@@ -43,7 +43,7 @@ class DPSGHMC(PrivateOptimizer):
         prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's ``weight_decay`` λ is 1/√(Nλ).
         prior_mean: its mean.
         log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
-        sampling: ``"poisson"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
+        sampling: ``"poisson"``, ``"recordwise"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
         accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
         generator: source of the noise; None: operating-system entropy.
         momentum: m in [0, 1), or ``"matched"``. m = 0 is :class:`DPSGLD`.
@@ -53,7 +53,9 @@ class DPSGHMC(PrivateOptimizer):
 
     **Privacy.** One step releases S; the velocity is made of released vectors only. Adding or removing a record moves the clipped sum by at most
     C, replacing one by at most 2C. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling, ``GaussianDpEvent(z)``
-    on full batches, ``UnspecifiedBatchGaussianDpEvent(z)`` on any others, ``NonPrivateDpEvent()`` at z = 0.
+    on full batches, on any others
+    ``UnspecifiedBatchGaussianDpEvent(z)`` (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(z)``;
+    ``NonPrivateDpEvent()`` at z = 0.
     """
 
     def __init__(

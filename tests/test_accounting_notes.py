@@ -1,0 +1,194 @@
+"""Statements on which a guarantee rests: kept with the history, wherever it goes, and shown."""
+
+import json
+import multiprocessing
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from torch_dpbayes.accounting import PrivacyAccountant, events
+from torch_dpbayes.accounting.__main__ import main
+from torch_dpbayes.accounting.events import GaussianDpEvent, RecordwiseBatchGaussianDpEvent
+from torch_dpbayes.accounting.ledger import LedgerError
+
+EVENT = GaussianDpEvent(10.0)
+FIRST = "DPSGLD: records are independent: by construction"
+SECOND = "DPSGLD: the loss was not seen"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "budget.db"
+
+
+def statements(accountant):
+    """What the summary shows, by its lines."""
+    lines = accountant.summary().splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("  rests on")]
+    if not starts:
+        return []
+    found = [lines[starts[0]].removeprefix("  rests on    ")]
+    for line in lines[starts[0] + 1 :]:
+        if not line.startswith(" " * 14):
+            break
+        found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_each_statement_is_kept_once_in_order(path, in_file):
+    accountant = PrivacyAccountant(path=path if in_file else None)
+    assert accountant.notes == () and "rests on" not in accountant.summary()
+    for statement in (FIRST, SECOND, FIRST, " DPSGLD:  the loss\nwas not seen "):
+        accountant.note(statement)
+    accountant.compose(EVENT, label="report")
+    assert accountant.notes == (FIRST, SECOND)
+    assert statements(accountant) == [FIRST, SECOND]
+    for wrong in ("", " \n", None, 3):
+        with pytest.raises(ValueError, match="must be a string"):
+            accountant.note(wrong)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_saved_states_carry_them(path, in_file):
+    accountant = PrivacyAccountant(1.0, 1e-5).compose(EVENT)
+    accountant.note(FIRST)
+    state = json.loads(json.dumps(accountant.state_dict()))
+    loaded = PrivacyAccountant(1.0, 1e-5, path=path if in_file else None)
+    loaded.note(SECOND)
+    loaded.load_state_dict(state)
+    assert set(loaded.notes) >= {FIRST, SECOND}
+    del state["notes"]  # as earlier versions saved it
+    old = PrivacyAccountant(1.0, 1e-5)
+    old.load_state_dict(state)
+    assert FIRST not in old.notes and len(old) == 1
+
+
+def test_a_file_keeps_them_for_all_jobs(path, capsys):
+    with PrivacyAccountant(1.0, 1e-5, path=path) as accountant:
+        accountant.compose(EVENT)
+        accountant.note(FIRST)
+        other = PrivacyAccountant(path=path)
+        other.note(SECOND)
+        other.note(FIRST)
+        assert accountant.notes == other.notes == PrivacyAccountant(path=path).notes == (FIRST, SECOND)
+    before = path.read_bytes()
+    assert main([str(path)]) == 0
+    said = capsys.readouterr().out
+    assert FIRST in said and SECOND in said
+    assert main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rests_on"] == [FIRST, SECOND]
+    assert path.read_bytes() == before
+
+
+def _note_several(accountant, worker):
+    for i in range(10):
+        accountant.note(f"statement {i}")
+        accountant.note(f"statement {i} of {worker}")
+
+
+def test_processes_note_at_once(path):
+    accountant = PrivacyAccountant(path=path)
+    spawn = multiprocessing.get_context("spawn")
+    workers = [spawn.Process(target=_note_several, args=(accountant, i)) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    assert len(accountant.notes) == len(set(accountant.notes)) == 10 + 3 * 10
+
+
+def test_a_file_of_an_earlier_version_gets_them(path):
+    """Its tables are made in the same way today, but for that of the notes, which is made when it is needed."""
+    PrivacyAccountant(1.0, 1e-5, path=path).compose(EVENT, 5).close()
+    version = "PRAGMA user_version"
+    with closing(sqlite3.connect(path)) as connection:
+        before = connection.execute(version).fetchone()
+        assert not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'notes'").fetchone()[0]
+    accountant = PrivacyAccountant(path=path)
+    assert accountant.notes == ()
+    accountant.note(FIRST)
+    assert PrivacyAccountant(path=path).notes == (FIRST,) and len(accountant) == 5
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute(version).fetchone() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE notes SET text = 'nothing' WHERE seq = 1",
+        "UPDATE notes SET text = x'ff00' WHERE seq = 2",
+        "UPDATE notes SET text = CAST(x'ff' AS TEXT) WHERE seq = 1",
+        "UPDATE notes SET digest = 5",
+        "UPDATE notes SET time = 7.5",
+        "UPDATE notes SET seq = seq + 10",
+        "DELETE FROM notes WHERE seq = 1",
+        "DELETE FROM notes WHERE seq = 2",
+        "DROP TABLE notes",
+    ],
+)
+def test_a_damaged_note_is_an_error(path, damage):
+    accountant = PrivacyAccountant(1.0, 1e-5, path=path).compose(EVENT)
+    accountant.note(FIRST)
+    accountant.note(SECOND)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(damage)
+        connection.commit()
+    for use in (accountant.summary, accountant.state_dict, lambda: accountant.note("more"), lambda: accountant.note(FIRST)):
+        with pytest.raises(LedgerError, match="damaged"):
+            use()
+
+
+# --- what an event states --------------------------------------------------------------------------------------------
+
+RECORDWISE = "does not depend on other records"
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+def test_the_summary_shows_what_a_charged_event_states(path, in_file, relation):
+    accountant = PrivacyAccountant(3.0, 1e-5, neighboring=relation, path=path if in_file else None)
+    accountant.note(FIRST)
+    accountant.compose(EVENT)
+    assert statements(accountant) == [FIRST]
+    accountant.compose(RecordwiseBatchGaussianDpEvent(20.0), 3)
+    first, second = statements(accountant)
+    assert first == FIRST and RECORDWISE in second
+    assert accountant.notes == (first, second)
+
+
+encode = events.encode
+
+
+def encoded_by_an_earlier_version(event):
+    name, *values = encode(event)
+    return ["UnspecifiedBatchGaussianDpEvent" if name == "RecordwiseBatchGaussianDpEvent" else name, *values]
+
+
+def test_histories_of_an_earlier_version_are_read_as_if_the_statement_had_been_made(path, monkeypatch):
+    """It charged unspecified batches under add-or-remove as it charges stated ones now. Its files go on, without a change to what they hold."""
+    stated = RecordwiseBatchGaussianDpEvent(20.0)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(events, "encode", encoded_by_an_earlier_version)
+        old = PrivacyAccountant(3.0, 1e-5, path=path)
+        for _ in range(5):
+            old.compose(stated)
+        old.compose(EVENT)  # with a block of the others still open
+        state = PrivacyAccountant(3.0, 1e-5).compose(stated, 5).compose(EVENT).state_dict()
+    old.close()
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM rows WHERE event LIKE '%Unspecified%'").fetchone()[0]
+    loaded = PrivacyAccountant(3.0, 1e-5)
+    loaded.load_state_dict(state)
+    for accountant in (PrivacyAccountant(path=path), loaded):
+        assert {charge.event: charge.count for charge in accountant.history} == {stated: 5, EVENT: 1}
+        assert RECORDWISE in accountant.summary()
+        accountant.compose(stated, 2)
+        assert len(accountant) == 8
+        for event in (events.UnspecifiedBatchGaussianDpEvent(20.0), events.SelfComposedDpEvent(events.UnspecifiedBatchGaussianDpEvent(20.0), 2)):
+            with pytest.raises(ValueError, match=r'neighboring="replace_one".*make_private'):
+                accountant.compose(event)
+            with pytest.raises(ValueError, match=r'neighboring="replace_one".*make_private'):
+                accountant.remaining(event)

@@ -1,0 +1,410 @@
+"""Whose releases a history holds: a run goes on only where its own are counted, whatever else is there."""
+
+import copy
+import json
+import logging
+import shutil
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+
+DELTA = 1e-5
+STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0))
+OTHER = GaussianDpEvent(50.0)
+REFUSED = "does not know the releases of the saved run"
+
+
+def run_on(accountant):
+    """An optimizer of a new run."""
+    p = nn.Parameter(torch.zeros(3))
+    return dpb.optim.DPSGLD(
+        [p],
+        0.1,
+        num_data=100,
+        expected_batch_size=10,
+        max_grad_norm=1.0,
+        noise_multiplier=2.0,
+        temperature=0.0,
+        sampling="poisson",
+        accountant=accountant,
+    )
+
+
+def step(optimizer, times=1):
+    (p,) = optimizer.param_groups[0]["params"]
+    for _ in range(times):
+        p.grad_sample = torch.zeros(4, 3)
+        optimizer.step()
+    return optimizer
+
+
+def saved(optimizer):
+    return copy.deepcopy(optimizer.state_dict())
+
+
+@pytest.fixture(params=["memory", "file"])
+def accountant(request, tmp_path):
+    """An empty one."""
+    return PrivacyAccountant(path=tmp_path / "budget.db" if request.param == "file" else None)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.db"
+
+
+def of_an_earlier_version(state):
+    """What was saved before runs had names."""
+    state = copy.deepcopy(state)
+    for name in ("jobs", "place", "notes"):
+        del state["private_step"]["accountant"][name]
+    return state
+
+
+# --- other runs' releases never stand for this run's -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("releases", [10, 25])
+def test_equal_releases_of_another_run_do_not_count(accountant, releases):
+    state = saved(step(run_on(PrivacyAccountant()), 10))
+    step(run_on(accountant), releases)
+    resumed = run_on(accountant)
+    with pytest.raises(ValueError, match=REFUSED):
+        resumed.load_state_dict(state)
+    assert len(accountant) == releases
+
+
+def test_a_run_of_the_engine_is_refused_where_another_one_was_charged():
+    data = TensorDataset(torch.randn(40, 3), torch.randint(2, (40,)))
+
+    def made(accountant):
+        return dpb.PrivacyEngine(accountant).make_private(
+            module=nn.Linear(3, 2),
+            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+            data_loader=DataLoader(data, batch_size=10),
+            max_grad_norm=1.0,
+        )
+
+    def trained(net, optimizer, loader):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+        return optimizer
+
+    state = saved(trained(*made(PrivacyAccountant())))
+    accountant = PrivacyAccountant(8.0, DELTA)
+    trained(*made(accountant))
+    with pytest.raises(ValueError, match=REFUSED):
+        made(accountant)[1].load_state_dict(state)
+
+
+def test_two_runs_of_one_accountant_both_count(accountant):
+    first, second = step(run_on(accountant), 3), step(run_on(accountant), 4)
+    states = saved(first), saved(second)
+    for state in states:
+        step(run_on(accountant)).load_state_dict(state)
+    assert len(accountant) == 9
+
+
+def test_an_empty_accountant_takes_over_and_may_be_asked_again(accountant):
+    state = saved(step(run_on(PrivacyAccountant()), 5))
+    for copies in range(1, 4):
+        optimizer = run_on(accountant)
+        optimizer.load_state_dict(state)
+        step(optimizer)
+        assert len(accountant) == 5 + copies
+
+
+def test_going_back_to_an_older_checkpoint_counts_both_branches(accountant):
+    optimizer = step(run_on(accountant), 5)
+    state = saved(optimizer)
+    step(optimizer, 5)
+    for again in (optimizer, run_on(accountant)):
+        again.load_state_dict(state)
+        step(again, 5)
+    assert len(accountant) == 20
+
+
+def test_a_copied_optimizer_is_charged_on_the_same_accountant(accountant):
+    optimizer = step(run_on(accountant), 2)
+    other = step(copy.deepcopy(optimizer), 3)
+    state = saved(other)
+    optimizer.load_state_dict(state)
+    assert len(step(optimizer).accountant) == 6
+    with pytest.raises(ValueError, match=REFUSED):
+        step(run_on(PrivacyAccountant()), 6).load_state_dict(saved(step(run_on(PrivacyAccountant()), 6)))
+
+
+def test_a_run_that_went_on_is_more_than_the_state_that_was_taken_over(accountant):
+    optimizer = step(run_on(PrivacyAccountant()), 5)
+    early = saved(optimizer)
+    late = saved(step(optimizer, 3))
+    resumed = run_on(accountant)
+    resumed.load_state_dict(early)
+    step(resumed, 3)  # as many, but others
+    with pytest.raises(ValueError, match=REFUSED):
+        resumed.load_state_dict(late)
+
+
+def test_two_branches_of_one_run_are_told_apart():
+    state = saved(step(run_on(PrivacyAccountant()), 5))
+    branches = []
+    for _ in range(2):
+        optimizer = run_on(PrivacyAccountant())
+        optimizer.load_state_dict(state)
+        branches.append(saved(step(optimizer, 5)))
+    accountant = PrivacyAccountant()
+    run_on(accountant).load_state_dict(branches[0])
+    with pytest.raises(ValueError, match=REFUSED):
+        run_on(accountant).load_state_dict(branches[1])
+
+
+# --- copies that cannot know of each other ---------------------------------------------------------------------------
+
+
+def test_copies_in_memory_say_so_and_copies_with_a_ledger_are_counted(path, caplog):
+    state = saved(step(run_on(PrivacyAccountant()), 5))
+    for _ in range(2):
+        alone = run_on(PrivacyAccountant())
+        with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
+            caplog.clear()
+            alone.load_state_dict(state)
+        assert "path=" in caplog.text
+        step(alone)
+        assert len(alone.accountant) == 6
+        assert "rests on    resumed from a saved state" in alone.accountant.summary()
+        assert "another copy" in " ".join(saved(alone)["private_step"]["accountant"]["notes"])
+    caplog.clear()
+    for _ in range(2):
+        together = run_on(PrivacyAccountant(path=path))
+        together.load_state_dict(state)
+        step(together).accountant.close()
+    assert len(PrivacyAccountant(path=path)) == 7 and not caplog.text
+
+
+def test_a_run_that_was_never_resumed_rests_on_nothing(accountant):
+    optimizer = step(run_on(accountant), 3)
+    state = saved(optimizer)
+    optimizer.load_state_dict(state)
+    assert step(optimizer).accountant.notes == ()
+
+
+# --- ledgers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_of_a_ledger_goes_on_with_that_file_only(path, tmp_path):
+    with PrivacyAccountant(path=path) as accountant:
+        state = saved(step(run_on(accountant), 5))
+    with PrivacyAccountant(path=path) as again:
+        optimizer = run_on(again)
+        optimizer.load_state_dict(state)
+        step(optimizer, 2)
+    assert len(PrivacyAccountant(path=path)) == 7
+    for other in (PrivacyAccountant(), PrivacyAccountant(path=tmp_path / "other.db")):
+        with pytest.raises(ValueError, match="belongs to a ledger"):
+            run_on(other).load_state_dict(state)
+        with pytest.raises(ValueError, match="belongs to a ledger"):
+            step(run_on(other), 9).load_state_dict(state)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20])
+def test_an_older_copy_of_a_ledger_is_refused_however_much_it_was_charged_since(path, tmp_path, steps):
+    with PrivacyAccountant(path=path) as accountant:
+        step(run_on(accountant), 3)
+    shutil.copy(path, tmp_path / "backup.db")
+    with PrivacyAccountant(path=path) as accountant:
+        state = saved(step(run_on(accountant), 5))
+    shutil.copy(tmp_path / "backup.db", path)
+    with PrivacyAccountant(path=path) as accountant:
+        optimizer = step(run_on(accountant), steps)
+        with pytest.raises(ValueError, match="older copy"):
+            optimizer.load_state_dict(state)
+
+
+def test_a_state_with_other_programs_charging_meanwhile(path):
+    """Saved while another job wrote in between: what was saved is held, now and later."""
+    first, second = PrivacyAccountant(path=path), PrivacyAccountant(path=path)
+    one, two, states = run_on(first), run_on(second), []
+    for _ in range(4):
+        step(one, 3)
+        step(two, 2)
+        states += [saved(one), saved(two)]
+    first.close()
+    second.close()
+    for state in states:
+        run_on(PrivacyAccountant(path=path)).load_state_dict(state)
+    assert len(PrivacyAccountant(path=path)) == 20
+
+
+# --- what earlier versions wrote -------------------------------------------------------------------------------------
+
+
+def test_an_earlier_version_s_state_is_taken_over_by_an_empty_accountant_only(accountant):
+    state = of_an_earlier_version(saved(step(run_on(PrivacyAccountant()), 5)))
+    optimizer = run_on(accountant)
+    optimizer.load_state_dict(state)
+    step(optimizer, 2)
+    assert len(accountant) == 7
+    assert "another copy" in accountant.summary()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"earlier version.*an empty one"):
+            optimizer.load_state_dict(state)
+    if accountant.path is None:
+        new = saved(optimizer)
+        optimizer.load_state_dict(new)
+        other = run_on(PrivacyAccountant())
+        other.load_state_dict(state)
+        with pytest.raises(ValueError, match=REFUSED):
+            step(other, 2).load_state_dict(new)
+        twin = run_on(PrivacyAccountant())
+        twin.load_state_dict(state)  # of which nobody knows whether it is the same run
+        with pytest.raises(ValueError, match=REFUSED):
+            optimizer.load_state_dict(saved(twin))
+
+
+def test_an_earlier_version_s_state_of_a_ledger_does_not_say_what_it_knows(path):
+    accountant = PrivacyAccountant(path=path)
+    empty = of_an_earlier_version(saved(run_on(accountant)))
+    optimizer = step(run_on(accountant), 5)
+    with pytest.raises(ValueError, match=r"earlier version.*new optimizer"):
+        optimizer.load_state_dict(of_an_earlier_version(saved(optimizer)))
+    optimizer.load_state_dict(empty)
+    run_on(PrivacyAccountant()).load_state_dict(of_an_earlier_version(saved(run_on(PrivacyAccountant()))))
+
+
+def test_a_state_that_was_changed_is_refused():
+    state = PrivacyAccountant().compose(STEP, 5).compose(OTHER, 2).state_dict()
+    for change in (
+        lambda s: s["history"][0].__setitem__(1, 4.0),
+        lambda s: s["history"].pop(),
+        lambda s: s["jobs"].clear(),
+        lambda s: next(iter(s["jobs"].values())).pop(),
+        lambda s: s["jobs"].update(more=[[["GaussianDpEvent", 1.0], 1.0]]),
+    ):
+        changed = copy.deepcopy(state)
+        change(changed)
+        accountant = PrivacyAccountant()
+        with pytest.raises(ValueError, match="was changed"):
+            accountant.load_state_dict(changed)
+        assert len(accountant) == 0
+
+
+# --- any sequence ----------------------------------------------------------------------------------------------------
+
+
+class Resuming(RuleBasedStateMachine):
+    """Accountants beside a model of them that knows every single release by a name of its own."""
+
+    accountants, states, copies = Bundle("accountants"), Bundle("states"), Bundle("copies")
+
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.released = 0
+        self.in_memory = {}  # accountant -> names of the releases that it ought to count
+        self.in_file = set()  # the same, of the ledger
+        self.replaced = set()  # accountants of a file that was put back
+
+    def held(self, accountant):
+        return self.in_file if accountant.path else self.in_memory[accountant]
+
+    @rule(target=accountants, in_file=st.booleans())
+    def make(self, in_file):
+        accountant = PrivacyAccountant(path=self.folder / "budget.db" if in_file else None)
+        if not in_file:
+            self.in_memory[accountant] = set()
+        return accountant
+
+    @rule(accountant=accountants, count=st.integers(1, 2))
+    def charge(self, accountant, count):
+        if accountant in self.replaced:
+            return
+        for _ in range(count):
+            accountant.compose(STEP)
+            self.released += 1
+            self.held(accountant).add(self.released)
+        accountant.close()
+
+    @rule(target=states, accountant=accountants)
+    def save(self, accountant):
+        if accountant in self.replaced:
+            accountant = PrivacyAccountant(path=accountant.path)
+        state = json.loads(json.dumps(accountant.state_dict()))
+        return state, frozenset(self.held(accountant)), accountant.path
+
+    @rule(accountant=accountants, given=states)
+    def resume(self, accountant, given):
+        if accountant in self.replaced:
+            return
+        state, names, home = given
+        held = self.held(accountant)
+        belongs = home is None or home == accountant.path
+        try:
+            accountant.resume(state)
+        except ValueError:
+            assert not (belongs and (names <= held or not held)), "an honest run was refused"
+            return
+        assert belongs
+        if home is None and not held:
+            held |= names
+        assert names <= held, "releases of the saved run were forgotten"
+
+    @rule(target=copies)
+    def back_up(self):
+        PrivacyAccountant(path=self.folder / "budget.db")
+        backup = Path(tempfile.mkdtemp(dir=self.folder)) / "backup.db"
+        shutil.copy(self.folder / "budget.db", backup)
+        return backup, frozenset(self.in_file)
+
+    @rule(target=accountants, backup=copies, as_many=st.booleans())
+    def put_back(self, backup, as_many):
+        """An older copy of the file; perhaps charged until it counts as many releases as before."""
+        copied, names = backup
+        lost = len(self.in_file - names)
+        path = self.folder / "budget.db"
+        for suffix in ("-wal", "-shm"):
+            Path(f"{path}{suffix}").unlink(missing_ok=True)
+        shutil.copy(copied, path)
+        self.in_file = set(names)
+        self.replaced |= {a for a in self.all_accountants() if a.path is not None}
+        accountant = PrivacyAccountant(path=path)
+        if as_many and lost:
+            self.charge(accountant, lost)
+        return accountant
+
+    def all_accountants(self):
+        return [value for value in self.names_to_values.values() if isinstance(value, PrivacyAccountant)]
+
+    @invariant()
+    def every_release_counts_once(self):
+        for accountant in self.all_accountants():
+            if accountant not in self.replaced:
+                assert len(accountant) == len(self.held(accountant))
+
+    def teardown(self):
+        shutil.rmtree(self.folder)
+
+
+Resuming.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+TestResuming = Resuming.TestCase
+
+
+class LongResuming(Resuming):
+    pass
+
+
+LongResuming.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestLongResuming = pytest.mark.slow(LongResuming.TestCase)
