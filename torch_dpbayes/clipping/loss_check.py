@@ -19,13 +19,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_RECORDS, _RECORDS_LATER = 8, 4  # compared when a way of computing the loss is new, and later
+_RECORDS, _RECORDS_LATER = 8, 3  # compared when a way of computing the loss is new, and later
 _PERIOD = 64
 _WAYS = 32  # of reading numbers that may or may not stand for the number of records
 _SIGNATURES = 256
@@ -78,7 +77,6 @@ class LossWatch:
         """``"compared"``: every loss so far was run again for single records. ``"not seen"``: at least one was not."""
         return "compared" if self._was_compared and not self._was_missed else "not seen"
 
-    @torch.compiler.disable
     def outputs(self, value: Any, n: int) -> Any:
         """The outputs of a forward pass in training mode, as they are handed to the user.
 
@@ -105,9 +103,11 @@ class LossWatch:
             RuntimeError: the gradient of a record's output is not that of its own loss.
         """
         program = self._program
-        if program is None or not program.arrived:
+        if program is None:
             return
         self.forget()
+        if all(gradient is None for gradient in program.arrived):
+            return
         self._passes += 1
         signature = program.signature()
         ways = self._known.get(signature)
@@ -130,7 +130,7 @@ class LossWatch:
 
     def _compare(self, program: _Program, signature: int, count: int) -> bool | None:
         """True: compared. False: it could not be. None: the next batch will tell."""
-        needed, roots = program.needed()
+        needed = program.needed()
         n, unit = program.n, program.n if self.loss_reduction == "mean" else 1
         records = sorted({(self._passes + k * n // count) % n for k in range(min(count, n))})
         numbers = _numbers(needed, n)
@@ -141,14 +141,14 @@ class LossWatch:
         readings = [*before, *itertools.islice(itertools.product(*options), _WAYS)]
         for is_wide, ways in itertools.product((False, True), readings):
             reading = {number.place: _read(number.value, way, n) for number, way in zip(numbers, ways, strict=True)}
-            verdict = _verdict(program, needed, roots, records, unit, reading, is_wide)
+            verdict = _verdict(program, needed, records, unit, reading, is_wide)
             if verdict.is_same:
                 self._known[signature] = tuple(ways)
                 return self._is_settled(signature, numbers, ways, n)
             first = first or verdict
         if first is None or first.is_same is None:
             raise _NotReplayed
-        raise RuntimeError(_explained(program, needed, roots, first, self.loss_reduction))
+        raise RuntimeError(_explained(program, needed, first, self.loss_reduction))
 
     def _is_settled(self, signature: int, numbers: Sequence[_Number], ways: Sequence[str], n: int) -> bool | None:
         """Was a number that looks like none of n rightly taken for x/n? Two batches of different sizes tell."""
@@ -186,8 +186,9 @@ class _Noted(Tensor):
                 return func(*args, **kwargs)
         if func in _AS_PLAIN:
             return _as_plain(func, args, kwargs)
-        if func is Tensor.backward:
-            return _backward(*args, **kwargs)
+        if func is Tensor.backward or func is torch.autograd.backward:
+            _backward(*args, **kwargs)
+            return _as_plain(func, args, kwargs)
         first = next(_noted((args, kwargs)))
         program = first._note[0]
         if len(types) > 1 and any(t not in _TYPES for t in types):
@@ -202,6 +203,7 @@ class _Noted(Tensor):
         return result
 
 
+_CONSTANTS = {bool, str, type(None), torch.dtype, torch.device, torch.memory_format}
 _TYPES = {_Noted, Tensor, torch.nn.Parameter}
 _AS_PLAIN = {Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__}
 _PLAIN_PROPERTIES = {
@@ -222,14 +224,19 @@ def _as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             t._note = note
 
 
-def _backward(tensor: _Noted, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    program, index = tensor._note
-    if gradient is not None and tensor.numel() > 1:
-        (tensor * gradient).sum().backward(None, *args, **kwargs)
-        return
-    program.close()
-    program.start = index, torch.ones(()) if gradient is None else gradient.detach().sum()
-    tensor.backward(gradient, *args, **kwargs)
+def _backward(tensors: Any, gradients: Any = None, *_: Any, **options: Any) -> None:
+    """Note where a backward pass begins."""
+    tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    gradients = options.get("grad_tensors", options.get("gradient", gradients))
+    gradients = (gradients,) * len(tensors) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
+    program = next(_noted(tensors))._note[0]
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if type(tensor) is not _Noted:
+            program.is_lost = True
+            continue
+        if gradient is not None and gradient.dim() > 0:
+            tensor, gradient = (tensor * gradient).sum(), None
+        program.starts.append((tensor._note[1], gradient))
 
 
 def _noted(value: Any) -> Iterator[_Noted]:
@@ -266,18 +273,19 @@ class _Outside:
     is_written: bool = False
 
 
-@dataclasses.dataclass(slots=True)
 class _Op:
-    func: Callable[..., Any]
-    name: str
-    args: Any
-    kwargs: Any
-    refs: list[int]
-    outsides: list[_Outside]
-    is_inplace: bool
-    has_grad: bool
-    autocast: torch.dtype | None
-    result: Any = None  # nested _Ref
+    """One operation; its arguments hold ``_Ref`` and ``_Outside`` in place of tensors, its result ``_Ref``."""
+
+    __slots__ = ("args", "autocast", "func", "has_grad", "is_inplace", "kwargs", "name", "outsides", "refs", "result")
+
+    def __init__(self, func: Callable[..., Any], name: str, is_inplace: bool, has_grad: bool) -> None:
+        self.func, self.name, self.is_inplace, self.has_grad = func, name, is_inplace, has_grad
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.refs: list[int] = []
+        self.outsides: list[_Outside] = []
+        self.autocast: torch.dtype | None = None
+        self.result: Any = None
 
 
 class _Program:
@@ -285,30 +293,29 @@ class _Program:
 
     def __init__(self, n: int) -> None:
         self.n = n
+        self.device = "cpu"
         self.is_open = True
         self.is_lost = False
-        self.start: tuple[int, Tensor] | None = None  # of what backward() was called, and with which gradient
+        self.starts: list[tuple[int, Tensor | None]] = []  # of what backward() was called, and with which gradient
         self.ops: list[_Op] = []
         self.values: list[tuple[Tensor, int]] = []  # of the outputs, and their versions
         self.shapes: list[tuple[int, ...]] = []
         self.dtypes: set[torch.dtype] = set()
-        self.arrived: dict[int, Tensor] = {}  # the gradient of each output
-        self.seeds: dict[int, Tensor] = {}  # the gradients of all single numbers that it passed through
+        self.arrived: list[Tensor | None] = []  # the gradient of each output
         self._key: list[Any] = []
         self._alive: list[weakref.ref[Tensor]] = []
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
-        self._task: int | None = None
 
     def output(self, raw: Tensor) -> Tensor:
         if id(raw) in self._outputs:
             return self._outputs[id(raw)][1]
         if raw.dim() == 0 or len(raw) != self.n or type(raw) is not Tensor:
             return raw
-        index = len(self.shapes)
+        self.device = raw.device.type
         self.values.append((raw.detach(), raw._version))
         out = raw.view_as(raw)
         if raw.requires_grad:
-            raw.register_hook(partial(self._arrive, index))
+            out.retain_grad()
         self._add(out)
         self._outputs[id(raw)] = raw, out
         return out
@@ -318,15 +325,13 @@ class _Program:
         if name == "__get__":
             name = func.__self__.__name__  # type: ignore[attr-defined]
         is_inplace = name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
-        is_autocast = torch.is_autocast_enabled(device := args[0].device.type if isinstance(args[0], Tensor) else "cpu")
-        op = _Op(
-            func, name, None, None, [], [], is_inplace, torch.is_grad_enabled(),
-            torch.get_autocast_dtype(device) if is_autocast else None,
-        )  # fmt: skip
-        if is_autocast:
-            self.dtypes.add(torch.get_autocast_dtype(device))
+        op = _Op(func, name, is_inplace, torch.is_grad_enabled())
+        if torch.is_autocast_enabled(self.device):
+            op.autocast = torch.get_autocast_dtype(self.device)
+            self.dtypes.add(op.autocast)
         self._key.append(func)
-        op.args, op.kwargs = self._kept(args, op), self._kept(kwargs, op)
+        op.args = tuple([self._kept(value, op) for value in args])
+        op.kwargs = {k: self._kept(value, op) for k, value in kwargs.items()}
         if is_inplace and isinstance(op.args[0], _Outside):
             outside = op.args[0]
             outside.tensor, outside.is_written = outside.tensor.detach().clone(), True
@@ -344,7 +349,6 @@ class _Program:
         if not self.is_open:
             return
         self.is_open = False
-        self._outputs.clear()
         for reference in self._alive:
             tensor = reference()
             if tensor is not None:
@@ -352,41 +356,32 @@ class _Program:
                 if type(tensor) is _Noted:
                     _make_plain(tensor)
         self._alive.clear()
+        self.arrived = [out.grad if out.requires_grad else None for _, out in self._outputs.values()]
+        self._outputs.clear()
 
     def signature(self) -> int:
         return hash(tuple(self._key))
 
-    def needed(self) -> tuple[list[_Op], dict[int, Tensor]]:
-        """The operations that lead to the loss, which is the sum of the second, each times its seed."""
-        if self.is_lost:
+    def needed(self) -> list[_Op]:
+        """The operations that lead to the loss."""
+        if self.is_lost or not self.starts:
             raise _NotReplayed
         produced: dict[int, int] = {}
         for k, op in enumerate(self.ops):
             for ref in _flat(op.result):
                 produced[ref.index] = k
         wanted: set[int] = set()
-        roots: dict[int, Tensor] = {}
+        stack = [index for index, _ in self.starts]
         keep: set[int] = set()
-        for index in sorted(self.seeds, reverse=True):
-            if index in wanted:
-                continue
-            roots[index] = self.seeds[index]
-            stack = [index]
-            while stack:
-                i = stack.pop()
-                if i in wanted:
-                    continue
-                wanted.add(i)
-                if i in produced and produced[i] not in keep:
-                    keep.add(produced[i])
-                    stack += self.ops[produced[i]].refs
+        while stack:
+            index = stack.pop()
+            if index in produced and index not in wanted:
+                keep.add(produced[index])
+                stack += self.ops[produced[index]].refs
+            wanted.add(index)
         if any(op.is_inplace for op in self.ops):  # it may have changed what others see
             keep = set(range(len(self.ops)))
         needed = [op for k, op in enumerate(self.ops) if k in keep]
-        if self.start is not None and list(roots) == [self.start[0]]:
-            roots = dict([self.start])  # what arrived there may have gone through a hook
-        elif not roots or self.start is not None or any(float(seed) != 1.0 for seed in roots.values()):
-            raise _NotReplayed  # the loss was computed on from here in ways not seen
         if any(op.name in _RANDOM for op in needed) or any(t._version != version for t, version in self.values):
             raise _NotReplayed
         for op in needed:
@@ -394,9 +389,14 @@ class _Program:
                 t = outside.tensor
                 if (t.requires_grad and t.grad_fn is not None) or (t._version != outside.version and not outside.is_written):
                     raise _NotReplayed
-        return needed, roots
+        return needed
 
     def _kept(self, value: Any, op: _Op) -> Any:
+        if type(value) in _CONSTANTS:
+            self._key.append(value)
+            return value
+        if type(value) is int or type(value) is float:
+            return value
         if isinstance(value, Tensor):
             if type(value) is _Noted and value._note[0] is self:
                 op.refs.append(value._note[1])
@@ -412,8 +412,7 @@ class _Program:
             return {k: self._kept(v, op) for k, v in value.items()}
         if type(value) is slice:
             return slice(*(self._kept(v, op) for v in (value.start, value.stop, value.step)))
-        if not isinstance(value, (int, float)) or value is True or value is False:
-            self._key.append(str(value) if value.__hash__ is None else value)
+        self._key.append(type(value))
         return value
 
     def _add_all(self, value: Any) -> Any:
@@ -436,26 +435,7 @@ class _Program:
             self.shapes.append(tuple(tensor.shape))
             if tensor.is_floating_point():
                 self.dtypes.add(tensor.dtype)
-            if tensor.requires_grad and tensor.grad_fn is not None and tensor.numel() == 1:
-                tensor.grad_fn.register_prehook(partial(self._pass, index))
         return _Ref(index)
-
-    def _arrive(self, index: int, gradient: Tensor) -> None:
-        self._begin_pass()
-        self.is_lost |= index in self.arrived
-        self.arrived[index] = gradient
-
-    def _pass(self, index: int, gradients: tuple[Tensor, ...]) -> None:
-        self._begin_pass()
-        self.is_lost |= index in self.seeds
-        if gradients[0] is not None:
-            self.seeds[index] = gradients[0].detach().sum()
-
-    def _begin_pass(self) -> None:
-        self.close()
-        task = torch._C._current_graph_task_id()
-        self.is_lost |= self._task not in (None, task)  # two backward passes, or one inside another
-        self._task = task
 
 
 # -- running it again for one record ----------------------------------------------------------------------------------
@@ -494,7 +474,7 @@ class _Replay:
         self.owners: dict[int, tuple[int, Tensor]] = {}  # of tensors whose rows are not n blocks: dimension, records
         self.is_partial = False  # an operation got no row of this record
 
-    def gradient(self, roots: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
+    def gradient(self) -> tuple[Tensor, ...]:
         """That of the loss with regard to each output; zeros where it has none."""
         with torch.enable_grad():
             for index, (value, _) in enumerate(self.program.values):
@@ -505,7 +485,8 @@ class _Replay:
                 self.values[index] = value.clone()
             for place, op in enumerate(self.needed):
                 self._run(place, op)
-            total = sum(((self.values[i].sum() * seed.to(self.values[i].dtype)) for i, seed in roots.items()), torch.zeros(()))
+            starts = [(self.values[index].sum(), gradient) for index, gradient in self.program.starts]
+            total = sum(((v if g is None else v * g.detach().to(v.dtype)) for v, g in starts), torch.zeros(()))
             wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
             if not total.requires_grad:
                 raise _NotReplayed
@@ -518,8 +499,7 @@ class _Replay:
             if not op.has_grad:
                 stack.enter_context(torch.no_grad())
             if op.autocast is not None and not self.is_double:
-                device = self.program.values[0][0].device.type
-                stack.enter_context(torch.autocast(device, op.autocast))
+                stack.enter_context(torch.autocast(self.program.device, op.autocast))
             error: Exception = ValueError("shapes do not fit")
             for sizes, is_left in self._ways(op):
                 try:
@@ -767,7 +747,6 @@ class _Verdict:
 def _verdict(
     program: _Program,
     needed: Sequence[_Op],
-    roots: Mapping[int, Tensor],
     records: Sequence[int],
     unit: int,
     numbers: Mapping[tuple[int, int], float],
@@ -777,7 +756,7 @@ def _verdict(
     compared: list[tuple[int, Tensor, Tensor]] = []
     noise, missing = 0.0, []
     for i in records:
-        arrived = [program.arrived.get(k) for k in range(len(program.values))]
+        arrived = [program.arrived[k] for k in range(len(program.values))]
         pieces = [
             torch.zeros_like(value[i : i + 1]) if g is None else g[i : i + 1]
             for g, (value, _) in zip(arrived, program.values, strict=True)
@@ -787,7 +766,7 @@ def _verdict(
             continue
         exact, rough = (_Replay(program, needed, i, numbers, is_double=d, is_wide=is_wide) for d in (True, False))
         try:
-            own, coarse = (torch.cat([g.double().flatten() for g in r.gradient(roots)]) for r in (exact, rough))
+            own, coarse = (torch.cat([g.double().flatten() for g in r.gradient()]) for r in (exact, rough))
         except _NotAlone as failure:
             pairs = _compares_pairs(exact) or failure.op.name in _OF_SEVERAL
             return _Verdict(False if pairs else None, i, None, failure.op)
@@ -829,9 +808,9 @@ def _compares_pairs(replay: _Replay) -> bool:
 
 
 def _explained(
-    program: _Program, needed: Sequence[_Op], roots: Mapping[int, Tensor], verdict: _Verdict, reduction: str
+    program: _Program, needed: Sequence[_Op], verdict: _Verdict, reduction: str
 ) -> str:
-    if not _explains_gradient(program, needed, roots):
+    if not _explains_gradient(program, needed):
         return (
             "the gradient was changed on its way from the loss to the model's output: take tensor hooks "
             "(register_hook) off the output and off what is computed from it."
@@ -884,11 +863,11 @@ def _explained(
     )
 
 
-def _explains_gradient(program: _Program, needed: Sequence[_Op], roots: Mapping[int, Tensor]) -> bool:
+def _explains_gradient(program: _Program, needed: Sequence[_Op]) -> bool:
     """Does what was noted, run again for the whole batch, give the gradient that arrived?"""
-    found = _Replay(program, needed, None, {}, is_double=False).gradient(roots)
+    found = _Replay(program, needed, None, {}, is_double=False).gradient()
     for k, g in enumerate(found):
-        arrived = program.arrived.get(k)
+        arrived = program.arrived[k]
         if arrived is None:
             continue
         finite = torch.isfinite(arrived) & torch.isfinite(g)
@@ -902,10 +881,9 @@ def _first_mixing(program: _Program, needed: Sequence[_Op], record: int) -> _Op 
     """The operation after which a record's row is no longer what it is alone."""
     whole = _Replay(program, needed, None, {}, is_double=True)
     alone = _Replay(program, needed, record, {}, is_double=True)
-    roots = {index: torch.ones(()) for index in list(program.seeds)[:1]}
     try:
-        whole.gradient(roots)
-        alone.gradient(roots)
+        whole.gradient()
+        alone.gradient()
     except (_NotAlone, _NotReplayed, RuntimeError):
         return None
     maker = {ref.index: op for op in needed for ref in _flat(op.result)}
