@@ -33,13 +33,19 @@ _SIGNATURES = 256
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 _FULL = {Tensor.float, Tensor.half, Tensor.bfloat16}
 
-_SCALING = frozenset("mul multiply rmul imul div divide true_divide truediv rdiv rtruediv itruediv".split())
-_SIZED = frozenset("view reshape expand repeat unflatten broadcast_to tile new_zeros new_ones new_full new_empty".split())
+_SCALING = frozenset(
+    "mul multiply rmul imul div divide true_divide truediv rdiv rtruediv itruediv".split()
+)
+_SIZED = frozenset(
+    "view reshape expand repeat unflatten broadcast_to tile new_zeros new_ones new_full new_empty".split()
+)
 # Their arguments of fewer dimensions have the records in front; elsewhere broadcasting aligns the last dimensions.
 _ROWS_FIRST = frozenset(
     "cross_entropy nll_loss multi_margin_loss cosine_embedding_loss ctc_loss gather take_along_dim __getitem__".split()
 )
-_INPLACE = frozenset("__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __ifloordiv__ __imod__".split())
+_INPLACE = frozenset(
+    "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __ifloordiv__ __imod__".split()
+)
 _OF_SEVERAL = frozenset(("topk", "kthvalue", "batch_norm"))  # which may fail on one record
 _LIKE = frozenset(("rand_like", "randn_like", "randint_like"))
 _RANDOM = frozenset(
@@ -64,8 +70,12 @@ class LossWatch:
         self.loss_reduction = loss_reduction
         self._program: _Program | None = None
         self._passes = 0
-        self._known: dict[int, tuple[str, ...]] = {}  # signatures of losses, and how their numbers are read
-        self._constants: dict[tuple[int, int], tuple[int, float]] = {}  # records and number when last seen
+        self._known: dict[
+            int, tuple[str, ...]
+        ] = {}  # signatures of losses, and how their numbers are read
+        self._constants: dict[
+            tuple[int, int], tuple[int, float]
+        ] = {}  # records and number when last seen
         self._was_compared = self._was_missed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -111,7 +121,9 @@ class LossWatch:
         self._passes += 1
         signature = program.signature()
         ways = self._known.get(signature)
-        is_due = self._passes % _PERIOD == 0 or (self._passes < _PERIOD and self._passes.bit_count() == 1)
+        is_due = self._passes % _PERIOD == 0 or (
+            self._passes < _PERIOD and self._passes.bit_count() == 1
+        )
         if ways is not None and not is_due:
             return
         if len(self._known) >= _SIGNATURES:
@@ -138,9 +150,18 @@ class LossWatch:
         last = self._known[signature]
         before = [last] if len(last) == len(options) else []
         first: _Verdict | None = None
-        readings = [*before, *itertools.islice(itertools.product(*options), _WAYS)]
+        guesses = itertools.islice(itertools.product(*options), 2**12)
+        readings = [*before, *sorted(guesses, key=lambda ways: ways.count("maybe x/n"))[:_WAYS]]
         for is_wide, ways in itertools.product((False, True), readings):
-            reading = {number.place: _read(number.value, way, n) for number, way in zip(numbers, ways, strict=True)}
+            reading = {
+                number.place: _read(number.value, way, n)
+                for number, way in zip(numbers, ways, strict=True)
+            }
+            if (
+                first is not None
+                and not _verdict(program, needed, records[:1], unit, reading, is_wide).is_same
+            ):
+                continue
             verdict = _verdict(program, needed, records, unit, reading, is_wide)
             if verdict.is_same:
                 self._known[signature] = tuple(ways)
@@ -150,7 +171,9 @@ class LossWatch:
             raise _NotReplayed
         raise RuntimeError(_explained(program, needed, first, self.loss_reduction))
 
-    def _is_settled(self, signature: int, numbers: Sequence[_Number], ways: Sequence[str], n: int) -> bool | None:
+    def _is_settled(
+        self, signature: int, numbers: Sequence[_Number], ways: Sequence[str], n: int
+    ) -> bool | None:
         """Was a number that looks like none of n rightly taken for x/n? Two batches of different sizes tell."""
         settled: bool | None = True
         for k, (number, way) in enumerate(zip(numbers, ways, strict=True)):
@@ -178,7 +201,11 @@ class _Noted(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
@@ -189,17 +216,18 @@ class _Noted(Tensor):
         if func is Tensor.backward or func is torch.autograd.backward:
             _backward(*args, **kwargs)
             return _as_plain(func, args, kwargs)
-        first = next(_noted((args, kwargs)))
-        program = first._note[0]
+        program = next(_noted((args, kwargs)))._note[0]
+        program.is_lost |= func is torch.autograd.grad  # gradients accumulate where it passes
         if len(types) > 1 and any(t not in _TYPES for t in types):
             program.close()  # another library's tensors do what they do with plain ones
             program.is_lost = True
             return func(*args, **kwargs)
-        op = None if getattr(func, "__name__", "") == "__get__" and func in _PLAIN_PROPERTIES else program.begin(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") == "__get__" and func in _PLAIN_PROPERTIES:
+                return func(*args, **kwargs)
+            op = program.begin(func, args, kwargs)
             result = func(*args, **kwargs)
-            if op is not None:
-                program.end(op, args, result)
+            program.end(op, args, result)
         return result
 
 
@@ -228,7 +256,11 @@ def _backward(tensors: Any, gradients: Any = None, *_: Any, **options: Any) -> N
     """Note where a backward pass begins."""
     tensors = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
     gradients = options.get("grad_tensors", options.get("gradient", gradients))
-    gradients = (gradients,) * len(tensors) if gradients is None or isinstance(gradients, Tensor) else tuple(gradients)
+    gradients = (
+        (gradients,) * len(tensors)
+        if gradients is None or isinstance(gradients, Tensor)
+        else tuple(gradients)
+    )
     program = next(_noted(tensors))._note[0]
     for tensor, gradient in zip(tensors, gradients, strict=True):
         if type(tensor) is not _Noted:
@@ -276,9 +308,22 @@ class _Outside:
 class _Op:
     """One operation; its arguments hold ``_Ref`` and ``_Outside`` in place of tensors, its result ``_Ref``."""
 
-    __slots__ = ("args", "autocast", "func", "has_grad", "is_inplace", "kwargs", "name", "outsides", "refs", "result")
+    __slots__ = (
+        "args",
+        "autocast",
+        "func",
+        "has_grad",
+        "is_inplace",
+        "kwargs",
+        "name",
+        "outsides",
+        "refs",
+        "result",
+    )
 
-    def __init__(self, func: Callable[..., Any], name: str, is_inplace: bool, has_grad: bool) -> None:
+    def __init__(
+        self, func: Callable[..., Any], name: str, is_inplace: bool, has_grad: bool
+    ) -> None:
         self.func, self.name, self.is_inplace, self.has_grad = func, name, is_inplace, has_grad
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -296,10 +341,13 @@ class _Program:
         self.device = "cpu"
         self.is_open = True
         self.is_lost = False
-        self.starts: list[tuple[int, Tensor | None]] = []  # of what backward() was called, and with which gradient
+        self.starts: list[
+            tuple[int, Tensor | None]
+        ] = []  # of what backward() was called, and with which gradient
         self.ops: list[_Op] = []
         self.values: list[tuple[Tensor, int]] = []  # of the outputs, and their versions
         self.shapes: list[tuple[int, ...]] = []
+        self.grads: list[bool] = []
         self.dtypes: set[torch.dtype] = set()
         self.arrived: list[Tensor | None] = []  # the gradient of each output
         self._key: list[Any] = []
@@ -356,7 +404,9 @@ class _Program:
                 if type(tensor) is _Noted:
                     _make_plain(tensor)
         self._alive.clear()
-        self.arrived = [out.grad if out.requires_grad else None for _, out in self._outputs.values()]
+        self.arrived = [
+            out.grad if out.requires_grad else None for _, out in self._outputs.values()
+        ]
         self._outputs.clear()
 
     def signature(self) -> int:
@@ -382,12 +432,16 @@ class _Program:
         if any(op.is_inplace for op in self.ops):  # it may have changed what others see
             keep = set(range(len(self.ops)))
         needed = [op for k, op in enumerate(self.ops) if k in keep]
-        if any(op.name in _RANDOM for op in needed) or any(t._version != version for t, version in self.values):
+        if any(op.name in _RANDOM for op in needed) or any(
+            t._version != version for t, version in self.values
+        ):
             raise _NotReplayed
         for op in needed:
             for outside in op.outsides:
                 t = outside.tensor
-                if (t.requires_grad and t.grad_fn is not None) or (t._version != outside.version and not outside.is_written):
+                if (t.requires_grad and t.grad_fn is not None) or (
+                    t._version != outside.version and not outside.is_written
+                ):
                     raise _NotReplayed
         return needed
 
@@ -399,8 +453,11 @@ class _Program:
             return value
         if isinstance(value, Tensor):
             if type(value) is _Noted and value._note[0] is self:
-                op.refs.append(value._note[1])
-                return _Ref(value._note[1])
+                index = value._note[1]
+                op.refs.append(index)
+                if value.requires_grad and not self.grads[index]:
+                    self._require_identity(value, index)
+                return _Ref(index)
             outside = _Outside(value, value._version)
             op.outsides.append(outside)
             return outside
@@ -414,6 +471,15 @@ class _Program:
             return slice(*(self._kept(v, op) for v in (value.start, value.stop, value.step)))
         self._key.append(type(value))
         return value
+
+    def _require_identity(self, value: Tensor, index: int) -> None:
+        """A custom function gave this tensor its gradient: only that of module hooks is known, which changes nothing."""
+        if type(value.grad_fn).__name__ != "BackwardHookFunctionBackward":
+            self.is_lost = True
+        for op in self.ops:
+            if index in [ref.index for ref in _flat(op.result)]:
+                op.has_grad = True
+        self.grads[index] = True
 
     def _add_all(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -433,6 +499,7 @@ class _Program:
         tensor._note = self, index  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             self.shapes.append(tuple(tensor.shape))
+            self.grads.append(tensor.requires_grad and torch.is_grad_enabled())
             if tensor.is_floating_point():
                 self.dtypes.add(tensor.dtype)
         return _Ref(index)
@@ -466,12 +533,20 @@ class _Replay:
         is_double: bool,
         is_wide: bool = False,
     ) -> None:
-        self.program, self.needed, self.record, self.numbers, self.is_double = program, needed, record, numbers, is_double
+        self.program, self.needed, self.record, self.numbers, self.is_double = (
+            program,
+            needed,
+            record,
+            numbers,
+            is_double,
+        )
         self.is_wide = is_wide  # any dimension of n entries, wherever it is, holds records
         self.n = program.n
         self.leaves: list[Tensor] = []
         self.values: dict[int, Tensor] = {}
-        self.owners: dict[int, tuple[int, Tensor]] = {}  # of tensors whose rows are not n blocks: dimension, records
+        self.owners: dict[
+            int, tuple[int, Tensor]
+        ] = {}  # of tensors whose rows are not n blocks: dimension, records
         self.is_partial = False  # an operation got no row of this record
 
     def gradient(self) -> tuple[Tensor, ...]:
@@ -485,14 +560,22 @@ class _Replay:
                 self.values[index] = value.clone()
             for place, op in enumerate(self.needed):
                 self._run(place, op)
-            starts = [(self.values[index].sum(), gradient) for index, gradient in self.program.starts]
-            total = sum(((v if g is None else v * g.detach().to(v.dtype)) for v, g in starts), torch.zeros(()))
+            starts = [
+                (self.values[index].sum(), gradient) for index, gradient in self.program.starts
+            ]
+            total = sum(
+                ((v if g is None else v * g.detach().to(v.dtype)) for v, g in starts),
+                torch.zeros(()),
+            )
             wanted = [leaf for leaf in self.leaves if leaf.requires_grad]
             if not total.requires_grad:
                 raise _NotReplayed
             found = iter(torch.autograd.grad(total, wanted, allow_unused=True))
         gradients = [next(found) if leaf.requires_grad else None for leaf in self.leaves]
-        return tuple(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(self.leaves, gradients, strict=True))
+        return tuple(
+            torch.zeros_like(leaf) if g is None else g
+            for leaf, g in zip(self.leaves, gradients, strict=True)
+        )
 
     def _run(self, place: int, op: _Op) -> None:
         with ExitStack() as stack:
@@ -519,14 +602,18 @@ class _Replay:
         sizes: list[int | None] = [None]
         if self.record is not None and op.name in _SIZED:
             integers = list(_flat((op.args, op.kwargs), int))
-            multiples: list[int | None] = [k for k, size in enumerate(integers) if size >= self.n and size % self.n == 0]
+            multiples: list[int | None] = [
+                k for k, size in enumerate(integers) if size >= self.n and size % self.n == 0
+            ]
             sizes = [None, *multiples] if integers[:1] == [-1] else [*multiples, None]
         sides = [op.name in _ROWS_FIRST, op.name not in _ROWS_FIRST]
         if self.record is None or not op.outsides or op.is_inplace:
             sides = sides[:1]
         return itertools.product(sizes, sides)
 
-    def _arguments(self, place: int, op: _Op, size: int | None, is_left: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(
+        self, place: int, op: _Op, size: int | None, is_left: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         integers, numbers = itertools.count(), itertools.count()
         scales = op.name.strip("_") in _SCALING
         weight = op.args[2] if len(op.args) > 2 else op.kwargs.get("weight")
@@ -589,7 +676,9 @@ class _Replay:
                 own = dim if is_left else dim + t.dim() - len(noted)
                 if 0 <= own < t.dim() and own not in done and t.shape[own] == len(owners):
                     done.add(own)
-                    t = t.index_select(own, torch.eq(owners, self.record or 0).nonzero().flatten().to(t.device))
+                    t = t.index_select(
+                        own, torch.eq(owners, self.record or 0).nonzero().flatten().to(t.device)
+                    )
                     self.is_partial |= t.shape[own] == 0
         if not done and t.dim() > 0 and self.record is not None:
             if len(t) == self.n and (t.dim() > most or is_left):
@@ -618,7 +707,9 @@ class _Replay:
         place = torch.cumsum(torch.eq(rows, self.record or 0), 0) - 1
         local = place[chosen[mine]]
         rest = [
-            k[mine].to(device) if isinstance(k, Tensor) and isinstance(first, Tensor) and k.shape == chosen.shape else k
+            k[mine].to(device)
+            if isinstance(k, Tensor) and isinstance(first, Tensor) and k.shape == chosen.shape
+            else k
             for k in parts[1:]
         ]
         self.is_partial |= len(local) == 0
@@ -661,7 +752,12 @@ class _Replay:
             shape = self.program.shapes[i]
             if i in self.owners and self.owners[i][0] == 0 and noted[0] == len(rows[0]):
                 self.owners[index] = 0, rows[0]
-            elif 1 in rows and len(shape) > 1 and noted[0] == shape[0] * shape[1] and len(result) == self.values[i].shape[:2].numel():
+            elif (
+                1 in rows
+                and len(shape) > 1
+                and noted[0] == shape[0] * shape[1]
+                and len(result) == self.values[i].shape[:2].numel()
+            ):
                 self.owners[index] = 0, rows[1].repeat(shape[0])
 
 
@@ -695,8 +791,14 @@ def _numbers(needed: Sequence[_Op], n: int) -> list[_Number]:
         numbers = itertools.count()
         for value in _flat((op.args, op.kwargs), (_Outside, int, float)):  # type: ignore[arg-type]
             place = k, next(numbers)
-            number: float | None = value if not isinstance(value, _Outside) else _uniform(value.tensor)
-            options = [] if number is None else _options(number, n, is_python=not isinstance(value, _Outside))
+            number: float | None = (
+                value if not isinstance(value, _Outside) else _uniform(value.tensor)
+            )
+            options = (
+                []
+                if number is None
+                else _options(number, n, is_python=not isinstance(value, _Outside))
+            )
             if number is not None and len(options) > 1:
                 found.append(_Number(place, number, options))
     return found
@@ -740,7 +842,9 @@ def _read(value: float, way: str, n: int) -> float:
 class _Verdict:
     is_same: bool | None
     record: int = 0
-    ratio: float | None = None  # of the gradient that arrived to the record's own, where that is one number
+    ratio: float | None = (
+        None  # of the gradient that arrived to the record's own, where that is one number
+    )
     failed: _Op | None = None
 
 
@@ -764,9 +868,14 @@ def _verdict(
         came = torch.cat([p.detach().double().flatten() for p in pieces]) * unit
         if not bool(torch.isfinite(came).all()):
             continue
-        exact, rough = (_Replay(program, needed, i, numbers, is_double=d, is_wide=is_wide) for d in (True, False))
+        exact, rough = (
+            _Replay(program, needed, i, numbers, is_double=d, is_wide=is_wide)
+            for d in (True, False)
+        )
         try:
-            own, coarse = (torch.cat([g.double().flatten() for g in r.gradient()]) for r in (exact, rough))
+            own, coarse = (
+                torch.cat([g.double().flatten() for g in r.gradient()]) for r in (exact, rough)
+            )
         except _NotAlone as failure:
             pairs = _compares_pairs(exact) or failure.op.name in _OF_SEVERAL
             return _Verdict(False if pairs else None, i, None, failure.op)
@@ -776,10 +885,16 @@ def _verdict(
             noise = max(noise, float(difference))
         elif exact.is_partial:
             return _Verdict(None)
-        elif bool((came != 0).any()) and all(bool(torch.isfinite(v[i].double()).all()) for v, _ in program.values):
+        elif bool((came != 0).any()) and all(
+            bool(torch.isfinite(v[i].double()).all()) for v, _ in program.values
+        ):
             missing.append(i)
     if not compared:
-        return _Verdict(False, missing[0]) if len(missing) > 1 and len(missing) == len(records) else _Verdict(None)
+        return (
+            _Verdict(False, missing[0])
+            if len(missing) > 1 and len(missing) == len(records)
+            else _Verdict(None)
+        )
     lowest = max(program.dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     finfo = torch.finfo(lowest)
     tolerance = _TOLERANCE.get(lowest, 0.5)
@@ -792,10 +907,16 @@ def _verdict(
         if largest > limit:
             at = own.abs().argmax()
             ratio = float(came[at] / own[at])
-            ratios.append(ratio if float((came - ratio * own).abs().max()) <= limit * max(1.0, abs(ratio)) else math.nan)
+            ratios.append(
+                ratio
+                if float((came - ratio * own).abs().max()) <= limit * max(1.0, abs(ratio))
+                else math.nan
+            )
     if not wrong:
         return _Verdict(True)
-    is_common = bool(ratios) and all(math.isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios)
+    is_common = bool(ratios) and all(
+        math.isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios
+    )
     return _Verdict(False, wrong[0], ratios[0] if is_common else None)
 
 
@@ -807,9 +928,7 @@ def _compares_pairs(replay: _Replay) -> bool:
 # -- saying what is wrong ---------------------------------------------------------------------------------------------
 
 
-def _explained(
-    program: _Program, needed: Sequence[_Op], verdict: _Verdict, reduction: str
-) -> str:
+def _explained(program: _Program, needed: Sequence[_Op], verdict: _Verdict, reduction: str) -> str:
     if not _explains_gradient(program, needed):
         return (
             "the gradient was changed on its way from the loss to the model's output: take tensor hooks "
@@ -817,7 +936,10 @@ def _explained(
         )
     end = f".{reduction}()"
     for op in needed:
-        if op.name in ("cross_entropy", "nll_loss") and op.kwargs.get("reduction", "mean") == "mean":
+        if (
+            op.name in ("cross_entropy", "nll_loss")
+            and op.kwargs.get("reduction", "mean") == "mean"
+        ):
             call = f"F.{op.name}(out, y"
             if (op.kwargs.get("weight") if len(op.args) < 3 else op.args[2]) is not None:
                 return (
@@ -826,21 +948,32 @@ def _explained(
                 )
             ignored = op.kwargs.get("ignore_index", -100)
             target = op.args[1] if len(op.args) > 1 else op.kwargs.get("target")
-            if isinstance(target, _Outside) and not target.tensor.is_floating_point() and bool((target.tensor == ignored).any()):
+            if (
+                isinstance(target, _Outside)
+                and not target.tensor.is_floating_point()
+                and bool((target.tensor == ignored).any())
+            ):
                 return (
                     f"{op.name} divides by the number of targets in the batch that are not ignore_index={ignored}. "
                     f'Write {call}, ignore_index={ignored}, reduction="none"){end}.'
                 )
     ratio, n = verdict.ratio, program.n
     for op in needed:
-        if op.name.strip("_") in ("div", "divide", "truediv", "true_divide", "itruediv") and len(op.args) > 1:
+        if (
+            op.name.strip("_") in ("div", "divide", "truediv", "true_divide", "itruediv")
+            and len(op.args) > 1
+        ):
             divisor = op.args[1]
             if isinstance(divisor, _Outside) and divisor.tensor.numel() == 1 and ratio is not None:
                 return (
                     "the loss divides by a count or sum over the whole batch, as a masked mean does. Divide within each "
                     f"record: ((losses * mask).sum(1) / mask.sum(1)){end}, or (losses * mask){end} for one number each."
                 )
-            if isinstance(divisor, (int, float)) and ratio is not None and not _is_whole(divisor / n):
+            if (
+                isinstance(divisor, (int, float))
+                and ratio is not None
+                and not _is_whole(divisor / n)
+            ):
                 return (
                     f"the loss divides by {divisor:g}, and this batch has another number of records. Write "
                     f'losses.mean() with reduction="none" losses, or divide by len(out).'
@@ -890,7 +1023,9 @@ def _first_mixing(program: _Program, needed: Sequence[_Op], record: int) -> _Op 
     for op in needed:
         for ref in _flat(op.result):
             for dim, owners in alone._rows(ref.index).items():
-                own = whole.values[ref.index].index_select(dim, (owners == record).nonzero().flatten())
+                own = whole.values[ref.index].index_select(
+                    dim, (owners == record).nonzero().flatten()
+                )
                 if own.shape == alone.values[ref.index].shape and not torch.allclose(
                     own.double(), alone.values[ref.index].double(), rtol=1e-6, equal_nan=True
                 ):
