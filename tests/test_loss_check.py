@@ -1,4 +1,4 @@
-"""Is the gradient of each record's output that of its own loss? Right losses are accepted and compared, wrong ones refused with the line to write."""
+"""Right losses are accepted and compared, wrong ones are refused with the line to write."""
 
 import copy
 import io
@@ -37,7 +37,7 @@ from torch_dpbayes.clipping.loss_check import LossWatch
 def watched(
     loss: Callable[..., Any], *made: Tensor, reduction: str = "mean", watch: LossWatch | None = None
 ) -> str:
-    """One backward pass from ``loss`` to the outputs of a model, then what step() does; the state."""
+    """A backward pass from ``loss`` to the outputs of a model, then what step() does; the state."""
     watch = LossWatch(reduction) if watch is None else watch
     outputs = tuple(t.clone().requires_grad_() * 1 for t in made)
     given = watch.outputs(outputs, len(made[0]))
@@ -478,7 +478,7 @@ def test_wrong_losses_are_refused_with_the_line_to_write(name):
     assert len(re.findall(r"\S+", str(error.value))) <= 35
 
 
-# -- what must keep working -------------------------------------------------------------------------------------------
+# -- what must keep working ------------------------------------------------------------------------
 
 
 def test_outputs_are_tensors_like_any_other(tmp_path):
@@ -539,8 +539,8 @@ def test_outputs_may_be_nested(kind):
     hf = ModelOutput()
     hf["logits"], hf["past"] = a, (b,)
     value = {
-        "tuple": (a, b), "list": [a, [b, None]], "dict": {"a": a, "b": {"c": b}}, "dataclass": Answer(a, (b,)),
-        "namedtuple": Named(a, 3), "model output": hf,
+        "tuple": (a, b), "list": [a, [b, None]], "dict": {"a": a, "b": {"c": b}},
+        "dataclass": Answer(a, (b,)), "namedtuple": Named(a, 3), "model output": hf,
     }[kind]  # fmt: skip
     out = watch.outputs(value, N)
     assert type(out) is type(value) and out is not value
@@ -786,7 +786,7 @@ def test_comparing_is_rare_and_a_new_loss_is_compared_at_once(monkeypatch):
 
 
 def test_a_comparison_without_n_would_be_noticed(monkeypatch):
-    """The comparison itself, broken on purpose: G_i in place of n·G_i, and a record compared with its neighbour."""
+    """Broken on purpose: G_i in place of n·G_i, and a record compared with its neighbour."""
     verdict = loss_check._verdict
     monkeypatch.setattr(
         loss_check,
@@ -807,7 +807,7 @@ def test_a_comparison_without_n_would_be_noticed(monkeypatch):
         watched(*RIGHT["cross entropy"]())
 
 
-# -- at random --------------------------------------------------------------------------------------------------------
+# -- at random -------------------------------------------------------------------------------------
 
 ROWWISE = [
     ("tanh", torch.tanh),
@@ -875,7 +875,8 @@ LOSSES = [
 @settings(max_examples=60)
 @given(
     n=st.integers(2, 12), steps=st.integers(1, 4), width=st.integers(2, 6),
-    program=st.lists(st.sampled_from(ROWWISE), max_size=4), loss=st.sampled_from(LOSSES), end=st.sampled_from(ENDS), factor=st.sampled_from([1, 0.5, 2]),
+    program=st.lists(st.sampled_from(ROWWISE), max_size=4), loss=st.sampled_from(LOSSES),
+    end=st.sampled_from(ENDS), factor=st.sampled_from([1, 0.5, 2]),
 )  # fmt: skip
 def test_random_right_losses_are_never_refused(n, steps, width, program, loss, end, factor):
     y, z = torch.randint(2, (n, steps)), torch.randn(n, steps, 2)
@@ -914,7 +915,7 @@ def test_random_wrong_losses_are_never_compared(data, n, steps, width, is_end):
         raise RuntimeError("not seen")
 
 
-# -- in training ------------------------------------------------------------------------------------------------------
+# -- in training -----------------------------------------------------------------------------------
 
 
 def private(mode: str, *, rows: int = 40, **options: Any):

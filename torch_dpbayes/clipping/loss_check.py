@@ -1,12 +1,14 @@
 """Does every record's output get its gradient from that record's loss alone?
 
-A clip bound limits what one record does to *its own* gradient. A loss that divides by the batch's class weights, or
-by a count of its targets, hands every record a gradient that depends on the others, wherever it is clipped afterwards.
+A clip bound limits what one record does to *its own* gradient. A loss that divides by the batch's
+class weights, or by a count of its targets, hands every record a gradient that depends on the
+others, wherever it is clipped afterwards.
 
-In an ordinary loop a finished number arrives, and nothing says how it was computed. So the outputs of a model in
-training mode are tensors that note what is done with them. At backward passes 1, 2, 4, …, 64, every 64th, and whenever
-the loss is computed in a way not seen before, what was noted is run again for a few records, each in a batch of one,
-and the gradients are compared with those that reached the outputs.
+In an ordinary loop a finished number arrives, and nothing says how it was computed. So the outputs
+of a model in training mode are tensors that note what is done with them. At backward passes 1, 2,
+4, …, 64, every 64th, and whenever the loss is computed in a way not seen before, what was noted is
+run again for a few records, each in a batch of one, and the gradients are compared with those that
+reached the outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_RECORDS, _RECORDS_LATER = 8, 3  # compared when a way of computing the loss is new, and later
+_RECORDS, _RECORDS_LATER = 8, 2  # compared when a way of computing the loss is new, and later
 _PERIOD = 64
 _WAYS = 32  # of reading numbers that may or may not stand for the number of records
 _SIGNATURES = 256
@@ -37,33 +39,40 @@ _SCALING = frozenset(
     "mul multiply rmul imul div divide true_divide truediv rdiv rtruediv itruediv".split()
 )
 _SIZED = frozenset(
-    "view reshape expand repeat unflatten broadcast_to tile new_zeros new_ones new_full new_empty".split()
+    "view reshape expand repeat unflatten broadcast_to tile "
+    "new_zeros new_ones new_full new_empty".split()
 )
-# Their arguments of fewer dimensions have the records in front; elsewhere broadcasting aligns the last dimensions.
+# Their arguments of fewer dimensions have the records in front; elsewhere broadcasting aligns the
+# last dimensions.
 _ROWS_FIRST = frozenset(
-    "cross_entropy nll_loss multi_margin_loss cosine_embedding_loss ctc_loss gather take_along_dim __getitem__".split()
+    "cross_entropy nll_loss multi_margin_loss cosine_embedding_loss ctc_loss gather take_along_dim "
+    "__getitem__".split()
 )
 _INPLACE = frozenset(
-    "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __ifloordiv__ __imod__".split()
+    "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __ifloordiv__ "
+    "__imod__".split()
 )
 _OF_SEVERAL = frozenset(("topk", "kthvalue", "batch_norm"))  # which may fail on one record
 _LIKE = frozenset(("rand_like", "randn_like", "randint_like"))
 _RANDOM = frozenset(
-    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout dropout_ alpha_dropout_ bernoulli "
-    "bernoulli_ multinomial normal normal_ poisson gumbel_softmax rrelu rrelu_ uniform_ random_ exponential_ "
-    "cauchy_ log_normal_ geometric_ scaled_dot_product_attention multi_head_attention_forward".split()
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout dropout_ "
+    "alpha_dropout_ bernoulli bernoulli_ multinomial normal normal_ poisson gumbel_softmax rrelu "
+    "rrelu_ uniform_ random_ exponential_ "
+    "cauchy_ log_normal_ geometric_ scaled_dot_product_attention "
+    "multi_head_attention_forward".split()
 )
 
 
 class LossWatch:
-    """Notes what becomes of a model's outputs and compares gradients of single records with those that came back.
+    """Notes what becomes of a model's outputs, and compares what comes back with single records'.
 
     Args:
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
 
-    **Privacy.** A test, not a proof. It sees what is computed from the outputs with torch's functions. What is
-    computed from the targets alone (class weights out of the batch's counts) is taken for a constant of the record
-    whose row it is, and a loss that was not compared, for whatever reason, is reported as not seen.
+    **Privacy.** A test, not a proof. It sees what is computed from the outputs with torch's
+    functions. What is computed from the targets alone (class weights out of the batch's counts) is
+    taken for a constant of the record whose row it is, and so are numbers that leave torch
+    (``item()``). A loss that could not be compared is reported as not seen.
     """
 
     def __init__(self, loss_reduction: str) -> None:
@@ -84,7 +93,7 @@ class LossWatch:
 
     @property
     def state(self) -> str:
-        """``"compared"``: every loss so far was run again for single records. ``"not seen"``: at least one was not."""
+        """``"compared"``, or ``"not seen"`` unless every loss so far was run again for records."""
         return "compared" if self._was_compared and not self._was_missed else "not seen"
 
     def outputs(self, value: Any, n: int) -> Any:
@@ -174,7 +183,7 @@ class LossWatch:
     def _is_settled(
         self, signature: int, numbers: Sequence[_Number], ways: Sequence[str], n: int
     ) -> bool | None:
-        """Was a number that looks like none of n rightly taken for x/n? Two batches of different sizes tell."""
+        """Was a number rightly taken for x/n? Two batches of different sizes tell."""
         settled: bool | None = True
         for k, (number, way) in enumerate(zip(numbers, ways, strict=True)):
             if way != "maybe x/n":
@@ -183,19 +192,19 @@ class LossWatch:
             self._constants[signature, k] = n, number.value
             if other_n != n and other == number.value:
                 raise RuntimeError(
-                    f"the loss is multiplied by {number.value:.6g}, whatever the number of records: divide by it instead, "
-                    "as mean() over dimension 0 does."
+                    f"the loss is multiplied by {number.value:.6g}, whatever the number of "
+                    "records: divide by it instead, as mean() over dimension 0 does."
                 )
             if not (other_n != n and math.isclose(other * other_n, number.value * n, rel_tol=1e-6)):
                 settled = None
         return settled
 
 
-# -- noting -----------------------------------------------------------------------------------------------------------
+# -- noting ----------------------------------------------------------------------------------------
 
 
 class _Noted(Tensor):
-    """A tensor that depends on the outputs of the model; until the backward pass, operations on it are noted."""
+    """A tensor that depends on the model's outputs; until the step, operations on it are noted."""
 
     _note: tuple[_Program, int]
 
@@ -216,7 +225,8 @@ class _Noted(Tensor):
         if func is Tensor.backward or func is torch.autograd.backward:
             _backward(*args, **kwargs)
             return _as_plain(func, args, kwargs)
-        program = next(_noted((args, kwargs)))._note[0]
+        first = args[0] if args and type(args[0]) is _Noted else next(_noted((args, kwargs)))
+        program = first._note[0]
         program.is_lost |= func is torch.autograd.grad  # gradients accumulate where it passes
         if len(types) > 1 and any(t not in _TYPES for t in types):
             program.close()  # another library's tensors do what they do with plain ones
@@ -236,7 +246,7 @@ _TYPES = {_Noted, Tensor, torch.nn.Parameter}
 _AS_PLAIN = {Tensor.__repr__, Tensor.__format__, Tensor.__reduce_ex__, Tensor.__deepcopy__}
 _PLAIN_PROPERTIES = {
     getattr(Tensor, name).__get__
-    for name in "shape dtype device requires_grad grad_fn is_leaf layout ndim is_sparse is_cuda is_quantized".split()
+    for name in "shape dtype device requires_grad grad_fn is_leaf layout ndim is_cuda".split()
 }
 
 
@@ -298,7 +308,7 @@ class _Ref:
 
 @dataclasses.dataclass(slots=True)
 class _Outside:
-    """In the arguments of an operation: a tensor that does not depend on the outputs, as far as was noted."""
+    """In the arguments of an operation: a tensor that was not seen to depend on the outputs."""
 
     tensor: Tensor
     version: int
@@ -306,7 +316,7 @@ class _Outside:
 
 
 class _Op:
-    """One operation; its arguments hold ``_Ref`` and ``_Outside`` in place of tensors, its result ``_Ref``."""
+    """One operation; ``_Ref`` and ``_Outside`` stand for tensors in its arguments and result."""
 
     __slots__ = (
         "args",
@@ -473,7 +483,7 @@ class _Program:
         return value
 
     def _require_identity(self, value: Tensor, index: int) -> None:
-        """A custom function gave this tensor its gradient: only that of module hooks is known, which changes nothing."""
+        """A custom function gave this tensor its gradient: only module hooks' is the identity."""
         if type(value.grad_fn).__name__ != "BackwardHookFunctionBackward":
             self.is_lost = True
         for op in self.ops:
@@ -505,7 +515,7 @@ class _Program:
         return _Ref(index)
 
 
-# -- running it again for one record ----------------------------------------------------------------------------------
+# -- running it again for one record ---------------------------------------------------------------
 
 
 class _NotReplayed(Exception):
@@ -521,7 +531,7 @@ class _NotAlone(Exception):
 
 
 class _Replay:
-    """What was noted, run again: for one record in a batch of its own, or (None) for the batch as it was."""
+    """What was noted, run again: for one record in a batch of its own, or (None) for the batch."""
 
     def __init__(
         self,
@@ -598,7 +608,7 @@ class _Replay:
         raise _NotAlone(op, error)
 
     def _ways(self, op: _Op) -> Iterator[tuple[int | None, bool]]:
-        """Which integer stands for the records, and whether tensors of fewer dimensions are aligned at the first."""
+        """Which integer stands for the records; are tensors aligned at their first dimensions?"""
         sizes: list[int | None] = [None]
         if self.record is not None and op.name in _SIZED:
             integers = list(_flat((op.args, op.kwargs), int))
@@ -688,7 +698,7 @@ class _Replay:
         return t
 
     def _own_key(self, op: _Op) -> Any:
-        """The key with which rows of records were chosen, for the rows of this record; None where it chose none."""
+        """The key that chose rows, for the rows of this record; None where it chose none."""
         source = op.args[0].index
         rows = self._rows(source).get(0)
         key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
@@ -773,7 +783,7 @@ def _flat(value: Any, kind: type = _Ref) -> Iterator[Any]:
         yield from _flat((value.start, value.stop, value.step), kind)
 
 
-# -- numbers that may stand for the number of records -----------------------------------------------------------------
+# -- numbers that may stand for the number of records ----------------------------------------------
 
 
 @dataclasses.dataclass
@@ -835,7 +845,7 @@ def _read(value: float, way: str, n: int) -> float:
     return value // n if isinstance(value, int) else value / n
 
 
-# -- comparing --------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -856,7 +866,7 @@ def _verdict(
     numbers: Mapping[tuple[int, int], float],
     is_wide: bool,
 ) -> _Verdict:
-    """Is the gradient that arrived at each of the records' outputs, times ``unit``, that of the record alone?"""
+    """Is the gradient that arrived at the records' outputs, times ``unit``, their own?"""
     compared: list[tuple[int, Tensor, Tensor]] = []
     noise, missing = 0.0, []
     for i in records:
@@ -925,14 +935,14 @@ def _compares_pairs(replay: _Replay) -> bool:
     return any(len(replay._rows(index)) > 1 for index in replay.values)
 
 
-# -- saying what is wrong ---------------------------------------------------------------------------------------------
+# -- saying what is wrong --------------------------------------------------------------------------
 
 
 def _explained(program: _Program, needed: Sequence[_Op], verdict: _Verdict, reduction: str) -> str:
     if not _explains_gradient(program, needed):
         return (
-            "the gradient was changed on its way from the loss to the model's output: take tensor hooks "
-            "(register_hook) off the output and off what is computed from it."
+            "the gradient was changed on its way from the loss to the model's output: take "
+            "tensor hooks (register_hook) off the output and off what is computed from it."
         )
     end = f".{reduction}()"
     for op in needed:
@@ -943,7 +953,8 @@ def _explained(program: _Program, needed: Sequence[_Op], verdict: _Verdict, redu
             call = f"F.{op.name}(out, y"
             if (op.kwargs.get("weight") if len(op.args) < 3 else op.args[2]) is not None:
                 return (
-                    f"{op.name}(weight=) divides by the weights of the whole batch, so records move each other's gradients. "
+                    f"{op.name}(weight=) divides by the weights of the whole batch, "
+                    "so records move each other's gradients. "
                     f'Write {call}, weight=weight, reduction="none"){end}.'
                 )
             ignored = op.kwargs.get("ignore_index", -100)
@@ -954,7 +965,8 @@ def _explained(program: _Program, needed: Sequence[_Op], verdict: _Verdict, redu
                 and bool((target.tensor == ignored).any())
             ):
                 return (
-                    f"{op.name} divides by the number of targets in the batch that are not ignore_index={ignored}. "
+                    f"{op.name} divides by the number of targets in the batch "
+                    f"that are not ignore_index={ignored}. "
                     f'Write {call}, ignore_index={ignored}, reduction="none"){end}.'
                 )
     ratio, n = verdict.ratio, program.n
@@ -966,8 +978,9 @@ def _explained(program: _Program, needed: Sequence[_Op], verdict: _Verdict, redu
             divisor = op.args[1]
             if isinstance(divisor, _Outside) and divisor.tensor.numel() == 1 and ratio is not None:
                 return (
-                    "the loss divides by a count or sum over the whole batch, as a masked mean does. Divide within each "
-                    f"record: ((losses * mask).sum(1) / mask.sum(1)){end}, or (losses * mask){end} for one number each."
+                    "the loss divides by a count or sum over the whole batch, as a masked mean "
+                    f"does. Divide within each record: ((losses * mask).sum(1) / mask.sum(1)){end}, "
+                    f"or (losses * mask){end} for one number each."
                 )
             if (
                 isinstance(divisor, (int, float))
@@ -975,24 +988,25 @@ def _explained(program: _Program, needed: Sequence[_Op], verdict: _Verdict, redu
                 and not _is_whole(divisor / n)
             ):
                 return (
-                    f"the loss divides by {divisor:g}, and this batch has another number of records. Write "
+                    f"the loss divides by {divisor:g}, and this batch has another number of "
+                    "records. Write "
                     f'losses.mean() with reduction="none" losses, or divide by len(out).'
                 )
     if ratio is not None and math.isclose(ratio, n, rel_tol=1e-3) and reduction == "mean":
         return (
-            'the loss is a sum over records, and loss_reduction is "mean". Write losses.mean(), or pass '
-            'loss_reduction="sum" to make_private.'
+            'the loss is a sum over records, and loss_reduction is "mean". Write losses.mean(), or '
+            'pass loss_reduction="sum" to make_private.'
         )
     if ratio is not None and math.isclose(ratio * n, 1.0, rel_tol=1e-3) and reduction == "sum":
         return (
-            'the loss is a mean over records, and loss_reduction is "sum". Write losses.sum(), or pass '
-            'loss_reduction="mean" to make_private.'
+            'the loss is a mean over records, and loss_reduction is "sum". Write losses.sum(), or '
+            'pass loss_reduction="mean" to make_private.'
         )
     where = verdict.failed or _first_mixing(program, needed, verdict.record)
     name = f" ({where.name.strip('_')})" if where is not None else ""
     return (
-        f"the loss mixes records{name}: one record's gradient depends on the others in the batch. Compute a loss of each "
-        f"record from its own row, and end with losses{end}."
+        f"the loss mixes records{name}: one record's gradient depends on the others in the batch. "
+        f"Compute a loss of each record from its own row, and end with losses{end}."
     )
 
 
@@ -1035,7 +1049,7 @@ def _first_mixing(program: _Program, needed: Sequence[_Op], record: int) -> _Op 
 
 
 def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``function`` of every tensor in nested tuples, lists, mappings and dataclasses, which keep their types."""
+    """``function`` of every tensor in nested tuples, lists, mappings and dataclasses."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
