@@ -1084,7 +1084,7 @@ def test_empty_batches_add_nothing(name):
 def test_layers_that_see_another_number_of_records():
     net = nn.Sequential(nn.Flatten(0, 1), nn.Linear(6, 4), nn.Unflatten(0, (-1, 5)), nn.Linear(4, 3))
     source = BookkeepingGradientSource(net)
-    net(torch.randn(3, 5, 6)).sum().backward()
+    net(torch.randn(3, 5, 6)).mean().backward()
     with pytest.raises(RuntimeError, match="disagree on the number of records"):
         source.add_clipped_sum(list(net.named_parameters()), 1.0, [torch.zeros(p.numel()) for p in net.parameters()])
 
@@ -1114,7 +1114,7 @@ def test_a_stand_in_contributes_nothing():
         out = [torch.zeros(p.numel()) for _, p in named]
         assert source.add_clipped_sum(named, 1.0, out) == 0 and all((o == 0).all() for o in out) and len(source.norms(named)) == 0
         source.discard([p for _, p in named])
-        net(torch.randn(2, 6)).sum().backward()
+        net(torch.randn(2, 6)).mean().backward()
         assert source.add_clipped_sum(named, 1.0, out) == 2
 
 
@@ -1134,7 +1134,7 @@ def test_packed_sequences_are_refused(grad_sample_mode):
     net = Packed()
     source = HooksGradientSource(net) if grad_sample_mode == "hooks" else BookkeepingGradientSource(net)
     with pytest.raises(RuntimeError, match="packed sequence"):
-        net(torch.randn(3, 4, 6), torch.tensor([2, 4, 1])).sum().backward()
+        net(torch.randn(3, 4, 6), torch.tensor([2, 4, 1])).mean().backward()
         source.norms(list(net.named_parameters()))
 
 

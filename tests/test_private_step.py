@@ -281,7 +281,7 @@ def test_a_sum_over_very_many_records_moves_by_no_more_than_the_clip_bound(mode)
     """All gradients in one direction: in float32 the sum of 200,000 rounds by a percent of C, differently for every number of records."""
     records, net = 200_000, nn.Linear(1, 1)
     x = 1 + 0.1 * torch.rand(records, 1)
-    source = {"bookkeeping": BookkeepingGradientSource, "hooks": HooksGradientSource}[mode](net)
+    source = {"bookkeeping": BookkeepingGradientSource, "hooks": HooksGradientSource}[mode](net, loss_reduction="sum")
     optimizer = bare(net.parameters(), num_data=records, expected_batch_size=records, sampling=None, prior_std=math.inf)
     optimizer._source, released = source, []
 

@@ -115,7 +115,7 @@ class BookkeepingGradientSource(GradientSource):
                 stacklevel=2,
             )
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.passes = ForwardPasses(module, self._is_enabled)
+        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
         attach(self, module)
 
     def add_clipped_sum(

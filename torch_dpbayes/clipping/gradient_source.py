@@ -19,6 +19,8 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .loss_check import LossWatch
+
 PACKED = (
     "a recurrent layer was given a packed sequence, which sorts records by length: their gradients in this layer could not be told apart from those "
     "of other records in other layers. Pad the sequences and pass a tensor."
@@ -134,9 +136,11 @@ class ForwardPasses:
     Args:
         module: the model.
         is_enabled: whether anything is recorded at all.
+        loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
     """
 
-    def __init__(self, module: nn.Module, is_enabled: Callable[[], bool]) -> None:
+    def __init__(self, module: nn.Module, is_enabled: Callable[[], bool], loss_reduction: str) -> None:
+        self.loss = LossWatch(loss_reduction)
         self.count = 0
         self.is_open = False  # inside a pass that is recorded
         self.has_stand_in = False
@@ -166,7 +170,12 @@ class ForwardPasses:
     @torch.compiler.disable
     def _after(self, _module: nn.Module, _input: Any, output: Any) -> Any:
         was_open, self.is_open = self.is_open, False
-        return _map(output, lambda t: t[:0] if t.dim() > 0 else t) if was_open and self.has_stand_in else None
+        if not was_open:
+            return None
+        if self.has_stand_in:
+            return _map(output, lambda t: t[:0] if t.dim() > 0 else t)
+        first = next((t for t in _tensors(output) if t.requires_grad and t.dim() > 0), None)
+        return None if first is None else self.loss.outputs(output, len(first))
 
     def require_one(self, is_anything_recorded: bool) -> None:
         if self.count > 1:
@@ -175,11 +184,13 @@ class ForwardPasses:
                 "record in two of them, or one that is not of this batch, would not be accounted. Evaluate under torch.no_grad() or model.eval(); "
                 "where a loss needs several outputs, compute them in one forward pass of the model."
             )
+        self.loss.require_each_alone()
         if self.count == 0 and is_anything_recorded:
             raise RuntimeError("call the model itself, not its parts: model(x), so that it can be checked that every record is used once")
 
     def forget(self) -> None:
         self.count, self.is_open, self.has_stand_in = 0, False, False
+        self.loss.forget()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -292,7 +303,7 @@ class _Hooks(GradSampleHooks):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self.passes = ForwardPasses(module, self._is_enabled)
+        self.passes = ForwardPasses(module, self._is_enabled, self.loss_reduction)
         handles: Any = module.autograd_grad_sample_hooks  # Opacus' list, which cleanup() takes off the module
         handles += [p.register_post_accumulate_grad_hook(self._forget_gradient) for p in module.parameters() if p.requires_grad]
 
