@@ -136,9 +136,8 @@ class BookkeepingGradientSource(GradientSource):
     @torch.no_grad()
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         for contribution in self._merged():
-            gradients = contribution.per_record().get(parameter)
-            if gradients is not None:
-                gradients = gradients.reshape(-1, *parameter.shape)
+            if any(p is parameter for p in contribution.parameters):
+                gradients = contribution.per_record()[parameter].reshape(-1, *parameter.shape)
                 return gradients * len(gradients) if self.loss_reduction == "mean" else gradients
         return None
 
