@@ -138,7 +138,7 @@ MODELS = {
             nn.Flatten(1), nn.Linear(16, 3),
         ),
         IMAGE,
-    ),  # fmt: skip
+    ),
     "sequence convolution": (lambda: nn.Sequential(nn.Conv1d(5, 4, 3), nn.Flatten(1), nn.Linear(16, 3)), SEQUENCE),
     "positions": (Positions, SEQUENCE),
     "class token": (ClassToken, SEQUENCE),
@@ -324,7 +324,7 @@ MIXING = {
 @BOTH
 @pytest.mark.parametrize("name", MIXING)
 def test_a_model_that_is_another_one_for_single_records_is_refused(name, mode):
-    with pytest.raises(ValueError, match="mixes records|number of records|another record"):
+    with pytest.raises(ValueError, match=r"mixes records|number of records|another record"):
         make_private(Call(MIXING[name]), torch.randn(7, 6), torch.randint(3, (7,)), mode)
 
 
@@ -358,7 +358,7 @@ class Keeps(Call):
 @pytest.mark.parametrize("how", ["attribute", "list", "global", "input", "cycle"])
 def test_a_tensor_that_outlives_the_pass_is_refused(how, mode):
     try:
-        with pytest.raises(ValueError, match="keeps a tensor|stays|was added|changed"):
+        with pytest.raises(ValueError, match=r"keeps a tensor|stays|was added|changed"):
             make_private(Keeps(how), torch.randn(7, 6), torch.randint(3, (7,)), mode)
     finally:
         KEPT.clear()

@@ -309,6 +309,8 @@ class PrivacyEngine:
         except BaseException:
             source.remove()
             raise
+        source.watch_loss()
+        _log.info("records are independent: %s", source.independence)
         fixed = FixedTensors(module)
         module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
         as_checked = ModelAsChecked(module, source.passing_attributes)

@@ -114,6 +114,14 @@ class GradientSource(ABC):
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         """What was recorded for one parameter, (records, *shape), for the checks on made-up records; None if nothing was."""
 
+    def watch_loss(self) -> None:
+        """From now on, see that what reaches a record's output comes from that record's loss alone."""
+
+    @property
+    def loss_state(self) -> str:
+        """How records are kept apart in the loss."""
+        return "loss not seen"
+
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """No per-record gradients are recorded inside."""
@@ -141,6 +149,7 @@ class ForwardPasses:
 
     def __init__(self, module: nn.Module, is_enabled: Callable[[], bool], loss_reduction: str) -> None:
         self.loss = LossWatch(loss_reduction)
+        self.watches_loss = False  # while the model is checked, with losses that are made up
         self.count = 0
         self.is_open = False  # inside a pass that is recorded
         self.has_stand_in = False
@@ -175,7 +184,7 @@ class ForwardPasses:
         if self.has_stand_in:
             return _map(output, lambda t: t[:0] if t.dim() > 0 else t)
         first = next((t for t in _tensors(output) if t.requires_grad and t.dim() > 0), None)
-        return None if first is None else self.loss.outputs(output, len(first))
+        return None if first is None or not self.watches_loss else self.loss.outputs(output, len(first))
 
     def require_one(self, is_anything_recorded: bool) -> None:
         if self.count > 1:
@@ -265,6 +274,17 @@ class HooksGradientSource(GradientSource):
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         records: Tensor | list[Tensor] | None = getattr(parameter, "grad_sample", None)
         return records[0] if isinstance(records, list) else records
+
+    def watch_loss(self) -> None:
+        if self._hooks is None:
+            return
+        self._hooks.passes.watches_loss = True
+
+    @property
+    def loss_state(self) -> str:
+        if self._hooks is None:
+            return super().loss_state
+        return f"loss {self._hooks.passes.loss.state}"
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -253,6 +253,8 @@ class _OfOneRecord(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _plain_attention(*args, **kwargs) if self._map is None else self._attention(self._map, *args, **kwargs)
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            raise CannotBeMapped(f"it puts a hook on a tensor ({func.__name__}), which would not run")
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):

@@ -198,6 +198,7 @@ class PrivateOptimizer(Optimizer):
         self._pending_draw = -1
         self._largest = math.inf  # at least the norm of the largest parameter before the step
         self._last_event: tuple[Any, events.DpEvent] | None = None
+        self._stated = ""  # on what the accountant was told that independence of records rests
         self._compared_pass = -1  # of the loader, in which the ranks compared their histories
         self._warned = False
 
@@ -284,8 +285,8 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def independence(self) -> str:
-        """How records were kept apart: ``"by construction"``, or ``"tested on made-up records"`` and why no more."""
-        return self._source.independence
+        """How records are kept apart in the model, ``"by construction"`` or ``"tested on made-up records"``, and in the loss."""
+        return f"{self._source.independence}, {self._source.loss_state}"
 
     def _trained_groups(self) -> list[dict[str, Any]]:
         """Groups that are not frozen; all of them if every one is."""
@@ -384,6 +385,9 @@ class PrivateOptimizer(Optimizer):
             self._release_together(layout, smallest, others, self._ranks)
         if self._sampler is not None:
             self._sampler.retire()
+            if (independence := self.independence) != self._stated:
+                self.accountant.note(f"{type(self).__name__}: records are independent {independence}")
+                self._stated = independence
         start = 0
         for part in layout.parts:
             group, members = part.group, slice(start, start + len(part.parameters))
@@ -733,6 +737,7 @@ class PrivateOptimizer(Optimizer):
             "algorithm": type(self).__name__,
             "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
             "accountant": self.accountant.state_dict(),
+            "independence": self.independence,
         }
         if self._noise.generator is not None:
             private["noise"] = self._noise.generator.get_state()
