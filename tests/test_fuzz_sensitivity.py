@@ -1,4 +1,4 @@
-"""The search for holes: what it measures is the truth, its labels are right, and it finds a hole where there is one."""
+"""The search for holes: it measures the truth, its labels are right, and it finds what is there."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def simple(**more):
     )
 
 
-# -- the generator: its labels are the truth ------------------------------------------------------------------------------------------
+# -- the generator: its labels are the truth -------------------------------------------------------
 
 
 def part_of(name, family, options):
@@ -99,7 +99,7 @@ def mapped_gradients(part, h, key, weight):
 
 
 def largest_influence(name, family, options, tries):
-    """How far others' outputs, gradients or inputs to the layer inside move when the first record leaves, over made-up batches."""
+    """How far others' outputs, gradients or inputs to a layer move when the first record leaves."""
     largest = 0.0
     for _ in range(tries):
         if largest > 1e-6:
@@ -203,7 +203,7 @@ def test_every_kind_is_built_and_says_so():
     assert {kind for kind, _ in MIXERS.values()} <= set(KINDS) and GRADIENT_MIXERS
 
 
-# -- the measurement ------------------------------------------------------------------------------------------------------------------
+# -- the measurement -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
@@ -259,7 +259,7 @@ def test_a_record_keeps_its_random_numbers_when_others_leave():
     assert not torch.equal(all_of[0], all_of[1])
 
 
-# -- the search -----------------------------------------------------------------------------------------------------------------------
+# -- the search ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,21 +1,26 @@
-"""A standing search for the next hole: does one record move the released sum by more than the clip norm C?
+"""A standing search for the next hole: can one record move the released sum by more than C?
 
     scripts/benchmarks/fuzz_sensitivity.py --seconds 600 --modes bookkeeping hooks
 
-Builds models at random (random_models.py) and asks ``PrivacyEngine.make_private`` for each. Where it accepts, full-batch steps
-without noise are taken on pairs of data sets, one of which has one record more: outliers of many magnitudes, ties, duplicates,
-zeros, NaN and infinities, short records, a lone label, and records that a simple search moves to where others' rows move most.
-What is measured is ‖S(D) − S(D′)‖ in units of C. The accountant charges for 1 under "add_or_remove_one": anything above is a
-*finding*, a program that a user could have written and whose stated ε is not true. A finding counts after it was seen again in
-fresh runs of the two data sets through public names alone. It is shortened, measured in float64 as well (where the movement
-comes from float32's rounding it stays within C there), printed as a program and added to a file of JSON lines.
+Builds models at random (random_models.py) and asks ``PrivacyEngine.make_private`` for each. Where
+it accepts, full-batch steps without noise are taken on pairs of data sets, one of which has one
+record more: outliers of many magnitudes, ties, duplicates, zeros, NaN and infinities, short
+records, a lone label, and records that a simple search moves to where others' rows move most. What
+is measured is ‖S(D) − S(D′)‖ in units of the clip norm C. The accountant charges for 1 under
+"add_or_remove_one": anything above is a *finding*, a program that a user could have written and
+whose stated ε is not true. A finding counts after it was seen again in fresh runs of the two data
+sets through public names alone. It is shortened, measured in float64 as well (where the movement
+comes from float32's rounding it stays within C there), printed as a program and added to a file of
+JSON lines.
 
-How to read the summary: "free" models keep records apart by construction; how many of them are refused says what the check
-costs its users. All other models mix records in the way that their kind says, and may be refused or be harmless. "pairs" are
-accepted model x data pairs. The largest movement of free models is 1 up to rounding if all is well.
+How to read the summary: "free" models keep records apart by construction; how many of them are
+refused says what the check costs its users. All other models mix records in the way that their
+kind says, and may be refused or be harmless. "Pairs" are accepted model × data pairs. The largest
+movement of free models is 1 up to rounding if all is well.
 
-A model follows from its own seed, which is in the finding; the search starts from fresh entropy unless it is given ``--seed``.
-With the same ``--file`` it goes on: totals add up over all sessions, and what was found before is not reported again.
+A model follows from its own seed, which is in the finding; the search starts from fresh entropy
+unless it is given ``--seed``. With the same ``--file`` it goes on: totals add up over all sessions,
+and what was found before is not reported again. The exit status is 1 if something was found.
 """
 
 from __future__ import annotations
@@ -70,7 +75,7 @@ TRIALS = 5  # of shorter forms of a finding
 Records = list[Tensor]  # x, perhaps the category, y; records in dimension 0
 
 
-# -- one step ----------------------------------------------------------------------------------------------------------------------
+# -- one step --------------------------------------------------------------------------------------
 
 
 class Table(Dataset[tuple[Tensor, ...]]):
@@ -87,10 +92,10 @@ class Table(Dataset[tuple[Tensor, ...]]):
 
 
 class DrawsByRecord(TorchDispatchMode):
-    """Every record has random numbers of its own, which stay the same when another record comes or goes.
+    """Every record has random numbers of its own, which stay when another one comes or goes.
 
-    What is drawn for the batch as a whole, with another first dimension, is the same for all batches. Given these numbers a step
-    is no longer random, and its sensitivity must still be C.
+    What is drawn for the batch as a whole, with another first dimension, is the same for all
+    batches. Given these numbers a step is no longer random, and its sensitivity must still be C.
     """
 
     def __init__(self, records: Sequence[int], seed: int = 0) -> None:
@@ -141,8 +146,8 @@ class PrivateSteps:
     Args:
         recipe: the model.
         mode: ``grad_sample_mode``.
-        records: None to take steps on any records (which goes past the loader's draws), or those of the only data set, for which
-            nothing but public names is used.
+        records: those of the only data set, for which nothing but public names is used; or None to
+            take steps on any records, which sets what the private loader draws.
 
     Raises:
         Refused: by ``make_private``.
@@ -184,7 +189,7 @@ class PrivateSteps:
             self._drawn = []
 
     def sum_of(self, records: Records, names: Sequence[int]) -> Tensor:
-        """S/C of one step on ``records``, in float64; ``names`` tell records apart for :class:`DrawsByRecord`."""
+        """S/C of one step on ``records``, which ``names`` tell apart, in float64."""
         if self._drawn is not None:
             sampler: Any = self._loader.sampler_of_draws
             sampler._draws.clear()  # that of a step which failed
@@ -245,7 +250,9 @@ def quiet() -> Iterator[None]:
 def movement_of(
     recipe: Recipe | dict[str, Any], mode: str, records: Records | list[Any], added: int
 ) -> float:
-    """How far the released sum moves when record ``added`` is left out, in units of C; by public names, each data set for itself.
+    """How far the released sum moves when record ``added`` is left out, in units of C.
+
+    Each data set has a fresh run of its own, through public names.
 
     Raises:
         Refused: by the library.
@@ -273,11 +280,11 @@ def _as_float(t: Tensor, recipe: Recipe) -> Tensor:
     return t.double() if recipe.is_double else t.float()
 
 
-# -- records -----------------------------------------------------------------------------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------
 
 
 def random_records(recipe: Recipe, rng: random.Random, n: int) -> Records:
-    """``n`` records: copies of a few, or all different; of one length or of several; with labels by one of several rules."""
+    """``n`` records: copies of a few, or all different; of one length or several; with labels."""
     generator = torch.Generator().manual_seed(rng.getrandbits(60))
     several = min(n, rng.choice([1, 1, 2, n]))
     shape = (n, *INPUT[recipe.family])
@@ -387,7 +394,7 @@ def inserted(records: Records, record: Records, place: int) -> Records:
     ]
 
 
-# -- the search --------------------------------------------------------------------------------------------------------------------
+# -- the search ------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -414,7 +421,8 @@ class Finding:
         """What the finding is told apart by."""
         is_rounding = self.movement_in_float64 <= LIMIT
         what = self.recipe.culprits or sorted({name for name, _, _ in self.recipe.parts()})
-        return f"{self.mode}: {'rounding, ' if is_rounding else ''}{', '.join(self.kinds)} ({'; '.join(what)})"
+        kinds = ", ".join(["rounding", *self.kinds] if is_rounding else self.kinds)
+        return f"{self.mode}: {kinds} ({'; '.join(what)})"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -481,7 +489,7 @@ def knows(mode: str) -> bool:
         with quiet():
             PrivateSteps(Recipe(seed=0, family="rows", body=[], tail=[]), mode).close()
     except Refused as error:
-        if "grad_sample_mode must be" in str(error):
+        if "grad_sample_mode" in str(error):
             return False
         raise
     return True
@@ -490,7 +498,7 @@ def knows(mode: str) -> bool:
 def search_model(
     recipe: Recipe, mode: str, rng: random.Random, totals: Totals, rounds: int = ROUNDS
 ) -> Finding | None:
-    """Ask for one model, and look for the record that moves its sums most. Returns what was confirmed."""
+    """Ask for one model, and look for a record that moves its sums too far, seen again if found."""
     is_free = not recipe.kinds
     totals.models += 1
     totals.free_models += is_free
@@ -579,7 +587,7 @@ def confirmed(finding: Finding) -> Finding | None:
 
 
 def shortened(finding: Finding) -> Finding:
-    """The finding without what it does not need: parts, settings, records; and how far the sum moves in float64."""
+    """The finding without parts, settings and records that it can do without; and in float64."""
     left, short, is_done = TRIALS, finding, False
     least = max(LIMIT, finding.movement / 2)
     while not is_done:
@@ -591,13 +599,12 @@ def shortened(finding: Finding) -> Finding:
                 break
     if short is not finding:
         short = confirmed(short) or finding
+    if short.recipe.is_random:  # float64 takes other random numbers
+        return short
     x, *category, y = short.records
     exact = dataclasses.replace(short.recipe, is_double=True)
-    in_float64 = _quick_movement(
-        dataclasses.replace(
-            short, recipe=exact, records=[_like_input(x, exact), *category, y.double()]
-        )
-    )
+    records = [_like_input(x, exact), *category, y.double()]
+    in_float64 = _quick_movement(dataclasses.replace(short, recipe=exact, records=records))
     return dataclasses.replace(short, movement_in_float64=in_float64)
 
 
@@ -776,28 +783,31 @@ class Search:
         all_of = list(self.totals.values())
         refused, models = (sum(getattr(t, name) for t in all_of) for name in ("refused", "models"))
         largest, findings = max(t.largest for t in all_of), sum(t.findings for t in all_of)
-        return f"{self._pairs()} pairs, {refused} of {models} refused, largest {largest:.3g} C, {findings} found"
+        return (
+            f"{self._pairs()} pairs, {refused} of {models} models refused, "
+            f"largest {largest:.3g} C, {findings} found"
+        )
 
     def summary(self) -> str:
         lines = []
         for mode, t in self.totals.items():
+            mixing, mixing_refused = t.models - t.free_models, t.refused - t.free_refused
             lines += [
-                f"{mode}: {t.models} models in {t.seconds:.0f} s; free: {t.free_refused} of {t.free_models} refused; "
-                f"others: {t.refused - t.free_refused} of {t.models - t.free_models} refused",
-                f"  {t.pairs} accepted pairs ({t.free_pairs} of free models), largest movement {t.largest:.4g} C (free: {t.largest_of_free:.4g} C)",
-                f"  {t.findings} models with a finding, {t.unconfirmed} suspicions that fresh runs did not confirm, {t.errors} steps that "
-                "some records made fail",
+                f"{mode}: {t.models} models in {t.seconds:.0f} s",
+                f"  refused: {t.free_refused} of {t.free_models} free models, "
+                f"{mixing_refused} of {mixing} others",
+                f"  accepted pairs: {t.pairs}, {t.free_pairs} of them of free models",
+                f"  largest movement: {t.largest:.4g} C, of free models {t.largest_of_free:.4g} C",
+                f"  models with a finding: {t.findings}",
+                f"  suspicions that fresh runs did not confirm: {t.unconfirmed}",
+                f"  steps that some records made fail: {t.errors}",
             ]
-            lines += [
-                f"    free, refused {n} times: {reason}" for reason, n in t.reasons.most_common(12)
-            ]
+            lines += [f"    free, refused {n} times: {why}" for why, n in t.reasons.most_common(12)]
             lines += [f"    not confirmed {n} times: {what}" for what, n in t.doubts.most_common(8)]
-            lines += [
-                f"    failed {n} times: {message}" for message, n in t.error_messages.most_common(8)
-            ]
+            lines += [f"    failed {n} times: {why}" for why, n in t.error_messages.most_common(8)]
         for what, (seconds, of_processor) in sorted(self.times.items(), key=lambda item: item[1]):
             lines.append(
-                f"  first found after {seconds:.0f} s ({of_processor:.0f} s of processor time): {what}"
+                f"first found after {seconds:.0f} s, {of_processor:.0f} s of processor time: {what}"
             )
         return "\n".join(lines)
 

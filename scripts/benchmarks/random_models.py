@@ -1,12 +1,13 @@
-"""Models at random, for the search for holes: recipes that can be written down, and the models and losses that are built of them.
+"""Models at random, for the search for holes: recipes, and the models and losses built of them.
 
-A recipe is plain data (:class:`Recipe`). Its parts take and give hidden states of one shape, so that any list of them is a
-model and any part can be left out. A part is of the kind "free" where no record can see another one in it, neither forward
-nor backward, whatever the records are; every other part has a kind that says how records get mixed. The same holds for losses
-and for what is done to a model after ``make_private``.
+A recipe is plain data (:class:`Recipe`). Its parts take and give hidden states of one shape, so
+that any list of them is a model and any part can be left out. A part is of the kind "free" where no
+record can see another one in it, neither forward nor backward, whatever the records are; every
+other part has a kind that says how records get mixed. The same holds for losses and for what is
+done to a model after ``make_private``.
 
-Besides its hidden state every part is given ``key``, integers that say of each record (length, category, content): what the
-parts that sort, group and count go by.
+Besides its hidden state every part is given ``key``, integers that say of each record (length,
+category, content): what the parts that sort, group and count go by.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class Recipe:
         return asdict(self)
 
 
-# -- what mixes ------------------------------------------------------------------------------------------------------------------
+# -- what mixes ------------------------------------------------------------------------------------
 
 
 def _flat(h: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ def _first_come(h: Tensor, key: Tensor) -> Tensor:
 
 
 Mix = Callable[[Tensor, Tensor], Tensor]
-# name -> (kind, function of (h, key)); every one is the identity, or nearly, on a batch that consists of one record
+# name -> (kind, function of (h, key)); most do nothing to a batch of one record
 MIXERS: dict[str, tuple[str, Mix]] = {
     "centred": ("statistics", lambda h, key: h - h.mean(0)),
     "standardised": ("statistics", lambda h, key: (h - h.mean(0)) / (h.std(0, correction=0) + 0.1)),
@@ -212,13 +213,13 @@ GRADIENT_MIXERS: dict[str, Callable[[Tensor], Tensor]] = {
     "rolled": lambda g: g + g.roll(1, 0),
     "majority": lambda g: g * (g.sign() == g.sum(0, keepdim=True).sign()).to(g.dtype),
     "cumulative": lambda g: g.cumsum(0),
-    # where the loss is a mean, a gradient that arrives is divided by the number of records, and the limit comes later
+    # where the loss is a mean, a gradient that arrives was divided by the number of records
     "clipped by value": lambda g: g.clamp(-1, 1),
     "small ones cut": lambda g: torch.where(g.abs() > 1e-3, g, 0 * g),
 }
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------------------
+# -- parts -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -643,7 +644,7 @@ PARTS["shuffled"] = PartKind(
 
 
 class Compacted(nn.Module):
-    """Runs its parts on the records of some kind, moved to the front of a batch of the same size."""
+    """Runs its parts on the records of one category, moved to the front of the batch."""
 
     def __init__(self, shape: Shape, options: Options, inside: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -660,42 +661,41 @@ PARTS["compacted"] = PartKind(Compacted, kind="grouping", has_inside=True)
 
 
 class Remembering(nn.Module):
-    """Keeps something of the records on the module, and uses it later."""
+    """Keeps something of the records, on the module or outside of it, and uses it later."""
 
     def __init__(self, shape: Shape, options: Options, inside: Sequence[nn.Module]) -> None:
         super().__init__()
         self.what, self.where = options["what"], options["where"]
         self.kept: Any = None
         self.box: dict[str, Any] = {}
+        if self.where == "outside":
+            _OUTSIDE[id(self)] = self.box
 
     def forward(self, h: Tensor, key: Tensor) -> Tensor:
-        kept = self.box.get("kept") if self.where == "dictionary" else self.kept
         if len(h) == 0 or (self.where == "with gradients" and not torch.is_grad_enabled()):
             return h
-        detached = h.detach()
+        box = vars(self)
+        if self.where in ("dictionary", "outside"):
+            box = self.box if self.where == "dictionary" else _OUTSIDE[id(self)]
+        kept = box.get("kept")
         if self.what == "last mean":
-            new = detached.mean(0)
-        elif self.what == "largest":
-            new = detached.abs().nan_to_num(0.0, 0.0, 0.0).amax()
-            new = new if kept is None else torch.maximum(new, kept)
-        else:
-            new = float(key[:, CONTENT].abs().max()) / 1000 + 1
-            new = new if kept is None else max(new, kept)
-        if self.where == "dictionary":
-            self.box["kept"] = new
-        else:
-            self.kept = new
-        if self.what == "last mean":
+            box["kept"] = h.detach().mean(0)
             return h if kept is None else h - kept
-        return h / (new + 1)
+        if self.what == "largest":
+            new = h.detach().abs().nan_to_num(0.0, 0.0, 0.0).amax()
+            box["kept"] = new if kept is None else torch.maximum(new, kept)
+        else:
+            box["kept"] = max(float(key[:, CONTENT].abs().max()) / 1000 + 1, kept or 0.0)
+        return h / (box["kept"] + 1)
 
 
+_OUTSIDE: dict[int, dict[str, Any]] = {}
 PARTS["remembering"] = PartKind(
     Remembering,
     kind="state",
     options={
         "what": ("last mean", "largest", "largest number"),
-        "where": ("attribute", "dictionary", "with gradients"),
+        "where": ("attribute", "dictionary", "outside", "with gradients"),
     },
 )
 
@@ -872,12 +872,12 @@ PARTS["switch"] = PartKind(
 )
 
 
-# -- what happens after make_private ------------------------------------------------------------------------------------------------
+# -- what happens after make_private ---------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LateKind:
-    """A change after ``make_private``: ``make(model, options)`` returns what undoes it where it is not the model's."""
+    """A change after ``make_private``; ``make(model, options)`` returns what takes it back."""
 
     make: Callable[[nn.Module, Options], Callable[[], None]]
     kind: str
@@ -971,7 +971,7 @@ LATE = {
 }
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------------------
+# -- losses ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -1090,7 +1090,7 @@ LOSSES = {
 }
 
 
-# -- the model ------------------------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 class RandomModel(nn.Module):
@@ -1154,7 +1154,7 @@ def build(recipe: Recipe) -> RandomModel:
     return model.double() if recipe.is_double else model
 
 
-# -- recipes at random -------------------------------------------------------------------------------------------------------------
+# -- recipes at random -----------------------------------------------------------------------------
 
 # what a recipe may have once, each as often as the others
 KINDS = sorted(
@@ -1171,7 +1171,8 @@ def random_recipe(seed: int, kinds: Sequence[str]) -> Recipe:
     """The recipe that ``seed`` stands for.
 
     Args:
-        kinds: how records may be mixed, of which one is chosen; where "free", not at all, is among them, it makes up a third.
+        kinds: how records may be mixed, of which one is chosen. "free", not at all, makes up at
+            least 0.3 where it is among them.
     """
     rng = random.Random(seed)
     kind = "free" if "free" in kinds and rng.random() < 0.3 else rng.choice(list(kinds))
