@@ -178,7 +178,7 @@ def test_only_losses_that_are_called_free_have_a_gradient_that_is_each_records_o
 
 
 def test_a_seed_is_a_recipe_and_a_recipe_is_a_model_also_after_it_was_written_down():
-    for _ in range(200):
+    for _ in range(50):
         seed = fresh_seed()
         recipe = random_recipe(seed, ["free", *KINDS])
         assert recipe == random_recipe(seed, ["free", *KINDS])
@@ -278,14 +278,16 @@ def test_it_finds_the_hole_in_a_library_that_checks_nothing(unchecked, tmp_path)
     finding = search.findings[0]
     assert finding.movement > 1.01 and "statistics" in finding.kinds
     assert movement_of(
-        finding.recipe, finding.mode, finding.records, finding.added
+        finding.recipe, finding.mode, finding.records, finding.added, finding.names
     ) == pytest.approx(finding.movement, rel=1e-3)
     entry = next(
         entry
         for line in path.read_text().splitlines()
         if (entry := json.loads(line))["type"] == "finding"
     )
-    again = movement_of(entry["recipe"], entry["mode"], entry["records"], entry["added"])
+    again = movement_of(
+        entry["recipe"], entry["mode"], entry["records"], entry["added"], entry["names"]
+    )
     assert again == pytest.approx(entry["movement"], rel=1e-3)
     assert "statistics" in search.summary()
 
@@ -299,11 +301,12 @@ def test_a_finding_is_printed_as_a_program_that_shows_it(unchecked, capsys):
     )
     records = random_records(recipe, random.Random(fresh_seed()), 6)
     records[0][2] = torch.tensor(math.inf)  # has to be written down
-    exec(Finding(recipe, "hooks", records, 2, 3.0).as_program(), {})
+    exec(Finding(recipe, "hooks", records, range(6), 2, 3.0).as_program(), {})
     assert float(capsys.readouterr().out) == movement_of(recipe, "hooks", records, 2)
 
 
-def test_a_search_goes_on_where_it_was_and_survives_a_line_cut_short(tmp_path):
+def test_a_search_goes_on_where_it_was_and_survives_a_line_cut_short(tmp_path, monkeypatch):
+    monkeypatch.setattr(fuzz_sensitivity, "CANDIDATES", 2)
     path = tmp_path / "findings.jsonl"
     first = Search(["bookkeeping"], ["free"], path=path)
     first.run(pairs=1, is_shown=False)

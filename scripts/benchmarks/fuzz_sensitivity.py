@@ -248,11 +248,22 @@ def quiet() -> Iterator[None]:
 
 
 def movement_of(
-    recipe: Recipe | dict[str, Any], mode: str, records: Records | list[Any], added: int
+    recipe: Recipe | dict[str, Any],
+    mode: str,
+    records: Records | list[Any],
+    added: int,
+    names: Sequence[int] | None = None,
 ) -> float:
     """How far the released sum moves when record ``added`` is left out, in units of C.
 
     Each data set has a fresh run of its own, through public names.
+
+    Args:
+        recipe: the model.
+        mode: ``grad_sample_mode``.
+        records: all of them.
+        added: the place of the one that is left out.
+        names: of the records, for :class:`DrawsByRecord`; None: their places.
 
     Raises:
         Refused: by the library.
@@ -261,14 +272,16 @@ def movement_of(
         recipe = Recipe(**recipe)
     x, *category, y = (torch.as_tensor(t) for t in records)
     tensors = [_like_input(x, recipe), *(t.long() for t in category), _as_float(y, recipe)]
-    names = list(range(len(tensors[0])))
-    rest = [k for k in names if k != added]
+    everyone = list(range(len(tensors[0])))
+    names = everyone if names is None else names
     sums = []
     with quiet():
-        for places in (names, rest):
+        for places in (everyone, [k for k in everyone if k != added]):
+            if not places:  # a data loader has to have records; nothing is their sum
+                return float(sums[0].norm())
             steps = PrivateSteps(recipe, mode, [t[places] for t in tensors])
             try:
-                sums.append(steps.sum_of([t[places] for t in tensors], places))
+                sums.append(steps.sum_of([t[places] for t in tensors], [names[k] for k in places]))
             except Exception as error:
                 raise Refused(f"{type(error).__name__}: {error}") from error
             finally:
@@ -399,18 +412,26 @@ def inserted(records: Records, record: Records, place: int) -> Records:
 
 @dataclass
 class Finding:
-    """One record that moves the released sum by more than C."""
+    """One record that moves the released sum by more than C.
+
+    Attributes:
+        recipe: the model.
+        mode: ``grad_sample_mode``.
+        records: all of them, and ``names`` by which their random numbers follow them.
+        added: the place of the one record.
+        movement: in units of C.
+        movement_in_float64: the same in double precision; NaN where it was not measured.
+        found_after: seconds by the clock, and of processor time.
+    """
 
     recipe: Recipe
     mode: str
     records: Records
+    names: Sequence[int]
     added: int
     movement: float
     movement_in_float64: float = math.nan
-    found_after: tuple[float, float] = (
-        math.nan,
-        math.nan,
-    )  # seconds by the clock, and of processor time
+    found_after: tuple[float, float] = (math.nan, math.nan)
 
     @property
     def kinds(self) -> list[str]:
@@ -435,6 +456,7 @@ class Finding:
             "found_after": self.found_after,
             "recipe": self.recipe.as_dict(),
             "records": [t.tolist() for t in self.records],
+            "names": list(self.names),
             "added": self.added,
         }
 
@@ -446,7 +468,8 @@ class Finding:
             "from fuzz_sensitivity import movement_of\n"
             f"recipe = {self.recipe.as_dict()!r}\n"
             f"records = {[t.tolist() for t in self.records]!r}\n"
-            f"print(movement_of(recipe, {self.mode!r}, records, {self.added}))\n"
+            f"names = {list(self.names)!r}\n"
+            f"print(movement_of(recipe, {self.mode!r}, records, {self.added}, names))\n"
         )
 
 
@@ -552,7 +575,8 @@ def _worst(
                 record = changed(recipe, rng, best_record)
             place = rng.choice([0, 0, n // 2, n])
             both = inserted(rest, record, place)
-            whole = sum_of(both, [*range(1, place + 1), 0, *range(place + 1, n + 1)])
+            names = [*range(1, place + 1), 0, *range(place + 1, n + 1)]
+            whole = sum_of(both, names)
             if whole is None:
                 continue
             movement = float((whole - without).norm())
@@ -562,7 +586,7 @@ def _worst(
                 best, best_record = movement, record
             if movement > LIMIT and suspects < 2:
                 suspects += 1
-                found = confirmed(Finding(recipe, mode, both, place, movement))
+                found = confirmed(Finding(recipe, mode, both, names, place, movement))
                 if found is not None:
                     totals.largest = max(totals.largest, found.movement)
                     totals.largest_of_free = max(
@@ -570,7 +594,7 @@ def _worst(
                     )
                     return found
                 totals.unconfirmed += 1
-                totals.doubts[", ".join(recipe.culprits) or "free"] += 1
+                totals.doubts[f"{', '.join(recipe.culprits) or 'free'}: {recipe.as_dict()}"] += 1
             elif movement <= LIMIT:
                 totals.largest = max(totals.largest, movement)
                 totals.largest_of_free = max(totals.largest_of_free, movement if is_free else 0.0)
@@ -580,7 +604,9 @@ def _worst(
 def confirmed(finding: Finding) -> Finding | None:
     """The finding as fresh runs through public names see it; None where they do not."""
     try:
-        movement = movement_of(finding.recipe, finding.mode, finding.records, finding.added)
+        movement = movement_of(
+            finding.recipe, finding.mode, finding.records, finding.added, finding.names
+        )
     except Refused:
         return None
     return dataclasses.replace(finding, movement=movement) if movement > LIMIT else None
@@ -610,8 +636,8 @@ def shortened(finding: Finding) -> Finding:
 
 def _quick_movement(finding: Finding) -> float:
     """How far the sum moves on one model for both data sets; 0 where the library refuses it."""
-    names = range(len(finding.records[0]))
-    rest = [k for k in names if k != finding.added]
+    everyone = list(range(len(finding.records[0])))
+    rest = [k for k in everyone if k != finding.added]
     with quiet():
         try:
             steps = PrivateSteps(finding.recipe, finding.mode)
@@ -619,8 +645,10 @@ def _quick_movement(finding: Finding) -> float:
             return 0.0
         try:
             sums = [
-                steps.sum_of([t[list(places)] for t in finding.records], places)
-                for places in (names, rest)
+                steps.sum_of(
+                    [t[places] for t in finding.records], [finding.names[k] for k in places]
+                )
+                for places in (everyone, rest)
             ]
         except Exception:
             return 0.0
@@ -646,7 +674,10 @@ def _shorter(finding: Finding) -> Iterator[Finding]:
     if n > 3:
         kept = sorted({finding.added, *range(0, n, 2)})
         yield dataclasses.replace(
-            finding, records=[t[kept] for t in records], added=kept.index(finding.added)
+            finding,
+            records=[t[kept] for t in records],
+            names=[finding.names[k] for k in kept],
+            added=kept.index(finding.added),
         )
     rounded = [_rounded(t) if t.is_floating_point() else t for t in records]
     if not all(

@@ -233,6 +233,7 @@ class PartKind:
         options: the choices for each option.
         has_inside: it runs other parts inside.
         is_random: it draws random numbers.
+        share: how often it is taken among those of its kind.
     """
 
     build: Callable[[Shape, Options, Sequence[nn.Module]], nn.Module]
@@ -241,6 +242,7 @@ class PartKind:
     options: dict[str, Sequence[Any]] = field(default_factory=dict)
     has_inside: bool = False
     is_random: bool = False
+    share: int = 1
 
 
 PARTS: dict[str, PartKind] = {}
@@ -628,10 +630,11 @@ PARTS["reordered"] = PartKind(
     Reordered,
     kind="sorting",
     options={
-        "by": ("length", "category", "content", "hidden", "reversed"),
+        "by": ("length", "length", "category", "category", "content", "hidden", "reversed"),
         "descending": (False, True),
     },
     has_inside=True,
+    share=6,
 )
 PARTS["shuffled"] = PartKind(
     lambda shape, options, inside: Reordered(
@@ -804,7 +807,8 @@ PARTS["backward"] = PartKind(
             "saved tensors",
             "mapping rule",
         ),
-        "gradient": tuple(GRADIENT_MIXERS),
+        # those that do little to small gradients come twice: a check with small ones may pass them
+        "gradient": (*GRADIENT_MIXERS, *(name for name in GRADIENT_MIXERS if "at 1" in name)),
     },
     has_inside=True,
 )
@@ -1185,6 +1189,7 @@ def random_recipe(seed: int, kinds: Sequence[str]) -> Recipe:
         name
         for name, part in PARTS.items()
         if part.kind == kind and kind not in ("free", "late switch")
+        for _ in range(part.share)
     ]
     if mixing_parts:
         place, where = (body, hidden) if rng.random() < 0.5 else (tail, "rows")
