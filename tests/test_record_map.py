@@ -589,7 +589,9 @@ def test_a_loss_that_the_model_computes(mode):
 def test_a_model_that_cannot_be_mapped_is_tested_and_says_so(caplog):
     class Looks(nn.Module):
         def forward(self, x):
-            return x if x.sum() == 12345.0 else torch.tanh(x)
+            out = torch.zeros(len(x), 6)
+            out[:] = torch.tanh(x)  # one tensor, into which every record would write
+            return out
 
     net = nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3))
     with caplog.at_level(logging.WARNING, "torch_dpbayes"):
@@ -602,6 +604,48 @@ def test_a_model_that_cannot_be_mapped_is_tested_and_says_so(caplog):
         make_private(
             nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3)), torch.randn(7, 6), torch.randint(3, (7,)), loss=F.cross_entropy
         )
+
+
+DECISIONS = {
+    "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
+    "item": lambda h: h / max(1.0, h.norm().item()),
+    "any": lambda h: h * 0 if any(h[:, 0] == 3.0) else h,
+    "int": lambda h: h[:, : 6 + int((h > 1e6).sum())],
+    "numpy": lambda h: h * float(h.detach().numpy().size > 0),
+    "equal": lambda h: h if not torch.equal(h, h * 2) else -h,
+    "in": lambda h: h if 12345.0 not in h else -h,
+}
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "isolated", "hooks"])
+@pytest.mark.parametrize("name", DECISIONS)
+def test_a_model_in_which_one_record_decides_for_all_is_refused(name, mode):
+    """However rarely it does: no made-up records would find the value at which it does."""
+    with pytest.raises(ValueError, match=r"(?s)module 'Call'.*one record would decide"):
+        make_private(Call(DECISIONS[name]), torch.randn(7, 6), torch.randint(3, (7,)), mode)
+
+
+class CutsGradients(torch.autograd.Function):
+    """Lets through only what is larger than 0.01, in each row by itself."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (g.abs() > 0.01)
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
+def test_a_backward_pass_that_is_not_linear_sees_gradients_as_if_records_were_alone(mode):
+    """A mean loss hands every record a gradient divided by the number of records, which such a pass must not see."""
+    x, y = torch.randn(40, 6), torch.randint(3, (40,))
+    first = Call(CutsGradients.apply)
+    last = Call(CutsGradients.apply)
+    last.load_state_dict(first.state_dict())
+    whole, less = (released(net, x[k:], y[k:], mode) for k, net in ((0, first), (1, last)))
+    assert (whole - less).norm() < 1.01
 
 
 def test_arguments_need_a_row_for_every_record():

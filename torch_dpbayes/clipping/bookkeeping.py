@@ -135,11 +135,10 @@ class BookkeepingGradientSource(GradientSource):
                 return 0
             if scale is not None or (second_moment is not None and second_moment.dim() > 1):
                 return add_clipped(self._per_record(named_parameters, contributions), max_grad_norm, out, scale, second_moment)
-            unit = n if self.loss_reduction == "mean" else 1  # the loss was divided by n, and so were g and norm
-            norm = self._norm(contributions, max_grad_norm / unit)
-            factor = norm.reciprocal().mul_(max_grad_norm).clamp_(max=unit)
+            norm = self._norm(contributions, max_grad_norm)
+            factor = norm.reciprocal().mul_(max_grad_norm).clamp_(max=1.0)
             if not math.isfinite(norm.sum()):  # 0·inf is nan: a record that is not finite has to be cut out, not scaled away
-                finite = torch.isfinite(norm * unit)
+                finite = torch.isfinite(norm)
                 factor = torch.where(finite, factor, 0.0)
                 for contribution in contributions:
                     contribution.keep_only(finite)
@@ -158,15 +157,13 @@ class BookkeepingGradientSource(GradientSource):
         contributions = self._contributions(named_parameters)
         with _full_precision(contributions[0].parameters[0].device):
             rows = 0 if self.passes.has_stand_in else contributions[0].records
-            unit = contributions[0].records if self.loss_reduction == "mean" else 1
-            return (self._norm(contributions, 0.0) * unit)[:rows].float()
+            return self._norm(contributions, 0.0)[:rows].float()
 
     @torch.no_grad()
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         for contribution in self._merged():
             if any(p is parameter for p in contribution.parameters):
-                gradients = contribution.per_record()[parameter].reshape(-1, *parameter.shape)
-                return gradients * len(gradients) if self.loss_reduction == "mean" else gradients
+                return contribution.per_record()[parameter].reshape(-1, *parameter.shape)
         return None
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
@@ -252,7 +249,7 @@ class BookkeepingGradientSource(GradientSource):
         return not (self._is_paused or self._is_removed)
 
     def _norm(self, contributions: Sequence[Contribution], floor: float) -> Tensor:
-        """Every record's norm over everything that was recorded, per unit of the loss' reduction; norms below ``floor`` are not clipped."""
+        """Every record's norm over everything that was recorded; norms below ``floor`` are not clipped."""
         norm = _joint_norm([contribution.norm() for contribution in contributions])
         sizes = [(c, size) for c in contributions if isinstance(c, layers.Product) and (size := c.size()) is not None]
         if not sizes:
@@ -268,8 +265,7 @@ class BookkeepingGradientSource(GradientSource):
 
     def _per_record(self, named_parameters: Sequence[tuple[str, Tensor]], contributions: Sequence[Contribution]) -> list[Tensor]:
         found = {p: g for contribution in contributions for p, g in contribution.per_record().items()}
-        n = contributions[0].records if self.loss_reduction == "mean" else 1
-        return [found[p] * n for _, p in named_parameters]
+        return [found[p] for _, p in named_parameters]
 
     def _contributions(self, named_parameters: Sequence[tuple[str, Tensor]]) -> list[Contribution]:
         """Of the last backward pass, each parameter in one of them; or an error that says why there are none."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .loss_check import LossWatch
+from .record_map import Nested
 
 PACKED = (
     "a recurrent layer was given a packed sequence, which sorts records by length: their gradients in this layer could not be told apart from those "
@@ -114,6 +115,7 @@ class GradientSource(ABC):
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         """What was recorded for one parameter, (records, *shape), for the checks on made-up records; None if nothing was."""
 
+    @abstractmethod
     def watch_loss(self) -> None:
         """From now on, see that what reaches a record's output comes from that record's loss alone."""
 
@@ -149,6 +151,7 @@ class ForwardPasses:
 
     def __init__(self, module: nn.Module, is_enabled: Callable[[], bool], loss_reduction: str) -> None:
         self.loss = LossWatch(loss_reduction)
+        self._is_mean = loss_reduction == "mean"
         self.watches_loss = False  # while the model is checked, with losses that are made up
         self.count = 0
         self.is_open = False  # inside a pass that is recorded
@@ -183,8 +186,13 @@ class ForwardPasses:
             return None
         if self.has_stand_in:
             return _map(output, lambda t: t[:0] if t.dim() > 0 else t)
-        first = next((t for t in _tensors(output) if t.requires_grad and t.dim() > 0), None)
-        return None if first is None or not self.watches_loss else self.loss.outputs(output, len(first))
+        nested = Nested(output, keeps_strangers=True)
+        rows = [t for t in nested.tensors if t.requires_grad and t.dim() > 0]
+        if not rows:
+            return None
+        if self._is_mean:
+            output = nested.rebuilt([_undivided(t) if t.requires_grad and t.dim() > 0 else t for t in nested.tensors])
+        return self.loss.outputs(output, len(rows[0])) if self.watches_loss else output
 
     def require_one(self, is_anything_recorded: bool) -> None:
         if self.count > 1:
@@ -204,6 +212,14 @@ class ForwardPasses:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+
+def _undivided(output: Tensor) -> Tensor:
+    """The output, of which each row's gradient goes on as if that record were alone: a mean divided it by their number."""
+    n = len(output)
+    row = output.view_as(output)
+    row.register_hook(lambda gradient: gradient * n)
+    return row
 
 
 class HooksGradientSource(GradientSource):
@@ -231,7 +247,7 @@ class HooksGradientSource(GradientSource):
                 before.remove()
             warnings.filterwarnings("ignore", message=_HARMLESS_WARNING)
             try:
-                self._hooks = _Hooks(module, loss_reduction=loss_reduction, strict=False)
+                self._hooks = _Hooks(module, loss_reduction)
             except NotImplementedError as error:
                 module.__dict__.pop("autograd_grad_sample_hooks", None)
                 raise ValueError(f"Opacus has no per-record gradients for a layer of this model: {error}. Replace the layer.") from error
@@ -321,9 +337,9 @@ class HooksGradientSource(GradientSource):
 class _Hooks(GradSampleHooks):
     """Opacus' hooks, which watch forward passes and handle what Opacus stumbles over: copied models, empty batches, padding."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
-        super().__init__(module, **options)
-        self.passes = ForwardPasses(module, self._is_enabled, self.loss_reduction)
+    def __init__(self, module: nn.Module, loss_reduction: str) -> None:
+        super().__init__(module, loss_reduction="sum", strict=False)  # of gradients that are no more divided by their number
+        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
         handles: Any = module.autograd_grad_sample_hooks  # Opacus' list, which cleanup() takes off the module
         handles += [p.register_post_accumulate_grad_hook(self._forget_gradient) for p in module.parameters() if p.requires_grad]
 

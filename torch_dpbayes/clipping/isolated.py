@@ -171,11 +171,10 @@ class IsolatedGradientSource(GradientSource):
         assert this is not None
         if self.passes.has_stand_in or this.n == 0:
             return
-        unit = this.n if self.loss_reduction == "mean" else 1
         places = {id(p): k for k, p in enumerate(this.parameters)}
         wanted = [places[id(p)] for _, p in named_parameters]
         for gradients in this.gradients():
-            yield [(gradients[k] * unit).flatten(1) for k in wanted]
+            yield [gradients[k].flatten(1) for k in wanted]
 
 
 @dataclass(eq=False)

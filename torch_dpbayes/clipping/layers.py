@@ -50,7 +50,7 @@ LARGEST_CANCELLATION = 2.0**10
 
 
 class Contribution(ABC):
-    """What a layer adds to the gradient g_i of every record, before clipping and per unit of the loss' reduction.
+    """What a layer adds to the gradient g_i of every record, before clipping.
 
     Attributes:
         records: n.

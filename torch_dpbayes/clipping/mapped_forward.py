@@ -207,13 +207,12 @@ def _scalar(loss: Tensor) -> Tensor:
 
 
 class _Reduced(torch.autograd.Function):
-    """The records' losses added up, or their mean, of which nothing but the gradient 1 may come back."""
+    """The records' losses added up, or their mean; every record's own gets the gradient 1, and no other may come back."""
 
     @staticmethod
     def forward(ctx: Any, losses: Tensor, is_mean: bool) -> Tensor:
         ctx.like = losses
-        ctx.weight = 1.0 / max(len(losses), 1) if is_mean else 1.0
-        return losses.sum() * ctx.weight
+        return losses.sum() / max(len(losses), 1) if is_mean else losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
@@ -221,4 +220,4 @@ class _Reduced(torch.autograd.Function):
             raise RuntimeError(
                 "the loss came back with another gradient than 1: call backward() on it as it is; scale lr instead of the loss"
             )
-        return torch.full_like(ctx.like, ctx.weight), None
+        return torch.ones_like(ctx.like), None

@@ -61,6 +61,19 @@ class CannotBeMapped(RuntimeError):
     """The model's program cannot be run for one record at a time."""
 
 
+class DecidesByValues(ValueError):
+    """The model's way through its own program depends on what is in the batch: one record decides for all others."""
+
+
+_LOOKS = frozenset(
+    (
+        *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__),
+        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.__format__),
+        *(Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
+    )
+)
+
+
 class KeptTensors(RuntimeError):
     """Tensors of a finished map that somebody still has: in the next one, every record would see what they hold of all."""
 
@@ -253,6 +266,11 @@ class _OfOneRecord(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _plain_attention(*args, **kwargs) if self._map is None else self._attention(self._map, *args, **kwargs)
+        if func in _LOOKS and is_batchedtensor(args[0]):
+            raise DecidesByValues(
+                f"it takes a number or a truth value out of a tensor made of the records ({func.__name__}): one record would "
+                "decide for all. Compute with tensors (torch.where), and check data before training."
+            )
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise CannotBeMapped(f"it puts a hook on a tensor ({func.__name__}), which would not run")
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
@@ -353,13 +371,15 @@ class Nested:
 
     Args:
         value: the arguments or the result of a model.
+        keeps_strangers: put them back as they are, and not None.
 
     Attributes:
         tensors: those found, in order.
         strangers: what is neither a tensor nor a plain value, and may hold tensors unseen.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, *, keeps_strangers: bool = False) -> None:
+        self._keeps_strangers = keeps_strangers
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._is_tensor = isinstance(value, Tensor)
@@ -374,7 +394,9 @@ class Nested:
             self.tensors.append(leaf)
             return _PLACE
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            inner = {f.name: Nested(getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
+            inner = {
+                f.name: Nested(getattr(leaf, f.name), keeps_strangers=self._keeps_strangers) for f in dataclasses.fields(leaf)
+            }
             shell = copy.copy(leaf)
             for name, part in inner.items():
                 self.tensors += part.tensors
@@ -384,11 +406,11 @@ class Nested:
             return _Dataclass(shell, inner)
         if not isinstance(leaf, _PLAIN):
             self.strangers.append(leaf)
-            return None
+            return leaf if self._keeps_strangers else None
         return leaf
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
-        """The value with ``tensors`` in place of its own, and None in place of strangers."""
+        """The value with ``tensors`` in place of its own."""
         return tensors[0] if self._is_tensor else self._rebuilt(iter(tensors))
 
     def _rebuilt(self, remaining: Iterator[Tensor]) -> Any:
