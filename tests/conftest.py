@@ -30,3 +30,15 @@ def pytest_runtest_makereport(item, call):
     if report.failed and seed_key in item.stash:
         report.sections.append(("seed", f"to run it again as it was: torch.manual_seed({item.stash[seed_key]})"))
     return report
+
+
+@pytest.fixture
+def whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model can be run for one record at a time, so that every one of them is tested on whole batches."""
+    from torch_dpbayes import privacy_engine
+    from torch_dpbayes.clipping.record_map import CannotBeMapped
+
+    def refuse(*_: object) -> None:
+        raise CannotBeMapped("this test is of whole batches")
+
+    monkeypatch.setattr(privacy_engine, "check_mapped_model", refuse)

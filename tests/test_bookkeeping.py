@@ -654,22 +654,19 @@ def test_inputs_changed_in_place():
     class Adding(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.last, self.is_clumsy = nn.Linear(6, 6), nn.Linear(6, 3), False
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
 
-        def forward(self, x):
+        def forward(self, x, is_clumsy=False):
             h = self.first(x) * 1.0
             g = self.last(h)
-            if self.is_clumsy:
+            if is_clumsy:
                 h += 1.0
             return g
 
     net, optimizer, loader = private(Adding())
 
     def work(x, y):
-        net.is_clumsy = True
-        loss = F.cross_entropy(net(x), y)
-        net.is_clumsy = False
-        loss.backward()
+        F.cross_entropy(net(x, is_clumsy=True), y).backward()
 
     expect("input of layer 'last' was changed in place", net, optimizer, loader, work)
 
@@ -699,9 +696,8 @@ def test_modules_put_in_later(grad_sample_mode):
         net, optimizer, loader = private(grad_sample_mode=grad_sample_mode)
         x, y = next(iter(loader))
         change(net)
-        F.cross_entropy(net(x), y).backward()
-        with pytest.raises(RuntimeError, match="added to the model, replaced or removed"):
-            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"module '[13]' (changed|was added) since the model was checked"):
+            net(x)
         assert len(optimizer.accountant) == 0
 
 
@@ -837,15 +833,15 @@ def test_an_exception_in_the_middle_of_backward_leaves_nothing():
     net, optimizer, loader = private()
 
     def work(x, y):
-        hidden = []
-        handle = net[1].register_forward_hook(lambda *a: hidden.append(a[2]))
         loss = F.cross_entropy(net(x), y)
-        handle.remove()
 
-        def fail(_):
+        def fail(*_):
             raise RuntimeError("out of luck")
 
-        hidden[0].register_hook(fail)
+        node = loss.grad_fn
+        while "Relu" not in node.name():
+            node = next(following for following, _ in node.next_functions if following is not None)
+        node.register_hook(fail)
         try:
             loss.backward()
         except RuntimeError as error:
@@ -1088,7 +1084,7 @@ def test_empty_batches_add_nothing(name):
 def test_layers_that_see_another_number_of_records():
     net = nn.Sequential(nn.Flatten(0, 1), nn.Linear(6, 4), nn.Unflatten(0, (-1, 5)), nn.Linear(4, 3))
     source = BookkeepingGradientSource(net)
-    net(torch.randn(3, 5, 6)).sum().backward()
+    net(torch.randn(3, 5, 6)).mean().backward()
     with pytest.raises(RuntimeError, match="disagree on the number of records"):
         source.add_clipped_sum(list(net.named_parameters()), 1.0, [torch.zeros(p.numel()) for p in net.parameters()])
 
@@ -1118,7 +1114,7 @@ def test_a_stand_in_contributes_nothing():
         out = [torch.zeros(p.numel()) for _, p in named]
         assert source.add_clipped_sum(named, 1.0, out) == 0 and all((o == 0).all() for o in out) and len(source.norms(named)) == 0
         source.discard([p for _, p in named])
-        net(torch.randn(2, 6)).sum().backward()
+        net(torch.randn(2, 6)).mean().backward()
         assert source.add_clipped_sum(named, 1.0, out) == 2
 
 
@@ -1138,7 +1134,7 @@ def test_packed_sequences_are_refused(grad_sample_mode):
     net = Packed()
     source = HooksGradientSource(net) if grad_sample_mode == "hooks" else BookkeepingGradientSource(net)
     with pytest.raises(RuntimeError, match="packed sequence"):
-        net(torch.randn(3, 4, 6), torch.tensor([2, 4, 1])).sum().backward()
+        net(torch.randn(3, 4, 6), torch.tensor([2, 4, 1])).mean().backward()
         source.norms(list(net.named_parameters()))
 
 

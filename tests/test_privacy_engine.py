@@ -172,7 +172,7 @@ def test_what_a_factory_makes_is_verified():
 def test_records_of_which_no_empty_batch_can_be_made():
     records = [(torch.zeros(4), 1, "name") for _ in range(20)]
     with pytest.raises(ValueError, match="leave names and paths out"):
-        make(loader=DataLoader(records, batch_size=4), example_inputs=(torch.zeros(2, 4),))
+        make(loader=DataLoader(records, batch_size=4), example_inputs=(torch.randn(2, 4),))
 
 
 def test_frozen_models_and_unknown_modes():

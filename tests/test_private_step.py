@@ -281,7 +281,7 @@ def test_a_sum_over_very_many_records_moves_by_no_more_than_the_clip_bound(mode)
     """All gradients in one direction: in float32 the sum of 200,000 rounds by a percent of C, differently for every number of records."""
     records, net = 200_000, nn.Linear(1, 1)
     x = 1 + 0.1 * torch.rand(records, 1)
-    source = {"bookkeeping": BookkeepingGradientSource, "hooks": HooksGradientSource}[mode](net)
+    source = {"bookkeeping": BookkeepingGradientSource, "hooks": HooksGradientSource}[mode](net, loss_reduction="sum")
     optimizer = bare(net.parameters(), num_data=records, expected_batch_size=records, sampling=None, prior_std=math.inf)
     optimizer._source, released = source, []
 
@@ -791,15 +791,11 @@ def test_a_layer_in_eval_mode_must_stay_there():
     net[1].requires_grad_(False).eval()
     _, net, optimizer, loader = private(net)
     train(net, optimizer, loader, 1)
-    state = copy.deepcopy(net.state_dict())
     net.eval()
     net.train()
     with pytest.raises(RuntimeError, match=r"'1' was in eval mode"):
         train(net, optimizer, loader, 1)
     net[1].eval()
-    with pytest.raises(RuntimeError, match=r"'1\.running_mean' changed"):
-        train(net, optimizer, loader, 1)
-    net.load_state_dict(state)
     train(net, optimizer, loader, 1)
     assert len(optimizer.accountant) == 2
 

@@ -12,8 +12,8 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,19 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
-from .clipping.record_map import CannotBeMapped
+from .clipping.record_map import CannotBeMapped, KeptTensors, Nested
+from .gradient_checks import (
+    HOOKED,
+    MAGNITUDES,
+    HookWatch,
+    MixedRecordsError,
+    Trial,
+    check_clipped_sum,
+    check_trial,
+    require_no_hooks,
+    rows_for,
+)
+from .model_state import KEPT, ModelAsChecked
 
 _FIX = (
     "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
@@ -48,7 +60,11 @@ def made_up_inputs(batch: Any) -> tuple[Any, ...]:
     """
     inputs = (batch[:-1] if len(batch) > 1 else batch) if isinstance(batch, (tuple, list)) else (batch,)
     generator = torch.Generator().manual_seed(17)
-    return tuple(_map(lambda t: _values_like(t, 2, 2, generator), inputs))
+    for _ in range(64):
+        made = tuple(_map(lambda t: _values_like(t, 2, 2, generator), inputs))
+        if not _are_equal_records(made):
+            break
+    return made
 
 
 def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
@@ -83,6 +99,13 @@ def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
             raise ValueError(f"module {name or type(module).__name__!r} cannot be trained privately: {errors[0]} {fix}")
 
 
+def _require_different(inputs: tuple[Any, ...]) -> None:
+    if _are_equal_records(inputs):
+        raise ValueError(
+            "example_inputs holds two equal records, on which mixing does not show: pass two that differ, made up and not from the data."
+        )
+
+
 def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     """Raise unless per-record gradients of ``module`` are what clipping takes them for.
 
@@ -99,17 +122,20 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
 
     **Privacy.** A test, not a proof: a way of mixing records that neither these values nor batches of 33 nor 64 seeds bring about goes unseen.
     """
+    _require_different(inputs)
+    require_no_hooks(module)
     with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
-        _check_independence(module, source, inputs)
+        as_checked, axes, is_aligned = _check_independence(module, source, inputs)
         for seed in range(1, _ATTEMPTS):
             if _check_gradients(module, source, inputs):
                 break
             _vary(module, seed)
         else:
             raise ValueError(_NO_GRADIENT)
-        # a model that sorts its records inside leaves them alone in one of the two orders
-        _check_gradients(module, source, tuple(_map(lambda t: t.flip(0), inputs)))
+        _check_gradients_unmoved(module, source, inputs, axes, is_aligned)
         _check_empty_batch(module, source, inputs)
+        if (what := as_checked.changed()) is not None:
+            raise ValueError(KEPT.format(what))
 
 
 class Unrecorded(Exception):
@@ -136,8 +162,9 @@ def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[
         Unrecorded: parameters are used outside their layers, and must take part in the map themselves.
         ValueError: records are mixed, gradients are not those of the records, a tensor is kept between passes, or an empty batch fails.
     """
+    _require_different(inputs)
     with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
-        _check_map(module, source, inputs)
+        as_checked = _check_map(module, source, inputs)
         for seed in range(1, _ATTEMPTS):
             if _check_mapped_gradients(module, source, inputs):
                 break
@@ -145,9 +172,13 @@ def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[
         else:
             raise ValueError(_NO_GRADIENT)
         _check_empty_batch(module, source, inputs)
+        if (what := as_checked.changed()) is not None:
+            raise ValueError(KEPT.format(what))
 
 
-def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> ModelAsChecked:
+    """Returns the model's state after its first passes, which may have filled caches."""
+    as_checked: ModelAsChecked | None = None
     parameters = [p for p in module.parameters() if p.requires_grad]
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
     middle = _sizes(inputs)[len(_sizes(inputs)) // 2]
@@ -159,11 +190,11 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
     for place, batch in enumerate([*given, *others]):
         is_given, rows = place < len(given), len(next(_tensors(batch)))
         if rows > 2 and time.thread_time() - start > _SECONDS:
-            return
+            break
         axes = [0] * _MANY if rows > 1 else ()
         with source.paused(), torch.no_grad(), _SeededDraws(0, axes, are_alike=True):
             try:
-                batched = list(_tensors(module(*batch)))
+                batched = Nested(module(*batch)).tensors
             except Exception as error:
                 if not is_given:  # it may refuse such values
                     continue
@@ -173,7 +204,7 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
         draws = _SeededDraws(0, axes, are_alike=True)
         try:
             with _blamed(module), draws:
-                mapped = list(_tensors(module(*batch)))
+                mapped = Nested(module(*batch)).tensors
             if sums := [t.float().sum() for t in mapped if t.requires_grad]:
                 torch.stack(sums).sum().backward()
             if unrecorded := [name for name, p in module.named_parameters() if p.grad is not None]:
@@ -183,6 +214,7 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
             for p in parameters:
                 p.grad = None
         _require_unchanged(module, before)
+        as_checked = as_checked or ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         if any(t.dim() == 0 for t in mapped):  # a loss, of which the batched one may be another mean
             continue
         if is_given and not all(bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()):
@@ -192,11 +224,13 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
             continue
         _check_independence(module, source, inputs)
         if rows > 1 and draws.is_random:  # its draws come in another order; one record alone was the same
-            return
+            break
         raise ValueError(
             f"the forward pass of {type(module).__name__!r} gives other outputs where every record runs alone than on a batch of {rows}: it mixes "
             f"records, or depends on their number. {_ALONE}"
         )
+    assert as_checked is not None
+    return as_checked
 
 
 def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> bool:
@@ -206,7 +240,7 @@ def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: t
     generator, weights = torch.Generator().manual_seed(1), dict[int, Tensor]()
 
     def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
-        outputs = [t for t in _tensors(module(*arguments)) if t.is_floating_point()]
+        outputs = [t for t in Nested(module(*arguments)).tensors if t.is_floating_point()]
         if losses := [t for t in outputs if t.dim() == 0]:
             return torch.stack(losses).sum()
         total: Any = 0.0
@@ -245,7 +279,8 @@ def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: t
         if records.shape != true.shape or not float((records - true).norm()) <= tolerance * max(float(true.norm()), 1e-3 * largest):
             raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
     if largest > 0:
-        _check_clipping(named, source, truth, draws)
+        with draws():
+            check_clipped_sum(named, source, [torch.stack(gradients).flatten(1) for gradients in zip(*truth, strict=True)])
     source.discard(parameters)
     return largest > 0
 
@@ -264,6 +299,8 @@ def _blamed(module: nn.Module) -> Iterator[None]:
         handles.append(layer.register_forward_hook(leave))
     try:
         yield
+    except KeptTensors as error:
+        raise ValueError(str(error)) from None  # the tensors it names are data
     except CannotBeMapped as error:
         raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error
     except Exception as error:
@@ -298,6 +335,8 @@ _ATTEMPTS = 20  # parameters at which the gradients of a model with dead outputs
 _SIZES = (2, 5, 33)
 _SEEDS = 64  # all of them miss a branch of probability 0.1 with probability 0.001
 _FEWEST_SEEDS = 8
+_FEWEST_TRIALS = 3
+_OTHER_SEEDS = 2**20
 _SECONDS = 0.4  # of this thread, on optional comparisons and again on seeds
 _ENTRIES = 1024  # of what a layer takes or gives, compared for each record
 _CALLS = 8  # of a layer in one pass that are compared: cells of recurrent layers have one for each position
@@ -315,18 +354,30 @@ class _Forward:
     """One run of the model: its output and, for each record, what its modules took and gave."""
 
     outputs: list[Tensor]
+    trained: frozenset[str] = frozenset()  # modules with trainable parameters of their own
     notes: dict[_Key, list[Tensor]] = field(default_factory=dict)  # in the order in which modules finish
     shapes: dict[_Key, torch.Size] = field(default_factory=dict)
 
 
-def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+def _check_independence(
+    module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]
+) -> tuple[ModelAsChecked, list[int | None], bool]:
+    """Raise if a record's output depends on others.
+
+    Returns:
+        The model's state after its first pass, which may have filled caches; for each draw of random numbers the dimension of the records; and
+        whether records draw in a batch what they would draw alone.
+    """
     before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
     with source.paused():
         try:
             first = _run(module, inputs, _SeededDraws(0)).outputs
+        except MixedRecordsError:
+            raise
         except Exception as error:
             shapes = [list(t.shape) for t in _tensors(inputs)]
             raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
+        as_checked = ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         _require_unchanged(module, before)
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
@@ -343,6 +394,8 @@ def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple
         draws = _SeededDraws(0)
         try:
             alone = _run(module, _given(inputs, [0]), draws)
+        except MixedRecordsError:
+            raise
         except Exception as error:
             raise ValueError(f"the model fails on a batch of one record, which Poisson sampling delivers: {error}. {_FIX}") from error
         several = _SeededDraws(0)
@@ -351,9 +404,11 @@ def _check_independence(module: nn.Module, source: GradientSource, inputs: tuple
         axes = None  # in what is drawn, the dimension of the records; None: they draw one after another
         if len(draws.shapes) == len(several.shapes):
             axes = [_record_axis(s, t, rows) for s, t in zip(draws.shapes, several.shapes, strict=True)]
-        _require_unmoved(module, inputs, alone, axes or [])
-        _require_same_alone(module, inputs, axes or [], is_aligned=axes is not None and not several.is_elsewhere)
+        is_aligned = axes is not None and not several.is_elsewhere
+        _require_unmoved(module, inputs, alone, axes or [], is_aligned)
+        _require_same_alone(module, inputs, axes or [], is_aligned)
     _require_unchanged(module, before)
+    return as_checked, axes or [], is_aligned
 
 
 def _require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:
@@ -384,7 +439,7 @@ def _require_same_alone(module: nn.Module, inputs: tuple[Any, ...], axes: list[i
         together = _run_given(module, inputs, rows, _SeededDraws(0, axes, are_alike=True), singles[0])
         places = torch.arange(rows)
         for k, single in enumerate(singles[: 2 if is_aligned else 1]):
-            expected = _Forward([t.expand(rows, *t.shape[1:]) for t in single.outputs], shapes=together.shapes)
+            expected = _Forward([t.expand(rows, *t.shape[1:]) for t in single.outputs], single.trained, shapes=together.shapes)
             for key in together.notes.keys() & single.notes.keys():
                 whole = single.notes[key][0]
                 axis = _record_axis(whole.shape, together.shapes[key], rows)
@@ -394,51 +449,70 @@ def _require_same_alone(module: nn.Module, inputs: tuple[Any, ...], axes: list[i
             _require_same(module, expected, together, keep, "the number of records in the batch, or on its place among them", is_same_size=False)
 
 
-def _require_unmoved(module: nn.Module, inputs: tuple[Any, ...], alone: _Forward, axes: list[int | None]) -> None:
-    """Raise if other values of the other records move what happens to a record, under the same random numbers."""
+def _require_unmoved(
+    module: nn.Module, inputs: tuple[Any, ...], alone: _Forward, axes: list[int | None], is_aligned: bool
+) -> None:
+    """Raise if other values of the other records move what happens to a record, under the same random numbers, or other numbers of theirs."""
     limits, on_cpu = _integer_limits(module, inputs), _on_cpu(module)
     start, spent, is_random = time.thread_time(), 0, False
 
-    def compare(rows: int, kind: str, seed: int, kept: list[Tensor]) -> None:
-        """One batch, in which those in each of ``kept`` stay and all others are exchanged."""
+    def compare(rows: int, kind: str, seed: int, kept: list[Tensor], is_by_record: bool = False) -> None:
+        """One batch, in which those in each of ``kept`` stay and all others are exchanged, with what they draw where records draw apart."""
         nonlocal spent, is_random
         base, others = _neighbours(inputs, rows, kind, limits, seed)
-        draws = _SeededDraws(seed, axes)
+        draws = _SeededDraws(seed, axes, by_record=is_by_record)
         try:
             if on_cpu:
                 _tried(module, base, on_cpu)
             first = _run(module, base, draws, alone, rows)
+        except MixedRecordsError:
+            raise
         except Exception as error:
             if kind in ("given", "copies"):
                 raise ValueError(f"the model fails on a batch of {rows} made-up records: {error}") from error
             return  # it may refuse such values
         for keep in kept:
-            exchanged = iter(list(_tensors(others)))
-            mixed = tuple(_map(lambda t, keep=keep, exchanged=exchanged: torch.where(_like(keep, t), t, next(exchanged)), base))
+            mixed = _exchanged(base, others, keep)
             try:
                 if on_cpu:
                     _tried(module, mixed, on_cpu)
-                second = _run(module, mixed, _SeededDraws(seed, axes), alone, rows)
+                second = _run(module, mixed, _SeededDraws(seed, axes, by_record=is_by_record, others=~keep if is_by_record else None), alone, rows)
+            except MixedRecordsError:
+                raise
             except Exception:
                 continue
             _require_same(module, first, second, keep, "another record in the batch", is_same_size=True)
         spent += rows * (1 + len(kept))
         is_random |= draws.is_random
 
-    kinds = ("given", "copies", "outliers", "missing", "short", "plain", "holes")
+    kinds = ("given", "copies", "codes", "ties", "outliers", "missing", "short", "plain", "holes")
     middle, large = _sizes(inputs)[len(_sizes(inputs)) // 2], _sizes(inputs)[-1]
-    batches = [(middle, kinds), (large, kinds), (2, kinds[:2])]
+    batches = [(middle, kinds), (large, (*kinds[2:], *kinds[:2])), (2, kinds[:2])]
     groups = [(rows, kind) for rows, several in batches for kind in several]
+    required = 0.0  # seconds
     for seed, (rows, kind) in enumerate(groups):
         seconds = time.thread_time() - start
-        if seed < len(kinds) or seconds * (1 + 5 * rows / spent) < _SECONDS:
+        if seed == len(kinds):
+            required = seconds
+        if seed < len(kinds) or seconds * (1 + 5 * rows / spent) < _SECONDS + required:
             compare(rows, kind, seed, _kept(rows))
     start = time.thread_time()
     for seed in range(_SEEDS if is_random else 0):
         if seed >= _FEWEST_SEEDS and time.thread_time() - start > _SECONDS:
             return
-        rows = (2, middle)[seed // 2 % 2]
-        compare(rows, kinds[seed % 2], len(groups) + seed, [_kept(rows)[seed // 4 % len(_kept(rows))]])
+        rows, is_by_record = (2, middle)[seed // 2 % 2], is_aligned and seed // 2 % 2 == 1
+        compare(rows, kinds[seed % 2], len(groups) + seed, [_kept(rows)[seed // 4 % len(_kept(rows))]], is_by_record)
+
+
+def _exchanged(base: tuple[Any, ...], others: tuple[Any, ...], keep: Tensor) -> tuple[Any, ...]:
+    """The records in ``keep`` of ``base``, and all others of ``others``."""
+    exchanged = iter(list(_tensors(others)))
+    return tuple(_map(lambda t: torch.where(_like(keep, t), t, next(exchanged)), base))
+
+
+def _are_equal_records(inputs: tuple[Any, ...]) -> bool:
+    tensors = [t for t in _tensors(inputs) if t.dim() > 0 and len(t) == 2 and t.numel() > 0]
+    return len(tensors) > 0 and all(torch.equal(t[0], t[1]) for t in tensors)
 
 
 def _kept(rows: int) -> list[Tensor]:
@@ -468,6 +542,11 @@ def _neighbours_like(t: Tensor, rows: int, kind: str, limit: int, generator: tor
     if kind in ("plain", "holes") and t.is_floating_point():
         made = torch.rand(made.shape, generator=generator).to(t.dtype).to(t.device) if kind == "plain" else made
         return made, other * 300 if kind == "plain" else other.masked_fill(chance(0.25), math.nan)
+    if kind == "ties":
+        return _tied(made, 0), _tied(other, 1)
+    if kind == "codes":  # categories and counts, whatever their type
+        codes = torch.randint(3 if t.is_floating_point() else min(limit, 3), (2, *made.shape), generator=generator).to(t)
+        return codes[0], codes[1]
     if kind == "outliers":
         if not t.is_floating_point():
             return made, torch.full_like(other, limit - 1)
@@ -480,6 +559,19 @@ def _neighbours_like(t: Tensor, rows: int, kind: str, limit: int, generator: tor
         lengths = torch.randint(1, t.shape[1] // 2 + 2, (rows, 1), generator=generator)
         return made.masked_fill(_like(torch.arange(t.shape[1]) >= lengths, t), 0), other
     return made, other
+
+
+def _tied(made: Tensor, shift: int) -> Tensor:
+    """Records that tie in some keys and not in others: of the same entries in another order, of opposite signs, with the same first entry."""
+    for k in range(len(made)):
+        which = (k + shift) % 4
+        if which == 1:
+            made[k] = made[0].flatten().flip(0).reshape(made[0].shape)
+        elif which == 2 and k > 0:
+            made[k] = -made[0] if made.is_floating_point() else made[0]
+        elif k > 0:
+            made[k].flatten()[:1] = made[0].flatten()[:1]
+    return made
 
 
 def _values_like(t: Tensor, rows: int, limit: int, generator: torch.Generator) -> Tensor:
@@ -538,6 +630,8 @@ def _given(inputs: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
 def _run_given(module: nn.Module, inputs: tuple[Any, ...], rows: int, draws: _SeededDraws, alone: _Forward | None = None) -> _Forward:
     try:
         return _run(module, _given(inputs, [i % 2 for i in range(rows)]), draws, alone, rows)
+    except MixedRecordsError:
+        raise
     except Exception as error:
         raise ValueError(f"the model fails on a batch of {rows} made-up records: {error}") from error
 
@@ -579,8 +673,10 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
         losses = loss_per_record(inputs)
         truth = [gradients(losses[i]) for i in range(2)]
     largest = max((float(g.norm()) for t in truth for g in t if g is not None), default=0.0)
+    true_gradients = []
     for k, ((name, p), records) in enumerate(zip(named, recorded, strict=True)):
         true = torch.stack([torch.zeros_like(p) if g is None else g for g in (t[k] for t in truth)])
+        true_gradients.append(true.flatten(1))
         if records is None:
             if truth[0][k] is None and truth[1][k] is None:
                 raise ValueError(_NOT_USED.format(name))
@@ -597,37 +693,44 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
         if not float((records - true).norm()) <= tolerance * scale:
             raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
     if largest > 0:
-        _check_clipping(named, source, [[torch.zeros_like(p) if g is None else g for p, g in zip(parameters, t, strict=True)] for t in truth])
+        check_clipped_sum(named, source, true_gradients)
     source.discard(parameters)
     return largest > 0
 
 
-def _check_clipping(
-    named: Sequence[tuple[str, Tensor]],
-    source: GradientSource,
-    truth: list[list[Tensor]],
-    draws: Callable[[], AbstractContextManager[Any]] = nullcontext,
+def _check_gradients_unmoved(
+    module: nn.Module, source: GradientSource, inputs: tuple[Any, ...], axes: list[int | None], is_aligned: bool
 ) -> None:
-    """Norms and the clipped sum, which a source may compute in other ways than per-record gradients, against the true ones."""
-    flat = torch.stack([torch.cat([g.detach().double().flatten() for g in t]) for t in truth])
-    norms = flat.norm(dim=1)
-    clip = max(float(norms.max()) / 2, 1e-12)
-    dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
-    out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
-    for _, p in named:
-        p.grad = None  # hooks leave an ordinary gradient, and an unhooked use was found above
-    with draws():
-        found = source.norms(named).double()
-    with draws():
-        source.add_clipped_sum(named, clip, out)
-    expected = (flat * (clip / norms).clamp(max=1.0)[:, None]).sum(0)
-    tolerance = 2e-2 if any(p.dtype in (torch.float16, torch.bfloat16) for _, p in named) else 2e-3
-    are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15
-    if not are_norms or not float((torch.cat(out).double() - expected).norm()) <= tolerance * clip:
-        raise ValueError(
-            "the clipped sum of two made-up records is not that of their gradients, which are recorded correctly: an error of this library in one "
-            'of the model\'s layers. Try grad_sample_mode="hooks", and please report the model.'
-        )
+    """Raise if a record's gradient depends on others: made-up records of every kind, output gradients of every order of magnitude."""
+    kinds = ("ties", "codes", "given", "short", "outliers", "plain")
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    middle, large = _sizes(inputs)[len(_sizes(inputs)) // 2], _sizes(inputs)[-1]
+    limits, on_cpu = _integer_limits(module, inputs), _on_cpu(module)
+    start, required = time.thread_time(), 0.0
+    for seed, power in enumerate(MAGNITUDES):
+        seconds = time.thread_time() - start
+        if seed == _FEWEST_TRIALS:
+            required = seconds
+        if seed >= _FEWEST_TRIALS and seconds - required + required / _FEWEST_TRIALS > _SECONDS:
+            return
+        rows, are_alike = rows_for(named, large if seed % 4 == 3 else middle), is_aligned and seed % 2 == 0
+        keep = _kept(rows)[(seed + 1) % len(_kept(rows))]
+        base, others = _neighbours(inputs, rows, kinds[seed % len(kinds)], limits, seed)
+        mixed = _exchanged(base, others, keep)
+
+        def draws(seed: int = seed, are_alike: bool = are_alike) -> _SeededDraws:
+            return _SeededDraws(seed, axes, are_alike=are_alike)
+
+        try:
+            if on_cpu:
+                _tried(module, base, on_cpu)
+                _tried(module, mixed, on_cpu)
+            check_trial(module, source, Trial(base, mixed, keep, power, seed, draws, are_alike))
+        except MixedRecordsError:
+            raise
+        except Exception as error:
+            if kinds[seed % len(kinds)] == "given":
+                raise ValueError(f"the model's gradients cannot be computed on {rows} made-up records: {error}") from error
 
 
 def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
@@ -637,7 +740,7 @@ def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[
 
     def run() -> None:
         try:
-            outputs = [t for t in _tensors(module(*empty)) if t.requires_grad]
+            outputs = [t for t in Nested(module(*empty)).tensors if t.requires_grad]
             torch.stack([t.float().sum() for t in outputs]).sum().backward()
             if any(source.per_record_gradients(p) is None for p in parameters):
                 raise ValueError("it leaves parameters without gradients; no shortcut for empty inputs may leave the forward pass early")
@@ -669,7 +772,7 @@ def _run(
     module: nn.Module, arguments: tuple[Any, ...], draws: _SeededDraws, alone: _Forward | None = None, rows: int = 1
 ) -> _Forward:
     """Run, and note what modules take and give: whole where ``alone``, the run of one record, is None, otherwise by record."""
-    found = _Forward([])
+    found = _Forward([], _trained(module))
     calls: Counter[str] = Counter()
 
     def note(name: str, given: Any, output: Any) -> None:
@@ -692,12 +795,15 @@ def _run(
         for name, layer in module.named_modules()
         if layer is not module
     ]
+    watch = HookWatch()
     try:
-        with torch.set_grad_enabled(bool(draws._seed % 2)), draws:  # the model may ask which
+        with torch.set_grad_enabled(bool(draws._seed % 2)), draws, watch:  # the model may ask which
             found.outputs = [t.detach() for t in _tensors(module(*arguments))]
     finally:
         for handle in handles:
             handle.remove()
+        if watch.found is not None:
+            raise MixedRecordsError(HOOKED.format(f"the forward pass of {type(module).__name__!r}", f"Tensor.{watch.found}"))
     return found
 
 
@@ -726,13 +832,25 @@ def _by_record(t: Tensor, axis: int, rows: int) -> list[Tensor]:
 def _require_same(module: nn.Module, first: _Forward, second: _Forward, keep: Tensor, on_what: str, *, is_same_size: bool) -> None:
     """Raise, and say where, unless the records in ``keep`` fare the same in both runs."""
     where, fix = f"the forward pass of {type(module).__name__!r}", _ALONE
+    if is_same_size and (name := _unlike(first, second)) is not None:
+        raise ValueError(
+            f"module {name!r} sees a number of rows that depends on the records: one record would decide whether others' gradients are taken. Run it "
+            "on all records, and choose among its outputs with a mask."
+        )
     for key, notes in first.notes.items():
         others = second.notes.get(key, [])
         if len(notes) != len(others) or first.shapes[key] != second.shapes[key]:  # another way through the model, which its output decides upon
             continue
-        if any(_same_somewhere(a, b, keep, is_same_size) for a, b in zip(notes, others, strict=True)):
-            continue
         name, _, is_output, _ = key
+        if any(_same_there(a, b, keep, is_same_size) for a, b in zip(notes, others, strict=True)):
+            continue
+        if any(_same_somewhere(a, b, keep, is_same_size) for a, b in zip(notes, others, strict=True)):
+            if name not in first.trained:
+                continue
+            raise ValueError(
+                f"module {name!r} sees rows in another order than the model, or mixed ones, so that a record's gradients depend on {on_what}. Leave "
+                "the rows in their places, and use a mask for what concerns some of them."
+            )
         if not is_output:
             where = f"the forward pass of {name.rpartition('.')[0] or type(module).__name__!r}, before module {name!r},"
         else:
@@ -755,10 +873,27 @@ def _same_outputs(first: list[Tensor], second: list[Tensor], keep: Tensor, *, is
     )
 
 
+def _trained(module: nn.Module) -> frozenset[str]:
+    return frozenset(name for name, layer in module.named_modules() if any(p is not None and p.requires_grad for p in layer._parameters.values()))
+
+
+def _unlike(first: _Forward, second: _Forward) -> str | None:
+    """A trainable module that runs in one of two batches of the same size only, or on another number of rows."""
+    for key in first.shapes.keys() | second.shapes.keys():
+        name, call, is_output, _ = key
+        if name in first.trained and is_output and call == 1:
+            shapes = first.shapes.get(key), second.shapes.get(key)
+            if shapes[0] is None or shapes[1] is None or shapes[0][:1] != shapes[1][:1]:
+                return name
+    return None
+
+
+def _same_there(a: Tensor, b: Tensor, keep: Tensor, is_same_size: bool) -> bool:
+    return torch.equal(a[keep], b[keep]) or bool(_same_rows(a, b, is_same_size)[keep].all())
+
+
 def _same_somewhere(a: Tensor, b: Tensor, keep: Tensor, is_same_size: bool) -> bool:
-    """Whether the records' rows are the same, or as many others: a layer may take records in another order, which its gradients decide upon."""
-    if torch.equal(a[keep], b[keep]) or bool(_same_rows(a, b, is_same_size)[keep].all()):
-        return True
+    """Whether as many rows are the same as are kept: a layer without trainable parameters may take records in another order."""
     return sum(bool(_same_rows(row.expand_as(b), b, is_same_size).any()) for row in a) >= int(keep.sum())
 
 
@@ -837,11 +972,22 @@ class _SeededDraws(TorchDispatchMode):
         seed: of torch's generators, Python's and NumPy's.
         axes: for each draw, the dimension of the records, where known.
         are_alike: all records get the same numbers, and so do all draws.
+        by_record: every record draws from a seed of its own.
+        others: records that draw from other seeds, with ``by_record``.
     """
 
-    def __init__(self, seed: int, axes: Sequence[int | None] = (), *, are_alike: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        axes: Sequence[int | None] = (),
+        *,
+        are_alike: bool = False,
+        by_record: bool = False,
+        others: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self._seed, self._axes, self._are_alike = seed, axes, are_alike
+        self._by_record, self._others = by_record, others
         self._calls: Counter[str] = Counter()
         self.shapes: list[torch.Size] = []
         self.is_elsewhere = False  # random numbers of Python, of NumPy, or within an operation that may mix records
@@ -877,8 +1023,9 @@ class _SeededDraws(TorchDispatchMode):
         is_for_each = samples or not _reads_values(function)
         self.is_elsewhere |= not is_for_each
         # a record's values decide how many random numbers a sampler takes for it, and so where those of the next record start
-        if axis is None or axis >= len(shape) or not (samples or (is_for_each and self._are_alike)):
+        if axis is None or axis >= len(shape) or not (samples or (is_for_each and (self._are_alike or self._by_record))):
             return drawn
+        others = self._others if self._others is not None and len(self._others) == shape[axis] else None
         one = [*shape[:axis], 1, *shape[axis + 1 :]]
         for k in range(shape[axis]):
             parts = [
@@ -887,7 +1034,8 @@ class _SeededDraws(TorchDispatchMode):
                 else a
                 for a in args
             ]
-            part = _drawn(seed if self._are_alike else seed + k, function, parts, kwargs)
+            is_other = others is not None and bool(others[k])
+            part = _drawn(seed if self._are_alike else seed + k + _OTHER_SEEDS * is_other, function, parts, kwargs)
             for whole, slice_ in zip(_tensors(drawn), _tensors(part), strict=True):
                 if whole.shape == shape and list(slice_.shape) == one:
                     whole.narrow(axis, k, 1).copy_(slice_)

@@ -30,6 +30,7 @@ from .clipping.record_map import CannotBeMapped
 from .data_parallel import CALIBRATION, Ranks, refuse_wrapped, require_alone
 from .fixed_tensors import FixedTensors, forward_passes_leave_buffers
 from .model_checks import Unrecorded, check_layers, check_mapped_model, check_model, made_up_inputs
+from .model_state import ModelAsChecked
 from .noise import stream_position
 from .optim.base import PrivateOptimizer, options_of
 from .poisson_loader import PoissonLoader
@@ -308,9 +309,12 @@ class PrivacyEngine:
         except BaseException:
             source.remove()
             raise
+        source.watch_loss()
+        _log.info("records are independent: %s", source.independence)
         fixed = FixedTensors(module)
         module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
-        optimizer._bind(source, loader.sampler_of_draws, fixed, is_alone=self._is_alone)
+        as_checked = ModelAsChecked(module, source.passing_attributes)
+        optimizer._bind(source, loader.sampler_of_draws, fixed, as_checked, is_alone=self._is_alone)
         self._accountant = optimizer.accountant
         if not isinstance(data_loader, PoissonLoader) and (self._ranks is None or self._ranks.rank == 0):
             _log.warning(
@@ -342,6 +346,9 @@ def _checked_source(
             raise
         return source
 
+    if (before := GradientSource.attached_to(module)) is not None:
+        before.remove()
+    ModelAsChecked.remove_from(module)
     reason = _hooks_on(module)
     if mode == "isolated":
         if reason:

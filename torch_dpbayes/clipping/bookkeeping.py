@@ -82,6 +82,7 @@ class BookkeepingGradientSource(GradientSource):
         self.loss_reduction = loss_reduction
         self.step = 0  # which forward passes may still be backpropagated; grows when they are forgotten
         self.is_copy = False
+        self._has_loss = loss is not None
         self._is_paused = self._is_removed = False
         self._noted: list[tuple[_Layer | Tensor, Contribution | layers.Call]] = []
         self._held: list[tuple[_Layer, Tensor, int]] = []  # and its version
@@ -115,7 +116,7 @@ class BookkeepingGradientSource(GradientSource):
                 stacklevel=2,
             )
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.passes = ForwardPasses(module, self._is_enabled)
+        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
         attach(self, module)
 
     def add_clipped_sum(
@@ -163,9 +164,8 @@ class BookkeepingGradientSource(GradientSource):
     @torch.no_grad()
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         for contribution in self._merged():
-            gradients = contribution.per_record().get(parameter)
-            if gradients is not None:
-                gradients = gradients.reshape(-1, *parameter.shape)
+            if any(p is parameter for p in contribution.parameters):
+                gradients = contribution.per_record()[parameter].reshape(-1, *parameter.shape)
                 return gradients * len(gradients) if self.loss_reduction == "mean" else gradients
         return None
 
@@ -178,6 +178,15 @@ class BookkeepingGradientSource(GradientSource):
         self._held.clear()
         self.step += 1
         self.passes.forget()
+
+    def watch_loss(self) -> None:
+        self.passes.watches_loss = True
+
+    @property
+    def loss_state(self) -> str:
+        if self._has_loss:
+            return "loss by construction"
+        return f"loss {self.passes.loss.state}"
 
     @contextmanager
     def paused(self) -> Iterator[None]:

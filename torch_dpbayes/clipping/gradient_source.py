@@ -19,6 +19,8 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .loss_check import LossWatch
+
 PACKED = (
     "a recurrent layer was given a packed sequence, which sorts records by length: their gradients in this layer could not be told apart from those "
     "of other records in other layers. Pad the sequences and pass a tensor."
@@ -53,10 +55,12 @@ class GradientSource(ABC):
     Attributes:
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
         independence: how records are kept apart.
+        passing_attributes: what it keeps on modules between a forward pass and the end of the step.
     """
 
     loss_reduction: str
     independence: str = "tested on made-up records"
+    passing_attributes: tuple[str, ...] = ()
 
     @staticmethod
     def attached_to(module: nn.Module) -> GradientSource | None:
@@ -110,6 +114,14 @@ class GradientSource(ABC):
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         """What was recorded for one parameter, (records, *shape), for the checks on made-up records; None if nothing was."""
 
+    def watch_loss(self) -> None:
+        """From now on, see that what reaches a record's output comes from that record's loss alone."""
+
+    @property
+    def loss_state(self) -> str:
+        """How records are kept apart in the loss."""
+        return "loss not seen"
+
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """No per-record gradients are recorded inside."""
@@ -132,16 +144,17 @@ class ForwardPasses:
     Args:
         module: the model.
         is_enabled: whether anything is recorded at all.
+        loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
     """
 
-    def __init__(self, module: nn.Module, is_enabled: Callable[[], bool]) -> None:
+    def __init__(self, module: nn.Module, is_enabled: Callable[[], bool], loss_reduction: str) -> None:
+        self.loss = LossWatch(loss_reduction)
+        self.watches_loss = False  # while the model is checked, with losses that are made up
         self.count = 0
         self.is_open = False  # inside a pass that is recorded
         self.has_stand_in = False
         self.uses_stand_in = False
         self._is_enabled = is_enabled
-        self._root, self._modules = module, list(module.modules())
-        self._modes = [(name, layer) for name, layer in module.named_modules() if not layer.training]
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -166,32 +179,27 @@ class ForwardPasses:
     @torch.compiler.disable
     def _after(self, _module: nn.Module, _input: Any, output: Any) -> Any:
         was_open, self.is_open = self.is_open, False
-        return _map(output, lambda t: t[:0] if t.dim() > 0 else t) if was_open and self.has_stand_in else None
+        if not was_open:
+            return None
+        if self.has_stand_in:
+            return _map(output, lambda t: t[:0] if t.dim() > 0 else t)
+        first = next((t for t in _tensors(output) if t.requires_grad and t.dim() > 0), None)
+        return None if first is None or not self.watches_loss else self.loss.outputs(output, len(first))
 
     def require_one(self, is_anything_recorded: bool) -> None:
-        now = list(self._root.modules())
-        if len(now) != len(self._modules) or any(a is not b for a, b in zip(now, self._modules, strict=True)):
-            raise RuntimeError(
-                "a module was added to the model, replaced or removed since it was checked that every record is treated by itself: call make_private "
-                "again after changing the model."
-            )
-        for name, layer in self._modes:
-            if layer.training:
-                raise RuntimeError(
-                    f"module {name!r} was in eval mode when the model was checked and is in training mode now, where it may mix records: put it "
-                    "back into eval mode after every model.train(), or call make_private again."
-                )
         if self.count > 1:
             raise RuntimeError(
                 f"the model was run forward {self.count} times in training mode for one step: rows of several passes add up, and a "
                 "record in two of them, or one that is not of this batch, would not be accounted. Evaluate under torch.no_grad() or model.eval(); "
                 "where a loss needs several outputs, compute them in one forward pass of the model."
             )
+        self.loss.require_each_alone()
         if self.count == 0 and is_anything_recorded:
             raise RuntimeError("call the model itself, not its parts: model(x), so that it can be checked that every record is used once")
 
     def forget(self) -> None:
         self.count, self.is_open, self.has_stand_in = 0, False, False
+        self.loss.forget()
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -208,6 +216,8 @@ class HooksGradientSource(GradientSource):
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that record i's gradient depends on record i
     alone. ``PrivacyEngine.make_private`` checks what can be checked of that.
     """
+
+    passing_attributes = ("activations", "max_batch_len")  # Opacus'
 
     def __init__(self, module: nn.Module | None = None, *, loss_reduction: str = "mean") -> None:
         if loss_reduction not in ("mean", "sum"):
@@ -265,6 +275,17 @@ class HooksGradientSource(GradientSource):
         records: Tensor | list[Tensor] | None = getattr(parameter, "grad_sample", None)
         return records[0] if isinstance(records, list) else records
 
+    def watch_loss(self) -> None:
+        if self._hooks is None:
+            return
+        self._hooks.passes.watches_loss = True
+
+    @property
+    def loss_state(self) -> str:
+        if self._hooks is None:
+            return super().loss_state
+        return f"loss {self._hooks.passes.loss.state}"
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         if self._hooks is None:
@@ -302,7 +323,7 @@ class _Hooks(GradSampleHooks):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self.passes = ForwardPasses(module, self._is_enabled)
+        self.passes = ForwardPasses(module, self._is_enabled, self.loss_reduction)
         handles: Any = module.autograd_grad_sample_hooks  # Opacus' list, which cleanup() takes off the module
         handles += [p.register_post_accumulate_grad_hook(self._forget_gradient) for p in module.parameters() if p.requires_grad]
 

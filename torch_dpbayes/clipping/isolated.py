@@ -52,6 +52,7 @@ class IsolatedGradientSource(GradientSource):
         self.loss_reduction = loss_reduction
         self.independence = "by construction"
         self.is_copy = False
+        self._has_loss = loss is not None
         self._is_paused = self._is_removed = False
         self._pass: _Pass | None = None
         self._module = module
@@ -59,7 +60,7 @@ class IsolatedGradientSource(GradientSource):
         if before is not None:
             before.remove()
         self._trainable = [p for p in module.parameters() if p.requires_grad]
-        self.passes = ForwardPasses(module, self._is_enabled)
+        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
         self.mapped = MappedForward(module, self, self._trainable, loss)
         attach(self, module)
 
@@ -119,6 +120,15 @@ class IsolatedGradientSource(GradientSource):
             self._pass.is_over = True
         self._pass = None
         self.passes.forget()
+
+    def watch_loss(self) -> None:
+        self.passes.watches_loss = True
+
+    @property
+    def loss_state(self) -> str:
+        if self._has_loss:
+            return "loss by construction"
+        return f"loss {self.passes.loss.state}"
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -147,7 +147,7 @@ class MappedForward:
         try:
             found = self.source.over_records(of_one, rows, direct, n)
         except KeptTensors as kept:
-            raise CannotBeMapped(self._where(kept.tensors)) from None
+            raise KeptTensors(kept.tensors, self._where(kept.tensors)) from None
         assert result is not None
         is_mean = self.source.loss_reduction == "mean"
         return result.rebuilt([_Reduced.apply(t, is_mean) if t.dim() == 1 else t.squeeze(1) for t in found])
@@ -178,7 +178,7 @@ class MappedForward:
             if any(t is value for t in kept)
         )
         place = next(places, "in a container, a closure or a global variable")
-        return f"it keeps a tensor made of the records ({place}), which the next batch would see: return it instead"
+        return f"the forward pass keeps a tensor made of the records ({place}), which the next batch would see: return it instead"
 
 
 _NOTE = (

@@ -61,12 +61,12 @@ class CannotBeMapped(RuntimeError):
     """The model's program cannot be run for one record at a time."""
 
 
-class KeptTensors(CannotBeMapped):
+class KeptTensors(RuntimeError):
     """Tensors of a finished map that somebody still has: in the next one, every record would see what they hold of all."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__("a tensor made of the records outlives the forward pass")
-        self.tensors = tensors
+    def __init__(self, tensors: Sequence[Tensor], text: str = "a tensor made of the records outlives the forward pass") -> None:
+        super().__init__(text)
+        self.tensors = list(tensors)
 
 
 class RecordMap:
@@ -148,6 +148,7 @@ class RecordMap:
         alive: list[Tensor] = []
         for generation in (None, 0, 2):  # most of what is in reference cycles is young
             if generation is not None:
+                alive.clear()
                 gc.collect(generation)
             alive = [t for reference in self._seen if (t := reference()) is not None]
             if not alive:
@@ -252,6 +253,8 @@ class _OfOneRecord(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _plain_attention(*args, **kwargs) if self._map is None else self._attention(self._map, *args, **kwargs)
+        if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
+            raise CannotBeMapped(f"it puts a hook on a tensor ({func.__name__}), which would not run")
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
@@ -289,7 +292,7 @@ class _OfOneRecord(TorchFunctionMode):
         return record_map.on_batch(run, [query, key, value, *([attn_mask] if attn_mask is not None else [])])
 
 
-class attention_as_in_maps(TorchFunctionMode):  # noqa: N801 - a context manager
+class attention_as_in_maps(TorchFunctionMode):
     """Torch's attention layer computes as it does in a map, so that dropout draws the same numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -372,10 +375,13 @@ class Nested:
             return _PLACE
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             inner = {f.name: Nested(getattr(leaf, f.name)) for f in dataclasses.fields(leaf)}
-            for part in inner.values():
+            shell = copy.copy(leaf)
+            for name, part in inner.items():
                 self.tensors += part.tensors
                 self.strangers += part.strangers
-            return _Dataclass(leaf, inner)
+                part.tensors, part.strangers = [], []
+                object.__setattr__(shell, name, None)
+            return _Dataclass(shell, inner)
         if not isinstance(leaf, _PLAIN):
             self.strangers.append(leaf)
             return None
@@ -393,7 +399,7 @@ class Nested:
             if leaf is _PLACE:
                 return next(remaining)
             if isinstance(leaf, _Dataclass):
-                whole = copy.copy(leaf.whole)
+                whole = copy.copy(leaf.shell)
                 for name, part in leaf.parts.items():
                     object.__setattr__(whole, name, part._rebuilt(remaining))
                 return whole
@@ -404,7 +410,7 @@ class Nested:
 
 @dataclasses.dataclass(frozen=True)
 class _Dataclass:
-    whole: Any
+    shell: Any  # with nothing in its fields
     parts: dict[str, Nested]
 
 

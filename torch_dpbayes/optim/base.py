@@ -34,6 +34,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..clipping.gradient_source import GradientSource, HooksGradientSource
 from ..data_parallel import STEP, Ranks, require_alone
 from ..fixed_tensors import CHANGED, FixedTensors
+from ..model_state import ModelAsChecked
 from ..noise import GaussianNoise, add_gaussian
 from ..poisson_loader import PoissonSampler
 
@@ -182,6 +183,7 @@ class PrivateOptimizer(Optimizer):
         self._source: GradientSource = HooksGradientSource()
         self._sampler: PoissonSampler | None = None
         self._fixed: FixedTensors | None = None
+        self._as_checked: ModelAsChecked | None = None
         self._ranks: Ranks | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
         self._start_afresh()
@@ -196,6 +198,7 @@ class PrivateOptimizer(Optimizer):
         self._pending_draw = -1
         self._largest = math.inf  # at least the norm of the largest parameter before the step
         self._last_event: tuple[Any, events.DpEvent] | None = None
+        self._stated = ""  # on what the accountant was told that independence of records rests
         self._compared_pass = -1  # of the loader, in which the ranks compared their histories
         self._warned = False
 
@@ -280,6 +283,11 @@ class PrivateOptimizer(Optimizer):
         """The largest lr at which privacy is free: the sampler's own noise reaches the floor. Infinite without a floor."""
         return math.inf if self._noise_multiplier == 0 else self._free_lr()
 
+    @property
+    def independence(self) -> str:
+        """How records are kept apart in the model, ``"by construction"`` or ``"tested on made-up records"``, and in the loss."""
+        return f"{self._source.independence}, {self._source.loss_state}"
+
     def _trained_groups(self) -> list[dict[str, Any]]:
         """Groups that are not frozen; all of them if every one is."""
         return [group for group in self.param_groups if any(p.requires_grad for p in group["params"])] or self.param_groups
@@ -296,7 +304,7 @@ class PrivateOptimizer(Optimizer):
         Raises:
             PrivacyBudgetExceeded: the step does not fit into the budget; parameters, state and history are as they were.
             RuntimeError: a parameter has no per-record gradients, the batch is not a fresh draw of the private loader, or is not complete; a buffer
-                or a frozen parameter of the model was written to since the loader's first batch.
+                or a frozen parameter of the model was written to since the loader's first batch; or the model is not the one that was checked.
             ValueError: parameters or options are not finite.
             FloatingPointError: the step took a parameter beyond its dtype; parameters and state are as before, the charge is kept.
         """
@@ -333,6 +341,8 @@ class PrivateOptimizer(Optimizer):
         if self._collect(layout):
             if self._fixed is not None and (changed := self._fixed.changed()) is not None:
                 raise RuntimeError(CHANGED.format(changed))
+            if self._as_checked is not None:
+                self._as_checked.require_unchanged()
             self._release(layout)
 
     def _collect(self, layout: _Layout) -> bool:
@@ -375,6 +385,9 @@ class PrivateOptimizer(Optimizer):
             self._release_together(layout, smallest, others, self._ranks)
         if self._sampler is not None:
             self._sampler.retire()
+            if (independence := self.independence) != self._stated:
+                self.accountant.note(f"{type(self).__name__}: records are independent {independence}")
+                self._stated = independence
         start = 0
         for part in layout.parts:
             group, members = part.group, slice(start, start + len(part.parameters))
@@ -670,12 +683,22 @@ class PrivateOptimizer(Optimizer):
         """How many numbers a step releases beside the gradient."""
         return 0
 
-    def _bind(self, source: GradientSource, sampler: PoissonSampler, fixed: FixedTensors, *, is_alone: bool) -> None:
-        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step against the draws of ``sampler`` and the ``fixed`` tensors.
+    def _bind(
+        self,
+        source: GradientSource,
+        sampler: PoissonSampler,
+        fixed: FixedTensors,
+        as_checked: ModelAsChecked,
+        *,
+        is_alone: bool,
+    ) -> None:
+        """``PrivacyEngine`` only: take gradients from ``source`` and verify every step.
 
-        ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to do with it.
+        It is compared with the draws of ``sampler``, the ``fixed`` tensors and the model
+        ``as_checked``. ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to do with it.
         """
-        self._source, self._sampler, self._fixed, self._ranks, self._is_alone = source, sampler, fixed, sampler.ranks, is_alone
+        self._source, self._sampler, self._fixed, self._as_checked = source, sampler, fixed, as_checked
+        self._ranks, self._is_alone = sampler.ranks, is_alone
         self._sampling = "poisson"
         self._pending = False
         self._layout = None
@@ -697,7 +720,8 @@ class PrivateOptimizer(Optimizer):
         Optimizer.__setstate__(copy, deepcopy(Optimizer.__getstate__(self), memo))
         copy._noise = GaussianNoise()
         if any(a is not b for g, h in zip(self.param_groups, copy.param_groups, strict=True) for a, b in zip(g["params"], h["params"], strict=True)):
-            copy._source, copy._fixed = HooksGradientSource(), None  # of a copied model, which needs hooks of its own
+            # of a copied model, which needs hooks of its own
+            copy._source, copy._fixed, copy._as_checked = HooksGradientSource(), None, None
         copy._start_afresh()
         return copy
 
@@ -713,6 +737,7 @@ class PrivateOptimizer(Optimizer):
             "algorithm": type(self).__name__,
             "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
             "accountant": self.accountant.state_dict(),
+            "independence": self.independence,
         }
         if self._noise.generator is not None:
             private["noise"] = self._noise.generator.get_state()

@@ -1,0 +1,656 @@
+"""Records run one at a time: what the map computes, what it prevents, and what cannot be run so."""
+
+import gc
+import logging
+import types
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.clipping import record_map
+from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.clipping.isolated import IsolatedGradientSource
+from torch_dpbayes.clipping.record_map import CannotBeMapped, Nested, RecordMap
+
+
+class Call(nn.Module):
+    """A linear layer before and after ``function``."""
+
+    def __init__(self, function, width=6):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, width), nn.Linear(width, 3)
+        self.function = function
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+class Positions(nn.Module):
+    """Position embeddings as BERT and GPT-2 have them: not repeated for every record."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.position, self.last = nn.Linear(6, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.embedding(x) + self.position(torch.arange(x.shape[1]))).mean(1))
+
+
+class ClassToken(nn.Module):
+    """A parameter that is broadcast over the batch, and one that is shared in a functional call."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.embedding = nn.Parameter(torch.randn(1, 1, 6)), nn.Linear(6, 6)
+        self.attention, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.embedding(x)], 1)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(F.linear(x[:, 0], self.embedding.weight))
+
+
+class Patches(nn.Module):
+    """Patches folded into dimension 0: several rows of one record in convolutions and norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.norm, self.head = nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.Linear(16, 3)
+
+    def forward(self, x):
+        n = len(x)
+        x = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+        return self.head(self.norm(self.patch(x)).reshape(n, -1))
+
+
+class Steps(nn.Module):
+    """Time folded into dimension 0 of a linear layer, and one layer used at every step."""
+
+    def __init__(self):
+        super().__init__()
+        self.lift, self.cell, self.head = nn.Linear(6, 4), nn.Linear(8, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        n, steps = x.shape[:2]
+        x = torch.tanh(self.lift(x.reshape(n * steps, -1))).reshape(n, steps, -1)
+        h = x.new_zeros(n, 4)
+        for k in range(steps):
+            h = torch.tanh(self.cell(torch.cat([x[:, k], h], 1)))
+        return self.head(h)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = DPLSTM(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = DPMultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+class Fused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.head = nn.Linear(6, 18), nn.Linear(6, 3)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        y = F.scaled_dot_product_attention(q, k, v, mask) + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(y.transpose(1, 2).flatten(2).mean(1))
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 6, padding_idx=0), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.embedding(x).mean(1))
+
+
+FLAT, SEQUENCE, IMAGE = (6,), (5, 6), (2, 4, 4)
+MODELS = {
+    "mlp": (lambda: Call(torch.relu), FLAT),
+    "one layer": (lambda: nn.Linear(6, 3), FLAT),
+    "one layer twice": (lambda: (lambda net: nn.Sequential(net, nn.Tanh(), net, nn.Linear(6, 3)))(nn.Linear(6, 6)), FLAT),
+    "layer norm": (lambda: Call(nn.LayerNorm(6)), FLAT),
+    "rms norm": (lambda: Call(nn.RMSNorm(6)), FLAT),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2),
+            nn.Flatten(1), nn.Linear(16, 3),
+        ),
+        IMAGE,
+    ),
+    "sequence convolution": (lambda: nn.Sequential(nn.Conv1d(5, 4, 3), nn.Flatten(1), nn.Linear(16, 3)), SEQUENCE),
+    "positions": (Positions, SEQUENCE),
+    "class token": (ClassToken, SEQUENCE),
+    "patches": (Patches, IMAGE),
+    "time folded": (Steps, SEQUENCE),
+    "lstm": (Recurrent, SEQUENCE),
+    "Opacus' attention": (Attention, SEQUENCE),
+    "fused attention": (Fused, SEQUENCE),
+    "torch's encoder": (
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), nn.Flatten(1), nn.Linear(30, 3)),
+        SEQUENCE,
+    ),
+    "embedding": (Tokens, None),
+    "one row of a record": (lambda: Call(lambda h: torch.stack([torch.tanh(h[0])] * len(h))), FLAT),
+}
+
+
+def records(shape, n=7):
+    return torch.randint(20, (n, 4)) if shape is None else torch.randn(n, *shape)
+
+
+def clipped_sum(source, net, x, y, clip):
+    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+    out = [torch.zeros(p.numel()) for _, p in named]
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    n = source.add_clipped_sum(named, clip, out)
+    source.discard([p for _, p in named])
+    return torch.cat(out), n
+
+
+def truth(net, x, y, clip):
+    """Every record run by itself, with ordinary autograd."""
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    total = torch.zeros(sum(p.numel() for p in parameters))
+    for i in range(len(x)):
+        g = torch.cat([t.flatten() for t in torch.autograd.grad(F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]), parameters)])
+        total += g * min(1.0, clip / float(g.norm()))
+    return total
+
+
+def sources(net):
+    yield BookkeepingGradientSource(net, is_mapped=True, unrecorded=["embedding.weight"] if isinstance(net, ClassToken) else [])
+    yield IsolatedGradientSource(net)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_clipped_sum_is_that_of_records_run_by_themselves(name):
+    make, shape = MODELS[name]
+    net, x, y = make(), records(shape), torch.randint(3, (7,))
+    expected = truth(net, x, y, clip := 0.3)
+    for source in sources(net):
+        found, n = clipped_sum(source, net, x, y, clip)
+        source.remove()
+        assert n == 7
+        assert torch.allclose(found, expected, atol=1e-5 * clip * 7), (type(source).__name__, (found - expected).abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_public_way_out_of_vmap_gives_the_same(name, monkeypatch):
+    make, shape = MODELS[name]
+    net, x, y = make(), records(shape), torch.randint(3, (7,))
+    expected = truth(net, x, y, 0.3)
+    monkeypatch.setattr(RecordMap.__init__, "__kwdefaults__", {"leaves": True, "use_steps": False})
+    for source in sources(net):
+        found, _ = clipped_sum(source, net, x, y, 0.3)
+        source.remove()
+        assert torch.allclose(found, expected, atol=1e-5), type(source).__name__
+
+
+def make_private(net, x, y, mode=None, **options):
+    factory = partial(dpb.optim.DPSGLD, lr=1.0, temperature=0.0, prior_std=float("inf"))
+    return dpb.PrivacyEngine().make_private(
+        module=net,
+        optimizer=factory,
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=len(x)),
+        max_grad_norm=options.pop("clip", 1.0),
+        noise_multiplier=1e-4,
+        grad_sample_mode=mode,
+        **options,
+    )
+
+
+BOTH = pytest.mark.parametrize("mode", ["bookkeeping", "isolated"])
+
+
+@BOTH
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "one row of a record"])
+def test_make_private_keeps_records_apart_by_construction(name, mode):
+    make, shape = MODELS[name]
+    x, y = records(shape), torch.randint(3, (7,))
+    net, optimizer, loader = make_private(make(), x, y, mode)
+    assert optimizer.independence.startswith("by construction")
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(a), b).backward()
+        optimizer.step()
+
+
+# -- what mixes records on whole batches does not here --------------------------------------------------------------------------------
+
+
+class Sorting(nn.Module):
+    """Sorts its rows by length, as packed sequences do, and puts them back."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.head = nn.Linear(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        length, order = (x.abs().sum(-1) > 0).sum(1).sort(descending=True, stable=True)
+        keep = (torch.arange(x.shape[1])[None] < length[:, None]).unsqueeze(-1)
+        h = torch.tanh(self.encode(x[order])) * keep
+        return self.head((h.sum(1) / length.clamp(min=1)[:, None])[order.argsort()])
+
+
+class Grouped(nn.Module):
+    """Groups its rows by a category that stands in the first feature."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.head = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        order = torch.argsort(x[:, 0].round(), stable=True)
+        return self.head(torch.tanh(self.encode(x[order]))[torch.argsort(order)])
+
+
+def released(net, x, y, mode):
+    start = [p.detach().clone() for p in net.parameters()]
+    net, optimizer, loader = make_private(net, x, y, mode, clip=0.05)
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(a), b).backward()
+        optimizer.step()
+    return torch.cat([(s - p.detach()).flatten() for s, p in zip(start, net.parameters())]) * len(x) / 0.05
+
+
+@BOTH
+@pytest.mark.parametrize("make, shape", [(Sorting, (6, 3)), (Grouped, (4,))])
+def test_one_record_moves_the_sum_of_a_sorting_model_by_its_own_gradient(make, shape, mode):
+    x = torch.cat([torch.randn(1, *shape), torch.randn(1, *shape).expand(64, *shape)]).clone()
+    if shape == (6, 3):
+        x[0, 5] = 0
+    else:
+        x[:, 0], x[0, 0] = 0, 1
+    y, first = torch.tensor([0] + [0, 1] * 32), make()
+    net = make()
+    net.load_state_dict(first.state_dict())
+    with torch.no_grad():
+        for model in (first, net):
+            model.head.bias.copy_(torch.tensor([8.0, 0.0]))
+    distance = (released(first, x, y, mode) - released(net, x[1:], y[1:], mode)).norm()
+    assert distance < 1.01
+
+
+@BOTH
+def test_an_operation_outside_the_map_would_be_seen(mode, monkeypatch):
+    """The test above and the check itself, broken on purpose: one operation of the model sees the whole batch."""
+    inside = record_map.RecordMap.__call__
+
+    def leaking(self, function, tensors):
+        if len(tensors[0]) > 1:
+            tensors = [t - t.mean(0) if t.is_floating_point() and t.dim() == 3 else t for t in tensors]
+        return inside(self, function, tensors)
+
+    monkeypatch.setattr(record_map.RecordMap, "__call__", leaking)
+    with pytest.raises(ValueError, match="mixes records"):
+        make_private(Call(torch.relu), torch.randn(7, 6), torch.randint(3, (7,)), mode)
+
+
+MIXING = {
+    "centring": lambda h: h - h.mean(0),
+    "batch norm": lambda h: F.batch_norm(h, None, None, training=True) if len(h) > 1 else h,
+    "softmax over the batch": lambda h: h.softmax(0),
+    "roll": lambda h: h.roll(1, 0),
+    "running sum": lambda h: h.cumsum(0),
+    "the batch size": lambda h: h / len(h),
+    "the largest record": lambda h: h / h.abs().amax(),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_is_another_one_for_single_records_is_refused(name, mode):
+    with pytest.raises(ValueError, match=r"mixes records|number of records|another record"):
+        make_private(Call(MIXING[name]), torch.randn(7, 6), torch.randint(3, (7,)), mode)
+
+
+# -- what does not stay inside -------------------------------------------------------------------------------------------------------
+
+KEPT: list[torch.Tensor] = []
+
+
+class Keeps(Call):
+    def __init__(self, how):
+        super().__init__(torch.tanh)
+        self.how, self.box, self.last_one = how, [], None
+
+    def forward(self, x):
+        h = self.first(x)
+        if self.how == "attribute":
+            self.last_one = h
+        elif self.how == "list":
+            self.box.append(h)
+        elif self.how == "global":
+            KEPT.append(h)
+        elif self.how == "input":
+            self.last_one = x
+        else:
+            self.__dict__["cycle"] = box = [h]
+            box.append(box)
+        return self.last(torch.tanh(h))
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["attribute", "list", "global", "input", "cycle"])
+def test_a_tensor_that_outlives_the_pass_is_refused(how, mode):
+    try:
+        with pytest.raises(ValueError, match=r"keeps a tensor|stays|was added|changed"):
+            make_private(Keeps(how), torch.randn(7, 6), torch.randint(3, (7,)), mode)
+    finally:
+        KEPT.clear()
+
+
+def test_a_reference_cycle_within_the_pass_is_none_of_it():
+    class Cycle(Call):
+        def forward(self, x):
+            box = [self.first(x)]
+            box.append(box)
+            return self.last(torch.tanh(box[0]))
+
+    gc.disable()
+    try:
+        _, optimizer, _ = make_private(Cycle(None), torch.randn(7, 6), torch.randint(3, (7,)))
+    finally:
+        gc.enable()
+    assert optimizer.independence.startswith("by construction")
+
+
+class Own(torch.autograd.Function):
+    """Identity, whose vmap rule subtracts the mean over the batch."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
+
+
+class Generated(torch.autograd.Function):
+    """Mixes what comes back, in dimension 0, which is one record's in a map."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (g.norm() * 0 + 1)
+
+
+def test_a_vmap_rule_of_the_users_own_is_refused():
+    net = Call(Own.apply)
+    source = BookkeepingGradientSource(net, is_mapped=True)
+    with pytest.raises(CannotBeMapped, match="generate_vmap_rule"):
+        net(torch.randn(4, 6))
+    source.remove()
+
+
+def test_a_generated_vmap_rule_is_fine():
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net = Call(Generated.apply)
+    source = BookkeepingGradientSource(net, is_mapped=True)
+    found, _ = clipped_sum(source, net, x, y, 0.3)
+    source.remove()
+    assert torch.allclose(found, truth(net, x, y, 0.3), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [BookkeepingGradientSource, IsolatedGradientSource])
+def test_hooks_on_saved_tensors_are_refused(make):
+    net = Call(torch.tanh)
+    source = make(net, **({"is_mapped": True} if make is BookkeepingGradientSource else {}))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t - t.mean(0), lambda t: t):
+        with pytest.raises(RuntimeError, match="saved tensors"):
+            net(torch.randn(4, 6))
+    source.discard(())
+    source.remove()
+
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t - t.mean(0), lambda t: t):
+            return self.last(torch.tanh(self.first(x)))
+
+    net.forward = types.MethodType(forward, net)
+    source = make(net, **({"is_mapped": True} if make is BookkeepingGradientSource else {}))
+    with pytest.raises(RuntimeError, match="saved tensors"):
+        net(torch.randn(4, 6))
+    source.remove()
+
+
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_would_not_run_and_is_refused(register):
+    net = Call(torch.tanh)
+    source = BookkeepingGradientSource(net, is_mapped=True)
+    handle = getattr(net.first, register)(lambda *_: None)
+    with pytest.raises(CannotBeMapped, match="backward hook"):
+        net(torch.randn(4, 6))
+    handle.remove()
+    source.discard(())
+    net(torch.randn(4, 6))
+    source.remove()
+
+
+@BOTH
+def test_dropout_differs_between_records(mode):
+    net = nn.Sequential(nn.Linear(6, 400), nn.Dropout(0.5))
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.fill_(1.0)
+    net, _, _ = make_private(net, torch.randn(7, 6), torch.randint(3, (7,)), mode)
+    out = net(torch.randn(2, 6)).detach()
+    assert 100 < int((out[0] != out[1]).sum()) < 300  # 200 ± 10
+
+
+def test_isolated_gradients_use_the_random_numbers_of_the_forward_pass():
+    net = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    source = IsolatedGradientSource(net)
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    out = net(x)
+    F.cross_entropy(out, y).backward()
+    bias = source.per_record_gradients(net[2].bias)
+    assert torch.allclose(bias, out.detach().softmax(1) - F.one_hot(y, 3), atol=1e-6)
+    hidden = source.per_record_gradients(net[2].weight)  # the outer product of that with what came through the dropout
+    restored = torch.stack([torch.linalg.lstsq(b[:, None], h).solution[0] for b, h in zip(bias, hidden)])
+    assert torch.allclose(restored @ net[2].weight.T + net[2].bias, out, atol=1e-4)
+    source.remove()
+
+
+# -- the loss inside -----------------------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "cross entropy": lambda out, y: F.cross_entropy(out, y),
+    "class weights": lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([1000.0, 1.0, 1.0]), reduction="sum"),
+    "without reduction": lambda out, y: F.cross_entropy(out, y, reduction="none"),
+    "centred outputs": lambda out, y: F.cross_entropy(out - out.mean(0), y),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_that_was_given_runs_for_each_record_alone(name, mode, reduction):
+    x, y, loss = torch.randn(7, 6), torch.randint(3, (7,)), LOSSES[name]
+    net, optimizer, loader = make_private(Call(torch.tanh), x, y, mode, loss=loss, clip=0.05, loss_reduction=reduction)
+    parameters = list(net.parameters())
+    net.eval()
+    total = torch.zeros(sum(p.numel() for p in parameters))
+    for i in range(7):
+        g = torch.autograd.grad(loss(net(x[i : i + 1]), y[i : i + 1]).sum(), parameters)
+        g = torch.cat([t.flatten() for t in g])
+        total += g * min(1.0, 0.05 / max(float(g.norm()), 1e-12))
+    net.train()
+    start = torch.cat([p.detach().flatten().clone() for p in parameters])
+    for a, b in loader:
+        optimizer.zero_grad()
+        net.private_loss(a, b).backward()
+        optimizer.step()
+    moved = (start - torch.cat([p.detach().flatten() for p in parameters])) * 7
+    assert torch.allclose(moved, total, atol=0.05 * 2e-3)
+    assert "loss not seen" not in optimizer.independence
+
+
+@BOTH
+def test_a_loss_must_come_back_as_it_is(mode):
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net, optimizer, loader = make_private(Call(torch.tanh), x, y, mode, loss=F.cross_entropy)
+    for a, b in loader:
+        with pytest.raises(RuntimeError, match="another gradient than 1"):
+            (net.private_loss(a, b) * 2).backward()
+
+
+def test_private_loss_in_eval_mode_is_the_loss():
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net, _, _ = make_private(Call(torch.tanh), x, y, loss=F.cross_entropy)
+    net.eval()
+    with torch.no_grad():
+        assert torch.allclose(net.private_loss(x, y), F.cross_entropy(net(x), y))
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    note: str = "fine"
+
+
+class WithLoss(Call):
+    """A model that computes its own loss, as those of transformers do."""
+
+    def forward(self, x, labels):
+        logits = super().forward(x)
+        return Output(F.cross_entropy(logits, labels), logits)
+
+
+@BOTH
+def test_a_loss_that_the_model_computes(mode):
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net = WithLoss(torch.tanh)
+    without = Call(torch.tanh)
+    without.load_state_dict(net.state_dict())
+    expected = truth(without, x, y, 0.05)
+    factory = partial(dpb.optim.DPSGLD, lr=1.0, temperature=0.0, prior_std=float("inf"))
+    loader = DataLoader(TensorDataset(x, y, torch.zeros(7)), batch_size=7)
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.05, noise_multiplier=1e-4, grad_sample_mode=mode
+    )
+    start = torch.cat([p.detach().flatten().clone() for p in net.parameters()])
+    for a, b, _ in loader:
+        optimizer.zero_grad()
+        out = net(a, b)
+        assert out.logits.shape == (7, 3) and out.note == "fine"
+        assert torch.allclose(out.loss, F.cross_entropy(out.logits, b))
+        out.loss.backward()
+        optimizer.step()
+    moved = (start - torch.cat([p.detach().flatten() for p in net.parameters()])) * 7
+    assert torch.allclose(moved, expected, atol=0.05 * 2e-3)
+
+
+# -- what cannot be mapped -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_cannot_be_mapped_is_tested_and_says_so(caplog):
+    class Looks(nn.Module):
+        def forward(self, x):
+            return x if x.sum() == 12345.0 else torch.tanh(x)
+
+    net = nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3))
+    with caplog.at_level(logging.WARNING, "torch_dpbayes"):
+        _, optimizer, _ = make_private(net, torch.randn(7, 6), torch.randint(3, (7,)))
+    assert optimizer.independence.startswith("tested on made-up records")
+    assert "module '1'" in optimizer.independence and "module '1'" in caplog.text
+    with pytest.raises(ValueError, match="module '1'"):
+        make_private(nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3)), torch.randn(7, 6), torch.randint(3, (7,)), "isolated")
+    with pytest.raises(ValueError, match="loss="):
+        make_private(
+            nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3)), torch.randn(7, 6), torch.randint(3, (7,)), loss=F.cross_entropy
+        )
+
+
+def test_arguments_need_a_row_for_every_record():
+    class Two(Call):
+        def forward(self, x, other):
+            return super().forward(x + other)
+
+    net = Two(torch.tanh)
+    source = BookkeepingGradientSource(net, is_mapped=True)
+    with pytest.raises(CannotBeMapped, match="row for every record"):
+        net(torch.randn(4, 6), torch.randn(1, 6))
+    source.discard(())
+    with pytest.raises(CannotBeMapped, match="SimpleNamespace"):
+        net(torch.randn(4, 6), types.SimpleNamespace(x=torch.randn(4, 6)))
+    source.remove()
+
+
+@BOTH
+def test_empty_batches_give_noise_only(mode):
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net, optimizer, _ = make_private(Call(torch.tanh), x, y, mode)
+    out = net(x[:0])
+    assert out.shape == (0, 3)
+    F.cross_entropy(out, y[:0], reduction="sum").backward()
+    named = list(net.named_parameters())
+    sums = [torch.zeros(p.numel()) for _, p in named]
+    assert optimizer._source.add_clipped_sum(named, 1.0, sums) == 0
+    assert not torch.cat(sums).any()
+
+
+def test_chunks_of_isolated_records_add_up(monkeypatch):
+    from torch_dpbayes.clipping import isolated
+
+    net, x, y = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)), torch.randn(7, 6), torch.randint(3, (7,))
+    found = []
+    for held in (2**24, 2 * sum(p.numel() for p in net.parameters())):
+        monkeypatch.setattr(isolated, "_NUMBERS_HELD", held)
+        source = IsolatedGradientSource(net)
+        net[1].p = 0.0
+        found.append(clipped_sum(source, net, x, y, 0.2)[0])
+        source.remove()
+    assert torch.allclose(*found, atol=1e-6)
+
+
+def test_nested_values_are_taken_apart_and_put_together():
+    value = ({"a": torch.ones(2), "b": [torch.zeros(2), 3, None]}, Output(torch.ones(1), torch.zeros(1)))
+    nested = Nested(value)
+    assert len(nested.tensors) == 4 and not nested.strangers
+    again = nested.rebuilt([t + 1 for t in nested.tensors])
+    assert torch.equal(again[0]["a"], torch.full((2,), 2.0)) and again[0]["b"][1:] == [3, None]
+    assert torch.equal(again[1].loss, torch.full((1,), 2.0)) and again[1].note == "fine"
+    assert Nested(object()).strangers
