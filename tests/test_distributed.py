@@ -689,6 +689,31 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(run):
             assert close(theta, one[1]) and epsilon == one[2] > first
 
 
+def going_back(rank, seed):
+    """Rank 0's checkpoint, loaded by all ranks onto accountants that went on; then that of another run."""
+    engine, net, optimizer, loader = make(seed)
+    train(net, optimizer, loader, 2)
+    saved = [optimizer.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(saved)
+    train(net, optimizer, loader, 2)
+    optimizer.load_state_dict(saved[0])
+    train(net, optimizer, loader, 2)
+    _, net, other, loader = make(seed)
+    train(net, other, loader, 2)
+    refused = ""
+    try:
+        other.load_state_dict(saved[0])
+    except ValueError as error:
+        refused = str(error)
+    return len(engine.accountant), refused
+
+
+def test_ranks_go_back_to_a_checkpoint_of_their_own_run_only(run):
+    for rank, (releases, refused) in enumerate(run(going_back, 2, seed=torch.seed() % 2**31)):
+        assert releases == 6
+        assert bool(refused) == (rank == 0)  # without which no noise is added and nothing released
+
+
 def seeded(rank, seed, change=None):
     """Noise of a caller's generator: the parameters after two steps, and the noise of rank 0's first release."""
     factory = partial(ALGORITHMS["DPSGLD"], generator=torch.Generator().manual_seed(seed + 2))
