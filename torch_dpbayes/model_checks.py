@@ -113,7 +113,7 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
         module: the model, with ``source``'s hooks attached. It is left as it was found, buffers and ``p.grad`` included.
         source: its gradient source.
         inputs: positional arguments of ``module`` for two records, records in dimension 0. Larger batches repeat them, or are made up from their
-            shapes, with outliers, missing values, zeros at the end and every size of integers that the model takes.
+            shapes, with outliers, missing values, zeros at the end, ties, codes and every size of integers that the model takes.
 
     Raises:
         ValueError: a record's output, or what a layer makes of it, depends on another record, on their number or on its place among them;
