@@ -11,6 +11,8 @@ from torchvision.ops import DropBlock2d, StochasticDepth
 
 import torch_dpbayes as dpb
 
+pytestmark = pytest.mark.usefixtures("whole_batches")
+
 MODES = pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 
 
