@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import calibrated
-from ..accounting.choices import Neighboring
 from ..accounting.events import DpEvent, SelfComposedDpEvent, positive_count
 from ..optim.base import PrivateOptimizer
 from ..poisson_loader import PoissonLoader
@@ -156,14 +155,12 @@ def hybrid(
     else:
         raise ValueError(f"start_share must lie between 0 and 1, or be None for the best split, got {start_share!r}")
     # whatever is wrong with the chain is found before the start is charged
-    prepaid = _Prepaid(accountant.neighboring)
+    prepaid = _Prepaid(accountant)
     module, chain, private = PrivacyEngine(prepaid).make_private(
         module=module, optimizer=factory, data_loader=loader, max_grad_norm=max_grad_norm, noise_multiplier=floor
     )
     step = chain._event(chain.effective_noise_multiplier, "poisson")  # raises where the chain would refuse its first step
     label = f"hybrid ({type(certificate).__name__}, {type(chain).__name__})"
-    for statement in prepaid.notes:
-        accountant.note(statement)
     start = first._release((features, targets), epsilon, None, label, together=SelfComposedDpEvent(step, steps))
     prepaid.pay(step, steps)
     with torch.no_grad():
@@ -185,10 +182,14 @@ def hybrid(
 class _Prepaid(PrivacyAccountant):
     """Lets a chain take the steps that another accountant was charged for beforehand, and nothing else."""
 
-    def __init__(self, neighboring: Neighboring) -> None:
-        super().__init__(neighboring=neighboring)
+    def __init__(self, payer: PrivacyAccountant) -> None:
+        super().__init__(neighboring=payer.neighboring)
+        self._payer = payer
         self._paid: DpEvent | None = None
         self._left = 0
+
+    def note(self, statement: str) -> None:
+        self._payer.note(statement)
 
     def pay(self, event: DpEvent, count: int) -> None:
         self._paid, self._left = event, count
