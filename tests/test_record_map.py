@@ -40,7 +40,7 @@ class Positions(nn.Module):
         self.embedding, self.position, self.last = nn.Linear(6, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.last(torch.tanh(self.embedding(x) + self.position(torch.arange(x.shape[1]))).mean(1))
+        return self.last(torch.tanh(self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))).mean(1))
 
 
 class ClassToken(nn.Module):
@@ -111,7 +111,7 @@ class Fused(nn.Module):
 
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
         y = F.scaled_dot_product_attention(q, k, v, mask) + F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.head(y.transpose(1, 2).flatten(2).mean(1))
 
@@ -173,7 +173,7 @@ def clipped_sum(source, net, x, y, clip):
 def truth(net, x, y, clip):
     """Every record run by itself, with ordinary autograd."""
     parameters = [p for p in net.parameters() if p.requires_grad]
-    total = torch.zeros(sum(p.numel() for p in parameters))
+    total = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
     for i in range(len(x)):
         g = torch.cat([t.flatten() for t in torch.autograd.grad(F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]), parameters)])
         total += g * min(1.0, clip / float(g.norm()))
@@ -698,3 +698,32 @@ def test_nested_values_are_taken_apart_and_put_together():
     assert torch.equal(again[0]["a"], torch.full((2,), 2.0)) and again[0]["b"][1:] == [3, None]
     assert torch.equal(again[1].loss, torch.full((1,), 2.0)) and again[1].note == "fine"
     assert Nested(object()).strangers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_clipped_sum_on_a_gpu(name):
+    make, shape = MODELS[name]
+    net, x, y = make().cuda().double() if shape else make().cuda(), records(shape).cuda(), torch.randint(3, (7,)).cuda()
+    x = x.double() if shape else x
+    expected = truth(net, x, y, 0.3)
+    for source in sources(net):
+        named = list(net.named_parameters())
+        out = [torch.zeros(p.numel(), dtype=p.dtype, device="cuda") for _, p in named]
+        F.cross_entropy(net(x), y).backward()
+        assert source.add_clipped_sum(named, 0.3, out) == 7
+        source.remove()
+        assert torch.allclose(torch.cat(out), expected, atol=1e-5), type(source).__name__
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("mode", ["bookkeeping", "isolated", "hooks"])
+def test_a_private_run_on_a_gpu(mode):
+    x, y = torch.randn(32, 6), torch.randint(3, (32,))
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)).cuda()
+    net, optimizer, loader = make_private(net, x, y, mode)
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(a.cuda()), b.cuda()).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == 1
