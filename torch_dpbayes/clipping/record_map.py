@@ -345,7 +345,9 @@ def _plain_attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return F.dropout(scores.softmax(-1), dropout_p, dropout_p > 0) @ value
+    is_blind = (scores == -math.inf).all(-1, keepdim=True)  # sees nothing: torch's own gives it zeros, softmax NaN
+    weights = scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
+    return F.dropout(weights, dropout_p, dropout_p > 0) @ value
 
 
 def _require_own_vmap_rule(function: type) -> None:
