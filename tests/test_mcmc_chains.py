@@ -434,6 +434,90 @@ def test_workers_end_with_their_parent(accountant):
     assert not any(map(is_running, workers))
 
 
+def test_a_worker_that_is_still_being_set_up_ends_with_its_parent(accountant, monkeypatch):
+    told = multiprocessing.get_context("fork").Queue()
+
+    def slow(*_):
+        told.put(os.getpid())
+        wait_for_ever()
+
+    monkeypatch.setattr(DPPenalty, "_prepare", slow)  # as a large model is checked for long
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: parallel(make("penalty", accountant), 2).run(DATA)
+    )
+    process.start()
+    workers = [told.get(timeout=60) for _ in range(2)]
+    process.kill()
+    process.join()
+    assert_end(workers)
+
+
+def test_a_worker_whose_parent_ended_before_it_looked_ends_too(accountant):
+    """Though a process that the parent forked later keeps open what would have told it."""
+    context = multiprocessing.get_context("fork")
+    told = context.Queue()
+
+    def late():
+        told.put(("worker", os.getpid()))
+        while os.getppid() == multiprocessing.parent_process().pid:
+            time.sleep(0.01)
+        kernel_module._give_back_when_terminated(accountant)
+        wait_for_ever()
+
+    def parent():
+        for target in (late, wait_for_ever):
+            process = context.Process(target=target)
+            process.start()
+        told.put(("other", process.pid))
+        wait_for_ever()
+
+    process = context.Process(target=parent)
+    process.start()
+    started = dict(told.get(timeout=60) for _ in range(2))
+    process.kill()
+    process.join()
+    try:
+        assert_end([started["worker"]])
+    finally:
+        os.kill(started["other"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize("moment", ["before", "after_in_parent"])
+def test_ctrl_c_is_heard_in_the_middle_of_a_fork(moment):
+    """Python drops what is raised there: the program would run on, and start its chains."""
+
+    def program(told):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        times = iter([1])
+        os.register_at_fork(**{moment: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in times]})
+        kernel_module._keep_interrupts.cache_clear()
+        kernel_module._keep_interrupts()  # as a kernel does, for its chains
+        try:
+            chain = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.0,))
+            chain.start()
+            time.sleep(10)
+            told.put("nothing")
+        except KeyboardInterrupt:
+            chain.join()
+            told.put((chain.exitcode, signal.getsignal(signal.SIGINT) is signal.default_int_handler))
+
+    told = multiprocessing.get_context("fork").Queue()
+    process = multiprocessing.get_context("fork").Process(target=program, args=(told,))
+    process.start()
+    assert told.get(timeout=60) == (0, True)
+    process.join()
+
+
+def assert_end(pids):
+    end = time.monotonic() + 30
+    while any(map(is_running, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    running = [pid for pid in pids if is_running(pid)]
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    assert not running
+
+
 def is_running(pid):
     """Not so a process that has ended, of which nobody has taken note."""
     try:

@@ -231,7 +231,7 @@ class Ledger:
             self._is_sealed = version == FORMAT
             expected = saved.pop(_SEAL) if self._is_sealed else None
             found = _settings(saved)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise LedgerError(_damaged(self.path, f"its settings are not what was written: {error!r}")) from error
         digest = _first_digest(found)
         first = connection.execute(f"SELECT {_COLUMNS}, digest FROM rows WHERE seq = 1").fetchone()

@@ -6,6 +6,7 @@ and every chain are charged alike. Whatever happens with the noisy numbers is po
 
 from __future__ import annotations
 
+import _thread
 import math
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import cache
 from multiprocessing import connection, util
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -35,7 +37,7 @@ from .proposals import Moves
 from .record_density import Model, Prior, UnfitModel
 
 _DRAWS = 100
-_SECONDS_TO_CHARGE, _SECONDS_TO_WRITE = 30.0, 1.0
+_SECONDS_TO_CHARGE, _SECONDS_TO_WRITE, _SECONDS_TO_NOTICE = 30.0, 1.0, 0.2
 _RUNNER = "pyro.infer.mcmc.api"
 _RUNNING = ("_noise", "_public", "_theta", "_log_prior", "_prior")
 
@@ -154,13 +156,13 @@ class PrivateKernel(MCMCKernel):
         self._forget()
         self._warmup_steps = warmup_steps
         self._log_scale = 0.0
+        if self._spool is not None and _chain() is not None:  # before anything that takes long
+            _give_back_when_terminated(self._accountant)
         with torch.no_grad():
             prior = self._prepare(args, kwargs)
             if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
                 raise ValueError(f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}.")
             self._prior, self.transforms = prior, prior.transforms
-            if self._spool is not None and _chain() is not None:
-                _give_back_when_terminated(self._accountant)
             self._noise, self._public = GaussianNoise(), GaussianNoise()
             if self._initial is not None:
                 self._theta = prior.flatten(self._initial)
@@ -386,6 +388,7 @@ class _Spool:
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="torch_dpbayes_chains_")
+        _keep_interrupts()
         self._file: Any = None
         # After all workers have ended. In workers of the standard library nothing else is called at the end; not in forks.
         util.Finalize(self, shutil.rmtree, args=(self.folder,), kwargs={"ignore_errors": True}, exitpriority=-100)
@@ -430,6 +433,7 @@ def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
     """
     parent = multiprocessing.parent_process()
     assert parent is not None
+    parent_pid, sentinel = parent.pid, parent.sentinel
     reader, writer = os.pipe()
     os.set_blocking(writer, False)  # as Python asks for
     mask: set[Any] = set()
@@ -437,17 +441,26 @@ def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
     def note(number: int, _: object) -> None:
         os.write(writer, bytes([number]))
 
+    starter = os.getppid()
+
+    def has_parent() -> bool:
+        # Something else that the parent forked may keep its sentinel open, and it may have ended before this began.
+        return os.getppid() == starter and _is_there(parent_pid)
+
     def leave() -> None:
-        starter = os.getppid()
-        while os.getppid() == starter:  # something else that the parent forked may keep its sentinel open
-            ready = connection.wait([reader, parent.sentinel], timeout=1.0)
-            if parent.sentinel in ready or (reader in ready and signal.SIGTERM in os.read(reader, 4096)):
+        is_told = False
+        while not is_told and has_parent():
+            ready = connection.wait([reader, sentinel], timeout=_SECONDS_TO_NOTICE)
+            if sentinel in ready:
                 break
+            is_told = reader in ready and signal.SIGTERM in os.read(reader, 4096)
         try:
             if accountant._lock.acquire(timeout=_SECONDS_TO_CHARGE):  # for good: no iteration begins any more
                 accountant.close()
         finally:  # what was not given back stays charged
-            time.sleep(_SECONDS_TO_WRITE)  # a thread that writes into a queue holds a lock of all processes
+            end = time.monotonic() + _SECONDS_TO_WRITE  # a thread that writes into a queue holds a lock of all processes
+            while has_parent() and time.monotonic() < end:
+                time.sleep(0.05)
             os._exit(128 + signal.SIGTERM)
 
     # What the chain forks is no chain: signals to it are held back until it has forgotten all this.
@@ -470,6 +483,49 @@ def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # a handler has to wait where the chain waits, this has not
     before = {number: signal.signal(number, note) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGINT)}
     os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=forget)
+
+
+def _is_there(pid: int | None) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid or 0, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is another user's
+        pass
+    return True
+
+
+@cache
+def _keep_interrupts() -> None:
+    """From now on Ctrl-C is heard though it comes while a process forks. Python calls functions then whose exceptions it drops, KeyboardInterrupt
+    among them: the program would go on, and so would its chains."""
+    heard: list[int] = []
+    held: list[Any] = []
+
+    def hold() -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            held.append(signal.signal(signal.SIGINT, lambda number, _: heard.append(number)))
+
+    def release() -> None:
+        if held:
+            signal.signal(signal.SIGINT, held.pop())
+
+    def release_in_parent() -> None:
+        release()
+        if heard:
+            heard.clear()
+            _thread.start_new_thread(interrupt_soon, ())  # not a Thread, for whose start one waits here
+
+    def interrupt_soon() -> None:
+        time.sleep(0.05)  # until the fork is over
+        _thread.interrupt_main()
+
+    def release_in_child() -> None:
+        release()
+        heard.clear()  # the parent's
+
+    os.register_at_fork(before=hold, after_in_parent=release_in_parent, after_in_child=release_in_child)
 
 
 __all__ = ["Outcome", "PrivateKernel", "can_hide", "check_clip_bound", "check_noise", "check_positive", "noise_event"]
