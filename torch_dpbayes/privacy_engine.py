@@ -124,7 +124,8 @@ class PrivacyEngine:
 
         The model is checked on made-up records first, in batches of 2 to 33: a record's output must not depend on other records, and the recorded
         gradients must be the gradients of the records. The loader is replaced by one that draws every record independently at rate q = batch
-        size / number of records. From the first batch on the model's buffers and frozen parameters must stay as they are.
+        size / number of records. From the first batch on the model's buffers and frozen parameters must stay as they are,
+        and from here on its modules, hooks, modes and plain attributes: ``forward`` takes what changes, a schedule say, as an argument.
 
         Args:
             module: the model, in training mode. The same object is returned, with hooks attached.
