@@ -226,10 +226,9 @@ def test_changes_of_each_records_gradient_pass(name, mode):
 
 @MODES
 @pytest.mark.parametrize("name", ["each clipped", "each normalised"])
-def test_what_is_not_linear_depends_on_the_divisor_of_a_mean_loss(name, mode):
-    """A gradient divided by n, clipped and multiplied by n is not that of a batch of another size."""
-    with pytest.raises(ValueError, match=r"the number of records|not the gradients of the records"):
-        make_private(Backward(ALONE[name]), [torch.zeros(20, 6)], mode)
+def test_what_is_not_linear_does_not_see_the_divisor_of_a_mean_loss(name, mode):
+    """A gradient divided by n, clipped and multiplied by n would not be that of a batch of another size."""
+    make_private(Backward(ALONE[name]), [torch.zeros(20, 6)], mode)
 
 
 def hooked_tensor(h):

@@ -285,6 +285,7 @@ KEPT = {
 }
 
 
+@pytest.mark.usefixtures("whole_batches")  # records that run alone keep the same shape, and tensors are refused in other words
 @MODES
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_forward_pass_keeps_is_refused_by_name(name, mode):

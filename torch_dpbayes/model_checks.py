@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
-from .clipping.record_map import CannotBeMapped, DecidesByValues, KeptTensors, Nested, RecordMap
+from .clipping.record_map import CannotBeMapped, KeptTensors, Nested
 from .gradient_checks import (
     HOOKED,
     MAGNITUDES,
@@ -124,7 +124,6 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
     """
     _require_different(inputs)
     require_no_hooks(module)
-    _require_no_decision(module, source, inputs)
     with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
         as_checked, axes, is_aligned = _check_independence(module, source, inputs)
         for seed in range(1, _ATTEMPTS):
@@ -286,18 +285,6 @@ def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: t
     return largest > 0
 
 
-def _require_no_decision(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
-    """Raise if values of the batch decide on the model's way, at whatever value; where it cannot be mapped, only up to there."""
-    given = Nested(inputs)
-    rows = [t.unsqueeze(1) for t in given.tensors]
-    with _left_as_found(module), source.paused(), torch.no_grad(), _SeededDraws(0):
-        try:
-            with _blamed(module):
-                RecordMap(2)(lambda inside: Nested(module(*given.rebuilt(inside))).tensors, rows)
-        except CannotBeMapped:
-            pass
-
-
 @contextmanager
 def _blamed(module: nn.Module) -> Iterator[None]:
     """An error inside is a reason why the model cannot be mapped, with the innermost module in which it came up."""
@@ -314,8 +301,6 @@ def _blamed(module: nn.Module) -> Iterator[None]:
         yield
     except KeptTensors as error:
         raise ValueError(str(error)) from None  # the tensors it names are data
-    except DecidesByValues as error:
-        raise DecidesByValues(f"module {_name_of(module, running)!r}: {error}") from error
     except CannotBeMapped as error:
         raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error
     except Exception as error:

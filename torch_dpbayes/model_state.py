@@ -185,7 +185,7 @@ class ModelAsChecked:
             *(home for home in [*hooks, *(layer._modules for layer in self._layers)] if home),
             *map(vars, own),
         ]
-        self._empty = [home for home in [*hooks, *_global_hooks().values()] if not home]
+        self._empty = [home for home in [*hooks, *global_hooks().values()] if not home]
         self._empty += [layer._modules for layer in self._layers if not layer._modules]
         self._homes, self._copies = homes, [
             {k: v for k, v in home.items() if not self._is_passing(k)} for home in homes
@@ -217,7 +217,7 @@ class ModelAsChecked:
             for cls in type(layer).__mro__:
                 if id(cls) not in look.seen:
                     look.cls(cls, _DEPTH)
-        for kind, hooks in _global_hooks().items():
+        for kind, hooks in global_hooks().items():
             look.value(list(hooks.values()), ("torch's {}", f"global{kind}"), _DEPTH)
         return found
 
@@ -399,7 +399,7 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
-def _global_hooks() -> dict[str, dict[int, Any]]:
+def global_hooks() -> dict[str, dict[int, Any]]:
     """Hooks on all modules of the process."""
     names = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     return {name: getattr(torch_module, f"_global{name}") for name in names}

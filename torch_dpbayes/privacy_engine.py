@@ -30,7 +30,7 @@ from .clipping.record_map import CannotBeMapped
 from .data_parallel import CALIBRATION, Ranks, refuse_wrapped, require_alone
 from .fixed_tensors import FixedTensors, forward_passes_leave_buffers
 from .model_checks import Unrecorded, check_layers, check_mapped_model, check_model, made_up_inputs
-from .model_state import ModelAsChecked
+from .model_state import ModelAsChecked, global_hooks
 from .noise import stream_position
 from .optim.base import PrivateOptimizer, options_of
 from .poisson_loader import PoissonLoader
@@ -392,7 +392,11 @@ def _checked_source(
 
 
 def _hooks_on(module: nn.Module) -> str:
-    """Why the model cannot be run for one record at a time: hooks that would see whole batches."""
+    """Why the model cannot be run for one record at a time: what surrounds its forward pass sees whole batches."""
+    if type(module).__call__ is not nn.Module.__call__ or {"_call_impl", "_wrapped_call_impl"} & vars(module).keys():
+        return f"{type(module).__name__} has a __call__ of its own, which sees whole batches: write forward"
+    if any(global_hooks().values()):
+        return "hooks for all modules are registered (torch.nn.modules.module), which see whole batches: remove them"
     if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
         return "the model itself has hooks, which see whole batches: put them on a module inside it"
     return ""

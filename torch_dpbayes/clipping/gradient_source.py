@@ -339,6 +339,7 @@ class _Hooks(GradSampleHooks):
 
     def __init__(self, module: nn.Module, loss_reduction: str) -> None:
         super().__init__(module, loss_reduction="sum", strict=False)  # of gradients that are no more divided by their number
+        self._is_mean = loss_reduction == "mean"
         self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
         handles: Any = module.autograd_grad_sample_hooks  # Opacus' list, which cleanup() takes off the module
         handles += [p.register_post_accumulate_grad_hook(self._forget_gradient) for p in module.parameters() if p.requires_grad]
@@ -368,6 +369,8 @@ class _Hooks(GradSampleHooks):
                 "for each batch."
             )
         trainable = [p for p in module.parameters() if p.requires_grad]
+        if module is self._module and self._is_mean:  # which sees gradients before they are multiplied by their number
+            forward_output = tuple(g * len(g) for g in forward_output)
         if len(forward_output[0]) == 0:  # some of Opacus' grad samplers fail on empty batches
             module.activations.pop()
             for p in trainable:

@@ -76,6 +76,7 @@ class IsolatedGradientSource(GradientSource):
                 parts.append(record_map(lambda inside: of_one(inside, values), chunk))
                 record_map.require_nothing_kept()
         found = [torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
+        this.found = [t.detach() for t in found]
         anchor = torch.zeros((), device=rows[0].device, requires_grad=True)
         results = list(_Results.apply(anchor, this, *found))
         if self.passes.count == 1:
@@ -188,6 +189,7 @@ class _Pass:
     size: int  # records in a chunk
     random_state: list[Tensor]
     versions: list[int]
+    found: list[Tensor] = field(default_factory=list)
     backprops: list[Tensor] = field(default_factory=list)
     is_back: bool = False
     is_over: bool = False
@@ -208,12 +210,14 @@ class _Pass:
                 "an input or a parameter was changed in place between forward() and step(), which runs the records again: write into copies"
             )
 
-        def loss(values: tuple[Tensor, ...], slices: tuple[Tensor, ...], backprops: tuple[Tensor, ...]) -> Tensor:
-            results = self.of_one(slices, values)
+        def loss(
+            values: tuple[Tensor, ...], slices: tuple[Tensor, ...], backprops: tuple[Tensor, ...]
+        ) -> tuple[Tensor, tuple[Tensor, ...]]:
+            results = tuple(self.of_one(slices, values))
             terms = [(t * g).sum() for t, g in zip(results, backprops, strict=True) if t.is_floating_point()]
-            return torch.stack(terms).sum()
+            return torch.stack(terms).sum(), results
 
-        of_chunk: Callable[..., tuple[Tensor, ...]] = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")
+        of_chunk: Callable[..., Any] = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0), randomness="different")
         values = tuple(p.detach() for p in self.parameters)
         starts = range(0, self.n, self.size)
         devices = list({t.device for t in self.rows if t.device.type == "cuda"})
@@ -221,7 +225,21 @@ class _Pass:
             _set_random_state(self.random_state, self.rows)
             for start, slices in zip(starts, self.chunks(), strict=True):
                 backprops = tuple(g[start : start + self.size] for g in self.backprops)
-                yield list(of_chunk(values, tuple(slices), backprops))
+                gradients, again = of_chunk(values, tuple(slices), backprops)
+                for t, first in zip(again, self.found, strict=True):
+                    _require_same(t.detach(), first[start : start + self.size])
+                yield list(gradients)
+
+
+def _require_same(again: Tensor, first: Tensor) -> None:
+    """Raise if records that are run again for their gradients come out differently: these would be gradients of something else."""
+    tolerance = 2e-2 if again.dtype in (torch.float16, torch.bfloat16) else 1e-3
+    is_close = torch.isclose(again, first, rtol=tolerance, atol=tolerance, equal_nan=True).flatten(1)
+    if not bool((is_close.all(1) | ~torch.isfinite(first).flatten(1).all(1)).all()):
+        raise RuntimeError(
+            "the records, run again for their gradients, gave other outputs: a mode, autocast, the batch, a parameter or a random number of "
+            'Python\'s or of a generator changed between forward() and step(). Leave them alone, or take grad_sample_mode="bookkeeping".'
+        )
 
 
 class _Results(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .gradient_source import COPIED, ForwardPasses
-from .record_map import CannotBeMapped, KeptTensors, Nested
+from .record_map import CannotBeMapped, KeptTensors, Nested, holds_plain_sequence
 
 Loss = Callable[..., Tensor]
 
@@ -89,6 +89,8 @@ class MappedForward:
         if not self.source.passes.is_open:
             return self.original(*args, **kwargs)
         targets, self._targets = self._targets, None
+        if self.loss is not None and targets is None and self.source.passes.watches_loss:
+            raise RuntimeError("this model was made private with loss=: train with net.private_loss(x, y), which computes it for each record alone")
         try:
             return self._mapped(args, kwargs, targets)
         except Exception as error:
@@ -120,6 +122,8 @@ class MappedForward:
         given = Nested(args[0] if is_plain else (args, kwargs, targets))
         if given.strangers:
             raise CannotBeMapped(f"an argument of type {type(given.strangers[0]).__name__} may hold several records: pass tensors")
+        if not is_plain and any(map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))):
+            raise CannotBeMapped("an argument holds several numbers or texts, which every record would see: pass a tensor with a row for each")
         n = _number_of_records(given.tensors)
         is_mapped = [t.dim() > 0 for t in given.tensors]
         rows = [t.unsqueeze(1) for t in given.tensors if t.dim() > 0]

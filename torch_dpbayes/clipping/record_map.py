@@ -61,10 +61,6 @@ class CannotBeMapped(RuntimeError):
     """The model's program cannot be run for one record at a time."""
 
 
-class DecidesByValues(ValueError):
-    """The model's way through its own program depends on what is in the batch: one record decides for all others."""
-
-
 _LOOKS = frozenset(
     (
         *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__),
@@ -265,18 +261,21 @@ class _OfOneRecord(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _plain_attention(*args, **kwargs) if self._map is None else self._attention(self._map, *args, **kwargs)
+            if self._map is None or not _are_aligned(*args, **kwargs):
+                with self:
+                    return _plain_attention(*args, **kwargs)
+            return self._attention(self._map, *args, **kwargs)
         if func in _LOOKS and is_batchedtensor(args[0]):
-            raise DecidesByValues(
-                f"it takes a number or a truth value out of a tensor made of the records ({func.__name__}): one record would "
-                "decide for all. Compute with tensors (torch.where), and check data before training."
+            raise CannotBeMapped(
+                f"it takes a number or a truth value out of a tensor made of the records ({func.__name__}), so one record may "
+                "decide for all: compute with tensors (torch.where)"
             )
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise CannotBeMapped(f"it puts a hook on a tensor ({func.__name__}), which would not run")
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
-            _require_own_vmap_rule(args[0])
+            _require_torchs_own(args[0])
         result = func(*args, **kwargs)
         self._see(result)
         return result
@@ -324,6 +323,12 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _are_aligned(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> bool:
+    """Whether records stay in dimension 0 of all operands when they are broadcast with one another."""
+    is_small = attn_mask is None or attn_mask.dim() <= query.dim()
+    return query.dim() == key.dim() == value.dim() and is_small
+
+
 def _plain_attention(
     query: Tensor,
     key: Tensor,
@@ -350,15 +355,10 @@ def _plain_attention(
     return F.dropout(weights, dropout_p, dropout_p > 0) @ value
 
 
-def _require_own_vmap_rule(function: type) -> None:
-    """Refuse an ``autograd.Function`` which says itself what it does to a whole batch."""
-    if not issubclass(function, torch.autograd.Function) or function is _OnBatch:
-        return
-    rule = function.vmap
-    if rule is not torch.autograd.Function.vmap and not function.__module__.startswith("torch."):
-        raise CannotBeMapped(
-            f"{function.__name__} has a vmap rule of its own, which sees all records: write generate_vmap_rule = True instead"
-        )
+def _require_torchs_own(function: type) -> None:
+    """Refuse an ``autograd.Function`` of the caller's: it, or one inside it, may say itself what it does to a whole batch."""
+    if issubclass(function, torch.autograd.Function) and function is not _OnBatch and not function.__module__.startswith("torch."):
+        raise CannotBeMapped(f"{function.__name__} is an autograd.Function of its own, whose rules for whole batches are not seen")
 
 
 # -- nested arguments and results -------------------------------------------------------------------
@@ -395,7 +395,7 @@ class Nested:
         if isinstance(leaf, Tensor):
             self.tensors.append(leaf)
             return _PLACE
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and _has_fields_only(leaf):
             inner = {
                 f.name: Nested(getattr(leaf, f.name), keeps_strangers=self._keeps_strangers) for f in dataclasses.fields(leaf)
             }
@@ -430,6 +430,20 @@ class Nested:
             return leaf
 
         return pytree.tree_unflatten([put(leaf) for leaf in self._leaves], self._shape)
+
+
+def _has_fields_only(value: Any) -> bool:
+    """Whether nothing else is kept on a dataclass instance, such as a cached property made of all records."""
+    return vars(value).keys() <= {f.name for f in dataclasses.fields(value)} if hasattr(value, "__dict__") else True
+
+
+def holds_plain_sequence(value: Any) -> bool:
+    """Whether several numbers or texts stand in a list, tuple or dict: one for each record, most likely."""
+    if not isinstance(value, (list, tuple, dict)):
+        return False
+    items = list(value.values()) if isinstance(value, dict) else list(value)
+    plain = [item for item in items if isinstance(item, (int, float, complex, str, bytes)) and not isinstance(item, bool)]
+    return (len(plain) > 1 and len(plain) == len(items)) or any(map(holds_plain_sequence, items))
 
 
 @dataclasses.dataclass(frozen=True)
