@@ -191,7 +191,7 @@ def test_an_observer_that_begins_after_the_check_is_refused_at_its_first_step(mo
     net, optimizer, loader = private(net, mode)
     train(net, optimizer, loader)
     net.waits.clear()
-    with pytest.raises(RuntimeError, match="'largest' changed while training|inplace arithmetic"):  # which a map cannot do
+    with pytest.raises(RuntimeError, match=r"'largest' changed while training|inplace arithmetic"):  # which a map cannot do
         train(net, optimizer, loader)
     assert len(optimizer.accountant) == 4
 

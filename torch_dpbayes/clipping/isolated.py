@@ -234,8 +234,8 @@ class _Pass:
 def _require_same(again: Tensor, first: Tensor) -> None:
     """Raise if records that are run again for their gradients come out differently: these would be gradients of something else."""
     tolerance = 2e-2 if again.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    is_close = torch.isclose(again, first, rtol=tolerance, atol=tolerance, equal_nan=True).flatten(1)
-    if not bool((is_close.all(1) | ~torch.isfinite(first).flatten(1).all(1)).all()):
+    is_close = torch.isclose(again, first, rtol=tolerance, atol=tolerance, equal_nan=True).reshape(len(first), -1)
+    if not bool((is_close.all(1) | ~torch.isfinite(first).reshape(len(first), -1).all(1)).all()):
         raise RuntimeError(
             "the records, run again for their gradients, gave other outputs: a mode, autocast, the batch, a parameter or a random number of "
             'Python\'s or of a generator changed between forward() and step(). Leave them alone, or take grad_sample_mode="bookkeeping".'
