@@ -867,7 +867,7 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO
     """
     if _refused(counts):
         return math.inf
-    return beside_failures(counts, delta, lambda others, left: _upper_epsilon(others, left, ratio))
+    return beside_failures(counts, delta, lambda others, left: min(_upper_epsilon(others, left, ratio), _largest_loss(others)))
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> float:
