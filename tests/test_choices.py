@@ -124,15 +124,15 @@ def made_private(**options):
         module=nn.Sequential(nn.Linear(3, 1)),
         optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
         data_loader=DataLoader(data, batch_size=5),
-        max_grad_norm=1.0,
-        noise_multiplier=1.0,
-        **options,
+        **{"max_grad_norm": 1.0, "noise_multiplier": 1.0, **options},
     )
 
 
 def bare(optimizer, **options):
     given = {"lr": 0.1, "num_data": 20, "expected_batch_size": 5, "max_grad_norm": 1.0}
-    return optimizer(nn.Linear(3, 1).named_parameters(), **given, noise_multiplier=1.0, **options)
+    return optimizer(
+        nn.Linear(3, 1).named_parameters(), **{**given, "noise_multiplier": 1.0, **options}
+    )
 
 
 OPTIONS = {

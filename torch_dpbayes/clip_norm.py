@@ -51,8 +51,7 @@ def private_clipped_fraction(
     together = isinstance(data_loader, PoissonLoader) and optimizer._sampler is data_loader.sampler_of_draws
     if source is None or not together or optimizer._source is not source:
         raise ValueError("pass the model, optimizer and loader that one PrivacyEngine.make_private call returned")
-    if not 0 < noise_multiplier < float("inf"):
-        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}")
+    noise_multiplier = events.gaussian_noise_multiplier(noise_multiplier)
     bound = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
     if not 0 < bound < float("inf"):
         raise ValueError(f"max_grad_norm must be positive and finite, got {bound}")

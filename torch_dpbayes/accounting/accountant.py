@@ -313,8 +313,10 @@ class PrivacyAccountant:
             return_bounds: also return a lower bound, to see how tight the guarantee is.
 
         Returns:
-            An upper bound on epsilon. Under a filter it is what the filter guarantees, spent or not: a run that may stop depending on its outputs has
-            no smaller guarantee. With a registered schedule it is, from the first release on, that of the whole schedule, for the same reason.
+            An upper bound on epsilon; infinite where releases that may fail outright use all of ``delta``, which
+            :meth:`summary` then says. Under a filter it is what the filter guarantees, spent or not: a run that may stop
+            depending on its outputs has no smaller guarantee. With a registered schedule it is, from the first release
+            on, that of the whole schedule, for the same reason.
         """
         delta = self._default_delta(delta)
         with self._lock:
@@ -522,6 +524,8 @@ class PrivacyAccountant:
                 f"{sum(self._book.charges.values())} releases",
                 f"  guarantee   {self._describe(self._book, delta)}",
             ]
+            if math.isinf(bounds.upper) and (why := privacy_loss.without_delta(self._book.guaranteed(), delta)):
+                lines.insert(3, f"              {why}")
             if self._ledger is not None:
                 lines.append(f"  ledger      {self._ledger.path}")
             for i, statement in enumerate(self.notes):
@@ -573,6 +577,8 @@ class PrivacyAccountant:
             return {label: (None, sum(group.values())) for label, group in labels.items()}
         total = renyi.curve(others)
         best = renyi.best_order(total, delta)
+        if not 0 < total[best] < math.inf:
+            return {label: (None, sum(group.values())) for label, group in labels.items()}
         return {
             label: (float(renyi.curve(privacy_loss.apart(group)[1])[best] / total[best]), sum(group.values())) for label, group in labels.items()
         }

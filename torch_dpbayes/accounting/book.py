@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -219,6 +220,8 @@ class Book:
                 "registered and what later jobs charge, is infinite for it. Charge it to an accountant of its own, or register it "
                 "(PrivacyAccountant.register) before the first release. Nothing was recorded; release nothing."
             )
+        if why := privacy_loss.without_delta(added(self._committed(), need), self.settings.budget[1]):
+            raise PrivacyBudgetExceeded(f"{why} Nothing was recorded; release nothing.")
         times = sum(need.values())
         fit = "not one more fits"
         if times > 1:
@@ -313,6 +316,8 @@ class Book:
                 raise ValueError("a schedule is registered against a budget: PrivacyAccountant(epsilon=..., delta=...).")
             epsilon, delta = self.settings.budget
             if (cost := self.price(_need(parts), delta)) > epsilon:
+                if math.isinf(cost) and (why := privacy_loss.without_delta(_need(parts), delta)):
+                    raise PrivacyBudgetExceeded(f"the schedule costs more than the budget. {why} Nothing was registered.")
                 raise PrivacyBudgetExceeded(
                     f"the schedule costs epsilon = {cost:.4g} at delta = {delta:g}, more than the budget {epsilon:g}. Nothing was registered. "
                     "Register fewer steps, or more noise (torch_dpbayes.get_noise_multiplier)."

@@ -62,6 +62,8 @@ def calibrated(
     before = _counts(history, neighboring)
     price = renyi.upper_epsilon if method == "rdp" else privacy_loss.upper_epsilon
     if before and price(before, delta) > epsilon:
+        if why := privacy_loss.without_delta(before, delta):
+            raise ValueError(f"what was charged before costs more than epsilon = {epsilon:g} alone. {why}")
         raise ValueError(
             f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g} alone: no noise is "
             "large enough for another step."
@@ -70,6 +72,8 @@ def calibrated(
     def excess(log_noise: float) -> float:
         counts = dict(before)
         _add(counts, make_event(math.exp(log_noise)), steps, neighboring)
+        if why := privacy_loss.without_delta(counts, delta):
+            raise ValueError(f"no noise multiplier meets the target. {why}")
         return price(counts, delta) - epsilon
 
     return math.exp(_smallest(excess))

@@ -44,6 +44,7 @@ __all__ = [
     "ZCDpEvent",
 ]
 
+_LEAST, _LARGEST = 1e-50, 1e50  # of the numbers in events: squares of them, and of many together, are floats
 _GRID = 1.005  # ratio of the noise multipliers that reserves are rounded down to
 
 
@@ -135,9 +136,9 @@ def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> flo
             f"{what} is 0: a sum without noise is not private at any epsilon. Charge NonPrivateDpEvent() (epsilon "
             "becomes infinite), or use a positive noise multiplier."
         )
-    if not 1e-50 <= multiplier < math.inf:
+    if not _LEAST <= multiplier <= _LARGEST:
         raise ValueError(
-            f"{what} must be positive and finite (noise standard deviation / clip bound), and at least 1e-50: got {value!r}."
+            f"{what} must be positive and finite (noise standard deviation / clip bound), between {_LEAST:g} and {_LARGEST:g}: got {value!r}."
         )
     return multiplier
 
@@ -170,10 +171,11 @@ def _real(value: Any, what: str) -> float:
 
 
 def _non_negative(value: Any, what: str) -> float:
+    """``value`` as 0 or a ``float`` that can be squared. A smaller one is rounded up, which costs no more than it can be told apart."""
     number = _real(value, what)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{what} must be finite and at least 0, got {value!r}.")
-    return number
+    if not 0 <= number <= _LARGEST:
+        raise ValueError(f"{what} must be at least 0 and at most {_LARGEST:g}, beyond which nothing is private: got {value!r}.")
+    return max(number, _LEAST) if number else 0.0
 
 
 def _sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:

@@ -242,7 +242,8 @@ class Headroom:
         possible = (left > 0) & np.isfinite(each)
         if not possible.any():
             return 0
-        return int(min(np.max(left[possible] / np.maximum(each[possible], 1e-300)) * (1 - 1e-12), _MOST_STEPS))
+        with np.errstate(over="ignore"):
+            return int(min(np.max(left[possible] / np.maximum(each[possible], 1e-300)) * (1 - 1e-12), _MOST_STEPS))
 
     def _cost(self, pair: Pair) -> Array:
         if isinstance(pair, Gaussian):

@@ -284,7 +284,7 @@ class Ledger:
             seal = self._seal_of_same_file(connection)
             last = connection.execute("SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1").fetchone()
             seq, digest = last or (0, _first_digest(self.settings))
-            if not isinstance(digest, str) or (self._is_sealed and digest != seal):
+            if not (isinstance(seq, int) and isinstance(digest, str)) or (self._is_sealed and digest != seal):
                 raise LedgerError(_damaged(self.path, f"its seal is not that of row {seq}"))
             unchanged = (seq, digest) == (self.version, self._digest)
             if if_unchanged and not unchanged:

@@ -120,12 +120,13 @@ Pair = Gaussian | Sampled | Pure | BoundedRange | Concentrated | Failure | NonPr
 
 # Below this noise / sensitivity sampling is ignored (an upper bound): one step alone then costs epsilon > 1000.
 _LEAST_NOISE = 0.02
+_LEAST_RATE = 1e-30  # smaller ones are rounded up to it, for their inverses to be floats
 
 
 def _sampled(kind: Literal["directed", "antipodal", "symmetric"], rate: float, noise: float) -> Pair:
     if rate == 1.0 or noise < _LEAST_NOISE:
         return Gaussian((2.0 if kind == "antipodal" else 1.0) / noise)
-    return Sampled(kind, rate, noise)
+    return Sampled(kind, max(rate, _LEAST_RATE), noise)
 
 
 def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelation) -> Pair:
@@ -565,7 +566,7 @@ class Composition:
         tilted = np.maximum(self.tilted, 0.0) + self.round_off
         above = self.losses > epsilon
         losses = self.losses[above]
-        scale = np.minimum(self.log_scale - self.plan.tilt * losses, 700.0)
+        scale = np.minimum(self.log_scale - self.plan.tilt * losses, 600.0)
         total = float(np.sum(tilted[above] * np.exp(scale) * -np.expm1(epsilon - losses)))
         return min(total * (1 + self.relative_error) + self.infinity + self.above, 1.0)
 
@@ -619,6 +620,7 @@ _MOST_LEVELS = 1000
 _ROUGH_RATIO, _ROUGH_ACCURACY = 1.02, 1e-3  # of a first bound where levels are many
 RATIO = 1.002  # ratio within which levels are merged
 _LOWER_RATIO = 1.005
+_FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 _LARGE_MU = 1e5  # from here on the second term of a Gaussian's delta, which lowers epsilon by 1 in mu**2/2, is below round-off and left out
 
 
@@ -837,6 +839,18 @@ def _largest_loss(counts: Mapping[Pair, int]) -> float:
     return math.fsum(count * (pair.epsilon if isinstance(pair, Pure | BoundedRange) else math.inf) for pair, count in counts.items()) * (1 + 1e-15)
 
 
+def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
+    """A sentence for a person where epsilon is infinite because releases that may fail outright use all of ``delta``, else empty."""
+    failures, others = apart(counts)
+    failed = failing(failures)
+    if not failed or _refused(others) or (failed <= delta and (_left(delta, failed) >= SMALLEST_DELTA or math.isfinite(_largest_loss(others)))):
+        return ""
+    return (
+        f"Releases that may fail outright (FailureDpEvent) use a delta of {failed:.4g} in all, which leaves nothing of delta = {delta:g}: epsilon is "
+        "infinite. Ask for a larger delta, or charge smaller failures."
+    )
+
+
 def with_failures(counts: Mapping[Pair, int], price: Callable[[dict[Pair, int]], float]) -> float:
     """An upper bound on delta, where ``price(others)`` is one for releases that do not fail outright."""
     failures, others = apart(counts)
@@ -859,10 +873,13 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO
     """
     if _refused(counts):
         return math.inf
-    return beside_failures(counts, delta, lambda others, left: _upper_epsilon(others, left, ratio))
+    return beside_failures(counts, delta, lambda others, left: min(_upper_epsilon(others, left, ratio), _largest_loss(others)))
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> float:
+    counts, largest = _without_extremes(counts)
+    if largest:
+        return (largest + _upper_epsilon(counts, delta, ratio)) * (1 + 1e-15)
     levels = merge(counts, ratio)
     if (mu := _only_mu(levels)) is not None:
         return _gaussian_epsilon(mu, delta)
@@ -900,8 +917,10 @@ class Extension:
         self._delta, self._ratio, self._counts, self._more = delta, ratio, dict(counts), dict(more)
         self._directions: list[tuple[Composition, Composition]] = []
         self._beyond = False
-        self._gaussian = set(map(type, [*counts, *more])) <= {Gaussian, Failure}
-        if self._gaussian:
+        joint = added(counts, more, guess)
+        # of these a bound that needs no grid is asked for each time
+        self._gridless = set(map(type, joint)) <= {Gaussian, Failure} or _without_extremes(apart(joint)[1]) != (apart(joint)[1], 0.0)
+        if self._gridless:
             return
         failures, others = apart(added(counts, more, guess))
         delta = max(_left(delta, min(failing(failures), delta)), SMALLEST_DELTA)
@@ -935,7 +954,7 @@ class Extension:
             self._beyond = True
 
     def __call__(self, steps: int) -> float:
-        if self._gaussian:
+        if self._gridless:
             return upper_epsilon(added(self._counts, self._more, steps), self._delta)
         if self._beyond:
             return math.inf
@@ -948,6 +967,18 @@ class Extension:
                 return math.inf
 
         return beside_failures(added(self._counts, self._more, steps), self._delta, price)
+
+
+def _without_extremes(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], float]:
+    """What a distribution on a grid can tell apart, and what is to be added to its epsilon for the rest, which costs far
+    more than any guarantee is worth: bounded losses count at their largest (basic composition), and beside such a
+    Gaussian other releases count as Gaussians without amplification."""
+    far: dict[Pair, int] = {pair: n for pair, n in counts.items() if isinstance(pair, Pure | BoundedRange) and pair.epsilon > _FAR_LOSS}
+    near: dict[Pair, int] = {pair: n for pair, n in counts.items() if pair not in far}
+    if math.fsum(n * pair.mu**2 for pair, n in near.items() if isinstance(pair, Gaussian)) > _FAR_MU**2:
+        squared = math.fsum(n * dominating_mu(pair) ** 2 for pair, n in near.items())
+        near = {Gaussian(math.sqrt(squared) * (1 + 1e-15)): 1}
+    return near, _largest_loss(far)
 
 
 def _worst(values: list[float]) -> float:
@@ -973,6 +1004,8 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         if failed > delta:
             return math.inf
         delta = max((delta - failed) / (1 - failed) * (1 + 1e-15), SMALLEST_DELTA)
+    if (near := _without_extremes(others)[0]) != others:  # leaving the others out only lowers it
+        others = {pair: n for pair, n in others.items() if isinstance(pair, Gaussian)} if _FAR_MU < (_only_mu(near) or 0.0) else near
     levels = merge(others, _LOWER_RATIO, upper=False)
     if (mu := _only_mu(levels)) is not None:
         return _gaussian_epsilon(mu, delta) * (1 - 1e-9)
@@ -991,6 +1024,9 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    counts, largest = _without_extremes(counts)
+    if largest:
+        return _upper_delta(counts, (epsilon - largest) * (1 - 1e-15)) if epsilon > largest else 1.0
     levels = merge(counts)
     if (mu := _only_mu(levels)) is not None:
         return max(0.0, min(1.0, _gaussian_delta(mu, epsilon) * (1 + 1e-10)))

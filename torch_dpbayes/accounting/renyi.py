@@ -52,16 +52,24 @@ def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
     if isinstance(pair, Pure):
         # log E exp(theta L) for L = e with probability e^e / (1 + e^e), else -e
         e = pair.epsilon
-        return np.logaddexp(alpha * e - np.logaddexp(0, e), -theta * e - np.logaddexp(0, e)) / theta
+        log_moment = np.logaddexp(alpha * e - np.logaddexp(0, e), -theta * e - np.logaddexp(0, e))
+        return _of_bounded_loss(log_moment, e, alpha)
     if isinstance(pair, BoundedRange):
         # density exp((l - b) / 2) / (2 (1 - e^-b)) on [-b, b]
         b, slope = pair.epsilon, theta + 0.5
         log_moment = (slope - 0.5) * b + np.log(-np.expm1(-2 * slope * b) / (2 * slope)) - math.log(-math.expm1(-b))
-        return log_moment / theta
+        return _of_bounded_loss(log_moment, b, alpha)
     if isinstance(pair, Sampled):
         # Where the loss is tiny, the logarithm of a sum close to 1 has lost digits: an absolute margin as well.
         return np.array([_sampled(pair, a) for a in orders]) * (1 + _MARGIN) + 2e-15 * (1 + alpha) / theta
     return np.full(len(alpha), math.inf)
+
+
+def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
+    """Where the loss is tiny, log E exp(theta L) is a difference of larger numbers: an absolute margin for their
+    round-off, or the divergence alpha e^2 / 2 that no loss within [-e, e] passes (Bun, Steinke 2016, Proposition 3.3)."""
+    margin = 1e-15 * (8 + abs(math.log(largest)) + np.abs(log_moment))
+    return np.minimum((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2) * (1 + 1e-14)
 
 
 def _sampled(pair: Sampled, order: float) -> float:

@@ -166,6 +166,11 @@ class PrivateOptimizer(Optimizer):
         if max_grad_norm < 1e-12:
             raise ValueError(f"max_grad_norm = {max_grad_norm} is below what float32 norms can resolve; use at least 1e-12")
         _require_not_negative("noise_multiplier", noise_multiplier)
+        if noise_multiplier and not events.gaussian_noise_multiplier(noise_multiplier) < _LARGEST_NOISE_MULTIPLIER:
+            raise ValueError(
+                f"noise_multiplier = {noise_multiplier:g} is noise std / clip bound, and so large that steps would overflow: take one below "
+                f"{_LARGEST_NOISE_MULTIPLIER:g}"
+            )
         _require_not_negative("temperature", temperature)
         if sampling not in (None, "poisson", "recordwise"):
             raise ValueError(f'sampling must be "poisson", "recordwise" or None, got {sampling!r}')
