@@ -44,8 +44,8 @@ def whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """No model can be run for one record at a time, so that every one of them is tested on
     whole batches.
     """
-    from torch_dpbayes import privacy_engine
     from torch_dpbayes.clipping.record_map import CannotBeMapped
+    from torch_dpbayes.engine import privacy_engine
 
     def refuse(*_: object) -> None:
         raise CannotBeMapped("this test is of whole batches")

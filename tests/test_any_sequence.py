@@ -22,9 +22,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes.batches.poisson_loader import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.optim import base
-from torch_dpbayes.poisson_loader import PoissonSampler
 
 RECORDS, FEATURES, CLIP = 30, 3, 0.5
 WAYS = ["whole", "twice", "half", "all data", "two backward passes", "forward only"]

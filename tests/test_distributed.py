@@ -30,9 +30,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes import data_parallel
+from torch_dpbayes import ranks
+from torch_dpbayes.batches.poisson_loader import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
-from torch_dpbayes.poisson_loader import PoissonSampler
 
 TIMEOUT = 60.0  # seconds; of a process group, where no test is about it
 
@@ -690,7 +690,7 @@ def loses_a_rank(rank, seed, how, folder):
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "killed between the messages":
-            data_parallel.Ranks.add_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            ranks.Ranks.add_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         while how == "stalled" and not all(os.path.exists(f"{folder}/{other}") for other in (0, 2)):
             time.sleep(0.05)
         if how == "stalled":
@@ -721,13 +721,11 @@ def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, tm
 
 def elsewhere(rank, seed):
     group = dist.new_group(backend="cpu:gloo")
-    told = message(lambda: data_parallel.Ranks(group).require_backend_for(torch.device("cuda")))
+    told = message(lambda: ranks.Ranks(group).require_backend_for(torch.device("cuda")))
     net = network(seed).to("meta")
     return (
         told,
-        message(
-            lambda: data_parallel.Ranks(group).require_backend_for(next(net.parameters()).device)
-        ),
+        message(lambda: ranks.Ranks(group).require_backend_for(next(net.parameters()).device)),
         message(lambda: make(seed)),
     )
 
@@ -863,8 +861,8 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(run):
         run(resumed_each, 1, seed=seed, saved=saved),
         run(resumed_each, 3, seed=seed, saved=saved),
     )
-    for (_, _, first), one, *ranks in zip(saved, alone, *three):
-        for _, theta, epsilon in ranks:
+    for (_, _, first), one, *others in zip(saved, alone, *three):
+        for _, theta, epsilon in others:
             assert close(theta, one[1]) and epsilon == one[2] > first
 
 
@@ -958,11 +956,11 @@ def traffic(rank, seed, num_records):
         seed, data=records(seed, num_records), batch_size=num_records // 4
     )
     sent, reduce, gather = [], dist.all_reduce, dist.all_gather_into_tensor
-    data_parallel.dist.all_reduce = lambda t, **options: (
+    ranks.dist.all_reduce = lambda t, **options: (
         sent.append(t.nbytes),
         reduce(t, **options),
     )[1]
-    data_parallel.dist.all_gather_into_tensor = lambda o, t, **options: (
+    ranks.dist.all_gather_into_tensor = lambda o, t, **options: (
         sent.append(t.nbytes),
         gather(o, t, **options),
     )[1]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.model_state import ModelAsChecked
+from torch_dpbayes.checks.model_state import ModelAsChecked
 
 MODES = pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 IS_CENTRED = False

@@ -23,7 +23,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, T
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
-from torch_dpbayes.poisson_loader import PoissonLoader, PoissonSampler
+from torch_dpbayes.batches.poisson_loader import PoissonLoader, PoissonSampler
 
 FALSE_ALARM = 1e-6  # of each statistical test
 
@@ -292,7 +292,7 @@ def test_records_join_at_the_rate_in_force_whatever_the_default_dtype(monkeypatc
     """Also where every record, or every fourth one, falls into the cell that the rate divides."""
     uniform = torch.rand
     if cells < 2**24:
-        monkeypatch.setattr("torch_dpbayes.poisson_loader._CELLS", cells)
+        monkeypatch.setattr("torch_dpbayes.batches.poisson_loader._CELLS", cells)
         monkeypatch.setattr(
             torch,
             "rand",

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.poisson_loader import PoissonLoader, PoissonSampler
+from torch_dpbayes.batches.poisson_loader import PoissonLoader, PoissonSampler
 
 FACTORY = partial(dpb.optim.DPSGLD, lr=0.1)
 

@@ -20,10 +20,10 @@ _HOME = {
     "PrivacyBudgetExceeded": "accounting.accountant",
     "get_noise_multiplier": "accounting.calibration",
     "get_num_steps": "accounting.calibration",
-    "PrivacyEngine": "privacy_engine",
+    "PrivacyEngine": "engine.privacy_engine",
     "PosteriorSamples": "posterior",
-    "private_clipped_fraction": "clip_norm",
-    "simulate_gradient_norms": "clip_norm",
+    "private_clipped_fraction": "engine.clip_norm",
+    "simulate_gradient_norms": "engine.clip_norm",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from .accounting.accountant import PrivacyBudgetExceeded as PrivacyBudgetExceeded
     from .accounting.calibration import get_noise_multiplier as get_noise_multiplier
     from .accounting.calibration import get_num_steps as get_num_steps
-    from .clip_norm import private_clipped_fraction as private_clipped_fraction
-    from .clip_norm import simulate_gradient_norms as simulate_gradient_norms
+    from .engine.clip_norm import private_clipped_fraction as private_clipped_fraction
+    from .engine.clip_norm import simulate_gradient_norms as simulate_gradient_norms
+    from .engine.privacy_engine import PrivacyEngine as PrivacyEngine
     from .posterior import PosteriorSamples as PosteriorSamples
-    from .privacy_engine import PrivacyEngine as PrivacyEngine
 
 
 def __getattr__(name: str) -> Any:

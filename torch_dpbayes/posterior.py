@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .fixed_tensors import same_values
+from .checks.fixed_tensors import same_values
 
 Transform = Callable[[Tensor], Tensor]
 _Sample = dict[str, Tensor]

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import calibrated
 from ..accounting.events import DpEvent, SelfComposedDpEvent, positive_count
+from ..batches.poisson_loader import PoissonLoader
+from ..engine.privacy_engine import PrivacyEngine
 from ..optim.base import PrivateOptimizer
-from ..poisson_loader import PoissonLoader
 from ..posterior import PosteriorSamples
-from ..privacy_engine import PrivacyEngine
 from .certificates import Certificate
 from .glm import GLM
 from .models import Loss

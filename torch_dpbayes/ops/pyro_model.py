@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributions import transforms
 from torch.func import functional_call
 
+from ..checks.model_checks import check_layers
 from ..mcmc.record_density import InvalidPoint, Prior, RecordDensity, UnfitModel
-from ..model_checks import check_layers
 from .models import Loss, using_pyro
 
 # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record

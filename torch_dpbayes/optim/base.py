@@ -33,12 +33,12 @@ from torch.optim import Optimizer
 
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
+from ..batches.poisson_loader import PoissonSampler
+from ..checks.fixed_tensors import CHANGED, FixedTensors
+from ..checks.model_state import ModelAsChecked
 from ..clipping.gradient_source import GradientSource, HooksGradientSource
-from ..data_parallel import STEP, Ranks, require_alone
-from ..fixed_tensors import CHANGED, FixedTensors
-from ..model_state import ModelAsChecked
 from ..noise import GaussianNoise, add_gaussian
-from ..poisson_loader import PoissonSampler
+from ..ranks import STEP, Ranks, require_alone
 
 _log = logging.getLogger("torch_dpbayes")
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .accounting import events
-from .clipping.bookkeeping import BookkeepingGradientSource
-from .clipping.gradient_source import GradientSource
-from .optim.base import PrivateOptimizer
-from .poisson_loader import PoissonLoader, is_private
+from ..accounting import events
+from ..batches.poisson_loader import PoissonLoader, is_private
+from ..clipping.bookkeeping import BookkeepingGradientSource
+from ..clipping.gradient_source import GradientSource
+from ..optim.base import PrivateOptimizer
 
 Criterion = Callable[[Any, Any], Tensor]
 

@@ -24,8 +24,8 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .clipping.gradient_source import GradientSource, _tensors
-from .clipping.record_map import CannotBeMapped, KeptTensors, Nested
+from ..clipping.gradient_source import GradientSource, _tensors
+from ..clipping.record_map import CannotBeMapped, KeptTensors, Nested
 from .gradient_checks import (
     HOOKED,
     MAGNITUDES,

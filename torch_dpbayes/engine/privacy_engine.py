@@ -24,22 +24,28 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from . import __version__
-from .accounting.accountant import PrivacyAccountant
-from .accounting.calibration import calibrated
-from .accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from .clipping.bookkeeping import BookkeepingGradientSource
-from .clipping.gradient_source import GradientSource, HooksGradientSource
-from .clipping.isolated import IsolatedGradientSource
-from .clipping.mapped_forward import Loss
-from .clipping.record_map import CannotBeMapped
-from .data_parallel import CALIBRATION, Ranks, refuse_wrapped, require_alone
-from .fixed_tensors import FixedTensors, forward_passes_leave_buffers
-from .model_checks import Unrecorded, check_layers, check_mapped_model, check_model, made_up_inputs
-from .model_state import ModelAsChecked, global_hooks
-from .noise import stream_position
-from .optim.base import PrivateOptimizer, options_of
-from .poisson_loader import PoissonLoader
+from .. import __version__
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import calibrated
+from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from ..batches.poisson_loader import PoissonLoader
+from ..checks.fixed_tensors import FixedTensors, forward_passes_leave_buffers
+from ..checks.model_checks import (
+    Unrecorded,
+    check_layers,
+    check_mapped_model,
+    check_model,
+    made_up_inputs,
+)
+from ..checks.model_state import ModelAsChecked, global_hooks
+from ..clipping.bookkeeping import BookkeepingGradientSource
+from ..clipping.gradient_source import GradientSource, HooksGradientSource
+from ..clipping.isolated import IsolatedGradientSource
+from ..clipping.mapped_forward import Loss
+from ..clipping.record_map import CannotBeMapped
+from ..noise import stream_position
+from ..optim.base import PrivateOptimizer, options_of
+from ..ranks import CALIBRATION, Ranks, refuse_wrapped, require_alone
 
 OptimizerFactory = Callable[..., PrivateOptimizer]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -22,8 +22,8 @@ from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch.utils.data import DataLoader, Sampler
 
-from .data_parallel import Ranks
-from .noise import fresh_generator, use_position
+from ..noise import fresh_generator, use_position
+from ..ranks import Ranks
 
 # Data sets, and tensors of batches, that are private: found by their identity for as long as they
 # live. Plain lists take no weak references: they are known by the loaders that read them.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .clipping.gradient_source import GradientSource, _map, _tensors
+from ..clipping.gradient_source import GradientSource, _map, _tensors
 
 # powers of ten of the output gradients of all records, and of those that take the others' places
 MAGNITUDES = (0, 3, -3, 6, -6, 1, -1, 4, -4, 2, -2, 5, -5)

@@ -1,0 +1,1 @@
+"""Poisson draws of the records, and the loader that delivers them."""
