@@ -64,13 +64,11 @@ def private(name: str, size: int) -> Callable[[], None]:
         max_grad_norm=1.0,
         sampling="poisson",
     )
-    optimizer._source = GivenSum()
-    layout = optimizer._current_layout()
+    optimizer.release.source = GivenSum()
 
     def release() -> None:
         with torch.no_grad():
-            optimizer._require_finite(layout)
-            optimizer._release(layout)
+            optimizer._step()
 
     return release
 

@@ -45,9 +45,9 @@ def whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     whole batches.
     """
     from torch_dpbayes.clipping.record_map import CannotBeMapped
-    from torch_dpbayes.engine import privacy_engine
+    from torch_dpbayes.engine import gradient_sources
 
     def refuse(*_: object) -> None:
         raise CannotBeMapped("this test is of whole batches")
 
-    monkeypatch.setattr(privacy_engine, "check_mapped_model", refuse)
+    monkeypatch.setattr(gradient_sources, "check_mapped_model", refuse)

@@ -315,7 +315,7 @@ def captured(rank, seed, name, mode):
         released.append(
             [
                 (layout.gradient - priors).tolist(),
-                layout.second_moment.tolist(),
+                layout.beside.tolist(),
                 optimizer.effective_noise_multiplier,
             ]
         )
@@ -904,14 +904,14 @@ def seeded(rank, seed, change=None):
     engine, net, optimizer, loader = make(
         seed, optimizer=factory, draws=seed + 1, data=data, batch_size=41
     )
-    streams, next_stream = [], optimizer._noise.next_stream
+    streams, next_stream = [], optimizer.release.noise.next_stream
 
     def watch(device, hides):
         stream = next_stream(device, hides)
         streams.append(float(torch.randn(1, generator=stream.clone_state())))
         return stream
 
-    optimizer._noise.next_stream = watch
+    optimizer.release.noise.next_stream = watch
     train(net, optimizer, loader, 1)
     return flat(net).tolist(), streams[0], optimizer.state_dict()["private_step"]["noise"].tolist()
 

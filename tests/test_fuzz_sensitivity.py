@@ -33,7 +33,7 @@ from random_models import (
 )
 from torch.func import vmap
 
-import torch_dpbayes.engine.privacy_engine
+import torch_dpbayes.engine.gradient_sources
 
 
 def fresh_seed():
@@ -265,7 +265,7 @@ def test_a_record_keeps_its_random_numbers_when_others_leave():
 @pytest.fixture
 def unchecked(monkeypatch):
     """A library that takes every model that it can record."""
-    monkeypatch.setattr(torch_dpbayes.engine.privacy_engine, "check_model", lambda *_: None)
+    monkeypatch.setattr(torch_dpbayes.engine.gradient_sources, "check_model", lambda *_: None)
 
 
 def test_it_finds_the_hole_in_a_library_that_checks_nothing(unchecked, tmp_path):

@@ -330,7 +330,7 @@ def test_moving_loading_evaluating_and_equal_values_change_nothing(mode):
     train(net, optimizer, loader)
     net.eval()
     net(torch.randn(3, 5))
-    optimizer._as_checked.require_unchanged()
+    optimizer.release._as_checked.require_unchanged()
     net.train()
     for dtype in (torch.float64, torch.float32):
         net.to(dtype)
@@ -394,7 +394,7 @@ def test_after_another_make_private_and_in_copies_nothing_is_left_of_it():
         )
         == 1
     )
-    assert old._as_checked is not optimizer._as_checked
+    assert old.release._as_checked is not optimizer.release._as_checked
     twin = copy.deepcopy(net)
     twin.flag = False
     twin, optimizer, loader = private(twin)

@@ -257,7 +257,7 @@ def test_copies_resumes_and_equal_seeds_never_repeat_noise():
     original = bare([p], prior_std=math.inf, generator=seeded)
     seen = [noise_of(original, p)]
     duplicate = copy.deepcopy(original)
-    assert duplicate.accountant is original.accountant and duplicate._noise.generator is None
+    assert duplicate.accountant is original.accountant and duplicate.release.noise.generator is None
     q = duplicate.param_groups[0]["params"][0]
     seen += [noise_of(duplicate, q), noise_of(original, p)]
     plain = bare([p], prior_std=math.inf)
@@ -356,13 +356,13 @@ def test_a_sum_over_very_many_records_moves_by_no_more_than_the_clip_bound(mode)
         sampling=None,
         prior_std=math.inf,
     )
-    optimizer._source, released = source, []
+    optimizer.release.source, released = source, []
 
     def recording(layout, smallest, stream):
         released.append(layout.gradient.double().clone())
         layout.buffer.zero_()
 
-    optimizer._add_noise = recording
+    optimizer.release.query.add_noise = recording
     for first in (0, 1):
         net(x[first:]).sum().backward()
         optimizer.step()
@@ -802,7 +802,7 @@ def test_parts_of_two_draws_never_mix():
         for x, y in parts:  # leave in the middle of a draw
             one(net, optimizer, x, y)
             break
-        assert len(optimizer.accountant) == 0 and optimizer._pending is not None
+        assert len(optimizer.accountant) == 0 and not optimizer.release._is_pending
     before = [p.detach().clone() for p in net.parameters()]
     x, y = next(iter(loader))
     twin = mlp()

@@ -69,7 +69,7 @@ def sampled(
         noise_multiplier=noise * own,
         **options,
     )
-    optimizer._source = GivenGradients(lambda p: RECORDS * kappa * p, RECORDS)
+    optimizer.release.source = GivenGradients(lambda p: RECORDS * kappa * p, RECORDS)
     for _ in range(steps):
         optimizer.step()
     return theta.detach(), optimizer
@@ -167,7 +167,9 @@ def test_momentum_zero_is_sgld():
     sgld, sghmc = DPSGLD([theta], 0.3, **common), DPSGHMC([theta], 0.3, momentum=0.0, **common)
     moved = []
     for optimizer in (sgld, sghmc):
-        optimizer._add_noise = lambda layout, smallest, stream: layout.gradient.div_(10)
+        optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.gradient.div_(
+            10
+        )
         with torch.no_grad():
             theta.fill_(0.5)
         theta.grad_sample = torch.full((10, 50), 0.1, dtype=torch.float64)
@@ -262,7 +264,7 @@ def test_thermostat_absorbs_isotropic_minibatch_noise():
         noise_multiplier=z,
         momentum=0.99,
     )
-    optimizer._source = GivenGradients(
+    optimizer.release.source = GivenGradients(
         lambda p: RECORDS * kappa * p + z * torch.randn_like(p), RECORDS
     )
     for _ in range(1500):
@@ -284,7 +286,7 @@ def test_thermostat_of_several_groups():
         prior_std=math.inf,
         momentum=0.7,
     )
-    optimizer._source = GivenGradients(lambda p: RECORDS * p, RECORDS)
+    optimizer.release.source = GivenGradients(lambda p: RECORDS * p, RECORDS)
     for _ in range(1200):
         optimizer.step()
     assert {group["friction"] for group in optimizer.param_groups} == {optimizer.friction}
@@ -349,7 +351,7 @@ def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0,
         total = kappa * ((above + below) * p.detach() - (above - below) / kappa.sqrt())
         return total if scale is None else total / scale
 
-    optimizer._source = GivenGradients(poisson_sum, records if rate == 1.0 else 0)
+    optimizer.release.source = GivenGradients(poisson_sum, records if rate == 1.0 else 0)
     optimizer.param_groups[0]["lr"] = 2 * temperature * batch**2 / (records * clip**2)  # z_L = 1
     contractions = []
     for curvature in (0.25, 1.0, 4.0):
@@ -454,13 +456,13 @@ def test_one_full_step_is_the_formula():
         sensitivity_scale=scale,
     )
     released = []
-    add_noise = optimizer._add_noise
+    add_noise = optimizer.release.query.add_noise
 
     def recording(layout, smallest, stream):
         add_noise(layout, smallest, stream)
         released.append(layout.gradient.clone())
 
-    optimizer._add_noise = recording
+    optimizer.release.query.add_noise = recording
     gradients = torch.randn(60, dimension, dtype=torch.float64)
     theta[0].grad_sample, theta[1].grad_sample = gradients[:, :2], gradients[:, 2:]
     optimizer.step()
@@ -565,7 +567,7 @@ class NonSymmetric(DPSGFS):
     def _update(self, parts):
         super()._update(parts)
         (p,) = self.state
-        self.state[p]["fisher"] = self._second_moment(self._layout).clone()
+        self.state[p]["fisher"] = self._query.second_moment(self._layout).clone()
 
 
 def assert_fisher_noise(kind):
@@ -620,7 +622,7 @@ def test_the_fisher_estimate_starts_at_its_largest():
         noise_multiplier=0.5,
         prior_std=math.inf,
     )
-    optimizer._add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
+    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
     gradient = torch.full((records, 3), 0.1, dtype=torch.float64)
     theta.grad_sample = gradient
     z = optimizer.effective_noise_multiplier
@@ -658,7 +660,7 @@ def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
         fisher_share=share,
         fisher_decay=1 - beta,
     )
-    optimizer._add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
+    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
     left = 0.01
     level = left * math.sqrt(2 * dimension if fisher == "full" else 2)
     values = torch.tensor([-1.0, 0.5 * level, 3 * level], dtype=torch.float64)
@@ -732,7 +734,9 @@ def test_fisher_scoring_at_small_lr_is_sgld():
         optimizer = kind(
             [theta], lr, num_data=records, expected_batch_size=records, max_grad_norm=1.0
         )
-        optimizer._add_noise = lambda layout, smallest, stream: layout.gradient.div_(records)
+        optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.gradient.div_(
+            records
+        )
         theta.grad_sample = torch.full((records, 4), 0.25, dtype=torch.float64)
         optimizer.step()
         moved.append(theta.detach() - 1)
@@ -809,7 +813,7 @@ def test_full_fisher_scoring_samples_the_posterior_covariance(rate):
         chosen = pull[torch.rand(records, dtype=torch.float64) < rate]
         return (len(chosen) * p.detach() - chosen.sum(0)) @ information
 
-    optimizer._source = GivenGradients(poisson_sum, records if rate == 1.0 else 0)
+    optimizer.release.source = GivenGradients(poisson_sum, records if rate == 1.0 else 0)
     chain = torch.empty(steps, dimension, dtype=torch.float64)
     for t in range(steps):
         optimizer.step()

@@ -118,7 +118,7 @@ def test_the_charge_is_the_noise_that_was_added(make, batches, neighboring):
 
     def recording(parts):
         noise["gradient"].append(optimizer._layout.gradient.clone() * batch / clip)
-        noise["moment"].append(optimizer._layout.second_moment.clone() * batch / clip**2)
+        noise["moment"].append(optimizer._layout.beside.clone() * batch / clip**2)
         update(parts)
 
     optimizer._update = recording
@@ -202,16 +202,16 @@ def test_the_charge_of_fisher_scoring_with_groups_and_a_scale(share, fisher, sca
         sensitivity_scale={None: None, "vector": units.diagonal(), "matrix": units}[scale],
     )
     moved, noise = [], {"gradient": [], "moment": []}
-    add_noise = optimizer._add_noise
+    add_noise = optimizer.release.query.add_noise
 
     def recording(layout, smallest, stream):
-        moved.append((float(layout.gradient.norm()), float(layout.second_moment.norm())))
+        moved.append((float(layout.gradient.norm()), float(layout.beside.norm())))
         layout.buffer.zero_()
         add_noise(layout, smallest, stream)
         noise["gradient"].append(torch.linalg.solve(units, layout.gradient) * 10 / clip)
-        noise["moment"].append(layout.second_moment * 10 / clip**2)
+        noise["moment"].append(layout.beside * 10 / clip**2)
 
-    optimizer._add_noise = recording
+    optimizer.release.query.add_noise = recording
     for _ in range(steps):
         fill(parameters, records=1, value=1e3)
         optimizer.step()
@@ -260,9 +260,11 @@ def test_joint_sensitivity_of_gradient_and_fisher():
             expected_batch_size=40,
             accountant=dpb.PrivacyAccountant(neighboring="replace_one"),
         )
-        assert optimizer._event(z, None).noise_multiplier == pytest.approx(2 * z / math.sqrt(bound))
+        event = optimizer.release.event(z, None)
+        assert event.noise_multiplier == pytest.approx(2 * z / math.sqrt(bound))
         optimizer, _ = built(DPSGFS, fisher_share=share, expected_batch_size=40)
-        assert optimizer._event(z, None).noise_multiplier == pytest.approx(z / math.sqrt(1 + share))
+        event = optimizer.release.event(z, None)
+        assert event.noise_multiplier == pytest.approx(z / math.sqrt(1 + share))
 
 
 @every_sampler
@@ -400,7 +402,7 @@ def test_clearing_the_state_resets_the_velocity():
     fill(parameters, value=1.0)
     optimizer.step()
     optimizer.state.clear()
-    optimizer._add_noise = lambda layout, smallest, stream: layout.buffer.zero_()
+    optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.buffer.zero_()
     before = [p.detach().clone() for p in parameters]
     for group in optimizer.param_groups:
         group["prior_std"] = math.inf
@@ -589,7 +591,7 @@ def test_no_sum_without_noise_is_left_behind(make):
     if optimizer.noise_multiplier == 0:
         fill(parameters)
         optimizer.step()
-        assert not optimizer._layout.second_moment.any()
+        assert not optimizer._layout.beside.any()
         assert len(optimizer.accountant) == 0
 
 

@@ -55,11 +55,11 @@ def private_clipped_fraction(
     GaussianDpEvent(z))``, on the optimizer's accountant.
     """
     source = GradientSource.attached_to(module)
-    together = (
-        isinstance(data_loader, PoissonLoader)
-        and optimizer._sampler is data_loader.sampler_of_draws
-    )
-    if source is None or not together or optimizer._source is not source:
+    if (
+        source is None
+        or not isinstance(data_loader, PoissonLoader)
+        or not optimizer.release.is_of(source, data_loader.sampler_of_draws)
+    ):
         raise ValueError(
             "pass the model, optimizer and loader that one PrivacyEngine.make_private call returned"
         )
@@ -67,28 +67,23 @@ def private_clipped_fraction(
     bound = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
     if not 0 < bound < float("inf"):
         raise ValueError(f"max_grad_norm must be positive and finite, got {bound}")
-    if optimizer._fixed is not None:
-        optimizer._fixed.begin()
     # a draw of its own: the caller's pass over the data goes on undisturbed
     draw = data_loader.aside()
-    norms = _norms(module, source, next(iter(draw)), criterion)
-    if len(norms) != draw.sampler_of_draws.size:
-        raise ValueError(
-            "a record of the draw appears not exactly once in the gradients: pass each batch whole"
-            " through the model once"
-        )
-    total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
-    hides = (repr((bound, noise_multiplier)), norms)
-    noise = optimizer._noise.standard_normal(
-        1, dtype=torch.float64, device=norms.device, hides=hides
+
+    def norms_of() -> Tensor:
+        norms = _norms(module, source, next(iter(draw)), criterion)
+        if len(norms) != draw.sampler_of_draws.size:
+            raise ValueError(
+                "a record of the draw appears not exactly once in the gradients: pass each batch"
+                " whole through the model once"
+            )
+        return norms
+
+    share = optimizer.release.share_of(
+        noise_multiplier, bound, norms_of, label="private_clipped_fraction"
     )
-    rate = optimizer.expected_batch_size / optimizer.num_data
-    gaussian = events.GaussianDpEvent(float(noise_multiplier))
-    event = gaussian if rate == 1.0 else events.PoissonSampledDpEvent(rate, gaussian)
-    optimizer.accountant.compose(event, label="private_clipped_fraction")
     draw.sampler_of_draws.retire()
-    share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / optimizer.expected_batch_size
-    return float(share.clamp(0.0, 1.0))
+    return share
 
 
 def simulate_gradient_norms(

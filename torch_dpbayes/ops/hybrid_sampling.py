@@ -175,7 +175,7 @@ def hybrid(
     )
     floor: float | None = None
     if start_share is None:
-        own = probe._event(probe.effective_noise_multiplier, "poisson")
+        own = probe.event(probe.effective_noise_multiplier)
         first = release(
             epsilon, delta, accountant, num_data=num_data, reserve=SelfComposedDpEvent(own, steps)
         )
@@ -184,7 +184,7 @@ def hybrid(
         first = release(start_share * epsilon, delta, accountant, num_data=num_data)
         history = [*accountant.history, (first.event, 1)]
         floor = calibrated(
-            lambda z: probe._event(z, "poisson"),
+            probe.event,
             epsilon,
             delta,
             steps,
@@ -207,7 +207,7 @@ def hybrid(
         noise_multiplier=floor,
     )
     # raises where the chain would refuse its first step
-    step = chain._event(chain.effective_noise_multiplier, "poisson")
+    step = chain.event(chain.effective_noise_multiplier)
     label = f"hybrid ({type(certificate).__name__}, {type(chain).__name__})"
     start = first._release(
         (features, targets), epsilon, None, label, together=SelfComposedDpEvent(step, steps)

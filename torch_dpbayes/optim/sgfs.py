@@ -4,19 +4,18 @@ Fisher information.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
-from ..noise import add_gaussian, in_cache
-from .base import Part, PrivateOptimizer, _Layout
+from ..noise import in_cache
+from ..release.layout import GroupGradient
+from .base import PrivateOptimizer
+from .fisher_sum import FisherSum, checked_scale, congruent
 
 
 class DPSGFS(PrivateOptimizer):
@@ -129,13 +128,10 @@ class DPSGFS(PrivateOptimizer):
                 "the step is proportional to the temperature, which must be positive, got"
                 f" {temperature}"
             )
-        self._fisher, self._fisher_decay, self._fisher_share = (
-            fisher,
-            float(fisher_decay),
-            float(fisher_share),
+        self._fisher, self._fisher_decay = fisher, float(fisher_decay)
+        query = FisherSum(
+            max_grad_norm, expected_batch_size, is_full=fisher == "full", share=float(fisher_share)
         )
-        self._scale: Tensor | None = None
-        self._scale_digest = ""
         super().__init__(
             params,
             {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
@@ -148,19 +144,24 @@ class DPSGFS(PrivateOptimizer):
             sampling=sampling,
             accountant=accountant,
             generator=generator,
+            query=query,
         )
-        self._second_moment_size(
-            sum(
-                p.numel() for group in self.param_groups for p in group["params"] if p.requires_grad
-            )
-        )
+        trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
+        if trainable:
+            query.numbers_beside(sum(p.numel() for p in trainable), trainable[0].device)
         self.sensitivity_scale = sensitivity_scale
+
+    @property
+    def _query(self) -> FisherSum:
+        query = self.release.query
+        assert isinstance(query, FisherSum)
+        return query
 
     def _settings(self) -> dict[str, Any]:
         return super()._settings() | {
             "fisher": self._fisher,
-            "fisher_share": self._fisher_share,
-            "sensitivity_scale": self._scale_digest,
+            "fisher_share": self.fisher_share,
+            "sensitivity_scale": self._query.scale_digest,
         }
 
     @property
@@ -171,12 +172,12 @@ class DPSGFS(PrivateOptimizer):
     @property
     def fisher_share(self) -> float:
         """ϕ: (zC²/σ_F)², the weight of the Fisher release."""
-        return self._fisher_share
+        return self._query.share
 
     @property
     def sensitivity_scale(self) -> Tensor | None:
         """F, as a vector or a lower triangular matrix with the same FFᵀ as the one that was set."""
-        return None if self._scale is None else self._scale.clone()
+        return None if self._query.scale is None else self._query.scale.clone()
 
     @sensitivity_scale.setter
     def sensitivity_scale(self, scale: Tensor | None) -> None:
@@ -193,36 +194,29 @@ class DPSGFS(PrivateOptimizer):
                     f'with fisher="{self._fisher}" sensitivity_scale must have the shape {shapes},'
                     f" got {tuple(scale.shape)}"
                 )
-            scale = _checked(scale.detach().clone().to(like))
+            scale = checked_scale(scale.detach().clone().to(like))
         for state in self.state.values():  # the estimate is kept in units of F
             if "fisher" in state:
-                lengths = {len(f) for f in (scale, self._scale) if f is not None}
+                lengths = {len(f) for f in (scale, self._query.scale) if f is not None}
                 if lengths <= {len(state["fisher"])}:
-                    state["fisher"] = _congruent(
-                        scale, _congruent(self._scale, state["fisher"]), inverse=True
-                    )
+                    moment = congruent(self._query.scale, state["fisher"])
+                    state["fisher"] = congruent(scale, moment, inverse=True)
                 else:  # of other parameters than those that are trainable now
                     del state["fisher"]
-        self._keep_scale(scale)
+        self._query.set_scale(scale)
 
     def state_dict(self) -> dict[str, Any]:
         """As of every private optimizer, with F, in whose units the Fisher estimate is."""
         state = super().state_dict()
-        state["private_step"]["sensitivity_scale"] = self._scale
+        state["private_step"]["sensitivity_scale"] = self._query.scale
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of every private optimizer; F is the saved one afterwards."""
         super().load_state_dict(state_dict)
         scale = state_dict["private_step"]["sensitivity_scale"]
-        self._keep_scale(
+        self._query.set_scale(
             None if scale is None else scale.clone().to(self._current_layout().gradient)
-        )
-
-    def _keep_scale(self, scale: Tensor | None) -> None:
-        self._scale = scale
-        self._scale_digest = (
-            "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
         )
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
@@ -236,90 +230,15 @@ class DPSGFS(PrivateOptimizer):
         ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
         return 2 * self.temperature * ratio**2 / self.num_data
 
-    # -- the joint release -------------------------------------------------------------------------
-
-    def _second_moment_size(self, num_parameters: int) -> int:
-        if self._fisher == "diagonal":
-            return num_parameters
-        device = next(p.device for group in self.param_groups for p in group["params"])
-        # buffer, estimate, and three matrices in float64
-        needed, available = 48 * num_parameters**2, _available_memory(device)
-        if needed > available:
-            raise ValueError(
-                f'fisher="full" works on matrices of {num_parameters} x {num_parameters} numbers,'
-                f" about {needed / 2**30:.1f} GiB in all, and {available / 2**30:.1f} GiB are"
-                ' available. Use fisher="diagonal", or sample fewer parameters'
-                " (requires_grad_(False) on the others)."
-            )
-        return num_parameters**2
-
-    def _second_moment(self, layout: _Layout) -> Tensor:
-        size = len(layout.gradient)
-        return (
-            layout.second_moment
-            if self._fisher == "diagonal"
-            else layout.second_moment.view(size, size)
-        )
-
-    def _fisher_noise(self, noise_multiplier: float) -> float:
-        """σ_F = zC²/√ϕ."""
-        return noise_multiplier * self.max_grad_norm**2 / math.sqrt(self._fisher_share)
-
-    def _event(self, noise_multiplier: float, sampling: str | None) -> events.DpEvent:
-        share = self._fisher_share
-        swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
-        together, swapped = (
-            noise_multiplier / math.sqrt(1 + share),
-            2 * noise_multiplier / math.sqrt(swap),
-        )
-        if self.expected_batch_size == self.num_data:
-            return super()._event(
-                swapped if self.accountant.neighboring == "replace_one" else together, sampling
-            )
-        return super()._event(together if sampling == "poisson" else swapped, sampling)
-
-    def _add_clipped_sum(self, layout: _Layout) -> int:
-        if self._scale is not None and len(self._scale) != len(layout.gradient):
-            raise RuntimeError(
-                "other parameters are trainable than when sensitivity_scale was set: set it again"
-            )
-        if self._scale is not None:
-            self._scale = self._scale.to(layout.gradient)
-            if self._scale.dim() == 2 and len({part.group["lr"] > 0 for part in layout.parts}) == 2:
-                raise ValueError(
-                    "a sensitivity_scale matrix mixes the groups: at lr = 0 in one of them the"
-                    " others have no step. Freeze it instead"
-                )
-        return self._source.add_clipped_sum(
-            layout.named,
-            self.max_grad_norm,
-            layout.pieces,
-            scale=self._scale,
-            second_moment=self._second_moment(layout),
-        )
-
-    def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator | None) -> None:
-        super()._add_noise(layout, smallest, stream)
-        if stream is None:
-            layout.second_moment.div_(self.expected_batch_size)
-        # on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2
-        # beside it
-        else:
-            add_gaussian(
-                layout.second_moment, self._fisher_noise(smallest), self.expected_batch_size, stream
-            )
-        if self._scale is not None:
-            layout.gradient.copy_(_times(self._scale, layout.gradient))
-
     # -- the step ----------------------------------------------------------------------------------
 
-    def _update(self, parts: list[Part]) -> None:
+    def _update(self, parts: list[GroupGradient]) -> None:
         smallest = min(part.noise_multiplier for part in parts)
         if not math.isfinite(smallest):
             return  # every lr is 0: nothing was released
         layout = self._current_layout()
         state = self.state[layout.parameters[0]]
-        moment = self._second_moment(layout)
+        moment = self._query.second_moment(layout)
         if state.get("fisher", torch.empty(0)).shape != moment.shape:
             start = torch.full_like(layout.gradient, self.max_grad_norm**2)
             state["fisher"], state["fisher_steps"] = (
@@ -332,7 +251,7 @@ class DPSGFS(PrivateOptimizer):
         beta = max(1 - self._fisher_decay, 1 / (state["fisher_steps"] + 2))
         state["fisher_steps"] += 1
         floor = math.sqrt(2 * state["fisher_noise"])
-        added = (self._fisher_noise(smallest) / self.expected_batch_size) ** 2
+        added = (self._query.fisher_noise(smallest) / self.expected_batch_size) ** 2
         # variance of the noise in the estimate
         state["fisher_noise"] = (1 - beta) ** 2 * state["fisher_noise"] + beta**2 * added
         if self._fisher == "diagonal":
@@ -347,7 +266,7 @@ class DPSGFS(PrivateOptimizer):
         rate = self.expected_batch_size / self.num_data
         return self.num_data * (self.temperature + (1 - rate) / rate)
 
-    def _privacy_variance(self, part: Part) -> float:
+    def _privacy_variance(self, part: GroupGradient) -> float:
         """Σ: the variance of the privacy noise in N·ĝ."""
         if part.group["lr"] == 0:  # takes no step, whatever the noise was
             return 0.0
@@ -355,10 +274,10 @@ class DPSGFS(PrivateOptimizer):
             part.noise_multiplier * self.max_grad_norm * self.num_data / self.expected_batch_size
         ) ** 2
 
-    def _step_diagonal(self, parts: list[Part], fisher: Tensor, floor: float) -> None:
+    def _step_diagonal(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
         weight, sizes = self._curvature_weight(), [len(part.gradient) for part in parts]
         scales: Sequence[Tensor | None] = (
-            [None] * len(parts) if self._scale is None else self._scale.split(sizes)
+            [None] * len(parts) if self._query.scale is None else self._query.scale.split(sizes)
         )
         for part, information, scale in zip(parts, fisher.split(sizes), scales, strict=True):
             if part.group["lr"] == 0:
@@ -381,8 +300,8 @@ class DPSGFS(PrivateOptimizer):
                 alpha=-2 * self.temperature * self.num_data / weight,
             )
 
-    def _step_full(self, parts: list[Part], fisher: Tensor, floor: float) -> None:
-        def over_parts(value: Callable[[Part], float]) -> Tensor:
+    def _step_full(self, parts: list[GroupGradient], fisher: Tensor, floor: float) -> None:
+        def over_parts(value: Callable[[GroupGradient], float]) -> Tensor:
             return torch.cat(
                 [matrix.new_full((len(part.gradient),), value(part)) for part in parts]
             )
@@ -394,7 +313,8 @@ class DPSGFS(PrivateOptimizer):
         noise += still * 1e12 * (noise.amax() + matrix.diagonal().amax())
         matrix.diagonal().add_(noise)
         # out of the units of F
-        matrix = _congruent(None if self._scale is None else self._scale.to(torch.float64), matrix)
+        scale = self._query.scale
+        matrix = congruent(None if scale is None else scale.to(torch.float64), matrix)
         matrix.diagonal().add_(
             over_parts(lambda part: self.temperature / part.group["prior_std"] ** 2)
         )
@@ -411,49 +331,6 @@ class DPSGFS(PrivateOptimizer):
             )
 
 
-def _checked(scale: Tensor) -> Tensor:
-    """F as a positive vector or as the triangular factor of FFᵀ, on which norm and noise depend."""
-    if not bool(torch.isfinite(scale).all()):
-        raise ValueError("sensitivity_scale is not finite")
-    if scale.dim() == 1:
-        if not bool((scale > 0).all()):
-            raise ValueError(
-                "sensitivity_scale must be positive: where it is 0, every gradient would be"
-                " infinitely large"
-            )
-        return scale
-    factor, failed = torch.linalg.cholesky_ex(scale @ scale.T)
-    if int(failed):
-        raise ValueError(
-            "sensitivity_scale is not invertible: along some direction every gradient would be"
-            " infinitely large"
-        )
-    return factor
-
-
-def _times(scale: Tensor | None, x: Tensor) -> Tensor:
-    """F·x, for a vector x or every column of a matrix."""
-    if scale is None:
-        return x
-    return scale @ x if scale.dim() == 2 else scale.view(-1, *[1] * (x.dim() - 1)) * x
-
-
-def _congruent(scale: Tensor | None, moment: Tensor, *, inverse: bool = False) -> Tensor:
-    """F·M·Fᵀ, or with the inverse of F; a vector stands for a diagonal."""
-    if scale is None:
-        return moment
-    if moment.dim() == 1:
-        return moment / scale.square() if inverse else moment * scale.square()
-    for _ in range(2):
-        if not inverse:
-            moment = _times(scale, moment).T
-        elif scale.dim() == 1:
-            moment = (moment / scale[:, None]).T
-        else:
-            moment = torch.linalg.solve_triangular(scale, moment, upper=False).T
-    return moment
-
-
 def _at_least(fisher: Tensor, floor: float) -> Tensor:
     """``fisher`` with eigenvalues below ``floor`` raised to it; they are computed only if
     there are any.
@@ -464,16 +341,3 @@ def _at_least(fisher: Tensor, floor: float) -> Tensor:
         return fisher
     values, vectors = torch.linalg.eigh(fisher)
     return (vectors * values.clamp(min=floor)) @ vectors.T
-
-
-def _available_memory(device: torch.device) -> int:
-    """Bytes that can be allocated there without pushing others out."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(
-                1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
-            )
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -10,7 +10,9 @@ import torch
 
 from ..accounting.accountant import PrivacyAccountant
 from ..noise import in_cache
-from .base import LogPrior, Part, PrivateOptimizer
+from ..release.layout import GroupGradient
+from .base import PrivateOptimizer
+from .priors import LogPrior
 
 
 class DPSGHMC(PrivateOptimizer):
@@ -161,7 +163,7 @@ class DPSGHMC(PrivateOptimizer):
             )
         return noise_multiplier
 
-    def _update(self, parts: list[Part]) -> None:
+    def _update(self, parts: list[GroupGradient]) -> None:
         for part in parts:
             lr = float(part.group["lr"])
             velocity, velocities = self._kept(part, "velocity")

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from ..accounting.accountant import PrivacyAccountant
-from .base import LogPrior, Part, PrivateOptimizer
+from ..release.layout import GroupGradient
+from .base import PrivateOptimizer
+from .priors import LogPrior
 
 
 class DPSGLD(PrivateOptimizer):
@@ -99,6 +101,6 @@ class DPSGLD(PrivateOptimizer):
         ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
         return 2 * self.temperature * ratio**2 / self.num_data
 
-    def _update(self, parts: list[Part]) -> None:
+    def _update(self, parts: list[GroupGradient]) -> None:
         for part in parts:
             torch._foreach_add_(part.parameters, part.gradients, alpha=-float(part.group["lr"]))

@@ -12,7 +12,9 @@ import torch
 
 from ..accounting.accountant import PrivacyAccountant
 from ..noise import in_cache
-from .base import LogPrior, Part, PrivateOptimizer
+from ..release.layout import GroupGradient
+from .base import PrivateOptimizer
+from .priors import LogPrior
 
 # Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 −
 # α)v explodes. α* is at most 1; at 1.2 the step is stable up to ηκ = 1.6 and damps almost
@@ -170,7 +172,7 @@ class DPSGNHT(PrivateOptimizer):
             )
         return noise_multiplier
 
-    def _update(self, parts: list[Part]) -> None:
+    def _update(self, parts: list[GroupGradient]) -> None:
         active = [part for part in parts if part.group["lr"] > 0]
         number = sum(len(part.gradient) for part in active)
         friction = self.friction

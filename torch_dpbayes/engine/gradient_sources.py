@@ -1,0 +1,130 @@
+"""Where a model's per-record gradients come from."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ..checks.fixed_tensors import forward_passes_leave_buffers
+from ..checks.model_checks import Unrecorded, check_layers, check_mapped_model, check_model
+from ..checks.model_state import ModelAsChecked, global_hooks
+from ..clipping.bookkeeping import BookkeepingGradientSource
+from ..clipping.gradient_source import GradientSource, HooksGradientSource
+from ..clipping.isolated import IsolatedGradientSource
+from ..clipping.mapped_forward import Loss
+from ..clipping.record_map import CannotBeMapped
+
+_log = logging.getLogger("torch_dpbayes")
+
+
+def checked_source(
+    module: nn.Module,
+    mode: str | None,
+    clipping_kernels: Mapping[str, str] | None,
+    loss_reduction: str,
+    loss: Loss | None,
+    inputs: tuple[Any, ...],
+) -> GradientSource:
+    """Where the model's per-record gradients come from: a map over records where its program
+    can be one, else whole batches, tested.
+    """
+
+    def checked(
+        source: GradientSource, check: Callable[[nn.Module, GradientSource, tuple[Any, ...]], None]
+    ) -> GradientSource:
+        try:
+            with forward_passes_leave_buffers(module):
+                check(module, source, inputs)
+        except BaseException:
+            source.remove()
+            raise
+        return source
+
+    if (before := GradientSource.attached_to(module)) is not None:
+        before.remove()
+    ModelAsChecked.remove_from(module)
+    reason = _hooks_on(module)
+    if mode == "isolated":
+        if reason:
+            raise ValueError(reason)
+        check_layers(module, is_mapped=True)
+        try:
+            return checked(
+                IsolatedGradientSource(module, loss_reduction=loss_reduction, loss=loss),
+                check_mapped_model,
+            )
+        except CannotBeMapped as error:
+            raise ValueError(f'grad_sample_mode="isolated": {error}') from error
+    if mode != "hooks" and not reason:
+        check_layers(module, is_mapped=True)
+        unrecorded: list[str] = []
+        while True:
+            try:
+                source = BookkeepingGradientSource(
+                    module,
+                    loss_reduction=loss_reduction,
+                    clipping_kernels=clipping_kernels,
+                    is_mapped=True,
+                    unrecorded=unrecorded,
+                    loss=loss,
+                )
+                return checked(source, check_mapped_model)
+            except Unrecorded as found:
+                if not set(found.names) - set(unrecorded):
+                    raise ValueError(
+                        f"parameters {found.names} are used outside the model's forward pass"
+                    ) from found
+                unrecorded += found.names
+            except CannotBeMapped as error:
+                reason = str(error)
+                break
+    if loss is not None:
+        raise ValueError(
+            "loss= runs for each record alone, which this model cannot:"
+            f" {reason or 'hooks run on whole batches'}"
+        )
+    check_layers(module)
+    if mode == "hooks":
+        return checked(HooksGradientSource(module, loss_reduction=loss_reduction), check_model)
+    _log.warning(
+        "records are kept apart by a test on made-up records only, for the model cannot be run for"
+        " one record at a time: %s",
+        reason,
+    )
+    source = BookkeepingGradientSource(
+        module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels
+    )
+    source.independence += f": {reason}"
+    return checked(source, check_model)
+
+
+def _hooks_on(module: nn.Module) -> str:
+    """Why the model cannot be run for one record at a time: what surrounds its forward pass
+    sees whole batches.
+    """
+    if (
+        type(module).__call__ is not nn.Module.__call__
+        or {"_call_impl", "_wrapped_call_impl"} & vars(module).keys()
+    ):
+        return (
+            f"{type(module).__name__} has a __call__ of its own, which sees whole batches: write"
+            " forward"
+        )
+    if any(global_hooks().values()):
+        return (
+            "hooks for all modules are registered (torch.nn.modules.module), which see whole"
+            " batches: remove them"
+        )
+    if any(
+        (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    ):
+        return "the model itself has hooks, which see whole batches: put them on a module inside it"
+    return ""

@@ -1,0 +1,201 @@
+"""The optimizer of a private run, with the noise that its budget needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import calibrated
+from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from ..batches.poisson_loader import PoissonLoader
+from ..optim.base import PrivateOptimizer
+from ..ranks import CALIBRATION, Ranks
+
+OptimizerFactory = Callable[..., PrivateOptimizer]
+
+
+def build(
+    module: nn.Module,
+    optimizer: OptimizerFactory | PrivateOptimizer,
+    loader: PoissonLoader,
+    accountant: PrivacyAccountant | None,
+    max_grad_norm: float | None,
+    noise_multiplier: float | None,
+) -> PrivateOptimizer:
+    """The optimizer that a factory makes for this model and loader, or the built one if its
+    values agree.
+    """
+    given = {"max_grad_norm": max_grad_norm, "noise_multiplier": noise_multiplier}
+    stated = {name: value for name, value in given.items() if value is not None}
+    declared: dict[str, float] = {
+        "num_data": loader.sampler_of_draws.num_samples,
+        "expected_batch_size": loader.expected_batch_size,
+    }
+    if isinstance(optimizer, PrivateOptimizer):
+        built = optimizer
+        if accountant is not None and accountant is not built.accountant:
+            raise ValueError(
+                "engine and optimizer have different accountants: build the optimizer with"
+                " accountant=engine.accountant"
+            )
+    else:
+        if isinstance(optimizer, Optimizer):
+            lr = optimizer.param_groups[0]["lr"]
+            raise TypeError(
+                f"{type(optimizer).__name__} is not private: pass"
+                f" partial(torch_dpbayes.optim.DPSGLD, lr={lr})"
+            )
+        if accountant is None:
+            accountant = PrivacyAccountant()
+        if isinstance(optimizer, partial):
+            for name, value in {**stated, **declared, "accountant": accountant}.items():
+                if optimizer.keywords.get(name, value) != value:
+                    raise ValueError(
+                        f"{name} = {optimizer.keywords[name]} in the optimizer factory, but here it"
+                        f" is {value}"
+                    )
+        parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError("every parameter of the model is frozen: there is nothing to sample")
+        built = optimizer(
+            parameters, **declared, **stated, sampling="poisson", accountant=accountant
+        )
+        if not isinstance(built, PrivateOptimizer):
+            raise TypeError(
+                f"the factory made a {type(built).__name__}, which is not one of"
+                " torch_dpbayes.optim"
+            )
+        if built.accountant is not accountant:
+            raise ValueError(
+                "the factory must pass on the accountant= that it is called with:"
+                " PrivacyEngine(accountant=...) chooses it"
+            )
+    for name, value in {**stated, **declared}.items():
+        if not math.isclose(getattr(built, name), value, rel_tol=1e-9):
+            raise ValueError(
+                f"the optimizer was built with {name} = {getattr(built, name)}, but here it is"
+                f" {value}"
+            )
+    mine = {id(p) for group in built.param_groups for p in group["params"] if p.requires_grad}
+    theirs = {id(p) for p in module.parameters() if p.requires_grad}
+    if mine != theirs:
+        raise ValueError(
+            "the optimizer must have exactly the model's trainable parameters, for a record's"
+            " gradient is clipped over all of them: use parameter groups for different settings,"
+            " and requires_grad_(False) to freeze"
+        )
+    return built
+
+
+def build_calibrated(
+    module: nn.Module,
+    optimizer: OptimizerFactory | PrivateOptimizer,
+    loader: PoissonLoader,
+    accountant: PrivacyAccountant,
+    max_grad_norm: float | None,
+    epsilon: float,
+    delta: float,
+    epochs: int,
+    ranks: Ranks | None,
+) -> tuple[PrivateOptimizer, float]:
+    """The optimizer, and the floor with which ``epochs`` passes on top of the accountant's
+    history stay within (epsilon, delta).
+    """
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise ValueError(f"epochs must be a positive integer, got {epochs!r}")
+    if accountant.epsilon is not None and accountant.delta is not None:
+        if epsilon > accountant.epsilon or delta > accountant.delta:
+            raise ValueError(
+                f"the target ({epsilon}, {delta}) exceeds the accountant's budget"
+                f" ({accountant.epsilon}, {accountant.delta}), which includes what was spent before"
+            )
+    if is_held(accountant) and (epsilon, delta) != (accountant.epsilon, accountant.delta):
+        raise ValueError(
+            f"this accountant's guarantee is its budget as a whole, ({accountant.epsilon},"
+            f" {accountant.delta}), for its charges may depend on earlier outputs"
+            " (accountant.summary() says why): no other target can be met. Pass the budget as the"
+            " target, or use make_private"
+        )
+    steps = epochs * len(loader)
+
+    def enough_noise(event: Callable[[float], DpEvent]) -> float:
+        if ranks is None:
+            return _calibrated(event, steps, accountant, epsilon, delta)
+        # a ledger may be charged by others meanwhile, and floats may round differently on another
+        # machine
+        return ranks.from_rank_0(
+            CALIBRATION, lambda: _calibrated(event, steps, accountant, epsilon, delta)
+        )
+
+    if isinstance(optimizer, PrivateOptimizer):
+        built = build(module, optimizer, loader, accountant, max_grad_norm, None)
+        return built, enough_noise(built.event)
+
+    def plain(noise_multiplier: float) -> DpEvent:
+        return PoissonSampledDpEvent(loader.sample_rate, GaussianDpEvent(noise_multiplier))
+
+    floor = enough_noise(plain)
+    built = build(module, optimizer, loader, accountant, max_grad_norm, floor)
+    needed = enough_noise(built.event)
+    if needed > floor:  # it releases more than the gradient
+        built = build(module, optimizer, loader, accountant, max_grad_norm, needed)
+    return built, needed
+
+
+def is_held(accountant: PrivacyAccountant) -> bool:
+    """Whether the guarantee is a limit that was fixed beforehand, whatever is charged."""
+    return accountant.is_later_job or accountant.guarantee in ("filter", "registered")
+
+
+def limit(accountant: PrivacyAccountant, delta: float) -> float:
+    """Epsilon of an accountant whose guarantee is a limit."""
+    if accountant.guarantee in ("filter", "registered"):
+        return accountant.get_epsilon(delta)
+    return (
+        accountant.epsilon
+        if accountant.epsilon is not None and delta == accountant.delta
+        else math.inf
+    )
+
+
+def _calibrated(
+    event: Callable[[float], DpEvent],
+    steps: int,
+    accountant: PrivacyAccountant,
+    epsilon: float,
+    delta: float,
+) -> float:
+    def fits(noise_multiplier: float) -> bool:
+        left = accountant.remaining(event(noise_multiplier))
+        return left is None or left >= steps
+
+    low = 0.01
+    if not is_held(accountant):
+        low = calibrated(
+            event,
+            epsilon,
+            delta,
+            steps,
+            accountant.neighboring,
+            accountant.history,
+            accountant.method,
+        )
+    high = low
+    # the budget is kept by another rule than the one that the target is priced by: method "rdp", or
+    # a filter
+    while not fits(high):
+        low, high = high, 2 * high
+        if high > 1e7:
+            raise ValueError(
+                f"nothing is left of the accountant's budget for {steps} steps, however large the"
+                " noise"
+            )
+    while high > 1.0005 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

@@ -1,0 +1,172 @@
+"""The joint release of DP-SGFS: the clipped sum and the second moment of clipped gradients."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+
+import torch
+from torch import Tensor
+
+from ..clipping.gradient_source import GradientSource
+from ..noise import add_gaussian
+from ..release.layout import Layout
+from ..release.query import ClippedSum
+
+
+class FisherSum(ClippedSum):
+    """(Σ g_i, Σ g_i g_iᵀ) of clipped gradients, or Σ g_i∘g_i for the diagonal.
+
+    Args:
+        max_grad_norm: C.
+        expected_batch_size: B.
+        is_full: all d² second moments, or the d on the diagonal.
+        share: ϕ = (zC²/σ_F)², the weight of the second moment.
+
+    Attributes:
+        scale: F, by whose inverse gradients are multiplied before they are clipped; None for 1.
+
+    **Privacy.** Adding or removing a record moves the sum by at most C and the second moment by at
+    most C² in Frobenius norm: √(1+ϕ)/z standard deviations together. Replacing one moves them by
+    √s/z with s = 4 for ϕ ≤ ½ and 2 + 2ϕ + 1/(2ϕ) beyond.
+    """
+
+    def __init__(
+        self, max_grad_norm: float, expected_batch_size: float, *, is_full: bool, share: float
+    ) -> None:
+        super().__init__(max_grad_norm, expected_batch_size)
+        self.is_full, self.share = is_full, share
+        self.scale: Tensor | None = None
+        self.scale_digest = ""
+
+    def set_scale(self, scale: Tensor | None) -> None:
+        """Exchange F for one that :func:`checked_scale` returned."""
+        self.scale = scale
+        self.scale_digest = (
+            "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
+        )
+
+    def numbers_beside(self, num_parameters: int, device: torch.device) -> int:
+        if not self.is_full:
+            return num_parameters
+        # buffer, estimate, and three matrices in float64
+        needed, available = 48 * num_parameters**2, _available_memory(device)
+        if needed > available:
+            raise ValueError(
+                f'fisher="full" works on {num_parameters} x {num_parameters} matrices, about'
+                f" {needed / 2**30:.1f} GiB in all of {available / 2**30:.1f} GiB available: use"
+                ' fisher="diagonal", or freeze parameters by requires_grad_(False).'
+            )
+        return num_parameters**2
+
+    def second_moment(self, layout: Layout) -> Tensor:
+        """The second moment in the buffer, in its shape."""
+        size = len(layout.gradient)
+        return layout.beside.view(size, size) if self.is_full else layout.beside
+
+    def fisher_noise(self, noise_multiplier: float) -> float:
+        """σ_F = zC²/√ϕ."""
+        return noise_multiplier * self.max_grad_norm**2 / math.sqrt(self.share)
+
+    def collect(self, source: GradientSource, layout: Layout) -> int:
+        if self.scale is not None:
+            if len(self.scale) != len(layout.gradient):
+                raise RuntimeError(
+                    "other parameters are trainable than when sensitivity_scale was set: set it"
+                    " again"
+                )
+            self.scale = self.scale.to(layout.gradient)
+            moves = {group.group["lr"] > 0 for group in layout.groups}
+            if self.scale.dim() == 2 and len(moves) == 2:
+                raise ValueError(
+                    "a sensitivity_scale matrix mixes the groups: at lr = 0 in one of them the"
+                    " others have no step. Freeze it instead"
+                )
+        return source.add_clipped_sum(
+            layout.named,
+            self.max_grad_norm,
+            layout.pieces,
+            scale=self.scale,
+            second_moment=self.second_moment(layout),
+        )
+
+    def add_noise(self, layout: Layout, smallest: float, stream: torch.Generator | None) -> None:
+        super().add_noise(layout, smallest, stream)
+        if stream is None:
+            layout.beside.div_(self.expected_batch_size)
+        # on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2
+        # beside it
+        else:
+            std = self.fisher_noise(smallest)
+            add_gaussian(layout.beside, std, self.expected_batch_size, stream)
+        if self.scale is not None:
+            layout.gradient.copy_(_times(self.scale, layout.gradient))
+
+    def equivalent_noise_multiplier(
+        self, noise_multiplier: float, *, is_full: bool, sampling: str | None, neighboring: str
+    ) -> float:
+        share = self.share
+        swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
+        is_swap = neighboring == "replace_one" if is_full else sampling != "poisson"
+        return (
+            2 * noise_multiplier / math.sqrt(swap)
+            if is_swap
+            else noise_multiplier / math.sqrt(1 + share)
+        )
+
+
+def checked_scale(scale: Tensor) -> Tensor:
+    """F as a positive vector or as the triangular factor of FFᵀ, on which norm and noise depend."""
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError("sensitivity_scale is not finite")
+    if scale.dim() == 1:
+        if not bool((scale > 0).all()):
+            raise ValueError(
+                "sensitivity_scale must be positive: where it is 0, every gradient would be"
+                " infinitely large"
+            )
+        return scale
+    factor, failed = torch.linalg.cholesky_ex(scale @ scale.T)
+    if int(failed):
+        raise ValueError(
+            "sensitivity_scale is not invertible: along some direction every gradient would be"
+            " infinitely large"
+        )
+    return factor
+
+
+def _times(scale: Tensor | None, x: Tensor) -> Tensor:
+    """F·x, for a vector x or every column of a matrix."""
+    if scale is None:
+        return x
+    return scale @ x if scale.dim() == 2 else scale.view(-1, *[1] * (x.dim() - 1)) * x
+
+
+def congruent(scale: Tensor | None, moment: Tensor, *, inverse: bool = False) -> Tensor:
+    """F·M·Fᵀ, or with the inverse of F; a vector stands for a diagonal."""
+    if scale is None:
+        return moment
+    if moment.dim() == 1:
+        return moment / scale.square() if inverse else moment * scale.square()
+    for _ in range(2):
+        if not inverse:
+            moment = _times(scale, moment).T
+        elif scale.dim() == 1:
+            moment = (moment / scale[:, None]).T
+        else:
+            moment = torch.linalg.solve_triangular(scale, moment, upper=False).T
+    return moment
+
+
+def _available_memory(device: torch.device) -> int:
+    """Bytes that can be allocated there without pushing others out."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(
+                1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
+            )
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,0 +1,101 @@
+"""Where the numbers of one release live."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MANY_RECORDS = 2**14
+
+# a parameter group with the names and the tensors of its trainable parameters
+Member = tuple[dict[str, Any], list[str], list[Tensor]]
+
+
+class GroupGradient:
+    """One parameter group's share of a step: what an algorithm's ``_update`` gets.
+
+    Attributes:
+        group: torch's parameter group with its options.
+        parameters: its trainable parameters.
+        gradient: ĝ over all of them, one flat vector; a step's update may use it up.
+        gradients: the same memory, shaped like the parameters.
+        noise_multiplier: z of this step; infinite where lr = 0 and nothing was taken from the data.
+        kept: vectors that an algorithm keeps between steps, flat and by views.
+    """
+
+    def __init__(self, group: dict[str, Any], parameters: list[Tensor], gradient: Tensor) -> None:
+        self.group, self.parameters, self.gradient = group, parameters, gradient
+        self.gradients = self.views(gradient)
+        self.noise_multiplier = math.inf
+        self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """``flat`` by pieces that are shaped like the parameters."""
+        pieces = flat.split([p.numel() for p in self.parameters])
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters, strict=True)]
+
+
+class Layout:
+    """The flat buffer of one release, which holds Σ clip(g), then S, then S/B.
+
+    For several ranks it has one number more, 0 unless a rank failed after all of them had agreed to
+    take the step.
+
+    Args:
+        members: the parameter groups that have trainable parameters.
+        numbers_beside: how many numbers are released beside the gradient.
+        records: expected number of records in a sum, which decides its precision.
+        is_shared: whether several ranks add up their buffers.
+    """
+
+    def __init__(
+        self, members: list[Member], numbers_beside: int, records: float, *, is_shared: bool
+    ) -> None:
+        self.parameters = [p for _, _, parameters in members for p in parameters]
+        self.names = [name for _, names, _ in members for name in names]
+        self.named = list(zip(self.names, self.parameters, strict=True))
+        self._records = records
+        self.dtype, self.device = _sum_dtype(self.parameters, records), self.parameters[0].device
+        sizes = [p.numel() for p in self.parameters]
+        self.description = repr((self.names, sizes, self.dtype))
+        self.buffer = torch.zeros(
+            sum(sizes) + numbers_beside + is_shared, dtype=self.dtype, device=self.device
+        )
+        self.gradient, self.beside, self.failed = self.buffer.split(
+            [sum(sizes), numbers_beside, int(is_shared)]
+        )
+        self.pieces = list(self.gradient.split(sizes))
+        totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]
+        self.groups = [
+            GroupGradient(group, parameters, flat)
+            for (group, _, parameters), flat in zip(
+                members, self.gradient.split(totals), strict=True
+            )
+        ]
+
+    @property
+    def smallest_noise_multiplier(self) -> float:
+        """z that the release is charged for; infinite where nothing is taken from the data."""
+        return min(group.noise_multiplier for group in self.groups)
+
+    def holds(self, members: list[Member], *, is_shared: bool) -> bool:
+        """Whether it was made for these parameters, as they are now."""
+        current = self.parameters[0].device, _sum_dtype(self.parameters, self._records)
+        if current != (self.device, self.dtype) or bool(len(self.failed)) != is_shared:
+            return False
+        return len(self.groups) == len(members) and all(
+            known.group is group
+            and [id(p) for p in known.parameters] == [id(p) for p in parameters]
+            for known, (group, _, parameters) in zip(self.groups, members, strict=True)
+        )
+
+
+def _sum_dtype(parameters: list[Tensor], records: float) -> torch.dtype:
+    """Of norms, sums and noise: float64 where a parameter has it or where so many records are
+    added that float32 would round by more than 10⁻³·C.
+    """
+    wide = records >= _MANY_RECORDS or any(p.dtype == torch.float64 for p in parameters)
+    return torch.float64 if wide else torch.float32
