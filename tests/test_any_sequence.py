@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.batches.poisson_loader import PoissonSampler
+from torch_dpbayes.batches.draws import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.optim import base
 

@@ -23,7 +23,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, StackDataset, T
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
-from torch_dpbayes.batches.poisson_loader import PoissonLoader, PoissonSampler
+from torch_dpbayes.batches.draws import PoissonSampler
+from torch_dpbayes.batches.poisson_loader import PoissonLoader
 
 FALSE_ALARM = 1e-6  # of each statistical test
 

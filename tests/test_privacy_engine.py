@@ -20,7 +20,8 @@ from torch.utils.data import (
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
-from torch_dpbayes.batches.poisson_loader import PoissonLoader, PoissonSampler
+from torch_dpbayes.batches.draws import PoissonSampler
+from torch_dpbayes.batches.poisson_loader import PoissonLoader
 
 FACTORY = partial(dpb.optim.DPSGLD, lr=0.1)
 

@@ -62,7 +62,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from tqdm import tqdm
 
 import torch_dpbayes as dpb
-from torch_dpbayes.batches.poisson_loader import _Draw
+from torch_dpbayes.batches.draws import _Draw
 
 MODES = ("bookkeeping", "hooks", "isolated")
 LIMIT = (

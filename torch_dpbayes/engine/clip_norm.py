@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting import events
-from ..batches.poisson_loader import PoissonLoader, is_private
+from ..batches.poisson_loader import PoissonLoader, reads_private_data
 from ..clipping.bookkeeping import BookkeepingGradientSource
 from ..clipping.gradient_source import GradientSource
 from ..optim.base import PrivateOptimizer
@@ -109,32 +109,24 @@ def simulate_gradient_norms(
             one.
 
     **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged.
-    Refused are Poisson-sampling loaders, data sets and tensors that a private loader of this
-    process was made over or handed out, and what holds one of them among its attributes. Copies of
-    private records are not recognised: clones, slices, records that were picked out of a data set,
-    and data sets that are read again.
+    Refused are private loaders of this process, and loaders over their data sets or a
+    ``torch.utils.data.Subset`` of them. Copies of private records are not recognised.
     """
-    _refuse_private(public_or_synthetic_loader)
+    if reads_private_data(public_or_synthetic_loader):
+        raise ValueError(
+            "this loader reads a data set that was made private: use private_clipped_fraction, or a"
+            " loader over public or made-up records."
+        )
     attached = GradientSource.attached_to(module)
     source = BookkeepingGradientSource(module) if attached is None else attached
     norms = []
     try:
         for batch in public_or_synthetic_loader:
-            _refuse_private(batch)
             norms.append(_norms(module, source, batch, criterion))
         return torch.cat(norms)
     finally:
         if attached is None:
             source.remove()
-
-
-def _refuse_private(item: Any) -> None:
-    if is_private(item):
-        raise ValueError(
-            "this loader reads a data set that was made private: gradient norms of its records are"
-            " private data. Use private_clipped_fraction, or a loader over public or made-up"
-            " records."
-        )
 
 
 def _norms(module: nn.Module, source: GradientSource, batch: Any, criterion: Criterion) -> Tensor:

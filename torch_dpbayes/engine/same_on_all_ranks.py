@@ -14,6 +14,7 @@ from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks
 from ..release.release import options_of
+from .record_digests import records_digests
 
 
 def compare(
@@ -55,7 +56,7 @@ def compare(
             "the number of records": sampler.num_samples,
             "the sampling rate": loader.sample_rate,
             "the records or their order (pass all of the data set on every rank)": (
-                loader.records_digests()
+                records_digests(loader)
             ),
             "the parameters' names, shapes or types": [
                 (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()

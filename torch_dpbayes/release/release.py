@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
-from ..batches.poisson_loader import PoissonSampler
+from ..batches.draws import PoissonSampler
 from ..checks.fixed_tensors import CHANGED, FixedTensors
 from ..checks.model_state import ModelAsChecked
 from ..clipping.gradient_source import GradientSource, HooksGradientSource

@@ -1,0 +1,86 @@
+"""Arrows between rooms run one way, and data are touched where the map says."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import torch_dpbayes
+
+ROOT = Path(torch_dpbayes.__file__).parent
+
+MAY_IMPORT = {
+    "accounting": set(),
+    "noise": set(),
+    "metrics": set(),
+    "ranks": {"accounting"},
+    "clipping": set(),
+    "batches": {"noise", "ranks"},
+    "checks": {"clipping"},
+    "release": {"accounting", "noise", "ranks", "clipping", "batches", "checks"},
+    "optim": {"accounting", "noise", "release"},
+    "mcmc": {"accounting", "noise"},
+    "posterior": {"checks"},
+    "engine": {
+        "accounting",
+        "noise",
+        "ranks",
+        "clipping",
+        "batches",
+        "checks",
+        "release",
+        "optim",
+    },
+    "ops": {"accounting", "noise", "batches", "checks", "optim", "mcmc", "posterior", "engine"},
+}
+# files that may import from a room though theirs as a whole may not
+EXCEPTIONS = {("optim/fisher_sum.py", "clipping")}
+TOUCHES_DATA = {"clipping", "batches", "checks"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """Rooms from which a file of the package imports."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - (node.level - 1)]
+            full = (*base, *(node.module.split(".") if node.module else ()))
+            found |= {full[0]} if full else {alias.name for alias in node.names}
+    return found - {"__version__"}
+
+
+def test_arrows_run_one_way():
+    arrows = defaultdict(set)
+    for path in ROOT.rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        room = name.removesuffix(".py").split("/")[0]
+        if room in ("__init__",):
+            continue
+        for other in imports_of(path) - {room}:
+            if (name, other) not in EXCEPTIONS:
+                arrows[room].add(other)
+    assert {room for room in arrows if not arrows[room] <= MAY_IMPORT[room]} == set(), dict(arrows)
+
+
+def test_the_table_has_no_circle():
+    left = dict(MAY_IMPORT)
+    while left:
+        ground = {room for room, below in left.items() if not below & set(left)}
+        assert ground, f"these rooms import each other in a circle: {sorted(left)}"
+        left = {room: below for room, below in left.items() if room not in ground}
+
+
+def test_algorithms_see_no_data():
+    for path in (ROOT / "optim").glob("*.py"):
+        if path.name != "fisher_sum.py":
+            assert not imports_of(path) & TOUCHES_DATA, path.name
+
+
+def test_every_room_is_on_the_map():
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    rooms = {
+        path.name + ("/" if path.is_dir() else "")
+        for path in ROOT.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    } - {"__init__.py"}
+    assert {room for room in rooms if f"`{room}`" not in text} == set()

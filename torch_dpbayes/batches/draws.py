@@ -1,0 +1,331 @@
+"""Poisson draws, of which each is used for exactly one step."""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
+
+from ..noise import fresh_generator, use_position
+from ..ranks import Ranks
+
+_CELLS = 2**24  # of the unit interval: the values of torch.rand in float32
+_PLACES = 2**53  # in a cell
+_MANY_DELIVERIES = 100
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return generator.get_state().numpy().tobytes()
+
+
+class _Draw(NamedTuple):
+    records: torch.Tensor  # positions of this rank's
+    checksum: int  # with the records of other ranks
+    state: torch.Tensor | None  # of the caller's generator beforehand
+
+
+class PoissonSampler(UniformWithReplacementSampler):
+    """Every record joins a batch independently with probability q; knows which draw the optimizer
+    may use next.
+
+    Amplification by sampling holds for one step on each draw, whatever is in it: who skips a draw
+    for what it holds has chosen the batch, also where it is an empty one. Draws therefore form one
+    sequence. A draw stays until it was stepped on, once and with all of its records; a pass begins
+    with those that are left from earlier ones, and a step on a later draw is refused while an
+    earlier one waits.
+
+    On several ranks all draw the same batch from one stream, and rank r of W takes its records r, r
+    + W, r + 2W and so on: no record is on two ranks, and which ones join does not depend on W.
+
+    A forked process draws a sequence of its own, and so does a copy, pickled or not.
+
+    Args:
+        num_data: number of records N, those of other ranks included.
+        sample_rate: q in (0, 1]; the rate in force is at most 2⁻⁷⁷ below it, and never above,
+            whatever torch's default dtype is.
+        generator: the caller's source of randomness on the CPU, of which every position is used
+            once in a process. None: entropy of the operating system.
+        num_workers: that of the loader.
+        ranks: the ranks that share the draws; None: there is one.
+
+    **Privacy.** Nothing is released; draws are data. Rate and generator cannot be exchanged, for
+    steps are charged for them.
+    """
+
+    def __init__(
+        self,
+        num_data: int,
+        sample_rate: float,
+        generator: torch.Generator | None,
+        num_workers: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        if not 0 < sample_rate <= 1:
+            raise ValueError(
+                f"a sampling rate is a probability between 0 and 1, got {sample_rate}: it is batch"
+                " size / number of records"
+            )
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(
+                "batches are drawn on the CPU, but the DataLoader's generator= lives on"
+                f" {generator.device}: pass torch.Generator()"
+            )
+        super().__init__(
+            num_samples=num_data,
+            sample_rate=sample_rate,
+            generator=fresh_generator() if generator is None else generator,
+            steps=max(1, math.floor(1 / sample_rate + 1e-9)),
+        )
+        cell, rest = divmod(sample_rate * _CELLS, 1.0)
+        # the rate in force is cell + place·2⁻⁵³·2⁻²⁴, never above q
+        self._cell, self._place = cell / _CELLS, int(rest * _PLACES)
+        self.has_user_generator = generator is not None
+        self.num_workers = num_workers
+        self.ranks = ranks
+        self.passes = 0
+        self.draw = 0  # changes with every delivery of a new draw
+        # forgets gradients of earlier batches
+        self.before_delivery: Callable[[], None] = lambda: None
+        self._pid = os.getpid()
+        self._state = _state_of(self.generator)  # where the last draw left the generator
+        self._draws: deque[_Draw] = deque()  # what was drawn and not yet stepped on
+        # of a resumed run: states from which the draws that got no step are drawn again, first
+        self._waiting: deque[torch.Tensor] = deque()
+        self._deliveries = 0  # of the first of them
+        self._size = 0  # of the draw that was delivered last
+        self.checksum = 0  # of that draw
+        self._part_size = 0  # of the batch that was delivered last
+        self._begin()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("sample_rate", "num_samples", "generator") and name in self.__dict__:
+            raise AttributeError(
+                f"{name} of a private loader's draws is fixed: every step is charged for the draws"
+                " that were declared. Make a loader with other ones by"
+                " PrivacyEngine.make_private(..., data_loader=DataLoader(dataset, batch_size=...,"
+                " generator=...))"
+            )
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.has_user_generator or self.ranks is not None:
+            raise TypeError(
+                "a private loader with a generator of the caller's, or of several ranks, cannot be"
+                " pickled or copied: original and copy would draw the same batches, which are"
+                " charged as independent ones. Make the copy's by PrivacyEngine.make_private from a"
+                " DataLoader of its own"
+            )
+        return PoissonSampler, (self.num_samples, self.sample_rate, None, self.num_workers)
+
+    def _begin(self) -> None:
+        self._handed = 0  # draws that the loader took in this pass; those that are left come first
+        self._delivered = 0  # those of them that it has handed out
+        self._ready = False  # a batch was delivered and not yet stepped on
+        self._is_last = True  # it completes its draw
+        self._missed = False  # a batch of this pass was delivered and never stepped on
+        self.draw += 1
+
+    def _enter_process(self) -> None:
+        """A forked child begins a sequence of its own, with randomness of its own."""
+        if os.getpid() == self._pid:
+            return
+        self.require_own_process()
+        self._renew(fresh_generator())
+        self._pid = os.getpid()
+        self._begin()
+
+    def require_own_process(self) -> None:
+        """Raise in a forked child whose draws would be its parent's."""
+        if os.getpid() != self._pid and (self.has_user_generator or self.ranks is not None):
+            raise RuntimeError(
+                "this private loader was made in another process, with a generator of the caller's"
+                " or for several ranks: a forked child draws the same batches as its parent and its"
+                " siblings, which are charged as independent ones. Call make_private inside the"
+                " child on a DataLoader whose generator= has a seed of the child's own, or leave"
+                " out generator="
+            )
+
+    def _renew(self, generator: torch.Generator) -> None:
+        self.__dict__["generator"] = generator
+        self._state = _state_of(generator)
+        self._draws.clear()
+        self._waiting.clear()
+        self._deliveries = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self._enter_process()
+        self._begin()
+        self.passes += 1
+        this = self.passes
+        for _ in range(self.steps):
+            self.require_latest(this)
+            self._enter_process()
+            if self._handed == len(self._draws):
+                self._draws.append(self._next_draw())
+            self._handed += 1
+            yield self._draws[self._handed - 1].records.tolist()
+
+    def require_latest(self, number: int) -> None:
+        """Raise if another pass began after this one."""
+        if number != self.passes:
+            self._missed = True
+            raise RuntimeError(
+                "two passes over one private loader at a time: their draws cannot be told apart,"
+                " and a record could be used in two steps on one draw. End this pass, and begin a"
+                " new one, which goes on with the batches that got no step. To look at records in"
+                " between: DataLoader(loader.dataset, batch_size=...)"
+            )
+
+    def _next_draw(self) -> _Draw:
+        state, here = None, None
+        if self.has_user_generator:
+            if self._waiting:
+                here = self.generator.get_state()
+                self.generator.set_state(self._waiting.popleft())
+            state = self.generator.get_state()
+            use_position("a batch", self.generator)
+        elif _state_of(self.generator) != self._state:
+            raise RuntimeError(
+                "the private loader's own generator was seeded or used from outside: equal states"
+                " draw equal batches, which are charged as independent ones. Call make_private"
+                " again and leave it alone; for runs that can be repeated, give it a loader with a"
+                " generator of yours: DataLoader(dataset, batch_size=...,"
+                " generator=torch.Generator().manual_seed(...))"
+            )
+        # float32 numbers tell 2²⁴ cells apart; only records in the one that q divides need their
+        # place in it
+        cells = torch.rand(
+            self.num_samples, dtype=torch.float32, generator=self.generator, device="cpu"
+        )
+        joining = (cells <= self._cell).nonzero().reshape(-1)
+        divided = cells[joining] == self._cell
+        if divided.any():
+            places = torch.randint(_PLACES, (len(joining),), generator=self.generator, device="cpu")
+            joining = joining[~divided | (places < self._place)]
+        if here is not None:
+            self.generator.set_state(here)
+        self._state = _state_of(self.generator)
+        if self.ranks is None:
+            return _Draw(joining, 0, state)
+        return _Draw(
+            joining[joining % self.ranks.size == self.ranks.rank],
+            zlib.crc32(joining.numpy().data),
+            state,
+        )
+
+    def draw_from(self, state: torch.Tensor) -> None:
+        """Draw what rank 0 draws, unless the caller's generators do so already."""
+        if not self.has_user_generator:
+            self.generator.set_state(state)
+            self._renew(self.generator)
+
+    def delivered(self) -> None:
+        """The loader hands out the next draw, as one batch."""
+        self._deliver(is_part=False, is_last=True)
+
+    def delivered_part(self, is_last: bool) -> None:
+        """Opacus' BatchMemoryManager is about to hand out a part of the next draw."""
+        if self.num_workers > 0:
+            raise RuntimeError(
+                "BatchMemoryManager with num_workers > 0 announces batches before it delivers them;"
+                " a skipped one would go unnoticed and two draws could mix in one step. Build the"
+                " DataLoader with num_workers=0."
+            )
+        self._deliver(is_part=True, is_last=is_last)
+
+    def _deliver(self, *, is_part: bool, is_last: bool) -> None:
+        self._enter_process()
+        self.before_delivery()
+        self._missed |= self._ready
+        if self._is_last or not is_part:  # of a new draw
+            self._missed |= self._delivered > 0
+            if self._delivered == self._handed:
+                raise RuntimeError(
+                    "this batch was drawn in another pass over the private loader, or by the"
+                    " process from which this one was forked: begin a new pass"
+                )
+            self._deliveries += self._delivered == 0
+            if self._deliveries > _MANY_DELIVERIES:
+                self._deliveries = 0
+                raise RuntimeError(
+                    f"this batch was handed out {_MANY_DELIVERIES} times and got no step. A draw of"
+                    " the private loader stays until a step is taken on it, for choosing batches"
+                    " by what they hold would undo the amplification that is charged: call"
+                    " backward() and step() on every batch, whatever is in it. To look at records,"
+                    " use DataLoader(loader.dataset, batch_size=...)."
+                )
+            self._size, self.checksum = (
+                len(self._draws[self._delivered].records),
+                self._draws[self._delivered].checksum,
+            )
+            self._part_size = self._size
+            self._delivered += 1
+            self.draw += 1
+        self._ready, self._is_last = True, is_last
+
+    def use(self) -> bool:
+        """The optimizer steps on the batch delivered last; returns whether it completes its
+        draw.
+        """
+        self.require_own_process()
+        if not self._ready or os.getpid() != self._pid:
+            raise RuntimeError(
+                "no new batch came from the private loader since the last step, or since this"
+                " process was forked: amplification by sampling is accounted for one step on each"
+                " draw. Take batches from the loader that make_private returned, and call step()"
+                " once for each."
+            )
+        self._ready = False
+        if self._missed:
+            raise RuntimeError(
+                "a batch of this pass over the private loader got no step, or the one after it was"
+                " taken first. Which steps are taken must not depend on the data: call backward()"
+                " and step() on every batch, empty ones included. A new pass begins with the batch"
+                " that was left out."
+            )
+        return self._is_last
+
+    def retire(self) -> None:
+        """The optimizer has made a release out of the draw, which is used up now. A step that
+        fails before leaves it waiting.
+        """
+        self._draws.popleft()
+        self._handed, self._delivered, self._deliveries = self._handed - 1, 0, 0
+
+    def position(self) -> torch.Tensor:
+        """States of the caller's generator, a row each: those that the draws which wait for a step
+        come from, then where it stands.
+
+        Others may have drawn from it in between.
+        """
+        drawn = [draw.state for draw in self._draws if draw.state is not None]
+        return torch.stack([*drawn, *self._waiting, self.generator.get_state()])
+
+    def resume(self, position: torch.Tensor) -> None:
+        """Go on from where a saved run was, in a new pass: with the draws that waited, then
+        with new ones.
+        """
+        *waiting, here = (state.clone() for state in position)
+        self.generator.set_state(here)
+        self._renew(self.generator)
+        self._waiting.extend(waiting)
+        self.passes += 1
+        self._begin()
+
+    @property
+    def size(self) -> int:
+        """Number of this rank's records in the draw delivered last: data, which must not
+        leave the library.
+        """
+        return self._size
+
+    @property
+    def part_size(self) -> int:
+        """Number of records in the batch delivered last, a draw or a part of one: data as well."""
+        return self._part_size
