@@ -1,10 +1,13 @@
-"""Trains one private Bayesian neural network on several processes, which divide every batch among them.
+"""Trains one private Bayesian neural network on several processes, which divide every batch among
+them.
 
-    torchrun --nproc-per-node 2 examples/distributed_bnn.py       # scikit-learn's digits, well under a minute
-    python examples/distributed_bnn.py                            # the same on one process
+    torchrun --nproc-per-node 2 examples/distributed_bnn.py       # scikit-learn's digits, well
+    under a minute python examples/distributed_bnn.py                            # the same on one
+    process
 
-Rank 0 says what was spent and how good the predictions on the test records are. Epsilon is that of one process: records are sampled at the global
-rate, the noise is added once in all, and a step is charged once, however many ranks take it.
+Rank 0 says what was spent and how good the predictions on the test records are. Epsilon is that of
+one process: records are sampled at the global rate, the noise is added once in all, and a step is
+charged once, however many ranks take it.
 """
 
 from __future__ import annotations
@@ -28,11 +31,20 @@ from torch_dpbayes import metrics
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--epsilon", type=float, default=5.0)
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=512, help="expected number of records in a batch, those of all ranks together")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=512,
+        help="expected number of records in a batch, those of all ranks together",
+    )
     options = parser.parse_args(arguments)
 
     rank, device = 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,12 +52,17 @@ def main(arguments: list[str] | None = None) -> None:
         if device.type == "cuda":
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=2))
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=2)
+        )
         rank = dist.get_rank()
     if rank == 0:
-        logging.basicConfig(format="%(message)s")  # the engine says that batches are now drawn at random
+        # the engine says that batches are now drawn at random
+        logging.basicConfig(format="%(message)s")
 
-    torch.manual_seed(0)  # the same model and the same split everywhere; noise and batches have their own, secret randomness
+    # the same model and the same split everywhere; noise and batches have their own, secret
+    # randomness
+    torch.manual_seed(0)
     pixels, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(pixels, dtype=torch.float32) / 8 - 1, torch.tensor(labels)  # 0..16 to -1..1
     order = torch.randperm(len(x))
@@ -55,7 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
     engine = dpb.PrivacyEngine(process_group=dist.group.WORLD)  # None where there is one process
     network, optimizer, loader = engine.make_private_with_epsilon(
         module=network,
-        optimizer=partial(dpb.optim.DPSGLD, lr=4.0, temperature=0.0),  # the privacy noise alone, see optimizer.effective_temperature
+        # the privacy noise alone, see optimizer.effective_temperature
+        optimizer=partial(dpb.optim.DPSGLD, lr=4.0, temperature=0.0),
         data_loader=DataLoader(TensorDataset(x[train], y[train]), batch_size=options.batch_size),
         max_grad_norm=0.5,
         target_epsilon=options.epsilon,
@@ -77,9 +95,15 @@ def main(arguments: list[str] | None = None) -> None:
         probabilities = samples.predict(network, x[test].to(device)).cpu()
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         print(f"ranks                 {ranks}, {steps / seconds:.0f} steps per second")
-        print(f"test accuracy         {metrics.accuracy(probabilities, y[test]):.2%}, average of {len(samples)} samples")
+        print(
+            f"test accuracy         {metrics.accuracy(probabilities, y[test]):.2%}, average of"
+            f" {len(samples)} samples"
+        )
         spent = engine.accountant.get_epsilon(options.delta)
-        print(f"epsilon               {spent:.4g} at delta = {options.delta:g}, {len(engine.accountant)} steps")
+        print(
+            f"epsilon               {spent:.4g} at delta = {options.delta:g},"
+            f" {len(engine.accountant)} steps"
+        )
         print(f"temperature           {optimizer.effective_temperature:.4g}")
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,18 +1,21 @@
 """Three hospitals, one logistic regression, and no record leaves its hospital.
 
-Every hospital is one process with its own records and its own privacy budget. In each iteration of the chain it sends one number that stems from its
-records, their log-likelihood ratio, clipped and with noise of its own that alone meets its epsilon. All three get the same samples of the posterior
+Every hospital is one process with its own records and its own privacy budget. In each iteration of
+the chain it sends one number that stems from its records, their log-likelihood ratio, clipped and
+with noise of its own that alone meets its epsilon. All three get the same samples of the posterior
 given all records.
 
     torchrun --nproc-per-node 3 examples/multi_owner.py
     python examples/multi_owner.py                       # starts the three processes itself
     torchrun --nproc-per-node 3 examples/multi_owner.py --data 'hospital_{}.csv'
 
-Without --data the records are made up, and the samples are shown beside the posterior of somebody who has all of them. On three machines, torchrun
-takes --nnodes 3, --node-rank, --master-addr and --master-port, inside a private network: the exchange is not encrypted.
+Without --data the records are made up, and the samples are shown beside the posterior of somebody
+who has all of them. On three machines, torchrun takes --nnodes 3, --node-rank, --master-addr and
+--master-port, inside a private network: the exchange is not encrypted.
 
-The noise decides how far the chain gets in an iteration, and it is the same for many records as for few: with much fewer records than the default the
-posterior is so wide that the chain does not get across it in 1500 iterations.
+The noise decides how far the chain gets in an iteration, and it is the same for many records as for
+few: with much fewer records than the default the posterior is so wide that the chain does not get
+across it in 1500 iterations.
 """
 
 from __future__ import annotations
@@ -56,7 +59,13 @@ def made_up(hospital: int, records: int, seed: int) -> tuple[Tensor, Tensor]:
 
 def read(path: Path) -> tuple[Tensor, Tensor]:
     """Rows of numbers in [-1, 1] after division by public bounds, and in the last column 0 or 1."""
-    rows = torch.tensor([[float(value) for value in line.split(",")] for line in path.read_text().splitlines() if line])
+    rows = torch.tensor(
+        [
+            [float(value) for value in line.split(",")]
+            for line in path.read_text().splitlines()
+            if line
+        ]
+    )
     x = torch.cat([torch.ones(len(rows), 1), rows[:, :-1].clamp(-1, 1)], 1)
     return x / math.sqrt(x.shape[1]), rows[:, -1]
 
@@ -68,7 +77,9 @@ def model(x: Tensor, y: Tensor) -> None:
 
 
 def without_privacy(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Mode and standard deviations of the posterior by Newton's method: for made-up records only."""
+    """Mode and standard deviations of the posterior by Newton's method: for made-up records
+    only.
+    """
     x, y, weights = x.double(), y.double(), torch.zeros(x.shape[1], dtype=torch.float64)
     for _ in range(30):
         p = (x @ weights).sigmoid()
@@ -78,7 +89,9 @@ def without_privacy(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(samples: Tensor, tables: list[tuple[Tensor, Tensor]], path: Path) -> None:
-    """Central 90 % intervals of the weights: from the chain, from all records in one place, and from those of each hospital alone."""
+    """Central 90 % intervals of the weights: from the chain, from all records in one place,
+    and from those of each hospital alone.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -86,13 +99,31 @@ def draw(samples: Tensor, tables: list[tuple[Tensor, Tensor]], path: Path) -> No
     pooled = without_privacy(torch.cat([x for x, _ in tables]), torch.cat([y for _, y in tables]))
     rows = torch.arange(len(TRUTH))
     low, middle, high = samples.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=0) - pooled[0].float()
-    axes.errorbar(middle, rows + 0.3, xerr=torch.stack([middle - low, high - middle]), fmt="o", capsize=3, label="chain over three hospitals")
-    alone = {f"{name} alone, no privacy": without_privacy(*table) for name, table in zip(HOSPITALS, tables, strict=True)}
-    for k, (name, (mode, std)) in enumerate({"all records in one place, no privacy": pooled, **alone}.items()):
+    axes.errorbar(
+        middle,
+        rows + 0.3,
+        xerr=torch.stack([middle - low, high - middle]),
+        fmt="o",
+        capsize=3,
+        label="chain over three hospitals",
+    )
+    alone = {
+        f"{name} alone, no privacy": without_privacy(*table)
+        for name, table in zip(HOSPITALS, tables, strict=True)
+    }
+    for k, (name, (mode, std)) in enumerate(
+        {"all records in one place, no privacy": pooled, **alone}.items()
+    ):
         style = {"fmt": "s", "markersize": 4, "capsize": 3, "color": str(0.15 + 0.2 * k)}
-        axes.errorbar(mode - pooled[0], rows + 0.15 - 0.15 * k, xerr=1.645 * std, label=name, **style)
+        axes.errorbar(
+            mode - pooled[0], rows + 0.15 - 0.15 * k, xerr=1.645 * std, label=name, **style
+        )
     labels = [f"weight {j}" for j in rows.tolist()]
-    axes.set(yticks=rows.tolist(), yticklabels=labels, xlabel="weight − mode given all records; 90 % of the posterior")
+    axes.set(
+        yticks=rows.tolist(),
+        yticklabels=labels,
+        xlabel="weight − mode given all records; 90 % of the posterior",
+    )
     axes.legend(frameon=False, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=100)
 
@@ -101,13 +132,22 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
     """What one hospital runs."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=meeting_place, rank=rank, world_size=len(HOSPITALS), timeout=timedelta(seconds=options.timeout)
+        "gloo",
+        init_method=meeting_place,
+        rank=rank,
+        world_size=len(HOSPITALS),
+        timeout=timedelta(seconds=options.timeout),
     )
-    x, y = made_up(rank, options.records, options.seed) if options.data is None else read(Path(options.data.format(rank)))
+    x, y = (
+        made_up(rank, options.records, options.seed)
+        if options.data is None
+        else read(Path(options.data.format(rank)))
+    )
     delta = options.delta
     accountant = dpb.PrivacyAccountant(options.epsilon[rank], delta)
     budget = {"target_epsilon": options.epsilon[rank], "target_delta": delta}
-    planned = plan(MultiOwnerPenalty, num_iterations=options.iterations, **budget)  # of this hospital's own noise
+    # of this hospital's own noise
+    planned = plan(MultiOwnerPenalty, num_iterations=options.iterations, **budget)
     kernel = MultiOwnerPenalty(
         model,
         proposal_scale=0.1,
@@ -119,20 +159,29 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
     warm_up = options.iterations // 3
     start = {"weights": torch.zeros(x.shape[1])}
     runner = MCMC(
-        kernel, num_samples=options.iterations - warm_up, warmup_steps=warm_up, initial_params=start, disable_progbar=rank > 0 or options.quiet
+        kernel,
+        num_samples=options.iterations - warm_up,
+        warmup_steps=warm_up,
+        initial_params=start,
+        disable_progbar=rank > 0 or options.quiet,
     )
     begin = time.perf_counter()
     runner.run(x, y)
     seconds = time.perf_counter() - begin
     samples = runner.get_samples()["weights"]
     print(
-        f"{HOSPITALS[rank]:8} epsilon = {accountant.get_epsilon():.4f} at delta = {delta:.1g}, noise multiplier "
-        f"{planned.noise_multipliers['noise_multiplier']:.1f}; mean of the first weight {samples[:, 0].mean():.6f}\n",
+        f"{HOSPITALS[rank]:8} epsilon = {accountant.get_epsilon():.4f} at delta = {delta:.1g},"
+        f" noise multiplier {planned.noise_multipliers['noise_multiplier']:.1f}; mean of the first"
+        f" weight {samples[:, 0].mean():.6f}\n",
         end="",  # one line is one write, also where nothing is buffered
         flush=True,
     )
     if rank == 0:
-        tables = [made_up(other, options.records, options.seed) for other in range(len(HOSPITALS))] if options.data is None else []
+        tables = (
+            [made_up(other, options.records, options.seed) for other in range(len(HOSPITALS))]
+            if options.data is None
+            else []
+        )
         report(samples, seconds, runner.diagnostics()["acceptance rate"]["chain 0"], tables)
         if options.plot is not None:
             draw(samples, tables, options.plot)
@@ -140,42 +189,95 @@ def hospital(rank: int, options: argparse.Namespace, meeting_place: str) -> None
     torch.distributed.destroy_process_group()
 
 
-def report(samples: Tensor, seconds: float, acceptance_rate: float, tables: list[tuple[Tensor, Tensor]]) -> None:
-    print(f"\n{len(samples)} samples in {seconds:.0f} seconds, acceptance rate {acceptance_rate:.2f}")
-    print(f"{'':10}{'mean':>9}{'std':>9}" + (f"{'all records in one place, no privacy':>42}" if tables else ""))
-    reference = without_privacy(torch.cat([x for x, _ in tables]), torch.cat([y for _, y in tables])) if tables else None
+def report(
+    samples: Tensor, seconds: float, acceptance_rate: float, tables: list[tuple[Tensor, Tensor]]
+) -> None:
+    print(
+        f"\n{len(samples)} samples in {seconds:.0f} seconds, acceptance rate {acceptance_rate:.2f}"
+    )
+    print(
+        f"{'':10}{'mean':>9}{'std':>9}"
+        + (f"{'all records in one place, no privacy':>42}" if tables else "")
+    )
+    reference = (
+        without_privacy(torch.cat([x for x, _ in tables]), torch.cat([y for _, y in tables]))
+        if tables
+        else None
+    )
     for j in range(samples.shape[1]):
         beside = f"{reference[0][j]:33.3f}{reference[1][j]:9.4f}" if reference else ""
-        print(f"weight {j:<3}{samples[:, j].mean():9.3f}{samples[:, j].std():9.4f}{beside}", flush=True)
+        print(
+            f"weight {j:<3}{samples[:, j].mean():9.3f}{samples[:, j].std():9.4f}{beside}",
+            flush=True,
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--data", metavar="TEMPLATE", help="a CSV file for each hospital; {} stands for its number, 0, 1 or 2")
-    parser.add_argument("--records", type=int, default=300_000, help="made-up ones of all hospitals; default: 300000")
-    parser.add_argument("--epsilon", type=float, nargs=3, default=[2.0, 3.0, 4.0], help="each hospital's budget; default: 2 3 4")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--data",
+        metavar="TEMPLATE",
+        help="a CSV file for each hospital; {} stands for its number, 0, 1 or 2",
+    )
+    parser.add_argument(
+        "--records",
+        type=int,
+        default=300_000,
+        help="made-up ones of all hospitals; default: 300000",
+    )
+    parser.add_argument(
+        "--epsilon",
+        type=float,
+        nargs=3,
+        default=[2.0, 3.0, 4.0],
+        help="each hospital's budget; default: 2 3 4",
+    )
     parser.add_argument("--delta", type=float, default=1e-6, help="each hospital's; default: 1e-6")
-    parser.add_argument("--iterations", type=int, default=1500, help="a third of them warm-up; default: 1500")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a hospital waits for the others; default: 300")
-    parser.add_argument("--seed", type=int, default=0, help="of the made-up records; the noise is always fresh")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the intervals, of made-up records only")
+    parser.add_argument(
+        "--iterations", type=int, default=1500, help="a third of them warm-up; default: 1500"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        help="seconds that a hospital waits for the others; default: 300",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the made-up records; the noise is always fresh"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the intervals, of made-up records only"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     options = parser.parse_args(arguments)
     if options.plot is not None and (options.data is not None or not options.plot.parent.is_dir()):
-        parser.error("--plot needs a folder that exists, and made-up records: the picture shows them pooled")
+        parser.error(
+            "--plot needs a folder that exists, and made-up records: the picture shows them pooled"
+        )
 
     if "RANK" in os.environ:
         if os.environ.get("WORLD_SIZE") != str(len(HOSPITALS)):
-            parser.error(f"there are {len(HOSPITALS)} hospitals: torchrun --nproc-per-node {len(HOSPITALS)}")
+            parser.error(
+                f"there are {len(HOSPITALS)} hospitals: torchrun --nproc-per-node {len(HOSPITALS)}"
+            )
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         hospital(int(os.environ["RANK"]), options, "env://")
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    print(f"not started by torchrun: starting {len(HOSPITALS)} processes on this machine", flush=True)
+    print(
+        f"not started by torchrun: starting {len(HOSPITALS)} processes on this machine", flush=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=hospital, args=(rank, options, f"file://{folder}/store")) for rank in range(len(HOSPITALS))]
+        processes = [
+            context.Process(target=hospital, args=(rank, options, f"file://{folder}/store"))
+            for rank in range(len(HOSPITALS))
+        ]
         for process in processes:
             process.start()
         for process in processes:

@@ -2,7 +2,8 @@
 
     python examples/one_posterior_sample.py [--epsilon 1]
 
-The records are made up here; the guarantee is known before they are touched. What is printed after it is post-processing of the one draw.
+The records are made up here; the guarantee is known before they are touched. What is printed after
+it is post-processing of the one draw.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import torch_dpbayes.ops as ops
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--records", type=int, default=20_000)
@@ -28,12 +33,17 @@ def main(arguments: list[str] | None = None) -> None:
 
     model = ops.GLM("bernoulli", prior_std=2.0, max_feature_norm=1.5)
     run = ops.FiniteRunLangevin(steps=3000)
-    release = ops.OnePosteriorSample(model, run, options.epsilon, options.delta, num_data=options.records)
+    release = ops.OnePosteriorSample(
+        model, run, options.epsilon, options.delta, num_data=options.records
+    )
     print(release.guarantee())
     draw = release.sample(features, labels)
     print("draw of the weights:   ", [round(w, 2) for w in draw["weights"].tolist()])
     print("weights that made them:", truth.tolist())
-    print(f"variance of the draw: {release.variance_inflation:.1f} times that of the maximum likelihood estimate")
+    print(
+        f"variance of the draw: {release.variance_inflation:.1f} times that of the maximum"
+        " likelihood estimate"
+    )
 
 
 if __name__ == "__main__":

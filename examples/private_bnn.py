@@ -1,13 +1,17 @@
-"""Trains a Bayesian neural network with differential privacy and says how good and how well calibrated its predictions are.
+"""Trains a Bayesian neural network with differential privacy and says how good and how well
+calibrated its predictions are.
 
-    python examples/private_bnn.py                                    # scikit-learn's digits, well under a minute
-    python examples/private_bnn.py --dataset mnist --plot mnist.png   # downloads MNIST and Fashion-MNIST
-    python examples/private_bnn.py --task regression                  # scikit-learn's diabetes
-    python examples/private_bnn.py --epsilon inf                      # the same network without noise: what privacy costs
+    python examples/private_bnn.py                                    # scikit-learn's digits, well
+    under a minute python examples/private_bnn.py --dataset mnist --plot mnist.png   # downloads
+    MNIST and Fashion-MNIST python examples/private_bnn.py --task regression                  #
+    scikit-learn's diabetes python examples/private_bnn.py --epsilon inf                      # the
+    same network without noise: what privacy costs
 
-Each step of DP-SGLD draws one Gaussian, which is the privacy noise and the sampler's noise at once. The iterates of the last part of the run are
-the posterior samples: free post-processing of what was paid for. Inputs and targets are scaled by public constants, never by statistics of the
-private records. What is printed is computed on the test records, taken to be public here; no loss or accuracy on the training records is shown.
+Each step of DP-SGLD draws one Gaussian, which is the privacy noise and the sampler's noise at once.
+The iterates of the last part of the run are the posterior samples: free post-processing of what was
+paid for. Inputs and targets are scaled by public constants, never by statistics of the private
+records. What is printed is computed on the test records, taken to be public here; no loss or
+accuracy on the training records is shown.
 """
 
 from __future__ import annotations
@@ -41,11 +45,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BURN_IN = 0.6  # of the steps; the samples are spread over the rest
 NUM_SAMPLES = 50
 
-# mean and standard deviation of a pixel, published for each data set; the other one is out of distribution
+# mean and standard deviation of a pixel, published for each data set; the other one is out of
+# distribution
 PIXELS = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
 OTHER = {"mnist": "fashion-mnist", "fashion-mnist": "mnist"}
 
-# age, sex, body mass index, blood pressure and six blood values: round figures for the middle and the spread of an adult population
+# age, sex, body mass index, blood pressure and six blood values: round figures for the middle and
+# the spread of an adult population
 PATIENT_MIDDLE = (50.0, 1.5, 25.0, 95.0, 190.0, 115.0, 50.0, 4.0, 4.6, 90.0)
 PATIENT_SPREAD = (15.0, 0.5, 5.0, 15.0, 35.0, 30.0, 15.0, 1.5, 0.5, 15.0)
 # the documented range of the score, 25 to 346, taken as four standard deviations
@@ -54,7 +60,9 @@ SCORE_MIDDLE, SCORE_UNIT = 185.0, 80.0
 
 @dataclass(frozen=True)
 class Problem:
-    """What to learn: the records, the network, and the loss, which is −log p(record) up to a constant, averaged over the batch."""
+    """What to learn: the records, the network, and the loss, which is −log p(record) up to a
+    constant, averaged over the batch.
+    """
 
     name: str
     likelihood: str
@@ -68,7 +76,9 @@ class Problem:
 
 
 def load(name: str, data_root: Path | None, seed: int) -> Problem:
-    """The problem of that name. ``seed`` decides the split into training and test records where the data set has none."""
+    """The problem of that name. ``seed`` decides the split into training and test records
+    where the data set has none.
+    """
     if name == "digits":
         return digits(seed)
     if name == "diabetes":
@@ -83,16 +93,33 @@ def digits(seed: int) -> Problem:
     x = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1  # 0..16 to -1..1
     y = torch.tensor(labels)
     train, test = split(len(x), seed)
-    photographs = torch.stack([torch.tensor(photograph) for photograph in load_sample_images().images])  # [2, 427, 640, 3]
-    patches = photographs.float().mean(3).unfold(1, 8, 8).unfold(2, 8, 8).reshape(-1, 1, 8, 8) / 127.5 - 1
+    # [2, 427, 640, 3]
+    photographs = torch.stack(
+        [torch.tensor(photograph) for photograph in load_sample_images().images]
+    )
+    patches = (
+        photographs.float().mean(3).unfold(1, 8, 8).unfold(2, 8, 8).reshape(-1, 1, 8, 8) / 127.5 - 1
+    )
     network = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(1), nn.Linear(256, 32), nn.Tanh(), nn.Linear(32, 10)
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Flatten(1),
+        nn.Linear(256, 32),
+        nn.Tanh(),
+        nn.Linear(32, 10),
     )
     return Problem(
-        name="digits", likelihood="categorical", network=network, loss=nn.CrossEntropyLoss(),
-        train=TensorDataset(x[train], y[train]), test_x=x[test], test_y=y[test],
-        outside_name="patches of photographs", outside_x=patches,
-    )  # fmt: skip
+        name="digits",
+        likelihood="categorical",
+        network=network,
+        loss=nn.CrossEntropyLoss(),
+        train=TensorDataset(x[train], y[train]),
+        test_x=x[test],
+        test_y=y[test],
+        outside_name="patches of photographs",
+        outside_x=patches,
+    )
 
 
 def images(name: str, data_root: Path | None) -> Problem:
@@ -101,13 +128,18 @@ def images(name: str, data_root: Path | None) -> Problem:
     def read(name: str, *, train: bool) -> tuple[Tensor, Tensor]:
         data_set = datasets.MNIST if name == "mnist" else datasets.FashionMNIST
         try:
-            read = data_set(data_root or Path.home() / ".cache" / "torch_dpbayes", train=train, download=data_root is None)
+            read = data_set(
+                data_root or Path.home() / ".cache" / "torch_dpbayes",
+                train=train,
+                download=data_root is None,
+            )
         except RuntimeError:
             if data_root is None:
                 raise
             raise ValueError(
-                f"{data_root} has no {data_set.__name__}/raw with the files that torchvision keeps there. Both MNIST and Fashion-MNIST are needed; "
-                "without --data-root they are downloaded."
+                f"{data_root} has no {data_set.__name__}/raw with the files that torchvision keeps"
+                " there. Both MNIST and Fashion-MNIST are needed; without --data-root they are"
+                " downloaded."
             ) from None
         return read.data[:, None].float() / 255, read.targets
 
@@ -115,31 +147,55 @@ def images(name: str, data_root: Path | None) -> Problem:
     train_x, train_y = read(name, train=True)
     test_x, test_y = read(name, train=False)
     outside_x, _ = read(OTHER[name], train=False)
-    network = nn.Sequential(  # Papernot et al. (2021), "Tempered sigmoid activations for deep learning with differential privacy", table 1
-        nn.Conv2d(1, 16, 8, stride=2, padding=3), nn.Tanh(), nn.MaxPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),
-        nn.Flatten(1), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10),
-    )  # fmt: skip
+    # Papernot et al. (2021), "Tempered sigmoid activations for deep learning with differential
+    # privacy", table 1
+    network = nn.Sequential(
+        nn.Conv2d(1, 16, 8, stride=2, padding=3),
+        nn.Tanh(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Tanh(),
+        nn.MaxPool2d(2, stride=1),
+        nn.Flatten(1),
+        nn.Linear(512, 32),
+        nn.Tanh(),
+        nn.Linear(32, 10),
+    )
     return Problem(
-        name=name, likelihood="categorical", network=network, loss=nn.CrossEntropyLoss(),
-        train=TensorDataset((train_x - mean) / std, train_y), test_x=(test_x - mean) / std, test_y=test_y,
-        outside_name=OTHER[name], outside_x=(outside_x - mean) / std,
-    )  # fmt: skip
+        name=name,
+        likelihood="categorical",
+        network=network,
+        loss=nn.CrossEntropyLoss(),
+        train=TensorDataset((train_x - mean) / std, train_y),
+        test_x=(test_x - mean) / std,
+        test_y=test_y,
+        outside_name=OTHER[name],
+        outside_x=(outside_x - mean) / std,
+    )
 
 
 def diabetes(seed: int) -> Problem:
     from sklearn.datasets import load_diabetes
 
-    values, scores = load_diabetes(return_X_y=True, scaled=False)  # scaled=True would use the mean and spread of the records
-    x = (torch.tensor(values, dtype=torch.float32) - torch.tensor(PATIENT_MIDDLE)) / torch.tensor(PATIENT_SPREAD)
+    # scaled=True would use the mean and spread of the records
+    values, scores = load_diabetes(return_X_y=True, scaled=False)
+    x = (torch.tensor(values, dtype=torch.float32) - torch.tensor(PATIENT_MIDDLE)) / torch.tensor(
+        PATIENT_SPREAD
+    )
     y = (torch.tensor(scores, dtype=torch.float32)[:, None] - SCORE_MIDDLE) / SCORE_UNIT
     train, test = split(len(x), seed)
     return Problem(
         name="diabetes",
-        likelihood=f"Gaussian, variance 1/2 (which is what MSELoss means) in units of {SCORE_UNIT:g}: standard deviation {SCORE_UNIT * 0.5**0.5:.1f}",
-        network=nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)), loss=nn.MSELoss(),
-        train=TensorDataset(x[train], y[train]), test_x=x[test], test_y=y[test],
-    )  # fmt: skip
+        likelihood=(
+            f"Gaussian, variance 1/2 (which is what MSELoss means) in units of {SCORE_UNIT:g}:"
+            f" standard deviation {SCORE_UNIT * 0.5**0.5:.1f}"
+        ),
+        network=nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)),
+        loss=nn.MSELoss(),
+        train=TensorDataset(x[train], y[train]),
+        test_x=x[test],
+        test_y=y[test],
+    )
 
 
 def split(num_records: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -148,11 +204,17 @@ def split(num_records: int, seed: int) -> tuple[Tensor, Tensor]:
     return order[num_records // 5 :], order[: num_records // 5]
 
 
-def prepare(problem: Problem, options: argparse.Namespace) -> tuple[dpb.PrivacyEngine, Any, Any, int]:
-    """Print the plan, make network, optimizer and loader private; the engine, the last two and the number of steps."""
+def prepare(
+    problem: Problem, options: argparse.Namespace
+) -> tuple[dpb.PrivacyEngine, Any, Any, int]:
+    """Print the plan, make network, optimizer and loader private; the engine, the last two
+    and the number of steps.
+    """
     engine = dpb.PrivacyEngine()
     run: dict[str, Any] = dict(
-        module=problem.network, data_loader=DataLoader(problem.train, batch_size=options.batch_size), max_grad_norm=options.max_grad_norm
+        module=problem.network,
+        data_loader=DataLoader(problem.train, batch_size=options.batch_size),
+        max_grad_norm=options.max_grad_norm,
     )
     target: dict[str, Any] = dict(epochs=options.epochs, target_delta=options.delta)
     if options.epsilon != math.inf:
@@ -161,7 +223,8 @@ def prepare(problem: Problem, options: argparse.Namespace) -> tuple[dpb.PrivacyE
     if options.temperature is None:
         with redirect_stdout(StringIO()):
             noise = engine.plan(**run, **target, optimizer=partial(sgld, temperature=0.0))
-        options.temperature = 0.999 * noise.effective_temperature  # not all of it, so that rounding cannot make it warmer
+        # not all of it, so that rounding cannot make it warmer
+        options.temperature = 0.999 * noise.effective_temperature
     run["optimizer"] = partial(sgld, temperature=options.temperature)
     plan = engine.plan(**run, **target)
     if options.epsilon != math.inf:
@@ -172,7 +235,12 @@ def prepare(problem: Problem, options: argparse.Namespace) -> tuple[dpb.PrivacyE
 
 
 def train(
-    problem: Problem, engine: dpb.PrivacyEngine, optimizer: Any, loader: Any, steps: int, options: argparse.Namespace
+    problem: Problem,
+    engine: dpb.PrivacyEngine,
+    optimizer: Any,
+    loader: Any,
+    steps: int,
+    options: argparse.Namespace,
 ) -> tuple[dpb.PosteriorSamples, float]:
     """The posterior samples, and the epsilon spent."""
     network, epochs = problem.network, options.epochs
@@ -181,7 +249,9 @@ def train(
     spent = 0.0
     with tqdm(total=steps, unit="step") as bar:
         for epoch in range(epochs):
-            bar.set_description(f"epoch {epoch + 1}/{epochs}, {budget(spent, options.epsilon)}", refresh=False)
+            bar.set_description(
+                f"epoch {epoch + 1}/{epochs}, {budget(spent, options.epsilon)}", refresh=False
+            )
             for x, y in loader:
                 optimizer.zero_grad()
                 problem.loss(network(x), y).backward()
@@ -194,10 +264,16 @@ def train(
 
 
 def budget(spent: float, epsilon: float) -> str:
-    return "epsilon inf: not private" if epsilon == math.inf else f"epsilon {spent:.3f} spent, {max(0.0, epsilon - spent):.3f} left"
+    return (
+        "epsilon inf: not private"
+        if epsilon == math.inf
+        else f"epsilon {spent:.3f} spent, {max(0.0, epsilon - spent):.3f} left"
+    )
 
 
-def show_classification(problem: Problem, samples: dict[str, dpb.PosteriorSamples], plot: Path | None) -> None:
+def show_classification(
+    problem: Problem, samples: dict[str, dpb.PosteriorSamples], plot: Path | None
+) -> None:
     assert problem.outside_x is not None
     inside = {name: s.predict(problem.network, problem.test_x) for name, s in samples.items()}
     outside = {name: s.predict(problem.network, problem.outside_x) for name, s in samples.items()}
@@ -209,7 +285,10 @@ def show_classification(problem: Problem, samples: dict[str, dpb.PosteriorSample
             f"{metrics.expected_calibration_error(probabilities, problem.test_y):9.4f}"
             f"{metrics.area_under_roc(entropy(probabilities), entropy(outside[name])):12.3f}"
         )
-    print(f"OOD AUROC: how well predictive entropy tells {problem.outside_name} from test records ({problem.name}); 0.5 is chance")
+    print(
+        f"OOD AUROC: how well predictive entropy tells {problem.outside_name} from test records"
+        f" ({problem.name}); 0.5 is chance"
+    )
     if plot is not None:
         draw(problem, inside, outside, plot)
 
@@ -218,12 +297,14 @@ def show_regression(problem: Problem, samples: dict[str, dpb.PosteriorSamples]) 
     print(f"{'':32}{'test RMSE':>12}{'NLL':>9}{'in 90 % interval':>19}")
     for name, s in samples.items():
         means = s.outputs(problem.network, problem.test_x)
-        low, high = s.predictive_quantiles(problem.network, problem.test_x, (0.05, 0.95), noise_std=math.sqrt(0.5))
-        print(
-            f"{name:32}{SCORE_UNIT * metrics.root_mean_squared_error(means.mean(0), problem.test_y):12.1f}"
-            f"{metrics.gaussian_mixture_negative_log_likelihood(means, problem.test_y, math.sqrt(0.5)) + math.log(SCORE_UNIT):9.3f}"
-            f"{metrics.interval_coverage(low, high, problem.test_y):19.1%}"
+        low, high = s.predictive_quantiles(
+            problem.network, problem.test_x, (0.05, 0.95), noise_std=math.sqrt(0.5)
         )
+        y = problem.test_y
+        error = SCORE_UNIT * metrics.root_mean_squared_error(means.mean(0), y)
+        surprise = metrics.gaussian_mixture_negative_log_likelihood(means, y, math.sqrt(0.5))
+        covered = metrics.interval_coverage(low, high, y)
+        print(f"{name:32}{error:12.1f}{surprise + math.log(SCORE_UNIT):9.3f}{covered:19.1%}")
 
 
 def entropy(probabilities: Tensor) -> Tensor:
@@ -231,8 +312,12 @@ def entropy(probabilities: Tensor) -> Tensor:
     return torch.special.entr(probabilities).sum(1)
 
 
-def draw(problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor], path: Path) -> None:
-    """Reliability diagram of all predictions, beside the entropy of the posterior average's in and out of distribution."""
+def draw(
+    problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor], path: Path
+) -> None:
+    """Reliability diagram of all predictions, beside the entropy of the posterior average's
+    in and out of distribution.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -241,16 +326,38 @@ def draw(problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor]
     for (name, probabilities), style in zip(inside.items(), ("o-", "s-"), strict=True):
         curve = metrics.reliability_curve(probabilities, problem.test_y, num_bins=10)
         enough = curve.num_records >= 10
-        reliability.plot(curve.confidence[enough], curve.accuracy[enough], style, label=name.split(",")[0])
-    reliability.set(xlim=(0, 1), ylim=(0, 1), aspect="equal", xlabel="confidence", ylabel="accuracy", title=f"{problem.name}: reliability")
+        reliability.plot(
+            curve.confidence[enough], curve.accuracy[enough], style, label=name.split(",")[0]
+        )
+    reliability.set(
+        xlim=(0, 1),
+        ylim=(0, 1),
+        aspect="equal",
+        xlabel="confidence",
+        ylabel="accuracy",
+        title=f"{problem.name}: reliability",
+    )
     reliability.legend(loc="lower right", frameon=False)
     average = next(iter(inside))
     lowest, highest = 1e-4, math.log(10)  # ten classes
     bins = torch.logspace(math.log10(lowest), math.log10(highest), 36).tolist()
-    for name, x in ((f"{problem.name} test", inside[average]), (problem.outside_name, outside[average])):
-        entropies.hist(entropy(x).clamp(lowest, highest).tolist(), bins=bins, weights=[1 / len(x)] * len(x), alpha=0.6, label=name)
+    for name, x in (
+        (f"{problem.name} test", inside[average]),
+        (problem.outside_name, outside[average]),
+    ):
+        entropies.hist(
+            entropy(x).clamp(lowest, highest).tolist(),
+            bins=bins,
+            weights=[1 / len(x)] * len(x),
+            alpha=0.6,
+            label=name,
+        )
     separation = metrics.area_under_roc(entropy(inside[average]), entropy(outside[average]))
-    entropies.set(xscale="log", xlabel="predictive entropy in nats (least: 0.0001 or below)", ylabel="share of images")
+    entropies.set(
+        xscale="log",
+        xlabel="predictive entropy in nats (least: 0.0001 or below)",
+        ylabel="share of images",
+    )
     entropies.set_title(f"entropy of the posterior average, AUROC {separation:.2f}")
     entropies.legend(loc="upper left", frameon=False)
     figure.savefig(path, dpi=100)
@@ -259,27 +366,73 @@ def draw(problem: Problem, inside: dict[str, Tensor], outside: dict[str, Tensor]
 def parser() -> argparse.ArgumentParser:
     defaults = ["defaults of the other options:"]
     for name, settings in SETTINGS.items():
-        defaults.append(f"  {name:14}" + ", ".join(f"{option.replace('_', '-')} {value:g}" for option, value in settings.items()))
+        defaults.append(
+            f"  {name:14}"
+            + ", ".join(
+                f"{option.replace('_', '-')} {value:g}" for option, value in settings.items()
+            )
+        )
     result = argparse.ArgumentParser(
-        description=__doc__, epilog="\n".join(defaults), formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        epilog="\n".join(defaults),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = result.add_argument
-    add("--task", choices=("classification", "regression"), default="classification", help="default: classification")
-    add("--dataset", choices=("digits", "mnist", "fashion-mnist", "diabetes"), help="default: digits, or diabetes for regression")
-    add("--data-root", type=Path, metavar="PATH", help="folder in torchvision's layout with MNIST and FashionMNIST; without it they are downloaded")
-    add("--epsilon", type=float, help="what may be spent; inf: no noise at all, only the clipping stays")
+    add(
+        "--task",
+        choices=("classification", "regression"),
+        default="classification",
+        help="default: classification",
+    )
+    add(
+        "--dataset",
+        choices=("digits", "mnist", "fashion-mnist", "diabetes"),
+        help="default: digits, or diabetes for regression",
+    )
+    add(
+        "--data-root",
+        type=Path,
+        metavar="PATH",
+        help=(
+            "folder in torchvision's layout with MNIST and FashionMNIST; without it they are"
+            " downloaded"
+        ),
+    )
+    add(
+        "--epsilon",
+        type=float,
+        help="what may be spent; inf: no noise at all, only the clipping stays",
+    )
     add("--delta", type=float, default=1e-5, help="default: 1e-5")
     add("--epochs", type=int, help="passes over the training records")
     add("--lr", type=float, help="step size on the mean of the clipped gradients")
-    add("--temperature", type=float, help="of the posterior that is sampled; default: the lowest that epsilon allows. 1 is the exact posterior")
+    add(
+        "--temperature",
+        type=float,
+        help=(
+            "of the posterior that is sampled; default: the lowest that epsilon allows. 1 is the"
+            " exact posterior"
+        ),
+    )
     add("--batch-size", type=int, help="expected size of the Poisson batches")
     add("--max-grad-norm", type=float, help="clip norm of one record's gradient")
     add(
-        "--seed", type=int, default=0,
-        help="of the initial weights and of the split into training and test records; noise and batches always come from the operating system's "
-        "entropy, so no two runs are equal; default: 0",
-    )  # fmt: skip
-    add("--plot", type=Path, metavar="FILE.png", help="draw reliability and predictive entropy (classification)")
+        "--seed",
+        type=int,
+        default=0,
+        help=(
+            "of the initial weights and of the split into training and test records; noise and"
+            " batches always come from the operating system's entropy, so no two runs are equal;"
+            " default: 0"
+        ),
+    )
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw reliability and predictive entropy (classification)",
+    )
     return result
 
 
@@ -289,23 +442,35 @@ def main(arguments: list[str] | None = None) -> None:
     name = options.dataset or ("diabetes" if options.task == "regression" else "digits")
     if (name == "diabetes") != (options.task == "regression"):
         command_line.error(f"--dataset {name} is not for --task {options.task}")
-    if options.plot is not None and (options.task == "regression" or not options.plot.parent.is_dir()):
-        command_line.error("--plot is for classification" if options.task == "regression" else f"--plot: there is no folder {options.plot.parent}")
+    if options.plot is not None and (
+        options.task == "regression" or not options.plot.parent.is_dir()
+    ):
+        command_line.error(
+            "--plot is for classification"
+            if options.task == "regression"
+            else f"--plot: there is no folder {options.plot.parent}"
+        )
     if options.epochs is not None and options.epochs < 1:
         command_line.error("--epochs must be at least 1")
     if options.epsilon == math.inf:
         if options.temperature:
-            command_line.error("--epsilon inf adds no noise, so there is no temperature: leave out --temperature")
+            command_line.error(
+                "--epsilon inf adds no noise, so there is no temperature: leave out --temperature"
+            )
     for option, value in SETTINGS[name].items():
         if getattr(options, option) is None:
             setattr(options, option, value)
 
-    logging.basicConfig(format="%(message)s")  # the engine says that batches are now drawn at random
+    # the engine says that batches are now drawn at random
+    logging.basicConfig(format="%(message)s")
     torch.manual_seed(options.seed)
     try:
         problem = load(name, options.data_root, options.seed)
         num_parameters = sum(p.numel() for p in problem.network.parameters())
-        print(f"{name}: {len(problem.train)} training and {len(problem.test_x)} test records, {num_parameters} parameters")
+        print(
+            f"{name}: {len(problem.train)} training and {len(problem.test_x)} test records,"
+            f" {num_parameters} parameters"
+        )
         print(f"likelihood            {problem.likelihood}")
         engine, optimizer, loader, steps = prepare(problem, options)
         start = time.perf_counter()
@@ -322,8 +487,14 @@ def main(arguments: list[str] | None = None) -> None:
         show_classification(problem, collected, options.plot)
     else:
         show_regression(problem, collected)
-    print(f"epsilon               {spent:.4g} at delta = {options.delta:g}, for adding or removing one training record")
-    print(f"temperature           {optimizer.effective_temperature:.4g} from the Gaussian noise; asked for: {options.temperature:g}")
+    print(
+        f"epsilon               {spent:.4g} at delta = {options.delta:g}, for adding or removing"
+        " one training record"
+    )
+    print(
+        f"temperature           {optimizer.effective_temperature:.4g} from the Gaussian noise;"
+        f" asked for: {options.temperature:g}"
+    )
     print(f"training took         {seconds:.0f} seconds")
 
 

@@ -2,7 +2,8 @@
 
     python examples/private_mean.py [--epsilon 0.5]
 
-The mean is one posterior sample of a Gaussian model with one column of ones. The numbers are made up here.
+The mean is one posterior sample of a Gaussian model with one column of ones. The numbers are made
+up here.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import torch
 
 import torch_dpbayes.ops as ops
 
-LOW, HIGH, STD = 0.0, 10.0, 2.0  # public: the range of a number, and the spread that the model assumes
+# public: the range of a number, and the spread that the model assumes
+LOW, HIGH, STD = 0.0, 10.0, 2.0
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--epsilon", type=float, default=0.5)
     parser.add_argument("--delta", type=float, default=1e-6)
     parser.add_argument("--records", type=int, default=5000)
@@ -27,13 +33,21 @@ def main(arguments: list[str] | None = None) -> None:
     n, middle = options.records, (LOW + HIGH) / 2
     values = (3.5 + STD * torch.randn(n)).clamp(LOW, HIGH)
     model = ops.GLM("gaussian", prior_std=HIGH - LOW, noise_std=STD)
-    # steps of a tenth of the posterior's width leave 5 % too much variance, and a hundred of them forget the start
-    run = ops.FiniteRunLangevin(steps=100, step_size=0.1 * STD**2 / n, max_grad_norm=(HIGH - LOW) / STD**2)
-    release = ops.OnePosteriorSample(model, run, epsilon=options.epsilon, delta=options.delta, num_data=n)
+    # steps of a tenth of the posterior's width leave 5 % too much variance, and a hundred of them
+    # forget the start
+    run = ops.FiniteRunLangevin(
+        steps=100, step_size=0.1 * STD**2 / n, max_grad_norm=(HIGH - LOW) / STD**2
+    )
+    release = ops.OnePosteriorSample(
+        model, run, epsilon=options.epsilon, delta=options.delta, num_data=n
+    )
     print(release.guarantee())
     draw = release.sample(torch.ones(n, 1), values - middle)["weights"].item() + middle
     half = 1.96 * STD * math.sqrt(release.variance_inflation / n)
-    print(f"private mean: {draw:.3f}, 95 % interval {draw - half:.3f} to {draw + half:.3f}; the numbers were made with mean 3.532")
+    print(
+        f"private mean: {draw:.3f}, 95 % interval {draw - half:.3f} to {draw + half:.3f}; the"
+        " numbers were made with mean 3.532"
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Samples a logistic regression written in Pyro: DP-SGLD finds where to start, DP-HMC samples from there, one accountant pays for both.
+"""Samples a logistic regression written in Pyro: DP-SGLD finds where to start, DP-HMC samples from
+there, one accountant pays for both.
 
     python examples/pyro_logistic_regression.py                        # a table made up here
-    python examples/pyro_logistic_regression.py --data-root ROOT       # Adult: adult.data and adult.test in ROOT/adult
-    python examples/pyro_logistic_regression.py --plot logistic.png
+    python examples/pyro_logistic_regression.py --data-root ROOT       # Adult: adult.data and
+    adult.test in ROOT/adult python examples/pyro_logistic_regression.py --plot logistic.png
 
-Every record is scaled by public constants to norm at most 1, so that its log-likelihood ratio is at most the distance moved and its gradient at most
-1: nothing is ever clipped, and DP-HMC samples the exact posterior. The squared distance that a chain can travel is decided by epsilon, whatever the
-number of its iterations, while the posterior shrinks as records are added: a chain on few records hardly leaves its start (see n_eff).
-For the made-up table the answer without privacy is shown beside it, which on private data would be a release of its own; Adult is judged by its
-test records, taken to be public here.
+Every record is scaled by public constants to norm at most 1, so that its log-likelihood ratio is at
+most the distance moved and its gradient at most 1: nothing is ever clipped, and DP-HMC samples the
+exact posterior. The squared distance that a chain can travel is decided by epsilon, whatever the
+number of its iterations, while the posterior shrinks as records are added: a chain on few records
+hardly leaves its start (see n_eff). For the made-up table the answer without privacy is shown
+beside it, which on private data would be a release of its own; Adult is judged by its test records,
+taken to be public here.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC, plan
 
 PRIOR_STD = 5.0
-# numeric columns of Adult with a public bound: age, years of education, hours a week, capital gain and loss (logarithms)
+# numeric columns of Adult with a public bound: age, years of education, hours a week, capital gain
+# and loss (logarithms)
 ADULT_BOUNDS = {0: 90.0, 4: 16.0, 12: 99.0, 10: 1e5, 11: 1e4}
 ADULT_FLAGS = {5: "Married-civ-spouse", 9: "Male"}
 
@@ -59,15 +63,39 @@ def made_up(records: int) -> Table:
 
 def adult(folder: Path) -> Table:
     def read(name: str) -> tuple[Tensor, Tensor]:
-        rows = [line.strip(" .\n").split(", ") for line in (folder / name).read_text().splitlines() if line.count(",") == 14]
+        rows = [
+            line.strip(" .\n").split(", ")
+            for line in (folder / name).read_text().splitlines()
+            if line.count(",") == 14
+        ]
         columns = [[1.0] * len(rows)]
         for j, bound in ADULT_BOUNDS.items():
-            scaled = [min(float(row[j]) / bound, 1.0) if j < 10 or j > 11 else math.log1p(float(row[j])) / math.log1p(bound) for row in rows]
+            scaled = [
+                (
+                    min(float(row[j]) / bound, 1.0)
+                    if j < 10 or j > 11
+                    else math.log1p(float(row[j])) / math.log1p(bound)
+                )
+                for row in rows
+            ]
             columns.append([2 * value - 1 for value in scaled])
-        columns += [[2.0 * (row[j] == value) - 1 for row in rows] for j, value in ADULT_FLAGS.items()]
-        return torch.tensor(columns).T.clamp(-1, 1) / math.sqrt(len(columns)), torch.tensor([float(row[14] == ">50K") for row in rows])
+        columns += [
+            [2.0 * (row[j] == value) - 1 for row in rows] for j, value in ADULT_FLAGS.items()
+        ]
+        return torch.tensor(columns).T.clamp(-1, 1) / math.sqrt(len(columns)), torch.tensor(
+            [float(row[14] == ">50K") for row in rows]
+        )
 
-    names = ["intercept", "age", "education", "hours", "capital gain", "capital loss", "married", "male"]
+    names = [
+        "intercept",
+        "age",
+        "education",
+        "hours",
+        "capital gain",
+        "capital loss",
+        "married",
+        "male",
+    ]
     return Table(names, *read("adult.data"), *read("adult.test"))
 
 
@@ -84,7 +112,9 @@ def find_start(table: Table, accountant: dpb.PrivacyAccountant) -> Tensor:
     loader = DataLoader(TensorDataset(table.x, table.y), batch_size=len(table.y) // 50)
     optimizer = partial(dpb.optim.DPSGLD, lr=10.0, prior_std=PRIOR_STD)
     engine = dpb.PrivacyEngine(accountant=accountant)
-    net, optimizer, loader = engine.make_private(module=net, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0, noise_multiplier=2.0)
+    net, optimizer, loader = engine.make_private(
+        module=net, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0, noise_multiplier=2.0
+    )
     total, steps = torch.zeros(len(table.names)), 0
     for epoch in range(4):
         for x, y in loader:
@@ -97,8 +127,14 @@ def find_start(table: Table, accountant: dpb.PrivacyAccountant) -> Tensor:
 
 
 def without_privacy(table: Table) -> tuple[Tensor, Tensor]:
-    """Mode and standard deviations of the posterior by Newton's method: for made-up records only."""
-    x, y, weights = table.x.double(), table.y.double(), torch.zeros(len(table.names), dtype=torch.float64)
+    """Mode and standard deviations of the posterior by Newton's method: for made-up records
+    only.
+    """
+    x, y, weights = (
+        table.x.double(),
+        table.y.double(),
+        torch.zeros(len(table.names), dtype=torch.float64),
+    )
     for _ in range(30):
         p = (x @ weights).sigmoid()
         precision = (x.T * (p * (1 - p))) @ x + torch.eye(len(weights)) / PRIOR_STD**2
@@ -106,8 +142,16 @@ def without_privacy(table: Table) -> tuple[Tensor, Tensor]:
     return weights, precision.inverse().diagonal().sqrt()
 
 
-def draw(table: Table, samples: Tensor, start: Tensor, reference: tuple[Tensor, Tensor] | None, path: Path) -> None:
-    """Central 90 % intervals of the weights, around their middle, and the path of the first two that vary."""
+def draw(
+    table: Table,
+    samples: Tensor,
+    start: Tensor,
+    reference: tuple[Tensor, Tensor] | None,
+    path: Path,
+) -> None:
+    """Central 90 % intervals of the weights, around their middle, and the path of the first
+    two that vary.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -116,13 +160,33 @@ def draw(table: Table, samples: Tensor, start: Tensor, reference: tuple[Tensor, 
     low, middle, high = samples.quantile(torch.tensor([0.05, 0.5, 0.95]), dim=0)
     center = middle if reference is None else reference[0].float()
     low, middle, high = low - center, middle - center, high - center
-    intervals.errorbar(middle, rows + 0.12, xerr=torch.stack([middle - low, high - middle]), fmt="o", capsize=3, label="DP-HMC, 90 % of its samples")
+    intervals.errorbar(
+        middle,
+        rows + 0.12,
+        xerr=torch.stack([middle - low, high - middle]),
+        fmt="o",
+        capsize=3,
+        label="DP-HMC, 90 % of its samples",
+    )
     if reference is not None:
         std = reference[1]
-        intervals.errorbar(0 * std, rows - 0.12, xerr=1.645 * std, fmt="s", capsize=3, color="0.4", label="without privacy (normal approximation)")
+        intervals.errorbar(
+            0 * std,
+            rows - 0.12,
+            xerr=1.645 * std,
+            fmt="s",
+            capsize=3,
+            color="0.4",
+            label="without privacy (normal approximation)",
+        )
     intervals.plot(start - center, rows, "x", color="tab:red", label="start, by DP-SGLD")
     around = "median of the samples" if reference is None else "mode without privacy"
-    intervals.set(yticks=rows.tolist(), yticklabels=table.names, ylim=(-0.6, len(rows) + 1.2), xlabel=f"weight − {around}")
+    intervals.set(
+        yticks=rows.tolist(),
+        yticklabels=table.names,
+        ylim=(-0.6, len(rows) + 1.2),
+        xlabel=f"weight − {around}",
+    )
     intervals.legend(frameon=False, fontsize="small", loc="upper left")
     trace.plot(samples[:, 1], samples[:, 2], ".-", linewidth=0.4, markersize=3, alpha=0.6)
     trace.plot(*start[1:3], "x", color="tab:red")
@@ -131,37 +195,88 @@ def draw(table: Table, samples: Tensor, start: Tensor, reference: tuple[Tensor, 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--data-root", type=Path, metavar="PATH", help="folder that holds adult/adult.data and adult/adult.test")
-    parser.add_argument("--records", type=int, default=200_000, help="of the made-up table; default: 200000")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--data-root",
+        type=Path,
+        metavar="PATH",
+        help="folder that holds adult/adult.data and adult/adult.test",
+    )
+    parser.add_argument(
+        "--records", type=int, default=200_000, help="of the made-up table; default: 200000"
+    )
     parser.add_argument("--epsilon", type=float, default=3.0, help="for everything; default: 3")
-    parser.add_argument("--iterations", type=int, default=150, help="of DP-HMC, a third of them warm-up; default: 150")
-    parser.add_argument("--steps", type=int, default=5, help="leapfrog steps of an iteration; default: 5")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the intervals and the chain")
+    parser.add_argument(
+        "--iterations",
+        type=int,
+        default=150,
+        help="of DP-HMC, a third of them warm-up; default: 150",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=5, help="leapfrog steps of an iteration; default: 5"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the intervals and the chain"
+    )
     options = parser.parse_args(arguments)
     if options.plot is not None and not options.plot.parent.is_dir():
         parser.error(f"--plot: there is no folder {options.plot.parent}")
 
-    table = made_up(options.records) if options.data_root is None else adult(options.data_root / "adult")
+    table = (
+        made_up(options.records)
+        if options.data_root is None
+        else adult(options.data_root / "adult")
+    )
     delta = len(table.y) ** -1.1
     accountant = dpb.PrivacyAccountant(options.epsilon, delta)
     begin = time.perf_counter()
     start = find_start(table, accountant)
-    print(f"DP-SGLD took {time.perf_counter() - begin:.0f} seconds and cost epsilon = {accountant.get_epsilon():.3g} at delta = {delta:.2g}")
+    print(
+        f"DP-SGLD took {time.perf_counter() - begin:.0f} seconds and cost epsilon ="
+        f" {accountant.get_epsilon():.3g} at delta = {delta:.2g}"
+    )
 
-    bounds = {"log_ratio_slope": 1.0, "max_grad_norm": 1.0}  # norms are at most 1, so is the derivative of the logistic loss
-    budget = {"target_epsilon": options.epsilon, "target_delta": delta, "history": accountant.history}
-    planned = plan(DPHMC, num_iterations=options.iterations, num_steps=options.steps, **bounds, **budget)
-    print("noise multipliers    ", ", ".join(f"{name} {value:.1f}" for name, value in planned.noise_multipliers.items()))
+    # norms are at most 1, so is the derivative of the logistic loss
+    bounds = {"log_ratio_slope": 1.0, "max_grad_norm": 1.0}
+    budget = {
+        "target_epsilon": options.epsilon,
+        "target_delta": delta,
+        "history": accountant.history,
+    }
+    planned = plan(
+        DPHMC, num_iterations=options.iterations, num_steps=options.steps, **bounds, **budget
+    )
+    print(
+        "noise multipliers    ",
+        ", ".join(f"{name} {value:.1f}" for name, value in planned.noise_multipliers.items()),
+    )
     kernel = DPHMC(
-        model, step_size=0.02, num_steps=options.steps, **bounds, **planned.noise_multipliers, target_accept_prob=0.25, accountant=accountant
+        model,
+        step_size=0.02,
+        num_steps=options.steps,
+        **bounds,
+        **planned.noise_multipliers,
+        target_accept_prob=0.25,
+        accountant=accountant,
     )
     warm_up = options.iterations // 3
-    runner = MCMC(kernel, num_samples=options.iterations - warm_up, warmup_steps=warm_up, initial_params={"weights": start})
+    runner = MCMC(
+        kernel,
+        num_samples=options.iterations - warm_up,
+        warmup_steps=warm_up,
+        initial_params={"weights": start},
+    )
     begin = time.perf_counter()
     runner.run(table.x, table.y)
     samples = runner.get_samples()["weights"]
-    print(f"DP-HMC took {time.perf_counter() - begin:.0f} seconds; {kernel.get_samples()['weights'].shape[0]} samples")
+    print(
+        f"DP-HMC took {time.perf_counter() - begin:.0f} seconds;"
+        f" {kernel.get_samples()['weights'].shape[0]} samples"
+    )
 
     reference = without_privacy(table) if options.data_root is None else None
     print(f"\n{'':16}{'mean':>8}{'std':>8}" + (f"{'without privacy':>20}" if reference else ""))

@@ -3,9 +3,10 @@
 
     python scripts/bench_accounting.py [--plot cost.png] [--others] [--charging] [--limit SECONDS]
 
-Everything runs on one core. ``--charging`` measures only what a charge against a budget costs in a loop. ``--others`` also runs dp_accounting (PLD
-and RDP), Opacus (RDP and PRV) and, if it is installed, prv-accountant; some of these take minutes. ``--limit`` stops any one of them after so many
-seconds.
+Everything runs on one core. ``--charging`` measures only what a charge against a budget costs in a
+loop. ``--others`` also runs dp_accounting (PLD and RDP), Opacus (RDP and PRV) and, if it is
+installed, prv-accountant; some of these take minutes. ``--limit`` stops any one of them after so
+many seconds.
 """
 
 import argparse
@@ -23,7 +24,8 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 DELTA = 1e-5
 Case = tuple[str, float, float, int, str, float]
 
-# name, noise multiplier, sampling rate, steps, neighbouring relation, reference epsilon (theory: extrapolated PLD)
+# name, noise multiplier, sampling rate, steps, neighbouring relation, reference epsilon (theory:
+# extrapolated PLD)
 HOMOGENEOUS: list[Case] = [
     ("z=1 q=.01 n=1e4", 1.0, 0.01, 10_000, "add_or_remove_one", 6.18771),
     ("z=.8 q=.004 n=1e5", 0.8, 0.004, 100_000, "add_or_remove_one", 13.07032),
@@ -61,7 +63,9 @@ def dp_accounting_rdp(noises: Iterable[float], rate: float, each: int, neighbori
     """dp_accounting's RDP accountant; it refuses Poisson sampling under replace_one."""
     import dp_accounting as dpa
 
-    accountant = dpa.rdp.RdpAccountant(neighboring_relation=dpa.NeighboringRelation[neighboring.upper()])
+    accountant = dpa.rdp.RdpAccountant(
+        neighboring_relation=dpa.NeighboringRelation[neighboring.upper()]
+    )
     for noise in noises:
         accountant.compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), each)
     return float(accountant.get_epsilon(DELTA))
@@ -95,12 +99,17 @@ def prv_accountant(noises: Iterable[float], rate: float, each: int, neighboring:
         raise ValueError("prv-accountant knows add_or_remove_one only")
     noises = list(noises)
     accountant = prv.PRVAccountant(
-        prvs=[prv.PoissonSubsampledGaussianMechanism(noise_multiplier=z, sampling_probability=rate) for z in noises],
+        prvs=[
+            prv.PoissonSubsampledGaussianMechanism(noise_multiplier=z, sampling_probability=rate)
+            for z in noises
+        ],
         max_self_compositions=[each] * len(noises),
         eps_error=0.01,
         delta_error=DELTA / 1000,
     )
-    return float(accountant.compute_epsilon(delta=DELTA, num_self_compositions=[each] * len(noises))[2])
+    return float(
+        accountant.compute_epsilon(delta=DELTA, num_self_compositions=[each] * len(noises))[2]
+    )
 
 
 OTHERS = (dp_accounting_pld, dp_accounting_rdp, opacus_rdp, opacus_prv, prv_accountant)
@@ -109,7 +118,9 @@ OTHERS = (dp_accounting_pld, dp_accounting_rdp, opacus_rdp, opacus_prv, prv_acco
 def measured(
     function: Callable[..., float], arguments: tuple[Any, ...], limit: float
 ) -> tuple[float, float, float] | str:
-    """(result, seconds, peak megabytes above the imports) of one call in a process of its own, or why there is none."""
+    """(result, seconds, peak megabytes above the imports) of one call in a process of its
+    own, or why there is none.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -129,7 +140,9 @@ def measured(
             sender.send(f"{type(error).__name__}: {str(error)[:60]}")
             return
         seconds = time.perf_counter() - start
-        sender.send((value, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+        sender.send(
+            (value, seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+        )
 
     process = context.Process(target=work)
     process.start()
@@ -139,7 +152,13 @@ def measured(
     return result
 
 
-def report(name: str, reference: float, arguments: tuple[Any, ...], accountants: Iterable[Any], limit: float) -> None:
+def report(
+    name: str,
+    reference: float,
+    arguments: tuple[Any, ...],
+    accountants: Iterable[Any],
+    limit: float,
+) -> None:
     print(f"\n{name}   (reference {reference:g})")
     own_seconds = math.nan
     for function in (ours, *accountants):
@@ -151,8 +170,8 @@ def report(name: str, reference: float, arguments: tuple[Any, ...], accountants:
         if function is ours:
             own_seconds = seconds
         print(
-            f"  {function.__name__:<18} epsilon {value:10.5f}  {value / reference - 1:+8.3%}  {seconds:9.3f} s"
-            f"  x{seconds / own_seconds:<8.1f} {memory:7.1f} MB"
+            f"  {function.__name__:<18} epsilon {value:10.5f}  {value / reference - 1:+8.3%} "
+            f" {seconds:9.3f} s  x{seconds / own_seconds:<8.1f} {memory:7.1f} MB"
         )
 
 
@@ -198,12 +217,15 @@ def calibration(others: bool, limit: float) -> None:
                 value, seconds, _ = outcome
                 spent = ours([value], rate, steps, "add_or_remove_one")
                 print(
-                    f"  {function.__name__:<18} z {value:8.5f}  epsilon/target {spent / epsilon:8.5f}  {seconds:7.3f} s"
+                    f"  {function.__name__:<18} z {value:8.5f}  epsilon/target"
+                    f" {spent / epsilon:8.5f}  {seconds:7.3f} s"
                 )
 
 
 def charging() -> None:
-    """Microseconds of one charge against a budget, everything included: wall clock, and CPU time in brackets."""
+    """Microseconds of one charge against a budget, everything included: wall clock, and CPU
+    time in brackets.
+    """
     import tempfile
 
     from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
@@ -212,7 +234,8 @@ def charging() -> None:
     def sampled(noise: float) -> DpEvent:
         return PoissonSampledDpEvent(0.01, GaussianDpEvent(noise))
 
-    # event of step t, steps, a budget that they stay far below, one that they run out of (add_or_remove_one)
+    # event of step t, steps, a budget that they stay far below, one that they run out of
+    # (add_or_remove_one)
     loops: dict[str, tuple[Callable[[int], DpEvent], int, float, float]] = {
         "z = 1": (lambda t: sampled(1.0), 100_000, 60.0, 20.0),
         "z = 1, short": (lambda t: sampled(1.0), 10_000, 12.0, 6.0),
@@ -220,10 +243,22 @@ def charging() -> None:
         "z falling, all different": (lambda t: sampled(math.sqrt(11 - t / 1000)), 10_000, 4.0, 2.0),
         "z cyclical": (lambda t: sampled(1 + 3 * (t % 500) / 500), 10_000, 4.0, 2.0),
         "z rising, 100,000": (lambda t: sampled(2 * math.sqrt(1 + t / 10_000)), 100_000, 4.0, 1.8),
-        "two events in turn": (lambda t: GaussianDpEvent(300.0) if t % 2 else sampled(1.0), 20_000, 12.0, 6.0),
+        "two events in turn": (
+            lambda t: GaussianDpEvent(300.0) if t % 2 else sampled(1.0),
+            20_000,
+            12.0,
+            6.0,
+        ),
     }
 
-    def loop(event: Callable[[int], DpEvent], steps: int, epsilon: float, neighboring: str, filed: bool, adaptive: bool) -> tuple[int, float, float]:
+    def loop(
+        event: Callable[[int], DpEvent],
+        steps: int,
+        epsilon: float,
+        neighboring: str,
+        filed: bool,
+        adaptive: bool,
+    ) -> tuple[int, float, float]:
         with tempfile.TemporaryDirectory() as folder:
             accountant = PrivacyAccountant(
                 epsilon,
@@ -239,10 +274,19 @@ def charging() -> None:
             except PrivacyBudgetExceeded:
                 pass
             accountant.close()
-            return done, (time.perf_counter() - wall) / done * 1e6, (time.process_time() - busy) / done * 1e6
+            return (
+                done,
+                (time.perf_counter() - wall) / done * 1e6,
+                (time.process_time() - busy) / done * 1e6,
+            )
 
     kinds = [("budget far", 0, False), ("runs out", 1, False), ("filter", 1, True)]
-    print("\none charge, microseconds   " + "".join(f"{f'{kind}, {place}':>28}" for kind, _, _ in kinds for place in ("memory", "file")))
+    print(
+        "\none charge, microseconds   "
+        + "".join(
+            f"{f'{kind}, {place}':>28}" for kind, _, _ in kinds for place in ("memory", "file")
+        )
+    )
     for neighboring in ("add_or_remove_one", "replace_one"):
         for name, (event, steps, *budgets) in loops.items():
             cells = []
@@ -251,11 +295,15 @@ def charging() -> None:
                 for filed in (False, True):
                     done, wall, busy = loop(event, steps, epsilon, neighboring, filed, adaptive)
                     cells.append(f"{wall:9.1f} ({busy:.1f}) x {done}")
-            print(f"{name:24}{neighboring[:3]}" + "".join(f"{cell:>28}" for cell in cells), flush=True)
+            print(
+                f"{name:24}{neighboring[:3]}" + "".join(f"{cell:>28}" for cell in cells), flush=True
+            )
 
 
 def schedule(levels: int, steps: int = 10_000) -> list[float]:
-    """As many different multipliers as ``levels``, between the ends of theory's schedule z_t = sqrt(1 + t / 1000)."""
+    """As many different multipliers as ``levels``, between the ends of theory's schedule z_t
+    = sqrt(1 + t / 1000).
+    """
     return [math.sqrt(1 + t * steps / levels / 1000) for t in range(levels)]
 
 
@@ -268,10 +316,17 @@ def plot(path: str, limit: float) -> None:
     levels = [10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000]
     figure, axes = pyplot.subplots(figsize=(6, 4))
     print("\ndifferent multipliers   seconds")
-    for function, name, style in ((ours, "this library", "o-"), (dp_accounting_pld, "dp-accounting, PLD", "s--")):
+    for function, name, style in (
+        (ours, "this library", "o-"),
+        (dp_accounting_pld, "dp-accounting, PLD", "s--"),
+    ):
         costs: list[float] = []
         for count in levels:
-            outcome = measured(function, (schedule(count), 0.01, max(1, 10_000 // count), "add_or_remove_one"), limit)
+            outcome = measured(
+                function,
+                (schedule(count), 0.01, max(1, 10_000 // count), "add_or_remove_one"),
+                limit,
+            )
             if isinstance(outcome, str):
                 print(f"  {name:20}{count:>8}   {outcome}")
                 break
@@ -288,11 +343,19 @@ def plot(path: str, limit: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--others", action="store_true", help="run the other accountants too")
-    parser.add_argument("--charging", action="store_true", help="only the cost of charging in a loop")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds after which one run is stopped")
-    parser.add_argument("--plot", metavar="PATH", help="draw cost against the number of different multipliers")
+    parser.add_argument(
+        "--charging", action="store_true", help="only the cost of charging in a loop"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=180.0, help="seconds after which one run is stopped"
+    )
+    parser.add_argument(
+        "--plot", metavar="PATH", help="draw cost against the number of different multipliers"
+    )
     arguments = parser.parse_args()
     if arguments.charging:
         charging()

@@ -1,17 +1,22 @@
 #!/usr/bin/env python3
-"""What a private step costs beside a plain one, for five models: ours, and Opacus' hooks and ghost modes.
+"""What a private step costs beside a plain one, for five models: ours, and Opacus' hooks and ghost
+modes.
 
     python scripts/bench_clipping.py [--seconds 20] [--models mlp cnn] [--plot clipping.png]
 
-The plain step is SGLD without clipping: forward, backward, the same Gaussian noise on the gradient, the update. Everything runs on one core, on
-made-up data that lies ready as tensors, so that loading it is nobody's cost. Rounds are interleaved, one step of each way in turn, so
-that a slow moment of the machine hits all alike; a figure is the median over rounds, divided by the plain step's median of the same process.
+The plain step is SGLD without clipping: forward, backward, the same Gaussian noise on the gradient,
+the update. Everything runs on one core, on made-up data that lies ready as tensors, so that loading
+it is nobody's cost. Rounds are interleaved, one step of each way in turn, so that a slow moment of
+the machine hits all alike; a figure is the median over rounds, divided by the plain step's median
+of the same process.
 
-Every model is measured under two settings of the C library's allocator, each in a process of its own: "default", and "kept", in which freed
-memory stays with the process (MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_ = 4 GiB), as people run it who know that otherwise each
-large tensor is mapped, zeroed and unmapped anew. Memory is the peak resident size (VmHWM) of six steps of one way in a fresh process under the
-default setting, over what was resident before model and batch were made, divided by that of the plain step. What libraries load at the first
-step of any model (small ones have made one before) is not in it; parameters, data, gradients and buffers are.
+Every model is measured under two settings of the C library's allocator, each in a process of its
+own: "default", and "kept", in which freed memory stays with the process (MALLOC_MMAP_THRESHOLD_ and
+MALLOC_TRIM_THRESHOLD_ = 4 GiB), as people run it who know that otherwise each large tensor is
+mapped, zeroed and unmapped anew. Memory is the peak resident size (VmHWM) of six steps of one way
+in a fresh process under the default setting, over what was resident before model and batch were
+made, divided by that of the plain step. What libraries load at the first step of any model (small
+ones have made one before) is not in it; parameters, data, gradients and buffers are.
 """
 
 import argparse
@@ -26,8 +31,20 @@ from collections.abc import Callable
 from typing import Any
 
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
-WAYS = {"plain": "plain SGLD", "ours": "torch_dpbayes", "whole": "whole batches", "hooks": "Opacus hooks", "ghost": "Opacus ghost"}
-TARGETS = {"logistic": (1.3, 1.2), "mlp": (1.15, 1.5), "cnn": (1.45, 1.5), "resnet": (1.5, 1.5), "transformer": (1.5, 1.5)}
+WAYS = {
+    "plain": "plain SGLD",
+    "ours": "torch_dpbayes",
+    "whole": "whole batches",
+    "hooks": "Opacus hooks",
+    "ghost": "Opacus ghost",
+}
+TARGETS = {
+    "logistic": (1.3, 1.2),
+    "mlp": (1.15, 1.5),
+    "cnn": (1.45, 1.5),
+    "resnet": (1.5, 1.5),
+    "transformer": (1.5, 1.5),
+}
 LR, CLIP, RECORDS = 0.01, 1.0, 32561
 
 
@@ -46,7 +63,9 @@ def model_and_batch(name: str) -> tuple[Any, Any, Any]:
                 nn.Conv2d(width, width, 3, 1, 1, bias=False),
                 nn.GroupNorm(8, width),
             )
-            self.short = nn.Identity() if stride == 1 else nn.Conv2d(channels, width, 1, stride, bias=False)
+            self.short = (
+                nn.Identity() if stride == 1 else nn.Conv2d(channels, width, 1, stride, bias=False)
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.relu(self.short(x) + self.body(x))
@@ -54,17 +73,31 @@ def model_and_batch(name: str) -> tuple[Any, Any, Any]:
     class Attention(nn.Module):
         def __init__(self, width: int, heads: int) -> None:
             super().__init__()
-            self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+            self.qkv, self.out, self.heads = (
+                nn.Linear(width, 3 * width),
+                nn.Linear(width, width),
+                heads,
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, 2))
-            return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            q, k, v = (
+                t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, 2)
+            )
+            return self.out(
+                nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            )
 
     class Encoder(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
-            self.attention, self.first, self.second = Attention(width, 4), nn.LayerNorm(width), nn.LayerNorm(width)
-            self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            self.attention, self.first, self.second = (
+                Attention(width, 4),
+                nn.LayerNorm(width),
+                nn.LayerNorm(width),
+            )
+            self.feed = nn.Sequential(
+                nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x + self.attention(self.first(x))
@@ -83,25 +116,53 @@ def model_and_batch(name: str) -> tuple[Any, Any, Any]:
     if name == "tiny":
         return nn.Linear(2, 1), torch.randn(4, 2), torch.zeros(4, dtype=torch.long)
     if name == "tiny convolution":
-        return nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten()), torch.randn(4, 1, 3, 3), torch.zeros(4, dtype=torch.long)
+        return (
+            nn.Sequential(nn.Conv2d(1, 1, 3), nn.Flatten()),
+            torch.randn(4, 1, 3, 3),
+            torch.zeros(4, dtype=torch.long),
+        )
     if name == "logistic":
         return nn.Linear(109, 2), torch.randn(181, 109), torch.randint(2, (181,))
     if name == "mlp":
-        net = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+        net = nn.Sequential(
+            nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+        )
         return net, torch.randn(256, 784), torch.randint(10, (256,))
     if name == "cnn":  # LeNet-5 with ReLU and max pooling
         net = nn.Sequential(
-            nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-            nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10),
-        )  # fmt: skip
+            nn.Conv2d(1, 6, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(6, 16, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(400, 120),
+            nn.ReLU(),
+            nn.Linear(120, 84),
+            nn.ReLU(),
+            nn.Linear(84, 10),
+        )
         return net, torch.randn(256, 1, 28, 28), torch.randint(10, (256,))
     if name == "resnet":  # He et al. (2016), 20 layers for CIFAR, with GroupNorm
         blocks, channels = [], 16
-        for width, stride in ((16, 1), (16, 1), (16, 1), (32, 2), (32, 1), (32, 1), (64, 2), (64, 1), (64, 1)):
+        for width, stride in (
+            (16, 1),
+            (16, 1),
+            (16, 1),
+            (32, 2),
+            (32, 1),
+            (32, 1),
+            (64, 2),
+            (64, 1),
+            (64, 1),
+        ):
             blocks.append(Block(channels, width, stride))
             channels = width
         stem = (nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.GroupNorm(8, 16), nn.ReLU())
-        net = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+        net = nn.Sequential(
+            *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+        )
         return net, torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
     return Transformer(), torch.randint(1000, (32, 128)), torch.randint(10, (32,))
 
@@ -134,7 +195,12 @@ def stepper(way: str, name: str) -> Callable[[], None]:
 
         # what make_private builds, less the loader, whose Poisson draws would vary the batch
         private = dpb.optim.DPSGLD(
-            net.named_parameters(), LR, num_data=RECORDS, expected_batch_size=n, max_grad_norm=CLIP, sampling="poisson"
+            net.named_parameters(),
+            LR,
+            num_data=RECORDS,
+            expected_batch_size=n,
+            max_grad_norm=CLIP,
+            sampling="poisson",
         )
         private._source = BookkeepingGradientSource(net, is_mapped=way == "ours")
 
@@ -148,14 +214,22 @@ def stepper(way: str, name: str) -> Callable[[], None]:
 
         from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
         from opacus.optimizers import DPOptimizer
-        from opacus.optimizers.optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
+        from opacus.optimizers.optimizer_fast_gradient_clipping import (
+            DPOptimizerFastGradientClipping,
+        )
         from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
         warnings.simplefilter("ignore")
-        options: dict[str, Any] = {"noise_multiplier": noise_multiplier, "max_grad_norm": CLIP, "expected_batch_size": n}
+        options: dict[str, Any] = {
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": CLIP,
+            "expected_batch_size": n,
+        }
         if way == "hooks":
             hooked = GradSampleModule(net)
-            theirs = DPOptimizer(torch.optim.SGD(net.parameters(), LR, weight_decay=1 / RECORDS), **options)
+            theirs = DPOptimizer(
+                torch.optim.SGD(net.parameters(), LR, weight_decay=1 / RECORDS), **options
+            )
 
             def step() -> None:
                 theirs.zero_grad()
@@ -163,8 +237,12 @@ def stepper(way: str, name: str) -> Callable[[], None]:
                 theirs.step()
 
         else:
-            ghost = GradSampleModuleFastGradientClipping(net, max_grad_norm=CLIP, use_ghost_clipping=True)
-            fast = DPOptimizerFastGradientClipping(torch.optim.SGD(net.parameters(), LR, weight_decay=1 / RECORDS), **options)
+            ghost = GradSampleModuleFastGradientClipping(
+                net, max_grad_norm=CLIP, use_ghost_clipping=True
+            )
+            fast = DPOptimizerFastGradientClipping(
+                torch.optim.SGD(net.parameters(), LR, weight_decay=1 / RECORDS), **options
+            )
             criterion = DPLossFastGradientClipping(ghost, fast, torch.nn.CrossEntropyLoss())
 
             def step() -> None:
@@ -214,7 +292,9 @@ def run(environment: dict[str, str], *arguments: str) -> dict[str, float]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, __file__, *arguments]
-    finished = subprocess.run(command, env={**clean, **one, **environment}, stdout=subprocess.PIPE, text=True, check=True)
+    finished = subprocess.run(
+        command, env={**clean, **one, **environment}, stdout=subprocess.PIPE, text=True, check=True
+    )
     found: dict[str, float] = json.loads(finished.stdout)
     return found
 
@@ -225,16 +305,34 @@ def plot(path: str, rows: dict[str, dict[str, dict[str, float]]]) -> None:
     ways = ["ours", "ghost", "hooks"]
     colors = {"ours": "#0b6e4f", "ghost": "#c9a227", "hooks": "#a63d40"}
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), sharey=True, layout="constrained")
-    titles = {"default": "time, default allocator", "kept": "time, memory kept", "memory": "peak memory"}
+    titles = {
+        "default": "time, default allocator",
+        "kept": "time, memory kept",
+        "memory": "peak memory",
+    }
     for axis, (key, title) in zip(axes, titles.items(), strict=True):
         for j, name in enumerate(rows):
             for i, way in enumerate(ways):
                 ratio = rows[name][key][way] / max(rows[name][key]["plain"], 0.004)
-                axis.barh(j + 0.25 * (i - 1), ratio, 0.22, color=colors[way], label=WAYS[way] if j == 0 else None)
-                axis.text(ratio * 1.04, j + 0.25 * (i - 1), f"{ratio:.2g}" if ratio >= 10 else f"{ratio:.2f}", va="center", fontsize=7)
+                axis.barh(
+                    j + 0.25 * (i - 1),
+                    ratio,
+                    0.22,
+                    color=colors[way],
+                    label=WAYS[way] if j == 0 else None,
+                )
+                axis.text(
+                    ratio * 1.04,
+                    j + 0.25 * (i - 1),
+                    f"{ratio:.2g}" if ratio >= 10 else f"{ratio:.2f}",
+                    va="center",
+                    fontsize=7,
+                )
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set(title=title, xscale="log", yticks=range(len(rows)), yticklabels=list(rows))
-        axis.set_xlim(0.7, 3 * max(rows[n][key][w] / rows[n][key]["plain"] for n in rows for w in ways))
+        axis.set_xlim(
+            0.7, 3 * max(rows[n][key][w] / rows[n][key]["plain"] for n in rows for w in ways)
+        )
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
     axes[1].set_xlabel("times the plain, non-private SGLD step")
@@ -243,8 +341,12 @@ def plot(path: str, rows: dict[str, dict[str, dict[str, float]]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20.0, help="for each model and allocator setting")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="for each model and allocator setting"
+    )
     parser.add_argument("--models", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--times", help=argparse.SUPPRESS)
@@ -257,7 +359,10 @@ def main() -> None:
         print(json.dumps(peak(*arguments.peak)))
         return
     rows: dict[str, dict[str, dict[str, float]]] = {}
-    print("| model | | plain | torch_dpbayes | Opacus ghost | Opacus hooks | to reach |\n|---|---|---|---|---|---|---|")
+    print(
+        "| model | | plain | torch_dpbayes | Opacus ghost | Opacus hooks | to reach"
+        " |\n|---|---|---|---|---|---|---|"
+    )
     for name in arguments.models:
         measured = {
             "default": run({}, "--times", name, "--seconds", str(arguments.seconds)),
@@ -265,10 +370,20 @@ def main() -> None:
             "memory": {way: run({}, "--peak", name, way)["peak"] for way in WAYS},
         }
         rows[name] = measured
-        for key, title, unit in (("default", "time", "ms"), ("kept", "time, memory kept", "ms"), ("memory", "peak memory", "MiB")):
+        for key, title, unit in (
+            ("default", "time", "ms"),
+            ("kept", "time, memory kept", "ms"),
+            ("memory", "peak memory", "MiB"),
+        ):
             base = measured[key]["plain"]
-            ratios = " | ".join(f"{measured[key][way] / max(base, 0.004):.2f}" for way in ("ours", "ghost", "hooks"))
-            print(f"| {name} | {title} | {base:.3g} {unit} | {ratios} | {TARGETS[name][key == 'memory']} |", flush=True)
+            ratios = " | ".join(
+                f"{measured[key][way] / max(base, 0.004):.2f}" for way in ("ours", "ghost", "hooks")
+            )
+            print(
+                f"| {name} | {title} | {base:.3g} {unit} | {ratios} |"
+                f" {TARGETS[name][key == 'memory']} |",
+                flush=True,
+            )
     if arguments.plot:
         plot(arguments.plot, rows)
 

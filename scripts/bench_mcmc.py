@@ -1,10 +1,13 @@
-"""What the per-record work of the Pyro kernels costs beside what Pyro does without privacy, and how much memory a million records take.
+"""What the per-record work of the Pyro kernels costs beside what Pyro does without privacy, and how
+much memory a million records take.
 
     scripts/bench_mcmc.py
-    scripts/bench_mcmc.py --memory      # the peak of a million rows with 20 features, in a process of its own
+    scripts/bench_mcmc.py --memory      # the peak of a million rows with 20 features, in a process
+    of its own
 
-Clipped gradients against Pyro's own potential and gradient of the same model, record terms against Pyro's trace of the model with its log
-densities, interleaved in one run; prints medians and their ratio, and the seconds that a kernel takes to set itself up.
+Clipped gradients against Pyro's own potential and gradient of the same model, record terms against
+Pyro's trace of the model with its log densities, interleaved in one run; prints medians and their
+ratio, and the seconds that a kernel takes to set itself up.
 """
 
 from __future__ import annotations
@@ -55,21 +58,34 @@ def hierarchical(group: Tensor, y: Tensor) -> None:
 
 
 def network(x: Tensor, y: Tensor) -> None:
-    first, bias, second, last = normal("first", 3, 50), normal("bias", 50), normal("second", 50), normal("last")
+    first, bias, second, last = (
+        normal("first", 3, 50),
+        normal("bias", 50),
+        normal("second", 50),
+        normal("last"),
+    )
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Normal(torch.tanh(x @ first + bias) @ second + last, 1.0), obs=y)
 
 
 def problems() -> dict[str, tuple[Callable[..., None], tuple[Tensor, ...]]]:
     return {
-        "logistic, N = 10,000, d = 20": (logistic, (torch.randn(10_000, 20), torch.bernoulli(torch.full((10_000,), 0.5)))),
+        "logistic, N = 10,000, d = 20": (
+            logistic,
+            (torch.randn(10_000, 20), torch.bernoulli(torch.full((10_000,), 0.5))),
+        ),
         "Gaussian, N = 100,000, d = 10": (gaussian, (torch.randn(100_000, 10),)),
-        "hierarchical, N = 100,000, 22 latents": (hierarchical, (torch.randint(0, 20, (100_000,)), torch.randn(100_000))),
+        "hierarchical, N = 100,000, 22 latents": (
+            hierarchical,
+            (torch.randint(0, 20, (100_000,)), torch.randn(100_000)),
+        ),
         "network 3-50-1, N = 2,000": (network, (torch.randn(2_000, 3), torch.randn(2_000))),
     }
 
 
-def alternatives(model: Callable[..., None], data: tuple[Tensor, ...]) -> tuple[float, dict[str, tuple[Callable[[], Any], Callable[[], Any]]]]:
+def alternatives(
+    model: Callable[..., None], data: tuple[Tensor, ...]
+) -> tuple[float, dict[str, tuple[Callable[[], Any], Callable[[], Any]]]]:
     """Seconds of the set-up, and pairs (ours, Pyro's)."""
     start = time.perf_counter()
     density = RecordDensity(model, data)
@@ -84,12 +100,17 @@ def alternatives(model: Callable[..., None], data: tuple[Tensor, ...]) -> tuple[
             poutine.trace(conditioned).get_trace(*data).compute_log_prob()
 
     return seconds, {
-        "gradient": (lambda: density.clipped_gradient_sum(theta, 1.0), lambda: potential_grad(potential, dict(unconstrained))),
+        "gradient": (
+            lambda: density.clipped_gradient_sum(theta, 1.0),
+            lambda: potential_grad(potential, dict(unconstrained)),
+        ),
         "terms": (lambda: density.log_likelihoods(theta), trace),
     }
 
 
-def interleaved(ours: Callable[[], Any], theirs: Callable[[], Any], seconds: float) -> tuple[float, float]:
+def interleaved(
+    ours: Callable[[], Any], theirs: Callable[[], Any], seconds: float
+) -> tuple[float, float]:
     """Median seconds of each."""
     times: tuple[list[float], list[float]] = ([], [])
     for run in (ours, theirs):
@@ -104,7 +125,9 @@ def interleaved(ours: Callable[[], Any], theirs: Callable[[], Any], seconds: flo
 
 
 def memory() -> None:
-    """Peak resident memory of a million rows: after the imports, with the data, and after terms and gradients."""
+    """Peak resident memory of a million rows: after the imports, with the data, and after
+    terms and gradients.
+    """
 
     def peak() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -121,8 +144,14 @@ def memory() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each comparison; default: 5")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=5.0, help="for each comparison; default: 5"
+    )
     parser.add_argument("--memory", action="store_true", help="measure memory instead of time")
     options = parser.parse_args(arguments)
     if options.memory:
@@ -134,7 +163,11 @@ def main(arguments: list[str] | None = None) -> None:
         set_up, pairs = alternatives(model, data)
         for what, (ours, theirs) in pairs.items():
             a, b = interleaved(ours, theirs, options.seconds)
-            print(f"{name + ', ' + what:48.48}{a * 1e3:7.2f} ms{b * 1e3:7.2f} ms{a / b:6.2f}{FIGURES[what]:6.1f}", flush=True)
+            print(
+                f"{name + ', ' + what:48.48}{a * 1e3:7.2f} ms{b * 1e3:7.2f}"
+                f" ms{a / b:6.2f}{FIGURES[what]:6.1f}",
+                flush=True,
+            )
         print(f"{name + ', set-up':48.48}{set_up:7.2f} s", flush=True)
 
 

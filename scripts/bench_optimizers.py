@@ -1,8 +1,10 @@
-"""What a private step costs from the clipped sum on, against torch.optim.SGD and one torch.randn per parameter.
+"""What a private step costs from the clipped sum on, against torch.optim.SGD and one torch.randn
+per parameter.
 
     scripts/bench_optimizers.py
 
-Times charge, noise, prior and update of each sampler, interleaved with the reference in one run on one core; prints medians and their ratio.
+Times charge, noise, prior and update of each sampler, interleaved with the reference in one run on
+one core; prints medians and their ratio.
 """
 
 from __future__ import annotations
@@ -50,9 +52,18 @@ def private(name: str, size: int) -> Callable[[], None]:
         "SGLD": dpb.optim.DPSGLD,
         "SGHMC": dpb.optim.DPSGHMC,
         "SGNHT": dpb.optim.DPSGNHT,
-        "SGFS (diagonal)": lambda *args, **options: dpb.optim.DPSGFS(*args, fisher="diagonal", **options),
+        "SGFS (diagonal)": lambda *args, **options: dpb.optim.DPSGFS(
+            *args, fisher="diagonal", **options
+        ),
     }
-    optimizer = kinds[name](parameters_of(size), 1e-3, num_data=10_000, expected_batch_size=64, max_grad_norm=1.0, sampling="poisson")
+    optimizer = kinds[name](
+        parameters_of(size),
+        1e-3,
+        num_data=10_000,
+        expected_batch_size=64,
+        max_grad_norm=1.0,
+        sampling="poisson",
+    )
     optimizer._source = GivenSum()
     layout = optimizer._current_layout()
 
@@ -79,8 +90,12 @@ def reference(size: int) -> Callable[[], None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=4.0, help="per number of parameters and sampler")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="per number of parameters and sampler"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{'parameters':>12}  {'sampler':<16} {'step':>12}  {'reference':>12}  {'ratio':>6}")
@@ -96,7 +111,11 @@ def main() -> None:
                     taken.append(time.perf_counter() - start)
             ours, theirs = (1e6 * statistics.median(t[3:]) for t in times)
             number = sum(torch.Size(shape).numel() for shape in SHAPES[size])
-            print(f"{number:>12}  {name:<16} {ours:>9.1f} us  {theirs:>9.1f} us  {ours / theirs:>6.2f}", flush=True)
+            print(
+                f"{number:>12}  {name:<16} {ours:>9.1f} us  {theirs:>9.1f} us "
+                f" {ours / theirs:>6.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

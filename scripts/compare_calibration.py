@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
-"""What exact accounting saves over the calibration that Wang, Fienberg and Smola published with DP-SGLD in 2015.
+"""What exact accounting saves over the calibration that Wang, Fienberg and Smola published with
+DP-SGLD in 2015.
 
     python scripts/compare_calibration.py
 
-N records, B = √N (rounded) in an expected batch, √N passes, δ = 1e-5: the noise multiplier (std on the sum of clipped gradients / clip norm) by
-their Theorem 4, and the smallest that meets the same (ε, δ) by privacy loss distributions under Poisson sampling, for replacing a record (their
-relation) and for adding or removing one. ``free_lr`` grows with the square of the ratio: the last two columns are that factor. Takes seconds.
+N records, B = √N (rounded) in an expected batch, √N passes, δ = 1e-5: the noise multiplier (std on
+the sum of clipped gradients / clip norm) by their Theorem 4, and the smallest that meets the same
+(ε, δ) by privacy loss distributions under Poisson sampling, for replacing a record (their relation)
+and for adding or removing one. ``free_lr`` grows with the square of the ratio: the last two columns
+are that factor. Takes seconds.
 """
 
 import math
@@ -37,11 +40,19 @@ def rows() -> Iterator[Row]:
         steps = math.ceil(passes * num_data / batch_size)
         for epsilon in EPSILONS:
             published = wang_noise_multiplier(
-                target_epsilon=epsilon, target_delta=DELTA, num_data=num_data, expected_batch_size=batch_size, passes=passes
+                target_epsilon=epsilon,
+                target_delta=DELTA,
+                num_data=num_data,
+                expected_batch_size=batch_size,
+                passes=passes,
             )
             replace, add = (
                 get_noise_multiplier(
-                    target_epsilon=epsilon, target_delta=DELTA, sample_rate=batch_size / num_data, steps=steps, neighboring=neighboring
+                    target_epsilon=epsilon,
+                    target_delta=DELTA,
+                    sample_rate=batch_size / num_data,
+                    steps=steps,
+                    neighboring=neighboring,
                 )
                 for neighboring in ("replace_one", "add_or_remove_one")
             )
@@ -49,14 +60,20 @@ def rows() -> Iterator[Row]:
 
 
 def main() -> None:
-    print(f"Noise multiplier, B = √N, √N passes, δ = {DELTA:g}; free_lr grows by the factor on the right\n")
-    print("|     N |    ε | Wang et al. | Poisson, replace | Poisson, add/remove | free_lr, replace | free_lr, add/remove |")
+    print(
+        f"Noise multiplier, B = √N, √N passes, δ = {DELTA:g}; free_lr grows by the factor on the"
+        " right\n"
+    )
+    print(
+        "|     N |    ε | Wang et al. | Poisson, replace | Poisson, add/remove | free_lr, replace |"
+        " free_lr, add/remove |"
+    )
     print("|---|---|---|---|---|---|---|")
     for row in rows():
         factors = ((row.wang / row.replace_one) ** 2, (row.wang / row.add_or_remove_one) ** 2)
         print(
-            f"| {row.num_data:5d} | {row.epsilon:4g} | {row.wang:11.1f} | {row.replace_one:16.2f} | {row.add_or_remove_one:19.2f} "
-            f"| {factors[0]:15.0f}× | {factors[1]:18.0f}× |"
+            f"| {row.num_data:5d} | {row.epsilon:4g} | {row.wang:11.1f} | {row.replace_one:16.2f} |"
+            f" {row.add_or_remove_one:19.2f} | {factors[0]:15.0f}× | {factors[1]:18.0f}× |"
         )
 
 

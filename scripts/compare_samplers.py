@@ -1,21 +1,29 @@
-"""What the four samplers sample under privacy noise, and how fast, beside the non-private samplers of ``posteriors``.
+"""What the four samplers sample under privacy noise, and how fast, beside the non-private samplers
+of ``posteriors``.
 
     python scripts/compare_samplers.py [--quick] [--steps STEPS] [--csv FILE] [--picture FILE]
 
-Three targets whose posterior is known: a Gaussian in ten correlated dimensions (linear regression, closed form), Bayesian logistic regression
-(against long parallel runs of Hamiltonian Monte Carlo), and the banana of Räisä, Koskela and Honkela (2021), of which exact samples can be drawn.
-Every run makes the same number of passes over the data, from the posterior mean, at the same lr, momentum 0.9; its first fifth is dropped.
+Three targets whose posterior is known: a Gaussian in ten correlated dimensions (linear regression,
+closed form), Bayesian logistic regression (against long parallel runs of Hamiltonian Monte Carlo),
+and the banana of Räisä, Koskela and Honkela (2021), of which exact samples can be drawn. Every run
+makes the same number of passes over the data, from the posterior mean, at the same lr, momentum
+0.9; its first fifth is dropped.
 
-Batches are full. The noise of minibatches heats a sampler as privacy noise does, by an amount that depends on the data: without it, all that is
-seen is the sampler and its privacy noise, of which theory says what to expect, and the batches of all samplers are the same.
+Batches are full. The noise of minibatches heats a sampler as privacy noise does, by an amount that
+depends on the data: without it, all that is seen is the sampler and its privacy noise, of which
+theory says what to expect, and the batches of all samplers are the same.
 
-"noise" is z / z_L: 1 is the sampler's own noise, 3 asks for three times as much by ``noise_multiplier``. "mean bias" is the root mean square over the
-coordinates of (mean − true mean) / true sd, "variance ratio" the average over the coordinates of variance / true variance, ± one Monte Carlo standard
-error (from the effective sample size, coordinates taken as independent; too small where that is below 10 or so). "ESS" is the smallest over the
-coordinates for 1000 gradients of the whole data; a chain that samples a wrong law may mix well. "MMD" is the square root of the unbiased estimate of
-the squared maximum mean discrepancy to samples of the truth, with a Gaussian kernel whose width is the median distance of those, 0 where the estimate
-is negative; the "truth" row compares two exact samples. "epsilon" is for delta = 1e-5 under add-or-remove-one; the targets have 1000 records, and
-with more records at the same posterior per record it falls with the square root of their number.
+"noise" is z / z_L: 1 is the sampler's own noise, 3 asks for three times as much by
+``noise_multiplier``. "mean bias" is the root mean square over the coordinates of (mean − true mean)
+/ true sd, "variance ratio" the average over the coordinates of variance / true variance, ± one
+Monte Carlo standard error (from the effective sample size, coordinates taken as independent; too
+small where that is below 10 or so). "ESS" is the smallest over the coordinates for 1000 gradients
+of the whole data; a chain that samples a wrong law may mix well. "MMD" is the square root of the
+unbiased estimate of the squared maximum mean discrepancy to samples of the truth, with a Gaussian
+kernel whose width is the median distance of those, 0 where the estimate is negative; the "truth"
+row compares two exact samples. "epsilon" is for delta = 1e-5 under add-or-remove-one; the targets
+have 1000 records, and with more records at the same posterior per record it falls with the square
+root of their number.
 """
 
 from __future__ import annotations
@@ -44,7 +52,8 @@ with warnings.catch_warnings():
 NUM_DATA, MOMENTUM, DELTA = 1000, 0.9, 1e-5
 DIMENSIONS = 10
 BEND, CENTRE = 20.0, (0.0, 3.0)
-VARIANCES = (2000.0 * NUM_DATA / 100_000, 2500.0 * NUM_DATA / 100_000)  # with 1000 records the posterior that theirs have with 100,000
+# with 1000 records the posterior that theirs have with 100,000
+VARIANCES = (2000.0 * NUM_DATA / 100_000, 2500.0 * NUM_DATA / 100_000)
 
 OURS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "DPSGLD": (dpb.optim.DPSGLD, {}),
@@ -69,16 +78,26 @@ class Target:
     max_grad_norm: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """The clip norm is far above what the posterior needs, so that nothing but noise disturbs it."""
+        """The clip norm is far above what the posterior needs, so that nothing but noise
+        disturbs it.
+        """
         largest = max(self.gradients(theta).norm(dim=1).max().item() for theta in self.truth[:200])
         self.max_grad_norm = 1.5 * largest
 
 
 def gaussian(num_samples: int) -> Target:
-    """Linear regression with unit noise; features whose covariance has eigenvalues from 0.2 to 1."""
+    """Linear regression with unit noise; features whose covariance has eigenvalues from 0.2
+    to 1.
+    """
     basis = torch.linalg.qr(torch.randn(DIMENSIONS, DIMENSIONS, dtype=torch.float64))[0]
-    features = torch.randn(NUM_DATA, DIMENSIONS, dtype=torch.float64) @ (basis * torch.linspace(0.2, 1.0, DIMENSIONS).sqrt()) @ basis.T
-    labels = features @ torch.ones(DIMENSIONS, dtype=torch.float64) + torch.randn(NUM_DATA, dtype=torch.float64)
+    features = (
+        torch.randn(NUM_DATA, DIMENSIONS, dtype=torch.float64)
+        @ (basis * torch.linspace(0.2, 1.0, DIMENSIONS).sqrt())
+        @ basis.T
+    )
+    labels = features @ torch.ones(DIMENSIONS, dtype=torch.float64) + torch.randn(
+        NUM_DATA, dtype=torch.float64
+    )
     precision = features.T @ features + torch.eye(DIMENSIONS, dtype=torch.float64)
     mean = torch.linalg.solve(precision, features.T @ labels)
     exact = torch.distributions.MultivariateNormal(mean, precision_matrix=precision)
@@ -94,14 +113,18 @@ def gaussian(num_samples: int) -> Target:
 
 def logistic(num_samples: int) -> Target:
     """Logistic regression on correlated features."""
-    mixing = torch.eye(DIMENSIONS, dtype=torch.float64) + 0.3 * torch.ones(DIMENSIONS, DIMENSIONS, dtype=torch.float64) / math.sqrt(DIMENSIONS)
+    mixing = torch.eye(DIMENSIONS, dtype=torch.float64) + 0.3 * torch.ones(
+        DIMENSIONS, DIMENSIONS, dtype=torch.float64
+    ) / math.sqrt(DIMENSIONS)
     features = torch.randn(NUM_DATA, DIMENSIONS, dtype=torch.float64) @ mixing
     weights = torch.linspace(-1, 1, DIMENSIONS, dtype=torch.float64)
     labels = torch.bernoulli(torch.sigmoid(features @ weights))
 
     def log_density(theta: Tensor) -> Tensor:
         score = theta @ features.T
-        return (labels * score - nn.functional.softplus(score)).sum(-1) - 0.5 * theta.square().sum(-1)
+        return (labels * score - nn.functional.softplus(score)).sum(-1) - 0.5 * theta.square().sum(
+            -1
+        )
 
     def gradient(theta: Tensor) -> Tensor:
         return (labels - torch.sigmoid(theta @ features.T)) @ features - theta
@@ -111,13 +134,19 @@ def logistic(num_samples: int) -> Target:
         0.1,
         1.0,
         lambda theta: features * (torch.sigmoid(features @ theta) - labels)[:, None],
-        lambda theta: (labels * (features @ theta) - nn.functional.softplus(features @ theta)).sum(),
-        hamiltonian_monte_carlo(log_density, gradient, lambda theta: _hessian(features, theta), num_samples),
+        lambda theta: (
+            labels * (features @ theta) - nn.functional.softplus(features @ theta)
+        ).sum(),
+        hamiltonian_monte_carlo(
+            log_density, gradient, lambda theta: _hessian(features, theta), num_samples
+        ),
     )
 
 
 def banana(num_samples: int) -> Target:
-    """x₁ ~ N(θ₁, σ₁²), x₂ ~ N(θ₂ + aθ₁², σ₂²), prior N(0, 10²): in (θ₁, θ₂ + aθ₁²) a Gaussian but for the prior of θ₂."""
+    """x₁ ~ N(θ₁, σ₁²), x₂ ~ N(θ₂ + aθ₁², σ₂²), prior N(0, 10²): in (θ₁, θ₂ + aθ₁²) a Gaussian
+    but for the prior of θ₂.
+    """
     variances = torch.tensor(VARIANCES, dtype=torch.float64)
     data = torch.tensor(CENTRE) + variances.sqrt() * torch.randn(NUM_DATA, 2, dtype=torch.float64)
     prior_std = 10.0
@@ -133,19 +162,34 @@ def banana(num_samples: int) -> Target:
     mean = data.sum(0) / variances / precision
     straight = mean + torch.randn(4 * num_samples, 2, dtype=torch.float64) / precision.sqrt()
     bent = torch.stack([straight[:, 0], straight[:, 1] - BEND * straight[:, 0] ** 2], dim=1)
-    accepted = bent[torch.rand(len(bent)) < torch.exp(-0.5 * (bent[:, 1] / prior_std) ** 2)]  # the prior of θ₂
-    return Target("banana", 0.05, prior_std, gradients, lambda theta: -0.5 * (residuals(theta).square() * variances).sum(), accepted[:num_samples])
+    # the prior of θ₂
+    accepted = bent[torch.rand(len(bent)) < torch.exp(-0.5 * (bent[:, 1] / prior_std) ** 2)]
+    return Target(
+        "banana",
+        0.05,
+        prior_std,
+        gradients,
+        lambda theta: -0.5 * (residuals(theta).square() * variances).sum(),
+        accepted[:num_samples],
+    )
 
 
 def _hessian(features: Tensor, theta: Tensor) -> Tensor:
     probability = torch.sigmoid(features @ theta)
-    return (features * (probability * (1 - probability))[:, None]).T @ features + torch.eye(len(theta), dtype=theta.dtype)
+    return (features * (probability * (1 - probability))[:, None]).T @ features + torch.eye(
+        len(theta), dtype=theta.dtype
+    )
 
 
 def hamiltonian_monte_carlo(
-    log_density: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor], hessian: Callable[[Tensor], Tensor], num_samples: int
+    log_density: Callable[[Tensor], Tensor],
+    gradient: Callable[[Tensor], Tensor],
+    hessian: Callable[[Tensor], Tensor],
+    num_samples: int,
 ) -> Tensor:
-    """Samples of many parallel chains, Metropolis-corrected, in coordinates in which the Laplace approximation is a standard Gaussian."""
+    """Samples of many parallel chains, Metropolis-corrected, in coordinates in which the
+    Laplace approximation is a standard Gaussian.
+    """
     mode = torch.zeros(DIMENSIONS, dtype=torch.float64)
     for _ in range(50):
         mode = mode + torch.linalg.solve(hessian(mode), gradient(mode))
@@ -159,22 +203,33 @@ def hamiltonian_monte_carlo(
         momentum = momentum + size / 2 * gradient(mode + z @ scale) @ scale.T
         for leap in range(leaps):
             z = z + size * momentum
-            momentum = momentum + (size if leap < leaps - 1 else size / 2) * gradient(mode + z @ scale) @ scale.T
+            momentum = (
+                momentum
+                + (size if leap < leaps - 1 else size / 2) * gradient(mode + z @ scale) @ scale.T
+            )
         change = momentum.square().sum(1) / 2 - log_density(mode + z @ scale) - energy
-        z = torch.where((torch.rand(chains, dtype=torch.float64).log() < -change)[:, None], z, start)
+        z = torch.where(
+            (torch.rand(chains, dtype=torch.float64).log() < -change)[:, None], z, start
+        )
         kept.append(mode + z @ scale)
     return torch.cat(kept[warm_up:])[:num_samples]
 
 
-# -- one run ---------------------------------------------------------------------------------------------------------------------------
+# -- one run ---------------------------------------------------------------------------------------
 
 
 def ours(target: Target, name: str, noise: float, steps: int) -> tuple[Tensor, float]:
     """The chain of a private sampler at ``noise`` times its own, and its ε."""
     kind, options = OURS[name]
-    common = {"num_data": NUM_DATA, "expected_batch_size": NUM_DATA, "max_grad_norm": target.max_grad_norm, "prior_std": target.prior_std}
+    common = {
+        "num_data": NUM_DATA,
+        "expected_batch_size": NUM_DATA,
+        "max_grad_norm": target.max_grad_norm,
+        "prior_std": target.prior_std,
+    }
     theta = nn.Parameter(target.truth.mean(0))
-    plain = {**options, "momentum": MOMENTUM} if options else options  # "matched" has no z_L: that of the same momentum
+    # "matched" has no z_L: that of the same momentum
+    plain = {**options, "momentum": MOMENTUM} if options else options
     wanted = kind([theta], target.lr, **common, **plain).langevin_noise_multiplier
     optimizer = kind([theta], target.lr, noise_multiplier=noise * wanted, **common, **options)
     chain = torch.full((steps, len(theta)), math.nan, dtype=torch.float64)
@@ -191,18 +246,29 @@ def ours(target: Target, name: str, noise: float, steps: int) -> tuple[Tensor, f
 def theirs(target: Target, name: str, steps: int) -> Tensor:
     """The chain of a sampler of ``posteriors`` at the same step.
 
-    Theirs has a step ε and a friction A on the potential U/N at temperature 1/N: η = ε², momentum 1 − εA. Its SGNHT's friction follows with gain η/N.
+    Theirs has a step ε and a friction A on the potential U/N at temperature 1/N: η = ε², momentum 1
+    − εA. Its SGNHT's friction follows with gain η/N.
     """
 
     def log_posterior(theta: Tensor, _batch: Any) -> tuple[Tensor, Tensor]:
-        return (target.log_likelihood(theta) - theta.square().sum() / (2 * target.prior_std**2)) / NUM_DATA, torch.empty(0)
+        return (
+            target.log_likelihood(theta) - theta.square().sum() / (2 * target.prior_std**2)
+        ) / NUM_DATA, torch.empty(0)
 
     if name == "SGLD":
-        transform = posteriors.sgmcmc.sgld.build(log_posterior, lr=target.lr, temperature=1 / NUM_DATA)
+        transform = posteriors.sgmcmc.sgld.build(
+            log_posterior, lr=target.lr, temperature=1 / NUM_DATA
+        )
     else:
         step = math.sqrt(target.lr)
         build = getattr(posteriors.sgmcmc, name.lower()).build
-        transform = build(log_posterior, lr=step, alpha=(1 - MOMENTUM) / step, temperature=1 / NUM_DATA, momenta=0.0)
+        transform = build(
+            log_posterior,
+            lr=step,
+            alpha=(1 - MOMENTUM) / step,
+            temperature=1 / NUM_DATA,
+            momenta=0.0,
+        )
     state = transform.init(target.truth.mean(0))
     chain = torch.full((steps, target.truth.shape[1]), math.nan, dtype=torch.float64)
     for position in chain:
@@ -214,10 +280,14 @@ def theirs(target: Target, name: str, steps: int) -> Tensor:
 
 
 def measured(chain: Tensor, truth: Tensor) -> dict[str, float]:
-    """Bias, effective sample size and MMD of a chain whose first fifth is dropped; NaN if it diverged."""
+    """Bias, effective sample size and MMD of a chain whose first fifth is dropped; NaN if it
+    diverged.
+    """
     kept = chain[len(chain) // 5 :]
     if not bool(kept.isfinite().all()):
-        return dict.fromkeys(("mean bias", "variance ratio", "standard error", "ESS", "MMD"), math.nan)
+        return dict.fromkeys(
+            ("mean bias", "variance ratio", "standard error", "ESS", "MMD"), math.nan
+        )
     ess = np.array([float(arviz.ess(column[None].numpy())) for column in kept.T])
     ratio = kept.var(0) / truth.var(0)
     thinned = kept[torch.linspace(0, len(kept) - 1, min(1000, len(kept))).long()]
@@ -243,40 +313,83 @@ def mmd(a: Tensor, b: Tensor) -> float:
     return math.sqrt(max(0.0, float(within(a) + within(b) - 2 * kernel(a, b).mean())))
 
 
-# -- all of them -----------------------------------------------------------------------------------------------------------------------
+# -- all of them -----------------------------------------------------------------------------------
 
 
-def compare(steps: int, num_samples: int) -> tuple[list[dict[str, Any]], dict[tuple[str, str, float], Tensor], list[Target]]:
+def compare(
+    steps: int, num_samples: int
+) -> tuple[list[dict[str, Any]], dict[tuple[str, str, float], Tensor], list[Target]]:
     """Rows of the table, the chains by (target, sampler, noise), and the targets."""
     targets = [make(num_samples) for make in (gaussian, logistic, banana)]
-    runs = [(name, noise) for name in OURS for noise in (1.0, 3.0) if (name, noise) != ("DPSGHMC matched", 1.0)]  # that is DPSGHMC
+    # that is DPSGHMC
+    runs = [
+        (name, noise)
+        for name in OURS
+        for noise in (1.0, 3.0)
+        if (name, noise) != ("DPSGHMC matched", 1.0)
+    ]
     rows, chains = [], {}
     with tqdm(total=len(targets) * (len(runs) + len(THEIRS)), unit="run") as bar:
         for target in targets:
             half = len(target.truth) // 2
-            exact = mmd(target.truth[half : half + 1000] / target.truth.std(0), target.truth[:1000] / target.truth.std(0))
+            exact = mmd(
+                target.truth[half : half + 1000] / target.truth.std(0),
+                target.truth[:1000] / target.truth.std(0),
+            )
             rows.append({"target": target.name, "sampler": "truth", "noise": "", "MMD": exact})
             for name, noise in runs:
                 bar.set_description(f"{target.name}: {name}, noise {noise:g}")
                 chain, epsilon = ours(target, name, noise, steps)
                 chains[target.name, name, noise] = chain
-                rows.append({"target": target.name, "sampler": name, "noise": noise, **measured(chain, target.truth), "epsilon": epsilon})
+                rows.append(
+                    {
+                        "target": target.name,
+                        "sampler": name,
+                        "noise": noise,
+                        **measured(chain, target.truth),
+                        "epsilon": epsilon,
+                    }
+                )
                 bar.update()
             for name in THEIRS:
                 bar.set_description(f"{target.name}: {name} of posteriors")
                 chain = theirs(target, name, steps)
-                rows.append({"target": target.name, "sampler": f"posteriors {name}", "noise": 1.0, **measured(chain, target.truth)})
+                rows.append(
+                    {
+                        "target": target.name,
+                        "sampler": f"posteriors {name}",
+                        "noise": 1.0,
+                        **measured(chain, target.truth),
+                    }
+                )
                 bar.update()
     return rows, chains, targets
 
 
-COLUMNS = ("target", "sampler", "noise", "mean bias", "variance ratio", "standard error", "ESS", "MMD", "epsilon")
+COLUMNS = (
+    "target",
+    "sampler",
+    "noise",
+    "mean bias",
+    "variance ratio",
+    "standard error",
+    "ESS",
+    "MMD",
+    "epsilon",
+)
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    lines = ["| target | sampler | noise | mean bias | variance ratio | ESS | MMD | epsilon |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| target | sampler | noise | mean bias | variance ratio | ESS | MMD | epsilon |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
-        ratio = f"{row['variance ratio']:.2f} ± {row['standard error']:.2f}" if "variance ratio" in row else ""
+        ratio = (
+            f"{row['variance ratio']:.2f} ± {row['standard error']:.2f}"
+            if "variance ratio" in row
+            else ""
+        )
         cells = [
             row["target"],
             row["sampler"],
@@ -293,7 +406,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: list[dict[str, Any]], chains: dict[tuple[str, str, float], Tensor], targets: list[Target], path: Path) -> None:
+def draw(
+    rows: list[dict[str, Any]],
+    chains: dict[tuple[str, str, float], Tensor],
+    targets: list[Target],
+    path: Path,
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -309,26 +427,66 @@ def draw(rows: list[dict[str, Any]], chains: dict[tuple[str, str, float], Tensor
         for position, name in enumerate(OURS):
             found = [r for r in rows if (r["target"], r["sampler"]) == (target.name, name)]
             places = [r["noise"] * (1 + 0.025 * (position - 2)) for r in found]  # side by side
-            ratio, error = [r["variance ratio"] for r in found], [2 * r["standard error"] for r in found]
+            ratio, error = (
+                [r["variance ratio"] for r in found],
+                [2 * r["standard error"] for r in found],
+            )
             low = [min(e, 0.9 * r) for e, r in zip(error, ratio, strict=True)]
-            axis.errorbar(places, ratio, (low, error), fmt="o-" if len(found) > 1 else "s", color=colours[name], capsize=3, label=name)
+            axis.errorbar(
+                places,
+                ratio,
+                (low, error),
+                fmt="o-" if len(found) > 1 else "s",
+                color=colours[name],
+                capsize=3,
+                label=name,
+            )
         for marker, name in zip("x+*", THEIRS, strict=True):
-            there = [r["variance ratio"] for r in rows if (r["target"], r["sampler"]) == (target.name, f"posteriors {name}")]
+            there = [
+                r["variance ratio"]
+                for r in rows
+                if (r["target"], r["sampler"]) == (target.name, f"posteriors {name}")
+            ]
             axis.plot([0.85], there, marker, color="dimgray", label=f"posteriors {name}")
-        axis.set(title=target.name, xlabel="noise, z / z_L", yscale="log", xlim=(0.7, 3.4), xticks=[1, 2, 3])
+        axis.set(
+            title=target.name,
+            xlabel="noise, z / z_L",
+            yscale="log",
+            xlim=(0.7, 3.4),
+            xticks=[1, 2, 3],
+        )
     figure.axes[0].set_ylabel("variance / true variance (± 2 standard errors)")
     figure.axes[0].legend(fontsize="x-small", loc="lower right")
 
     target = targets[-1]
     shown = [("truth", 0.0), ("DPSGLD", 1.0), *((name, 3.0) for name in OURS)]
-    height, first, second = np.histogram2d(target.truth[:, 0].numpy(), target.truth[:, 1].numpy(), bins=40)
+    height, first, second = np.histogram2d(
+        target.truth[:, 0].numpy(), target.truth[:, 1].numpy(), bins=40
+    )
     centres = ((first[1:] + first[:-1]) / 2, (second[1:] + second[:-1]) / 2)
     axes = bottom.subplots(1, len(shown), sharex=True, sharey=True)
     for axis, (name, noise) in zip(axes, shown, strict=True):
-        samples = target.truth[:1000] if name == "truth" else chains[target.name, name, noise][steps_kept(chains)]
-        axis.plot(*samples.T.numpy(), ".", markersize=2, alpha=0.5, color=colours.get(name, "black"))
-        axis.contour(*centres, height.T, levels=height.max() * np.array([0.05, 0.3]), colors="black", linewidths=0.8)
-        axis.set(title=name if name == "truth" else f"{name}\nnoise {noise:g}", xlabel="θ₁", xlim=(-0.7, 0.7), ylim=(-4, 5))
+        samples = (
+            target.truth[:1000]
+            if name == "truth"
+            else chains[target.name, name, noise][steps_kept(chains)]
+        )
+        axis.plot(
+            *samples.T.numpy(), ".", markersize=2, alpha=0.5, color=colours.get(name, "black")
+        )
+        axis.contour(
+            *centres,
+            height.T,
+            levels=height.max() * np.array([0.05, 0.3]),
+            colors="black",
+            linewidths=0.8,
+        )
+        axis.set(
+            title=name if name == "truth" else f"{name}\nnoise {noise:g}",
+            xlabel="θ₁",
+            xlim=(-0.7, 0.7),
+            ylim=(-4, 5),
+        )
     axes[0].set_ylabel("θ₂")
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -341,15 +499,27 @@ def steps_kept(chains: dict[tuple[str, str, float], Tensor]) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
-    parser = argparse.ArgumentParser(description="Bias, mixing and MMD of the samplers on three known posteriors.")
-    parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs: the figures mean little")
-    parser.add_argument("--steps", type=int, help="gradients of the whole data per run (at least 500; default 15000; 500 with --quick)")
+    parser = argparse.ArgumentParser(
+        description="Bias, mixing and MMD of the samplers on three known posteriors."
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="few steps, to see that it runs: the figures mean little",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="gradients of the whole data per run (at least 500; default 15000; 500 with --quick)",
+    )
     parser.add_argument("--csv", type=Path, help="write the table here, too")
     parser.add_argument("--picture", type=Path, help="draw the picture here")
     options = parser.parse_args(arguments)
     if options.steps is not None and options.steps < 500:
         parser.error("--steps must be at least 500: fewer say nothing about a chain")
-    rows, chains, targets = compare(options.steps or (500 if options.quick else 15_000), 4000 if options.quick else 20_000)
+    rows, chains, targets = compare(
+        options.steps or (500 if options.quick else 15_000), 4000 if options.quick else 20_000
+    )
     print(markdown(rows))
     if options.csv:
         with options.csv.open("w", newline="") as file:

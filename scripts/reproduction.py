@@ -1,7 +1,9 @@
-"""What the scripts reproduce_*.py share: finished runs are stored, and tables say which command made them, when, and at which commit.
+"""What the scripts reproduce_*.py share: finished runs are stored, and tables say which command
+made them, when, and at which commit.
 
-A run is a function of JSON-able keyword arguments that returns a JSON-able dict. Its arguments are its key: whatever changes the result belongs
-among them, constants of the script as their :func:`digest`.
+A run is a function of JSON-able keyword arguments that returns a JSON-able dict. Its arguments are
+its key: whatever changes the result belongs among them, constants of the script as their
+:func:`digest`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ class Rows(list[dict[str, Any]]):
     """Jobs with their results."""
 
     def of(self, what: str, **having: Any) -> Self:
-        return type(self)(row for row in self if row["what"] == what and all(row[name] == value for name, value in having.items()))
+        return type(self)(
+            row
+            for row in self
+            if row["what"] == what and all(row[name] == value for name, value in having.items())
+        )
 
     def columns(self, *names: str) -> list[NDArray[Any]]:
         return [np.array([row[name] for row in self]) for name in names]
@@ -54,15 +60,28 @@ class Rows(list[dict[str, Any]]):
 
     def at(self, name: str, **near: float) -> float:
         """One value, of the row where others are ``near`` these."""
-        return float(next(row[name] for row in self if all(math.isclose(row[key], value) for key, value in near.items())))
+        return float(
+            next(
+                row[name]
+                for row in self
+                if all(math.isclose(row[key], value) for key, value in near.items())
+            )
+        )
 
 
-def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str, Any]], results: Path, workers: int = 1) -> list[Run]:
-    """``function(**job)`` of every job that ``results`` does not have yet, each stored as soon as it is finished.
+def run_jobs(
+    function: Callable[..., dict[str, Any]],
+    jobs: Sequence[Mapping[str, Any]],
+    results: Path,
+    workers: int = 1,
+) -> list[Run]:
+    """``function(**job)`` of every job that ``results`` does not have yet, each stored as soon as
+    it is finished.
 
     Args:
         function: at the top level of its module, which worker processes import.
-        jobs: keyword arguments, JSON-able. Copies of one job differ by an argument such as ``repeat``.
+        jobs: keyword arguments, JSON-able. Copies of one job differ by an argument such as
+            ``repeat``.
         results: file of JSON lines; runs of other jobs in it are left alone.
         workers: processes with one thread each. 1: in this process.
 
@@ -74,7 +93,10 @@ def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str
     head = commit()
     torch.set_num_threads(1)
     results.parent.mkdir(parents=True, exist_ok=True)
-    with results.open("a+") as file, tqdm(total=len(jobs), initial=len(jobs) - len(todo), unit="run") as bar:
+    with (
+        results.open("a+") as file,
+        tqdm(total=len(jobs), initial=len(jobs) - len(todo), unit="run") as bar,
+    ):
         if file.tell():
             file.seek(file.tell() - 1)
             if file.read() != "\n":  # a line cut short when an earlier process was killed
@@ -92,7 +114,12 @@ def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str
                 bar.set_description(", ".join(str(value) for value in job.values()))
                 store(job, *_timed(function, job))
         elif todo:
-            pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
+            pool = ProcessPoolExecutor(
+                workers,
+                mp_context=get_context("spawn"),
+                initializer=torch.set_num_threads,
+                initargs=(1,),
+            )
             try:
                 futures = {pool.submit(_timed, function, job): job for job in todo}
                 for future in as_completed(futures):
@@ -103,7 +130,9 @@ def run_jobs(function: Callable[..., dict[str, Any]], jobs: Sequence[Mapping[str
 
 
 def stored_runs(results: Path) -> dict[str, Run]:
-    """What a results file holds, by :func:`key`; the last one of equal keys, and no line that was cut short."""
+    """What a results file holds, by :func:`key`; the last one of equal keys, and no line that
+    was cut short.
+    """
     found = {}
     if results.exists():
         for line in results.read_text(errors="replace").splitlines():
@@ -128,7 +157,9 @@ def positive(text: str) -> int:
     """For argparse."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a number of repeats or processes: at least 1")
+        raise argparse.ArgumentTypeError(
+            f"{value} is not a number of repeats or processes: at least 1"
+        )
     return value
 
 
@@ -139,7 +170,8 @@ def command(
     description: str | None,
     arguments: Sequence[str] | None,
 ) -> tuple[Rows, list[Run]]:
-    """What a script of two sizes has to do: make the runs, then the CSV and the picture that are asked for.
+    """What a script of two sizes has to do: make the runs, then the CSV and the picture that are
+    asked for.
 
     Args:
         run: makes one, at the top level of the script.
@@ -147,13 +179,26 @@ def command(
         arguments: None: ``sys.argv``'s.
     """
     script = Path(sys.modules[run.__module__].__file__ or "").stem
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--quick", action="store_true", help="a coarse one, for a look and for the tests")
+    size.add_argument(
+        "--quick", action="store_true", help="a coarse one, for a look and for the tests"
+    )
     size.add_argument("--full", action="store_true", help="the one of the README")
     results = ROOT / "runs" / f"{script}.jsonl"
-    parser.add_argument("--results", type=Path, default=results, help="finished runs, which are not made again; default: %(default)s")
-    parser.add_argument("--workers", type=positive, default=1, help="processes with one thread each; default: 1")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=results,
+        help="finished runs, which are not made again; default: %(default)s",
+    )
+    parser.add_argument(
+        "--workers", type=positive, default=1, help="processes with one thread each; default: 1"
+    )
     parser.add_argument("--csv", type=Path, help="write all rows here")
     parser.add_argument("--picture", type=Path, help="draw the picture here")
     options = parser.parse_args(arguments)
@@ -166,7 +211,9 @@ def command(
     return rows, runs
 
 
-def _timed(function: Callable[..., dict[str, Any]], job: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+def _timed(
+    function: Callable[..., dict[str, Any]], job: Mapping[str, Any]
+) -> tuple[dict[str, Any], float]:
     start = time.perf_counter()
     return function(**job), time.perf_counter() - start
 
@@ -175,7 +222,9 @@ def commit() -> str:
     """Of this checkout, with "-dirty" where files differ from it; "unknown" outside of one."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            command, cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
@@ -188,31 +237,59 @@ def origin(runs: Iterable[Run], arguments: Sequence[str] | None = None) -> str:
         arguments: of the script; None: ``sys.argv``'s.
     """
     runs = list(runs)
-    command = " ".join(["python", f"scripts/{Path(sys.argv[0]).name}", *(sys.argv[1:] if arguments is None else arguments)])
-    dates, commits = sorted({run.date for run in runs}), list(dict.fromkeys(run.commit for run in runs))
+    command = " ".join(
+        [
+            "python",
+            f"scripts/{Path(sys.argv[0]).name}",
+            *(sys.argv[1:] if arguments is None else arguments),
+        ]
+    )
+    dates, commits = (
+        sorted({run.date for run in runs}),
+        list(dict.fromkeys(run.commit for run in runs)),
+    )
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     hours = sum(run.seconds for run in runs) / 3600
-    return f"`{command}`: {len(runs)} runs, {hours:.1f} hours of one core, {when}, commit {' and '.join(commits)}."
+    return (
+        f"`{command}`: {len(runs)} runs, {hours:.1f} hours of one core, {when}, commit"
+        f" {' and '.join(commits)}."
+    )
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
     """A table.
 
     Args:
-        columns: heading by column, and its format, such as ``".3g"``; "" for text. A value that is missing or None leaves its cell empty.
+        columns: heading by column, and its format, such as ``".3g"``; "" for text. A value that is
+            missing or None leaves its cell empty.
     """
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
         values = [(row.get(column), form) for column, form in columns.items()]
-        lines.append("| " + " | ".join("" if v is None else v if isinstance(v, str) else format(v, form) for v, form in values) + " |")
+        lines.append(
+            "| "
+            + " | ".join(
+                "" if v is None else v if isinstance(v, str) else format(v, form)
+                for v, form in values
+            )
+            + " |"
+        )
     return "\n".join(lines)
 
 
 def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """All rows, numbers to six digits; the columns are the first row's, and those that later rows bring."""
+    """All rows, numbers to six digits; the columns are the first row's, and those that later
+    rows bring.
+    """
     columns = list(dict.fromkeys(column for row in rows for column in row))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows({name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()} for row in rows)
+        writer.writerows(
+            {
+                name: float(f"{value:.6g}") if isinstance(value, float) else value
+                for name, value in row.items()
+            }
+            for row in rows
+        )

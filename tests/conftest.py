@@ -1,16 +1,20 @@
-"""What all tests share: one thread for each process, Ctrl-C, and a fresh seed for each test, printed when the test fails."""
+"""What all tests share: one thread for each process, Ctrl-C, and a fresh seed for each test,
+printed when the test fails.
+"""
 
 import os
 import signal
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # test processes share the cores: more threads than cores slow all of them down
+# test processes share the cores: more threads than cores slow all of them down
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background hands it down ignored, to programs that tests interrupt
+# a test run in the background hands it down ignored, to programs that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("torch_dpbayes", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("torch_dpbayes")
@@ -20,7 +24,8 @@ seed_key = pytest.StashKey[int]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # a fresh process always starts torch's generator from the same built-in number: without this, that is a chosen seed
+    # a fresh process always starts torch's generator from the same built-in number: without this,
+    # that is a chosen seed
     item.stash[seed_key] = torch.seed()
 
 
@@ -28,13 +33,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_makereport(item, call):
     report = yield
     if report.failed and seed_key in item.stash:
-        report.sections.append(("seed", f"to run it again as it was: torch.manual_seed({item.stash[seed_key]})"))
+        report.sections.append(
+            ("seed", f"to run it again as it was: torch.manual_seed({item.stash[seed_key]})")
+        )
     return report
 
 
 @pytest.fixture
 def whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model can be run for one record at a time, so that every one of them is tested on whole batches."""
+    """No model can be run for one record at a time, so that every one of them is tested on
+    whole batches.
+    """
     from torch_dpbayes import privacy_engine
     from torch_dpbayes.clipping.record_map import CannotBeMapped
 

@@ -41,7 +41,9 @@ STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 EXAMPLES = {
     "GaussianDpEvent": GaussianDpEvent(2.0),
     "PoissonSampledDpEvent": PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)),
-    "SampledWithoutReplacementDpEvent": SampledWithoutReplacementDpEvent(100, 10, GaussianDpEvent(2.0)),
+    "SampledWithoutReplacementDpEvent": SampledWithoutReplacementDpEvent(
+        100, 10, GaussianDpEvent(2.0)
+    ),
     "UnspecifiedBatchGaussianDpEvent": UnspecifiedBatchGaussianDpEvent(2.0),
     "RecordwiseBatchGaussianDpEvent": RecordwiseBatchGaussianDpEvent(2.0),
     "ShuffledEpochDpEvent": ShuffledEpochDpEvent(2.0),
@@ -57,7 +59,11 @@ EXAMPLES = {
 
 def table():
     text = (Path(torch_dpbayes.accounting.__file__).parent / "README.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "DpEvent |" in line]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if "DpEvent |" in line
+    ]
     return [(name, relation, *cells) for name, relation, *cells in rows]
 
 
@@ -66,7 +72,9 @@ def gaussian_epsilon(mu):
 
 
 def test_the_table_is_complete():
-    assert {row[:2] for row in table()} == {(name, relation) for name in EXAMPLES for relation in RELATIONS}
+    assert {row[:2] for row in table()} == {
+        (name, relation) for name in EXAMPLES for relation in RELATIONS
+    }
 
 
 @pytest.mark.parametrize(("name", "relation", "pld", "rdp"), table())
@@ -88,7 +96,10 @@ def test_every_cell_of_the_table(name, relation, pld, rdp):
         elif verdict == "free":
             assert bounds.upper == 0.0 == accountant.get_delta(0.0)
         elif verdict == "delta only":
-            assert bounds == (0.0, 0.0) and accountant.get_epsilon(2.9e-6, return_bounds=True) == (math.inf, math.inf)
+            assert bounds == (0.0, 0.0) and accountant.get_epsilon(2.9e-6, return_bounds=True) == (
+                math.inf,
+                math.inf,
+            )
             assert accountant.get_delta(0.0) == pytest.approx(3e-6, rel=1e-5)
         else:
             assert 0 < bounds.upper < math.inf
@@ -111,27 +122,41 @@ def test_gaussian_like_events_against_the_closed_form(method, relation):
     if relation == "replace_one":
         cases[ShuffledEpochDpEvent(2.0)] = cases[UnspecifiedBatchGaussianDpEvent(2.0)] = 1.0
     for event, mu in cases.items():
-        epsilon = PrivacyAccountant(method=method, neighboring=relation).compose(event, 9).get_epsilon(DELTA)
+        epsilon = (
+            PrivacyAccountant(method=method, neighboring=relation)
+            .compose(event, 9)
+            .get_epsilon(DELTA)
+        )
         truth = gaussian_epsilon(3 * mu)
-        # The trap in dp_accounting's RdpAccountant under replace_one: it would report less than the truth.
+        # The trap in dp_accounting's RdpAccountant under replace_one: it would report less than the
+        # truth.
         assert truth * (1 - 1e-9) <= epsilon <= truth * (1 + (1e-6 if method == "pld" else 0.12))
 
 
 def test_to_dp_event_gives_dp_accountings_epsilon():
     accountant = PrivacyAccountant()
-    accountant.compose(STEP, 500, label="a").compose(GaussianDpEvent(np.float32(30.0)), 10).compose(STEP, 5)
-    theirs = dpa.pld.PLDAccountant(value_discretization_interval=1e-4).compose(accountant.to_dp_event())
+    accountant.compose(STEP, 500, label="a").compose(GaussianDpEvent(np.float32(30.0)), 10).compose(
+        STEP, 5
+    )
+    theirs = dpa.pld.PLDAccountant(value_discretization_interval=1e-4).compose(
+        accountant.to_dp_event()
+    )
     assert accountant.get_epsilon(DELTA) == pytest.approx(theirs.get_epsilon(DELTA), rel=1e-3)
 
 
 def test_composed_events_are_taken_apart():
-    nested = ComposedDpEvent([SelfComposedDpEvent(STEP, 3), ComposedDpEvent([NoOpDpEvent(), GaussianDpEvent(9.0)])])
+    nested = ComposedDpEvent(
+        [SelfComposedDpEvent(STEP, 3), ComposedDpEvent([NoOpDpEvent(), GaussianDpEvent(9.0)])]
+    )
     accountant = PrivacyAccountant().compose(nested, 2)
-    assert {(charge.event, charge.count) for charge in accountant.history} == {(STEP, 6), (GaussianDpEvent(9.0), 2)}
+    assert {(charge.event, charge.count) for charge in accountant.history} == {
+        (STEP, 6),
+        (GaussianDpEvent(9.0), 2),
+    }
     assert len(accountant) == 8
 
 
-# --- budget ----------------------------------------------------------------------------------------------------------
+# --- budget ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -153,7 +178,9 @@ def test_budget_is_used_up_and_never_passed(method, relation):
 
 
 @given(
-    schedule=st.lists(st.tuples(st.floats(0.8, 4.0), st.sampled_from([0.01, 0.03])), min_size=1, max_size=30),
+    schedule=st.lists(
+        st.tuples(st.floats(0.8, 4.0), st.sampled_from([0.01, 0.03])), min_size=1, max_size=30
+    ),
     each=st.integers(1, 40),
 )
 @settings(max_examples=12, deadline=None)
@@ -182,7 +209,9 @@ def test_alternating_charges_are_checked_rarely(monkeypatch):
     accountant = PrivacyAccountant(3.0, DELTA)
     checks = []
     compose = privacy_loss.compose
-    monkeypatch.setattr(privacy_loss, "compose", lambda *a, **k: (checks.append(a), compose(*a, **k))[1])
+    monkeypatch.setattr(
+        privacy_loss, "compose", lambda *a, **k: (checks.append(a), compose(*a, **k))[1]
+    )
     with pytest.raises(PrivacyBudgetExceeded):
         for _ in range(10_000):
             accountant.compose(STEP).compose(GaussianDpEvent(50.0))
@@ -193,7 +222,11 @@ def test_alternating_charges_are_checked_rarely(monkeypatch):
 def test_refused_charge_leaves_everything_as_it_was():
     accountant = PrivacyAccountant(1.0, DELTA).compose(STEP, 10, label="kept")
     state = accountant.state_dict()
-    for event in (NonPrivateDpEvent(), GaussianDpEvent(0.1), ComposedDpEvent([STEP, GaussianDpEvent(0.5)])):
+    for event in (
+        NonPrivateDpEvent(),
+        GaussianDpEvent(0.1),
+        ComposedDpEvent([STEP, GaussianDpEvent(0.5)]),
+    ):
         with pytest.raises(PrivacyBudgetExceeded):
             accountant.compose(event)
         assert accountant.state_dict() == state
@@ -207,7 +240,7 @@ def test_remaining_without_budget_is_infinite():
     assert PrivacyAccountant(1.0, DELTA).remaining(NoOpDpEvent()) == math.inf
 
 
-# --- adaptivity ------------------------------------------------------------------------------------------------------
+# --- adaptivity -----------------------------------------------------------------------------------
 
 
 def test_renyi_filter():
@@ -220,7 +253,8 @@ def test_renyi_filter():
             noise = 0.9 + 0.2 * (steps % 7) / 7
             steps += 1
     assert steps > 1000
-    # The guarantee is the budget, whatever was chosen; it is a bound on what the same steps cost when fixed in advance.
+    # The guarantee is the budget, whatever was chosen; it is a bound on what the same steps cost
+    # when fixed in advance.
     assert accountant.get_epsilon() == pytest.approx(3.0, rel=1e-9)
     fixed = PrivacyAccountant()
     for charge in accountant.history:
@@ -234,9 +268,9 @@ def test_gaussian_filter_is_exact_for_gaussians_and_takes_sampled_releases_unamp
     accountant.compose(GaussianDpEvent(100.0), adaptive=True)
     limit = 1.0 / dpa.get_sigma_gaussian(1.0, DELTA)
     assert accountant.remaining(GaussianDpEvent(100.0)) == math.floor((limit**2 - 1e-4) / 1e-4)
-    assert accountant.remaining(PoissonSampledDpEvent(0.1, GaussianDpEvent(100.0))) == accountant.remaining(
-        GaussianDpEvent(100.0)
-    )
+    assert accountant.remaining(
+        PoissonSampledDpEvent(0.1, GaussianDpEvent(100.0))
+    ) == accountant.remaining(GaussianDpEvent(100.0))
     assert "mu^2" in accountant.summary()
 
 
@@ -257,15 +291,23 @@ def test_refused_first_adaptive_charge_leaves_no_filter():
     assert "fixed before" in accountant.summary()
 
 
-# --- saving, copying, processes --------------------------------------------------------------------------------------
+# --- saving, copying, processes -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_state_round_trip(adaptive, tmp_path):
     accountant = PrivacyAccountant(4.0, DELTA, neighboring="replace_one", method="rdp")
     for name in set(EXAMPLES) - {"NonPrivateDpEvent", "NoOpDpEvent"}:
-        accountant.compose(SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(3.0)), 2), adaptive=adaptive)
-        if name not in ("PureDpEvent", "BoundedRangeDpEvent", "GaussianDpEvent", "ShuffledEpochDpEvent"):
+        accountant.compose(
+            SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(3.0)), 2),
+            adaptive=adaptive,
+        )
+        if name not in (
+            "PureDpEvent",
+            "BoundedRangeDpEvent",
+            "GaussianDpEvent",
+            "ShuffledEpochDpEvent",
+        ):
             event = EXAMPLES[name]
             if accountant.remaining(event) >= 1:
                 accountant.compose(event, label=name, adaptive=adaptive)
@@ -337,7 +379,7 @@ def test_a_forked_child_cannot_charge():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
 
-# --- what it says, and bad input -------------------------------------------------------------------------------------
+# --- what it says, and bad input ------------------------------------------------------------------
 
 
 def test_summary_says_what_matters():
@@ -345,7 +387,16 @@ def test_summary_says_what_matters():
     accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(2.0)), 100, label="training")
     accountant.compose(GaussianDpEvent(20.0), label="report")
     text = accountant.summary()
-    for part in ("replace_one", "pld", "epsilon = 3", "1e-05", "training", "report", "%", "fixed before"):
+    for part in (
+        "replace_one",
+        "pld",
+        "epsilon = 3",
+        "1e-05",
+        "training",
+        "report",
+        "%",
+        "fixed before",
+    ):
         assert part in text
     assert "epsilon <= inf" in PrivacyAccountant().compose(NonPrivateDpEvent()).summary()
 
@@ -427,7 +478,7 @@ def test_events_are_exported():
     assert set(EXAMPLES) <= set(events.__all__)
 
 
-# --- Opacus ----------------------------------------------------------------------------------------------------------
+# --- Opacus ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:Secure RNG turned off")
@@ -477,7 +528,13 @@ def test_an_adaptive_history_keeps_its_filter_when_it_is_saved():
     loaded.load_state_dict(accountant.state_dict())
     assert loaded.summary() == accountant.summary()
     with pytest.raises(ValueError, match="adaptive"):
-        get_noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, steps=10, history=accountant.history)
+        get_noise_multiplier(
+            target_epsilon=1.0,
+            target_delta=1e-5,
+            sample_rate=0.01,
+            steps=10,
+            history=accountant.history,
+        )
 
 
 def test_counts_that_cannot_be_saved_exactly_are_refused():

@@ -63,7 +63,9 @@ def test_published_comparison(num_data, epsilon, replace, add_or_remove):
     rate = batch / num_data
     steps = round(math.sqrt(num_data) / rate)
     target = {"target_epsilon": epsilon, "target_delta": 1e-5, "sample_rate": rate, "steps": steps}
-    assert get_noise_multiplier(**target, neighboring="replace_one") == pytest.approx(replace, rel=0.015)
+    assert get_noise_multiplier(**target, neighboring="replace_one") == pytest.approx(
+        replace, rel=0.015
+    )
     assert get_noise_multiplier(**target) == pytest.approx(add_or_remove, rel=0.015)
 
 
@@ -82,18 +84,30 @@ def test_history_counts():
 
 def test_any_event():
     target = {"target_epsilon": 1.0, "target_delta": 1e-5, "steps": 16}
-    with pytest.raises(ValueError, match=r'neighboring="replace_one".*make_private.*RecordwiseBatchGaussianDpEvent'):
+    with pytest.raises(
+        ValueError, match=r'neighboring="replace_one".*make_private.*RecordwiseBatchGaussianDpEvent'
+    ):
         noise_multiplier_for(UnspecifiedBatchGaussianDpEvent, **target)
-    noise = noise_multiplier_for(UnspecifiedBatchGaussianDpEvent, **target, neighboring="replace_one")
+    noise = noise_multiplier_for(
+        UnspecifiedBatchGaussianDpEvent, **target, neighboring="replace_one"
+    )
     assert noise == pytest.approx(dpa.get_sigma_gaussian(1.0, 1e-5) * 8.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("neighboring", RELATIONS)
 def test_number_of_steps_is_the_largest(neighboring):
-    target = {"noise_multiplier": 1.0, "sample_rate": 0.01, "target_epsilon": 3.0, "target_delta": 1e-5}
+    target = {
+        "noise_multiplier": 1.0,
+        "sample_rate": 0.01,
+        "target_epsilon": 3.0,
+        "target_delta": 1e-5,
+    }
     steps = get_num_steps(**target, neighboring=neighboring)
     event = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
-    spent = [PrivacyAccountant(neighboring=neighboring).compose(event, steps + k).get_epsilon(1e-5) for k in (0, 1)]
+    spent = [
+        PrivacyAccountant(neighboring=neighboring).compose(event, steps + k).get_epsilon(1e-5)
+        for k in (0, 1)
+    ]
     assert spent[0] <= 3.0 < spent[1]
     assert get_num_steps(**{**target, "noise_multiplier": 0.1}, neighboring=neighboring) == 0
 

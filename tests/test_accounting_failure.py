@@ -1,4 +1,6 @@
-"""Releases that fail outright with some probability, and (epsilon, delta) pairs made of them, against closed forms and dp_accounting."""
+"""Releases that fail outright with some probability, and (epsilon, delta) pairs made of them,
+against closed forms and dp_accounting.
+"""
 
 import json
 import math
@@ -13,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, get_noise_multiplier, get_num_steps, privacy_loss
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    get_noise_multiplier,
+    get_num_steps,
+    privacy_loss,
+)
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
@@ -26,7 +34,14 @@ from torch_dpbayes.accounting.events import (
     SelfComposedDpEvent,
     ZCDpEvent,
 )
-from torch_dpbayes.accounting.privacy_loss import BoundedRange, Extension, Failure, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.privacy_loss import (
+    BoundedRange,
+    Extension,
+    Failure,
+    Gaussian,
+    Pure,
+    Sampled,
+)
 
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 METHODS = ("pld", "rdp")
@@ -36,24 +51,41 @@ def pair(epsilon, delta):
     return ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
 
 
-# --- against the truth -------------------------------------------------------------------------------------------------
+# --- against the truth ----------------------------------------------------------------------------
 
 
 def optimal_composition(epsilon, delta, count):
-    """Points (epsilon', delta') of the exact profile of ``count`` releases that are (epsilon, delta)-DP: Kairouz, Oh, Viswanath 2015, Theorem 3.3."""
+    """Points (epsilon', delta') of the exact profile of ``count`` releases that are (epsilon,
+    delta)-DP: Kairouz, Oh, Viswanath 2015, Theorem 3.3.
+    """
     for i in range(count // 2 + 1):
-        excess = sum(
-            math.comb(count, low) * (math.exp((count - low) * epsilon) - math.exp((count - 2 * i + low) * epsilon)) for low in range(i)
-        ) / (1 + math.exp(epsilon)) ** count
-        yield (count - 2 * i) * epsilon, -math.expm1(count * math.log1p(-delta) + math.log1p(-excess))
+        excess = (
+            sum(
+                math.comb(count, low)
+                * (math.exp((count - low) * epsilon) - math.exp((count - 2 * i + low) * epsilon))
+                for low in range(i)
+            )
+            / (1 + math.exp(epsilon)) ** count
+        )
+        yield (
+            (count - 2 * i) * epsilon,
+            -math.expm1(count * math.log1p(-delta) + math.log1p(-excess)),
+        )
 
 
-@pytest.mark.parametrize(("epsilon", "delta", "count"), [(0.5, 1e-3, 1), (0.1, 1e-5, 20), (0.5, 1e-6, 7), (1.5, 0.02, 5), (3.0, 1e-9, 3)])
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "count"),
+    [(0.5, 1e-3, 1), (0.1, 1e-5, 20), (0.5, 1e-6, 7), (1.5, 0.02, 5), (3.0, 1e-9, 3)],
+)
 def test_pairs_compose_as_kairouz_oh_and_viswanath_say(epsilon, delta, count):
     accountant = PrivacyAccountant().compose(pair(epsilon, delta), count)
     for at, truth in optimal_composition(epsilon, delta, count):
-        beside = at * (1 + 1e-3) + 1e-4  # the profile has a kink here, and the grid of losses is as wide as this
-        assert accountant.get_delta(at) >= truth * (1 - 1e-9) and accountant.get_delta(beside) <= truth * (1 + 1e-9) + 1e-15
+        # the profile has a kink here, and the grid of losses is as wide as this
+        beside = at * (1 + 1e-3) + 1e-4
+        assert (
+            accountant.get_delta(at) >= truth * (1 - 1e-9)
+            and accountant.get_delta(beside) <= truth * (1 + 1e-9) + 1e-15
+        )
         if 1e-10 <= truth < 1:
             assert accountant.get_epsilon(truth * (1 + 1e-9)) <= beside
             bounds = accountant.get_epsilon(truth * (1 - 1e-9), return_bounds=True)
@@ -61,61 +93,102 @@ def test_pairs_compose_as_kairouz_oh_and_viswanath_say(epsilon, delta, count):
 
 
 def test_one_pair_costs_its_epsilon_at_its_delta():
-    """Not infinity: at the delta of the failures a loss that is bounded leaves no more to pay for."""
+    """Not infinity: at the delta of the failures a loss that is bounded leaves no more to pay
+    for.
+    """
     for method in METHODS:
         accountant = PrivacyAccountant(method=method).compose(pair(0.7, 1e-6))
         assert accountant.get_epsilon(1e-6) == pytest.approx(0.7, rel=1e-12)
         assert accountant.get_epsilon(math.nextafter(1e-6, 0)) == math.inf
-        assert accountant.compose(BoundedRangeDpEvent(0.3)).get_epsilon(1e-6) == pytest.approx(1.0, rel=1e-12)
+        assert accountant.compose(BoundedRangeDpEvent(0.3)).get_epsilon(1e-6) == pytest.approx(
+            1.0, rel=1e-12
+        )
         assert accountant.compose(MuGaussianDpEvent(0.1)).get_epsilon(1e-6) == math.inf
 
 
 def true_delta(epsilon, mu, pure, responses, failed):
-    """Of one Gaussian, some randomised responses and a failure: the number of truthful answers is binomial, a Gaussian profile remains."""
+    """Of one Gaussian, some randomised responses and a failure: the number of truthful
+    answers is binomial, a Gaussian profile remains.
+    """
     truthful = 1 / (1 + math.exp(-pure))
     total = 0.0
     for count in range(responses + 1):
         e = epsilon - (2 * count - responses) * pure
-        profile = stats.norm.cdf(mu / 2 - e / mu) - math.exp(e + stats.norm.logcdf(-mu / 2 - e / mu))
+        profile = stats.norm.cdf(mu / 2 - e / mu) - math.exp(
+            e + stats.norm.logcdf(-mu / 2 - e / mu)
+        )
         total += stats.binom.pmf(count, responses, truthful) * profile
     return failed + (1 - failed) * total
 
 
 @settings(max_examples=20, deadline=None)
 @given(
-    mu=st.floats(0.05, 3.0), pure=st.floats(0.05, 1.0), responses=st.integers(1, 6), failure=st.floats(1e-9, 0.1), failures=st.integers(1, 4),
+    mu=st.floats(0.05, 3.0),
+    pure=st.floats(0.05, 1.0),
+    responses=st.integers(1, 6),
+    failure=st.floats(1e-9, 0.1),
+    failures=st.integers(1, 4),
     epsilon=st.floats(0.0, 8.0),
-)  # fmt: skip
-def test_beside_gaussians_and_pure_releases_it_is_the_exact_profile(mu, pure, responses, failure, failures, epsilon):
+)
+def test_beside_gaussians_and_pure_releases_it_is_the_exact_profile(
+    mu, pure, responses, failure, failures, epsilon
+):
     failed = 1 - (1 - Fraction(failure)) ** failures
     truth = true_delta(epsilon, mu, pure, responses, float(failed))
     counts = {Gaussian(mu): 1, Pure(pure): responses, Failure(failure): failures}
-    assert truth * (1 - 1e-9) - 1e-15 <= privacy_loss.upper_delta(counts, epsilon) <= truth * 1.01 + 1e-11
+    assert (
+        truth * (1 - 1e-9) - 1e-15
+        <= privacy_loss.upper_delta(counts, epsilon)
+        <= truth * 1.01 + 1e-11
+    )
     if truth > float(failed) * (1 + 1e-6) + 1e-9:
         assert privacy_loss.lower_epsilon(counts, truth) <= epsilon * (1 + 1e-6) + 1e-9
-        assert epsilon * (1 - 1e-6) - 1e-9 <= privacy_loss.upper_epsilon(counts, truth) <= epsilon * 1.01 + 1e-3
+        assert (
+            epsilon * (1 - 1e-6) - 1e-9
+            <= privacy_loss.upper_epsilon(counts, truth)
+            <= epsilon * 1.01 + 1e-3
+        )
 
 
 @pytest.mark.parametrize("steps", [1, 40])
 def test_equals_dp_accounting(steps):
     interval = 1e-4
     theirs = (
-        pld.from_privacy_parameters(pld.common.DifferentialPrivacyParameters(0.3, 1e-7), value_discretization_interval=interval)
+        pld.from_privacy_parameters(
+            pld.common.DifferentialPrivacyParameters(0.3, 1e-7),
+            value_discretization_interval=interval,
+        )
         .self_compose(steps)
-        .compose(pld.from_gaussian_mechanism(1.0, sampling_prob=0.01, value_discretization_interval=interval).self_compose(100))
+        .compose(
+            pld.from_gaussian_mechanism(
+                1.0, sampling_prob=0.01, value_discretization_interval=interval
+            ).self_compose(100)
+        )
     )
     accountant = PrivacyAccountant().compose(pair(0.3, 1e-7), steps).compose(STEP, 100)
     for delta in (1e-5, 1e-3):
-        assert accountant.get_epsilon(delta) == pytest.approx(theirs.get_epsilon_for_delta(delta), rel=1e-3)
+        assert accountant.get_epsilon(delta) == pytest.approx(
+            theirs.get_epsilon_for_delta(delta), rel=1e-3
+        )
     for epsilon in (0.5, 2.0):
-        assert accountant.get_delta(epsilon) == pytest.approx(theirs.get_delta_for_epsilon(epsilon), rel=5e-3)
+        assert accountant.get_delta(epsilon) == pytest.approx(
+            theirs.get_delta_for_epsilon(epsilon), rel=5e-3
+        )
 
 
-@given(failures=st.lists(st.tuples(st.floats(1e-300, 1.0, exclude_max=True), st.integers(1, 10**4)), min_size=1, max_size=5))
+@given(
+    failures=st.lists(
+        st.tuples(st.floats(1e-300, 1.0, exclude_max=True), st.integers(1, 10**4)),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_the_probability_of_a_failure_is_rounded_to_the_safe_side(failures):
     counts = {Failure(delta): count for delta, count in failures}
     with localcontext(prec=1200):
-        exact = 1 - math.prod((1 - Decimal(failure.delta)) ** count for failure, count in counts.items())
+        exact = 1 - math.prod(
+            (1 - Decimal(failure.delta)) ** count for failure, count in counts.items()
+        )
         lower, upper = privacy_loss.failing(counts, upper=False), privacy_loss.failing(counts)
         assert Decimal(lower) <= exact <= Decimal(upper)
     assert upper - lower <= 3e-14 * upper
@@ -128,7 +201,12 @@ histories = st.lists(
             st.builds(Gaussian, st.floats(0.01, 1.0)),
             st.builds(Pure, st.floats(0.01, 0.5)),
             st.builds(BoundedRange, st.floats(0.01, 0.5)),
-            st.builds(Sampled, st.sampled_from(["directed", "antipodal", "symmetric"]), st.floats(1e-3, 0.5), st.floats(0.5, 10.0)),
+            st.builds(
+                Sampled,
+                st.sampled_from(["directed", "antipodal", "symmetric"]),
+                st.floats(1e-3, 0.5),
+                st.floats(0.5, 10.0),
+            ),
         ),
         st.integers(1, 50),
     ),
@@ -162,7 +240,9 @@ def test_a_kept_composition_counts_failures_with_every_step(history, steps, fail
     kept = Extension(counts, unit, delta, 10)
     fresh = privacy_loss.upper_epsilon(privacy_loss.added(counts, unit, steps), delta)
     assert kept(steps) >= fresh * (1 - 1e-3) - 1e-6
-    assert kept(10) == pytest.approx(privacy_loss.upper_epsilon(privacy_loss.added(counts, unit, 10), delta), rel=1e-2, abs=1e-4)
+    assert kept(10) == pytest.approx(
+        privacy_loss.upper_epsilon(privacy_loss.added(counts, unit, 10), delta), rel=1e-2, abs=1e-4
+    )
     kept.extend({Failure(1e-2): 1}, unit)
     assert kept(steps) == math.inf
 
@@ -170,38 +250,63 @@ def test_a_kept_composition_counts_failures_with_every_step(history, steps, fail
 def test_only_failures_may_be_added_to_a_kept_composition():
     counts = {Sampled("directed", 0.01, 1.0): 5, Pure(0.1): 1}
     kept = Extension(counts, {Failure(1e-7): 1}, 1e-5, 1)
-    assert kept(99) >= kept(1) >= kept(0) >= privacy_loss.lower_epsilon(counts, 1e-5) and math.isfinite(kept(99)) and kept(101) == math.inf
+    assert (
+        kept(99) >= kept(1) >= kept(0) >= privacy_loss.lower_epsilon(counts, 1e-5)
+        and math.isfinite(kept(99))
+        and kept(101) == math.inf
+    )
 
 
-# --- by Renyi curves -----------------------------------------------------------------------------------------------------
+# --- by Renyi curves ------------------------------------------------------------------------------
 
 
-@given(mu=st.floats(0.05, 2.0), pure=st.floats(0.05, 1.0), failure=st.floats(1e-8, 9e-6), failures=st.integers(1, 3))
+@given(
+    mu=st.floats(0.05, 2.0),
+    pure=st.floats(0.05, 1.0),
+    failure=st.floats(1e-8, 9e-6),
+    failures=st.integers(1, 3),
+)
 @settings(max_examples=15, deadline=None)
 def test_renyi_bounds_are_above_the_tight_ones(mu, pure, failure, failures):
-    event = ComposedDpEvent([MuGaussianDpEvent(mu), PureDpEvent(pure), SelfComposedDpEvent(FailureDpEvent(failure), failures)])
+    event = ComposedDpEvent(
+        [
+            MuGaussianDpEvent(mu),
+            PureDpEvent(pure),
+            SelfComposedDpEvent(FailureDpEvent(failure), failures),
+        ]
+    )
     tight, renyi = (PrivacyAccountant(method=method).compose(event) for method in METHODS)
     assert renyi.get_epsilon(1e-4) >= tight.get_epsilon(1e-4) * (1 - 1e-3)
     assert renyi.get_epsilon(1e-4) <= 1.5 * tight.get_epsilon(1e-4)
     for epsilon in (0.1, 1.0, 4.0):
-        assert renyi.get_delta(epsilon) >= tight.get_delta(epsilon) * (1 - 1e-3) and renyi.get_delta(epsilon) >= failure
+        assert (
+            renyi.get_delta(epsilon) >= tight.get_delta(epsilon) * (1 - 1e-3)
+            and renyi.get_delta(epsilon) >= failure
+        )
     assert renyi.get_epsilon(failure / 2) == math.inf if failure > 2e-10 else True
     renyi.compose(ZCDpEvent(0.01))
     assert math.isfinite(renyi.get_epsilon(1e-4))
 
 
-# --- budgets -------------------------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "event", [pair(0.02, 2e-7), ComposedDpEvent([STEP, FailureDpEvent(2e-7)]), FailureDpEvent(2e-7)], ids=["pair", "step", "alone"]
+    "event",
+    [pair(0.02, 2e-7), ComposedDpEvent([STEP, FailureDpEvent(2e-7)]), FailureDpEvent(2e-7)],
+    ids=["pair", "step", "alone"],
 )
 @pytest.mark.parametrize("in_a_file", [False, True])
 def test_budget_is_used_up_and_never_passed(event, method, in_a_file, tmp_path):
     path = tmp_path / "budget.db" if in_a_file else None
     accountant = PrivacyAccountant(2.0, 1e-5, method=method, path=path)
-    accountant.compose(ComposedDpEvent([STEP, PureDpEvent(0.01), GaussianDpEvent(30.0), BoundedRangeDpEvent(0.01)]), 2)
+    accountant.compose(
+        ComposedDpEvent(
+            [STEP, PureDpEvent(0.01), GaussianDpEvent(30.0), BoundedRangeDpEvent(0.01)]
+        ),
+        2,
+    )
     fit = accountant.remaining(event)
     assert 0 < fit <= 50  # 50 failures use up delta
     steps = 0
@@ -221,7 +326,11 @@ def test_budget_is_used_up_and_never_passed(event, method, in_a_file, tmp_path):
 
 def test_a_budget_with_less_delta_than_the_failure_refuses_it():
     accountant = PrivacyAccountant(5.0, 1e-6)
-    for event in (FailureDpEvent(1.1e-6), pair(0.1, 1e-5), ComposedDpEvent([STEP, FailureDpEvent(1e-6)])):
+    for event in (
+        FailureDpEvent(1.1e-6),
+        pair(0.1, 1e-5),
+        ComposedDpEvent([STEP, FailureDpEvent(1e-6)]),
+    ):
         assert accountant.remaining(event) == 0
         with pytest.raises(PrivacyBudgetExceeded):
             accountant.compose(event)
@@ -232,7 +341,11 @@ def test_a_budget_with_less_delta_than_the_failure_refuses_it():
 
 
 def test_adaptive_charges_refuse_it():
-    for first in (FailureDpEvent(1e-7), pair(0.1, 1e-7), ComposedDpEvent([GaussianDpEvent(50.0), FailureDpEvent(1e-7)])):
+    for first in (
+        FailureDpEvent(1e-7),
+        pair(0.1, 1e-7),
+        ComposedDpEvent([GaussianDpEvent(50.0), FailureDpEvent(1e-7)]),
+    ):
         accountant = PrivacyAccountant(3.0, 1e-5)
         with pytest.raises(PrivacyBudgetExceeded, match="fits no filter"):
             accountant.compose(first, adaptive=True)
@@ -270,9 +383,12 @@ def test_a_registered_schedule_may_hold_them(tmp_path, method):
     with PrivacyAccountant(3.0, 1e-5, method=method, path=path) as accountant:
         accountant.register(schedule).compose(pair(0.1, 1e-7))
         price = accountant.get_epsilon()
-    assert price == pytest.approx(PrivacyAccountant(method=method).compose(ComposedDpEvent([
-        SelfComposedDpEvent(event, count) for event, count in schedule
-    ])).get_epsilon(1e-5), rel=1e-6)  # fmt: skip
+    assert price == pytest.approx(
+        PrivacyAccountant(method=method)
+        .compose(ComposedDpEvent([SelfComposedDpEvent(event, count) for event, count in schedule]))
+        .get_epsilon(1e-5),
+        rel=1e-6,
+    )
     with PrivacyAccountant(method=method, path=path) as later:
         later.compose(pair(0.1, 1e-7), 2).compose(STEP, 10)
         assert later.guarantee == "registered" and later.get_epsilon() == pytest.approx(price)
@@ -287,7 +403,11 @@ def test_calibration_leaves_delta_to_failures():
     goal = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.01}
     noise = get_noise_multiplier(**goal, steps=100, history=held)
     assert noise > get_noise_multiplier(**goal, steps=100, history=[(PureDpEvent(0.2), 1)])
-    together = PrivacyAccountant().compose(*held[0]).compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 100)
+    together = (
+        PrivacyAccountant()
+        .compose(*held[0])
+        .compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 100)
+    )
     assert 1.99 <= together.get_epsilon(1e-5) <= 2.0
     steps = get_num_steps(**goal, noise_multiplier=noise, history=held)
     assert 100 <= steps <= 102
@@ -295,32 +415,44 @@ def test_calibration_leaves_delta_to_failures():
         get_noise_multiplier(**goal, steps=100, history=[(FailureDpEvent(6e-6), 2)])
 
 
-# --- saving and saying --------------------------------------------------------------------------------------------------
+# --- saving and saying ----------------------------------------------------------------------------
 
 
 def test_it_survives_saving_and_the_ledger(tmp_path):
     accountant = PrivacyAccountant(5.0, 1e-5, path=tmp_path / "budget.db")
     accountant.compose(pair(0.1, 1e-7), 3, label="draws").compose(STEP, 20, label="chain")
     accountant.close()
-    state = json.loads(json.dumps(PrivacyAccountant(5.0, 1e-5).compose(pair(0.1, 1e-7), 3, label="draws").state_dict()))
+    state = json.loads(
+        json.dumps(
+            PrivacyAccountant(5.0, 1e-5).compose(pair(0.1, 1e-7), 3, label="draws").state_dict()
+        )
+    )
     loaded = PrivacyAccountant(5.0, 1e-5)
     loaded.load_state_dict(state)
     assert (FailureDpEvent(1e-7), 3, "draws", False) in loaded.history
     with pytest.raises(PrivacyBudgetExceeded):
         PrivacyAccountant(5.0, 2e-7).load_state_dict(state)
     reopened = PrivacyAccountant(path=tmp_path / "budget.db")
-    assert reopened.history == accountant.history and reopened.get_epsilon() == pytest.approx(accountant.get_epsilon())
+    assert reopened.history == accountant.history and reopened.get_epsilon() == pytest.approx(
+        accountant.get_epsilon()
+    )
     code = (
-        "import sys, torch_dpbayes.accounting.__main__ as m; "
-        f"code = m.main([{str(tmp_path / 'budget.db')!r}, '--json']); assert 'torch' not in sys.modules; sys.exit(code)"
+        "import sys, torch_dpbayes.accounting.__main__ as m; code ="
+        f" m.main([{str(tmp_path / 'budget.db')!r}, '--json']); assert 'torch' not in sys.modules;"
+        " sys.exit(code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     found = json.loads(done.stdout)
     assert found["epsilon"] == pytest.approx(accountant.get_epsilon()) and found["releases"] == 26
     shares = {entry["label"]: entry["share"] for entry in found["labels"]}
-    assert sum(shares.values()) == pytest.approx(1, abs=1e-5) and all(0 < share < 1 for share in shares.values())
-    assert {entry["label"]: entry["steps"] for entry in found["remaining"]} == {"draws": 0, "chain": 0}
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-5) and all(
+        0 < share < 1 for share in shares.values()
+    )
+    assert {entry["label"]: entry["steps"] for entry in found["remaining"]} == {
+        "draws": 0,
+        "chain": 0,
+    }
 
 
 def test_shares_and_summaries_with_nothing_but_failures_or_beside_others():
@@ -335,7 +467,12 @@ def test_shares_and_summaries_with_nothing_but_failures_or_beside_others():
 
 
 def test_of_a_gaussian_beside_a_failure_the_closed_form_is_kept():
-    accountant = PrivacyAccountant().compose(ComposedDpEvent([GaussianDpEvent(2.0), FailureDpEvent(4e-6)]))
+    accountant = PrivacyAccountant().compose(
+        ComposedDpEvent([GaussianDpEvent(2.0), FailureDpEvent(4e-6)])
+    )
     left = (1e-5 - 4e-6) / (1 - 4e-6)
-    profile = lambda e: stats.norm.cdf(0.25 - 2 * e) - math.exp(e) * stats.norm.cdf(-0.25 - 2 * e) - left  # noqa: E731
+
+    def profile(e):
+        return stats.norm.cdf(0.25 - 2 * e) - math.exp(e) * stats.norm.cdf(-0.25 - 2 * e) - left
+
     assert accountant.get_epsilon(1e-5) == pytest.approx(optimize.brentq(profile, 0, 20), rel=1e-8)

@@ -72,7 +72,9 @@ def test_a_file_keeps_them_for_all_jobs(path, capsys):
         other = PrivacyAccountant(path=path)
         other.note(SECOND)
         other.note(FIRST)
-        assert accountant.notes == other.notes == PrivacyAccountant(path=path).notes == (FIRST, SECOND)
+        assert (
+            accountant.notes == other.notes == PrivacyAccountant(path=path).notes == (FIRST, SECOND)
+        )
     before = path.read_bytes()
     assert main([str(path)]) == 0
     said = capsys.readouterr().out
@@ -101,12 +103,16 @@ def test_processes_note_at_once(path):
 
 
 def test_a_file_of_an_earlier_version_gets_them(path):
-    """Its tables are made in the same way today, but for that of the notes, which is made when it is needed."""
+    """Its tables are made in the same way today, but for that of the notes, which is made
+    when it is needed.
+    """
     PrivacyAccountant(1.0, 1e-5, path=path).compose(EVENT, 5).close()
     version = "PRAGMA user_version"
     with closing(sqlite3.connect(path)) as connection:
         before = connection.execute(version).fetchone()
-        assert not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'notes'").fetchone()[0]
+        assert not connection.execute(
+            "SELECT count(*) FROM sqlite_master WHERE name = 'notes'"
+        ).fetchone()[0]
     accountant = PrivacyAccountant(path=path)
     assert accountant.notes == ()
     accountant.note(FIRST)
@@ -136,12 +142,17 @@ def test_a_damaged_note_is_an_error(path, damage):
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(damage)
         connection.commit()
-    for use in (accountant.summary, accountant.state_dict, lambda: accountant.note("more"), lambda: accountant.note(FIRST)):
+    for use in (
+        accountant.summary,
+        accountant.state_dict,
+        lambda: accountant.note("more"),
+        lambda: accountant.note(FIRST),
+    ):
         with pytest.raises(LedgerError, match="damaged"):
             use()
 
 
-# --- what an event states --------------------------------------------------------------------------------------------
+# --- what an event states -------------------------------------------------------------------------
 
 RECORDWISE = "does not depend on other records"
 
@@ -164,11 +175,18 @@ encode = events.encode
 
 def encoded_by_an_earlier_version(event):
     name, *values = encode(event)
-    return ["UnspecifiedBatchGaussianDpEvent" if name == "RecordwiseBatchGaussianDpEvent" else name, *values]
+    return [
+        "UnspecifiedBatchGaussianDpEvent" if name == "RecordwiseBatchGaussianDpEvent" else name,
+        *values,
+    ]
 
 
-def test_histories_of_an_earlier_version_are_read_as_if_the_statement_had_been_made(path, monkeypatch):
-    """It charged unspecified batches under add-or-remove as it charges stated ones now. Its files go on, without a change to what they hold."""
+def test_histories_of_an_earlier_version_are_read_as_if_the_statement_had_been_made(
+    path, monkeypatch
+):
+    """It charged unspecified batches under add-or-remove as it charges stated ones now. Its
+    files go on, without a change to what they hold.
+    """
     stated = RecordwiseBatchGaussianDpEvent(20.0)
     with monkeypatch.context() as earlier:
         earlier.setattr(events, "encode", encoded_by_an_earlier_version)
@@ -179,15 +197,23 @@ def test_histories_of_an_earlier_version_are_read_as_if_the_statement_had_been_m
         state = PrivacyAccountant(3.0, 1e-5).compose(stated, 5).compose(EVENT).state_dict()
     old.close()
     with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM rows WHERE event LIKE '%Unspecified%'").fetchone()[0]
+        assert connection.execute(
+            "SELECT count(*) FROM rows WHERE event LIKE '%Unspecified%'"
+        ).fetchone()[0]
     loaded = PrivacyAccountant(3.0, 1e-5)
     loaded.load_state_dict(state)
     for accountant in (PrivacyAccountant(path=path), loaded):
-        assert {charge.event: charge.count for charge in accountant.history} == {stated: 5, EVENT: 1}
+        assert {charge.event: charge.count for charge in accountant.history} == {
+            stated: 5,
+            EVENT: 1,
+        }
         assert RECORDWISE in accountant.summary()
         accountant.compose(stated, 2)
         assert len(accountant) == 8
-        for event in (events.UnspecifiedBatchGaussianDpEvent(20.0), events.SelfComposedDpEvent(events.UnspecifiedBatchGaussianDpEvent(20.0), 2)):
+        for event in (
+            events.UnspecifiedBatchGaussianDpEvent(20.0),
+            events.SelfComposedDpEvent(events.UnspecifiedBatchGaussianDpEvent(20.0), 2),
+        ):
             with pytest.raises(ValueError, match=r'neighboring="replace_one".*make_private'):
                 accountant.compose(event)
             with pytest.raises(ValueError, match=r'neighboring="replace_one".*make_private'):

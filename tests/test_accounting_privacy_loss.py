@@ -16,7 +16,8 @@ from torch_dpbayes.accounting.privacy_loss import BoundedRange, Gaussian, Pure, 
 DELTA = 1e-5
 KINDS = ("directed", "antipodal", "symmetric")
 
-# (kind, z, q, steps, epsilon, half a unit of its last digit), dp_accounting's PLD extrapolated in the discretisation
+# (kind, z, q, steps, epsilon, half a unit of its last digit), dp_accounting's PLD extrapolated in
+# the discretisation
 REFERENCE = [
     ("directed", 1.0, 0.01, 10_000, 6.18771, 5e-6),
     ("directed", 0.8, 0.004, 100_000, 13.07032, 5e-6),
@@ -58,9 +59,16 @@ def test_gaussian_closed_form(mu, delta, steps):
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
 def test_equals_dp_accounting_at_equal_discretisation(kind, rate, noise, steps):
     interval = 1e-3
-    relation = dpa.NeighboringRelation.ADD_OR_REMOVE_ONE if kind == "directed" else dpa.NeighboringRelation.REPLACE_ONE
+    relation = (
+        dpa.NeighboringRelation.ADD_OR_REMOVE_ONE
+        if kind == "directed"
+        else dpa.NeighboringRelation.REPLACE_ONE
+    )
     theirs = pld.from_gaussian_mechanism(
-        noise, sampling_prob=rate, value_discretization_interval=interval, neighboring_relation=relation
+        noise,
+        sampling_prob=rate,
+        value_discretization_interval=interval,
+        neighboring_relation=relation,
     ).self_compose(steps)
     ours = privacy_loss.compose({Sampled(kind, rate, noise): steps}, delta=DELTA, interval=interval)
     expected = theirs.get_epsilon_for_delta(DELTA)
@@ -75,7 +83,8 @@ def test_mixed_composition_equals_dp_accounting():
         .compose(pld.from_gaussian_mechanism(3.0, value_discretization_interval=interval))
         .compose(
             pld.from_privacy_parameters(
-                pld.common.DifferentialPrivacyParameters(0.5), value_discretization_interval=interval
+                pld.common.DifferentialPrivacyParameters(0.5),
+                value_discretization_interval=interval,
             )
         )
     )
@@ -85,7 +94,7 @@ def test_mixed_composition_equals_dp_accounting():
     assert max(c.upper_epsilon(DELTA) for c in ours) == pytest.approx(expected, rel=1e-5)
 
 
-# --- quadrature of the hockey-stick divergence -----------------------------------------------------------------------
+# --- quadrature of the hockey-stick divergence ----------------------------------------------------
 
 
 def densities(kind, rate, noise):
@@ -104,7 +113,9 @@ def hockey_stick(p, q, epsilon, noise):
     gap = np.log(p(points)) - np.log(q(points)) - epsilon
     inside = gap > 0
     crossing = np.flatnonzero(inside[1:] != inside[:-1])
-    breaks = [points[i] - gap[i] * (points[i + 1] - points[i]) / (gap[i + 1] - gap[i]) for i in crossing]
+    breaks = [
+        points[i] - gap[i] * (points[i + 1] - points[i]) / (gap[i + 1] - gap[i]) for i in crossing
+    ]
     value, _ = integrate.quad(
         lambda x: max(p(x) - math.exp(epsilon) * q(x), 0.0),
         points[0],
@@ -117,20 +128,30 @@ def hockey_stick(p, q, epsilon, noise):
 
 
 def profile(kind, rate, noise, reverse, epsilons):
-    """The same by distribution functions, for many epsilons: the divergence is attained on a half line."""
+    """The same by distribution functions, for many epsilons: the divergence is attained on a
+    half line.
+    """
     x = np.linspace(-16 * noise - 2, 16 * noise + 2, 200_001)
     p, q = densities(kind, rate, noise)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = np.log(p(x)) - np.log(q(x))
     known = np.isfinite(ratio)
-    crossing = np.interp(-epsilons if reverse else epsilons, ratio[known], x[known], left=-np.inf, right=np.inf)
+    crossing = np.interp(
+        -epsilons if reverse else epsilons, ratio[known], x[known], left=-np.inf, right=np.inf
+    )
 
     def tail(mean):
-        return stats.norm.cdf(crossing, mean, noise) if reverse else stats.norm.sf(crossing, mean, noise)
+        return (
+            stats.norm.cdf(crossing, mean, noise)
+            if reverse
+            else stats.norm.sf(crossing, mean, noise)
+        )
 
     upper = (1 - rate) * tail(0.0) + rate * tail(1.0)
     lower = (1 - rate) * tail(0.0) + rate * tail(-1.0) if kind == "antipodal" else tail(0.0)
-    return np.maximum(lower - np.exp(epsilons) * upper if reverse else upper - np.exp(epsilons) * lower, 0.0)
+    return np.maximum(
+        lower - np.exp(epsilons) * upper if reverse else upper - np.exp(epsilons) * lower, 0.0
+    )
 
 
 def symmetric_profile(rate, noise, epsilon):
@@ -172,7 +193,9 @@ def test_two_releases_equal_quadrature(kind):
 
 
 def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
-    """Fixed-size batches: the record's two contributions may be swapped at any step, after seeing earlier outputs."""
+    """Fixed-size batches: the record's two contributions may be swapped at any step, after
+    seeing earlier outputs.
+    """
     rate, noise = 0.3, 0.7
     p, q = densities("directed", rate, noise)
     x = np.linspace(-10.0, 11.0, 20_001)
@@ -189,11 +212,13 @@ def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
         flipping = max(values["remove", "flip"], values["add", "flip"])
         one_direction = max(values["remove", "remove"], values["add", "add"])
         won.append(flipping > one_direction * (1 + 1e-3))
-        assert flipping <= privacy_loss.upper_delta({Sampled("symmetric", rate, noise): 2}, epsilon) * (1 + 1e-6)
+        assert flipping <= privacy_loss.upper_delta(
+            {Sampled("symmetric", rate, noise): 2}, epsilon
+        ) * (1 + 1e-6)
     assert any(won)  # so composing one direction only is refuted
 
 
-# --- other pairs -----------------------------------------------------------------------------------------------------
+# --- other pairs ----------------------------------------------------------------------------------
 
 
 @given(range_=st.floats(0.05, 8.0), share=st.floats(0.02, 0.98))
@@ -219,7 +244,7 @@ def test_bounded_range_never_costs_more_than_pure():
         assert ranged <= privacy_loss.upper_epsilon({Pure(0.4): steps}, DELTA) * (1 + 1e-3)
 
 
-# --- histories -------------------------------------------------------------------------------------------------------
+# --- histories ------------------------------------------------------------------------------------
 
 pairs = st.one_of(
     st.builds(Sampled, st.sampled_from(KINDS), st.floats(1e-4, 0.9), st.floats(0.05, 30.0)),
@@ -240,7 +265,8 @@ def test_bounds_are_ordered_and_order_does_not_matter(history, delta):
     assert 0 <= lower <= upper * (1 + 1e-9)
     shuffled = dict(reversed(list(counts.items())))
     assert privacy_loss.upper_epsilon(shuffled, delta) == pytest.approx(upper, rel=1e-9, abs=1e-12)
-    assert privacy_loss.upper_delta(counts, upper * 1.002 + 1e-6) <= delta * (1 + 1e-6)  # the other way to ask
+    # the other way to ask
+    assert privacy_loss.upper_delta(counts, upper * 1.002 + 1e-6) <= delta * (1 + 1e-6)
 
 
 @given(
@@ -273,19 +299,26 @@ def test_merging_levels_is_never_optimistic():
     assert privacy_loss.lower_epsilon(counts, DELTA) <= exact
 
 
-@pytest.mark.parametrize(("kind", "rate", "noise", "steps"), [("directed", 0.3, 0.05, 10), ("antipodal", 0.5, 0.1, 20)])
+@pytest.mark.parametrize(
+    ("kind", "rate", "noise", "steps"), [("directed", 0.3, 0.05, 10), ("antipodal", 0.5, 0.1, 20)]
+)
 def test_losses_of_thousands(kind, rate, noise, steps):
-    """Little noise: a step's loss says how often the record was drawn, so delta is a mixture of Gaussian profiles."""
+    """Little noise: a step's loss says how often the record was drawn, so delta is a mixture
+    of Gaussian profiles.
+    """
     counts = {Sampled(kind, rate, noise): steps}
     epsilon = privacy_loss.upper_epsilon(counts, DELTA)
     assert privacy_loss.lower_epsilon(counts, DELTA) <= epsilon
     assert privacy_loss.upper_delta(counts, epsilon * 1.001) <= DELTA
     if kind == "directed":
-        # The loss of a step with the record is close to N(1/2z^2 + log q, 1/z^2), that of one without to log(1 - q).
+        # The loss of a step with the record is close to N(1/2z^2 + log q, 1/z^2), that of one
+        # without to log(1 - q).
         drawn = np.arange(steps + 1)
         mean = drawn * (0.5 / noise**2 + math.log(rate)) + (steps - drawn) * math.log1p(-rate)
         above = stats.norm.sf(epsilon, mean[1:], np.sqrt(drawn[1:]) / noise)
-        assert np.sum(stats.binom.pmf(drawn[1:], steps, rate) * above) == pytest.approx(DELTA, rel=0.05)
+        assert np.sum(stats.binom.pmf(drawn[1:], steps, rate) * above) == pytest.approx(
+            DELTA, rel=0.05
+        )
 
 
 def test_tiny_noise_is_charged_without_amplification():
@@ -299,34 +332,49 @@ PAIRS_FOR_MASS = [
     *(privacy_loss.Gaussian(mu) for mu in (0.1, 1.0, 3.0, 12.0)),
     *(privacy_loss.Pure(e) for e in (0.1, 8.1, 40.0)),
     *(privacy_loss.BoundedRange(e) for e in (0.1, 8.1, 40.0)),
-    *(privacy_loss.Sampled(kind, q, z) for kind in ("directed", "antipodal", "symmetric") for q, z in ((0.01, 1.0), (0.35, 0.3), (0.99, 0.5))),
+    *(
+        privacy_loss.Sampled(kind, q, z)
+        for kind in ("directed", "antipodal", "symmetric")
+        for q, z in ((0.01, 1.0), (0.35, 0.3), (0.99, 0.5))
+    ),
 ]
 
 
 @pytest.mark.parametrize("pair", PAIRS_FOR_MASS, ids=str)
 def test_no_mass_is_missing_in_either_direction(pair):
-    """A direction whose masses do not add up to 1, what is at infinity included, would be no upper bound."""
+    """A direction whose masses do not add up to 1, what is at infinity included, would be no
+    upper bound.
+    """
     for masses in privacy_loss.grid_masses(pair, 1e-2, 1e-14):
         assert masses.masses.sum() + masses.infinity >= 1 - 1e-12
 
 
 def test_a_gaussian_and_a_pure_release_beside_a_sampled_one():
-    """Here adding the record costs more than removing it; the value is by quadrature of the profile."""
+    """Here adding the record costs more than removing it; the value is by quadrature of the
+    profile.
+    """
     q, z, mu, pure, delta = 0.35, 0.3, 2.0, 8.1, 0.8
     x = np.linspace(-12 * z, 1 + 12 * z, 400_001)
     density = np.exp(-(x**2) / (2 * z**2)) / (z * math.sqrt(2 * math.pi)) * (x[1] - x[0])
-    loss = -np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z**2))  # of the added record
+    # of the added record
+    loss = -np.logaddexp(math.log1p(-q), math.log(q) + (2 * x - 1) / (2 * z**2))
 
     def true_delta(epsilon):
         total = 0.0
         for sign in (1, -1):
             e = epsilon - sign * pure - loss
-            profile = stats.norm.cdf(mu / 2 - e / mu) - np.exp(e + stats.norm.logcdf(-mu / 2 - e / mu))
+            profile = stats.norm.cdf(mu / 2 - e / mu) - np.exp(
+                e + stats.norm.logcdf(-mu / 2 - e / mu)
+            )
             total += float(np.sum(density * profile)) / (1 + math.exp(-sign * pure))
         return total
 
     truth = optimize.brentq(lambda e: true_delta(e) - delta, 0.0, 50.0)
-    counts = {privacy_loss.Sampled("directed", q, z): 1, privacy_loss.Gaussian(mu): 1, privacy_loss.Pure(pure): 1}
+    counts = {
+        privacy_loss.Sampled("directed", q, z): 1,
+        privacy_loss.Gaussian(mu): 1,
+        privacy_loss.Pure(pure): 1,
+    }
     assert truth <= privacy_loss.upper_epsilon(counts, delta) <= truth * 1.001
 
 
@@ -335,5 +383,7 @@ def test_losses_beyond_floating_point_are_infinite_and_not_forgotten():
     assert privacy_loss.upper_epsilon({step: 10**9}, 1e-5) > 1e3
     for strange in (privacy_loss.Pure(800.0), privacy_loss.BoundedRange(800.0)):
         alone = privacy_loss.upper_epsilon({strange: 1}, 1e-5)
-        together = privacy_loss.upper_epsilon({strange: 1, privacy_loss.Sampled("directed", 0.01, 1.0): 10}, 1e-5)
+        together = privacy_loss.upper_epsilon(
+            {strange: 1, privacy_loss.Sampled("directed", 0.01, 1.0): 10}, 1e-5
+        )
         assert together >= alone * (1 - 1e-3) > 700

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from torch_dpbayes.accounting import privacy_loss, renyi
-from torch_dpbayes.accounting.privacy_loss import BoundedRange, Concentrated, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.privacy_loss import (
+    BoundedRange,
+    Concentrated,
+    Gaussian,
+    Pure,
+    Sampled,
+)
 
 DELTA = 1e-5
 
@@ -19,8 +25,11 @@ DELTA = 1e-5
 @pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.004, 0.8), (0.3, 2.0), (0.0055, 20.0)])
 def test_poisson_integer_orders_equal_dp_accounting(rate, noise):
     orders = [2.0, 5.0, 17.0, 64.0, 256.0]
-    theirs = dpa.rdp.RdpAccountant(orders).compose(dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), 7)
-    # dp_accounting sums logarithms term by term, which costs it relative precision where the curve is tiny.
+    theirs = dpa.rdp.RdpAccountant(orders).compose(
+        dpa.PoissonSampledDpEvent(rate, dpa.GaussianDpEvent(noise)), 7
+    )
+    # dp_accounting sums logarithms term by term, which costs it relative precision where the curve
+    # is tiny.
     ours = renyi.curve({Sampled("directed", rate, noise): 7}, orders)
     np.testing.assert_allclose(ours, theirs.rdp, rtol=1e-6, atol=1e-13)
 
@@ -43,7 +52,9 @@ def test_sampled_curves_equal_quadrature(kind, rate, noise, order):
         return np.exp(power * log_p(x) + (1 - power) * log_q(x))
 
     def integral(function, start, *points):
-        return integrate.quad(function, start, 2 * order + 9 * noise, points=points or None, limit=300, epsabs=1e-14)[0]
+        return integrate.quad(
+            function, start, 2 * order + 9 * noise, points=points or None, limit=300, epsabs=1e-14
+        )[0]
 
     if kind == "symmetric":
         value = integral(moment, 0.5, order) + integral(lambda x: moment(x, 1 - order), 0.5)
@@ -58,18 +69,26 @@ def test_closed_forms():
     orders = [1.7, 4.0, 30.0]
     alpha = np.array(orders)
     np.testing.assert_allclose(renyi.curve({Gaussian(0.3): 5}, orders), 5 * alpha * 0.09 / 2)
-    np.testing.assert_allclose(renyi.curve({Concentrated(0.2, 0.1): 3}, orders), 3 * (0.1 + 0.2 * alpha))
+    np.testing.assert_allclose(
+        renyi.curve({Concentrated(0.2, 0.1): 3}, orders), 3 * (0.1 + 0.2 * alpha)
+    )
     e = 0.8
     response = (np.exp(alpha * e) + np.exp((1 - alpha) * e)) / (1 + np.exp(e))
     np.testing.assert_allclose(renyi.curve({Pure(e): 1}, orders), np.log(response) / (alpha - 1))
     density = lambda g: np.exp((g - e) / 2) / (2 * (1 - np.exp(-e)))  # noqa: E731
-    moments = [integrate.quad(lambda g, a=a: density(g) * np.exp((a - 1) * g), -e, e)[0] for a in orders]
-    np.testing.assert_allclose(renyi.curve({BoundedRange(e): 1}, orders), np.log(moments) / (alpha - 1))
+    moments = [
+        integrate.quad(lambda g, a=a: density(g) * np.exp((a - 1) * g), -e, e)[0] for a in orders
+    ]
+    np.testing.assert_allclose(
+        renyi.curve({BoundedRange(e): 1}, orders), np.log(moments) / (alpha - 1)
+    )
 
 
 def test_conversion_equals_dp_accounting():
     divergences = renyi.curve({Sampled("directed", 0.01, 1.0): 10_000})
-    assert renyi.epsilon(divergences, DELTA) == pytest.approx(compute_epsilon(renyi.ORDERS, divergences, DELTA)[0])
+    assert renyi.epsilon(divergences, DELTA) == pytest.approx(
+        compute_epsilon(renyi.ORDERS, divergences, DELTA)[0]
+    )
     epsilon = renyi.epsilon(divergences, DELTA)
     assert renyi.delta(divergences, epsilon) == pytest.approx(DELTA)
     assert epsilon == pytest.approx(6.713, rel=1e-3)

@@ -1,8 +1,9 @@
 """Whatever is called in whatever order: what was released is never more than what was charged.
 
-An oracle stands beside the library. It sees which records each draw holds and every Gaussian that is drawn, recomputes the clipped sum of
-exactly those records, and compares: every change of the parameters must be that sum, each draw used once, plus noise of at least the multiplier
-that was charged for it, plus nothing.
+An oracle stands beside the library. It sees which records each draw holds and every Gaussian that
+is drawn, recomputes the clipped sum of exactly those records, and compares: every change of the
+parameters must be that sum, each draw used once, plus noise of at least the multiplier that was
+charged for it, plus nothing.
 """
 
 import contextlib
@@ -27,12 +28,24 @@ from torch_dpbayes.poisson_loader import PoissonSampler
 
 RECORDS, FEATURES, CLIP = 30, 3, 0.5
 WAYS = ["whole", "twice", "half", "all data", "two backward passes", "forward only"]
-SLIPS = ["none", "none", "skip a batch", "step again", "leave in the middle of a draw", "seeded copies"]
-CLUMSY = (RuntimeError, ValueError, TypeError, IndexError, StopIteration)  # PrivacyBudgetExceeded is a RuntimeError
+SLIPS = [
+    "none",
+    "none",
+    "skip a batch",
+    "step again",
+    "leave in the middle of a draw",
+    "seeded copies",
+]
+# PrivacyBudgetExceeded is a RuntimeError
+CLUMSY = (RuntimeError, ValueError, TypeError, IndexError, StopIteration)
 
 
 class AnySequence(RuleBasedStateMachine):
-    @initialize(budget=st.sampled_from([None, 1.0, 20.0]), batch_size=st.sampled_from([5, 15, 30]), lr=st.sampled_from([0.1, 50.0]))
+    @initialize(
+        budget=st.sampled_from([None, 1.0, 20.0]),
+        batch_size=st.sampled_from([5, 15, 30]),
+        lr=st.sampled_from([0.1, 50.0]),
+    )
     def start(self, budget, batch_size, lr):
         self.stack = contextlib.ExitStack()
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
@@ -58,10 +71,15 @@ class AnySequence(RuleBasedStateMachine):
         patch.setattr(PoissonSampler, "__iter__", recorded_iter)
         patch.setattr(GaussianNoise, "standard_normal", recorded_noise)
         patch.setattr(base, "add_gaussian", recorded_add)
-        self.x, self.y = torch.randn(RECORDS, FEATURES, dtype=torch.float64), torch.randn(RECORDS, 1, dtype=torch.float64)
+        self.x, self.y = (
+            torch.randn(RECORDS, FEATURES, dtype=torch.float64),
+            torch.randn(RECORDS, 1, dtype=torch.float64),
+        )
         self.net = nn.Linear(FEATURES, 1, bias=False, dtype=torch.float64)
         self.loader = DataLoader(TensorDataset(self.x, self.y), batch_size=batch_size)
-        accountant = dpb.PrivacyAccountant() if budget is None else dpb.PrivacyAccountant(budget, 1e-5)
+        accountant = (
+            dpb.PrivacyAccountant() if budget is None else dpb.PrivacyAccountant(budget, 1e-5)
+        )
         self.engine = dpb.PrivacyEngine(accountant)
         self.batch, self.saved, self.batches = None, None, iter(())
         self.attach(lr, 1.0, math.inf)
@@ -70,7 +88,11 @@ class AnySequence(RuleBasedStateMachine):
         if hasattr(self, "stack"):
             self.stack.close()
 
-    @rule(lr=st.sampled_from([0.05, 1.0, 100.0]), floor=st.sampled_from([0.0, 1.0, 3.0]), prior_std=st.sampled_from([math.inf, 1.0]))
+    @rule(
+        lr=st.sampled_from([0.05, 1.0, 100.0]),
+        floor=st.sampled_from([0.0, 1.0, 3.0]),
+        prior_std=st.sampled_from([math.inf, 1.0]),
+    )
     def attach(self, lr, floor, prior_std):
         factory = partial(dpb.optim.DPSGLD, lr=lr, prior_std=prior_std, noise_multiplier=floor)
         self.net, self.optimizer, self.loader = self.engine.make_private(
@@ -83,7 +105,9 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule(size=st.sampled_from([2, 7]))
     def new_pass_in_parts(self, size):
-        with BatchMemoryManager(data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer) as parts:
+        with BatchMemoryManager(
+            data_loader=self.loader, max_physical_batch_size=size, optimizer=self.optimizer
+        ) as parts:
             self.batches = iter(parts)
 
     @rule()
@@ -158,7 +182,8 @@ class AnySequence(RuleBasedStateMachine):
             assert torch.equal(before, self.net.weight.detach())
             return
         if torch.equal(before, self.net.weight.detach()):
-            assert len(self.engine.accountant) == self.charged  # a part of a draw: nothing came out, nothing was charged
+            # a part of a draw: nothing came out, nothing was charged
+            assert len(self.engine.accountant) == self.charged
             return
         self.charged += 1
         assert len(self.noise) == count + 1
@@ -172,13 +197,19 @@ class AnySequence(RuleBasedStateMachine):
         assert any(self.multiplier_of(e) == pytest.approx(z) for e in charged)
 
     def explain(self, total, weight):
-        """The sum is that of one draw, whole, every record once, and of a draw that was not used before."""
+        """The sum is that of one draw, whole, every record once, and of a draw that was not
+        used before.
+        """
         for k in range(len(self.draws) - 1, -1, -1):
             x, y = self.x[self.draws[k]], self.y[self.draws[k]]
             gradients = 2 * (x @ weight.T - y) * x
             norms = gradients.norm(dim=1, keepdim=True)
             expected = (gradients * (CLIP / norms).clamp(max=1.0)).sum(0)
-            tolerance = 1e-6 * (1 + weight.abs().max()) * max(1.0, self.optimizer.effective_noise_multiplier)
+            tolerance = (
+                1e-6
+                * (1 + weight.abs().max())
+                * max(1.0, self.optimizer.effective_noise_multiplier)
+            )
             if (total - expected).abs().max() < tolerance and not self.used[k]:
                 self.used[k] += 1
                 return
@@ -195,12 +226,21 @@ class AnySequence(RuleBasedStateMachine):
     @rule()
     def clipped_fraction(self):
         with contextlib.suppress(*CLUMSY):
-            dpb.private_clipped_fraction(self.net, self.optimizer, self.loader, noise_multiplier=2.0, criterion=nn.functional.mse_loss)
+            dpb.private_clipped_fraction(
+                self.net,
+                self.optimizer,
+                self.loader,
+                noise_multiplier=2.0,
+                criterion=nn.functional.mse_loss,
+            )
             self.charged += 1
 
     @rule()
     def simulate(self):
-        public = DataLoader(TensorDataset(torch.randn(4, FEATURES).double(), torch.randn(4, 1).double()), batch_size=2)
+        public = DataLoader(
+            TensorDataset(torch.randn(4, FEATURES).double(), torch.randn(4, 1).double()),
+            batch_size=2,
+        )
         dpb.simulate_gradient_norms(self.net, public, criterion=nn.functional.mse_loss)
 
     @rule()
@@ -224,7 +264,9 @@ class AnySequence(RuleBasedStateMachine):
 
     @rule()
     def go_on_with_a_copy(self):
-        """A copy on the same parameters: original and copy must not use one draw twice, and never draw the same noise."""
+        """A copy on the same parameters: original and copy must not use one draw twice, and
+        never draw the same noise.
+        """
         self.optimizer = copy.deepcopy(self.optimizer, {id(p): p for p in self.net.parameters()})
 
     @invariant()

@@ -1,4 +1,6 @@
-"""Book-keeping clipping against Opacus' hooks, and everything that could let an unclipped gradient through."""
+"""Book-keeping clipping against Opacus' hooks, and everything that could let an unclipped
+gradient through.
+"""
 
 import copy
 import io
@@ -35,10 +37,15 @@ def loss_of(net, x, weights):
 
 
 def weights_of(net, x, spread):
-    """Of the outputs in a linear loss: record i's gradient is about spread**i times the first one's."""
+    """Of the outputs in a linear loss: record i's gradient is about spread**i times the first
+    one's.
+    """
     with torch.no_grad():
         out = net(x).flatten(1)
-    return torch.randn_like(out) * spread ** torch.arange(len(x), device=x.device, dtype=out.dtype)[:, None]
+    return (
+        torch.randn_like(out)
+        * spread ** torch.arange(len(x), device=x.device, dtype=out.dtype)[:, None]
+    )
 
 
 def clipped(source, net, x, weights, clip, **options):
@@ -102,7 +109,11 @@ class Twice(nn.Module):
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.mix, self.out = nn.Embedding(11, 6), nn.Linear(6, 6), nn.Linear(6, 11, bias=False)
+        self.embedding, self.mix, self.out = (
+            nn.Embedding(11, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 11, bias=False),
+        )
         self.out.weight = self.embedding.weight
 
     def forward(self, x):
@@ -112,7 +123,10 @@ class Tied(nn.Module):
 class Lstm(nn.Module):
     def __init__(self):
         super().__init__()
-        self.lstm, self.last = DPLSTM(6, 5, batch_first=True, bidirectional=True, num_layers=2), nn.Linear(10, 3)
+        self.lstm, self.last = (
+            DPLSTM(6, 5, batch_first=True, bidirectional=True, num_layers=2),
+            nn.Linear(10, 3),
+        )
 
     def forward(self, x):
         return self.last(self.lstm(x)[0][:, -1])
@@ -152,22 +166,69 @@ def randomised(net):
 
 
 MODELS = {
-    "linear": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (6,)),
-    "sequence": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)), (7, 6)),
-    "long sequence, Gram": (lambda: nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300)), (4, 6)),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+        (6,),
+    ),
+    "sequence": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+        (7, 6),
+    ),
+    "long sequence, Gram": (
+        lambda: nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300)),
+        (4, 6),
+    ),
     "two dimensions of positions": (lambda: nn.Linear(6, 3), (2, 3, 6)),
-    "without bias": (lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)), (5, 6)),
-    "cnn": (lambda: nn.Sequential(nn.Conv2d(2, 16, 3), nn.GroupNorm(4, 16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.Flatten()), (2, 8, 8)),
-    "cnn, in place": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True)), (2, 8, 8)),
-    "transposed": (lambda: nn.Sequential(nn.Conv2d(2, 4, 2, stride=2), nn.ConvTranspose2d(4, 2, 2, stride=2)), (2, 4, 4)),
+    "without bias": (
+        lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)),
+        (5, 6),
+    ),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 16, 3),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.Flatten(),
+        ),
+        (2, 8, 8),
+    ),
+    "cnn, in place": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True)
+        ),
+        (2, 8, 8),
+    ),
+    "transposed": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 2, stride=2), nn.ConvTranspose2d(4, 2, 2, stride=2)),
+        (2, 4, 4),
+    ),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)), (5, 6)),
-    "layer norm of two dimensions": (lambda: nn.Sequential(nn.LayerNorm((5, 6)), nn.Linear(6, 3)), (5, 6)),
+    "layer norm of two dimensions": (
+        lambda: nn.Sequential(nn.LayerNorm((5, 6)), nn.Linear(6, 3)),
+        (5, 6),
+    ),
     "rms norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.RMSNorm(6)), (5, 6)),
-    "group norm": (lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)), (6, 5)),
-    "group norm of vectors": (lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)), (6,)),
-    "instance norm 1d": (lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, affine=True)), (2, 8)),
-    "instance norm 2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True)), (2, 6, 6)),
-    "instance norm 3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.InstanceNorm3d(4, affine=True)), (2, 4, 4, 4)),
+    "group norm": (
+        lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)),
+        (6, 5),
+    ),
+    "group norm of vectors": (
+        lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)),
+        (6,),
+    ),
+    "instance norm 1d": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, affine=True)),
+        (2, 8),
+    ),
+    "instance norm 2d": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True)),
+        (2, 6, 6),
+    ),
+    "instance norm 3d": (
+        lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.InstanceNorm3d(4, affine=True)),
+        (2, 4, 4, 4),
+    ),
     "a linear layer twice": (lambda: Twice(nn.Linear(6, 6)), (6,)),
     "a linear layer twice on sequences": (lambda: Twice(nn.Linear(6, 6)), (5, 6)),
     "a convolution twice": (lambda: Twice(nn.Conv2d(2, 2, 3, padding=1)), (2, 5, 5)),
@@ -178,7 +239,10 @@ MODELS = {
     "own layer": (lambda: nn.Sequential(nn.Linear(6, 6), OwnLayer(), nn.Linear(6, 3)), (6,)),
     "tied embedding": (Tied, None),
     "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 3)), None),
-    "embedding with padding": (lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=2), nn.Linear(6, 3)), None),
+    "embedding with padding": (
+        lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=2), nn.Linear(6, 3)),
+        None,
+    ),
 }
 
 
@@ -189,7 +253,7 @@ def made(name, rows=9, dtype=torch.float32, device="cpu"):
     return net, x.to(device)
 
 
-# -- the same sums -----------------------------------------------------------------------------------------------------------------
+# -- the same sums ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -208,8 +272,14 @@ def test_clipped_sums_equal_those_of_hooks(name, dtype, device):
 @given(data=st.data())
 def test_convolutions_of_every_kind(data):
     dims = data.draw(st.integers(1, 3))
-    kind, groups = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1], data.draw(st.sampled_from([1, 2, 4]))
-    channels, width = groups * data.draw(st.sampled_from([1, 2, 16 if dims < 3 else 2])), groups * data.draw(st.integers(1, 3))
+    kind, groups = (
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1],
+        data.draw(st.sampled_from([1, 2, 4])),
+    )
+    channels, width = (
+        groups * data.draw(st.sampled_from([1, 2, 16 if dims < 3 else 2])),
+        groups * data.draw(st.integers(1, 3)),
+    )
     if data.draw(st.booleans()):
         width = groups * 16
     kernel = data.draw(st.integers(1, 3))
@@ -227,7 +297,8 @@ def test_convolutions_of_every_kind(data):
     layer.weight.requires_grad_(data.draw(st.sampled_from([True, True, not bias])))
     named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
 
-    def gradients(x, weights):  # the truth: Opacus does not know padding modes, and neither mode may be our reference
+    # the truth: Opacus does not know padding modes, and neither mode may be our reference
+    def gradients(x, weights):
         per_record = []
         for i in range(len(x)):
             loss = (other(x[i : i + 1].double()).flatten(1) * weights[i].double()).sum()
@@ -235,13 +306,18 @@ def test_convolutions_of_every_kind(data):
             per_record.append(torch.cat([g.flatten() for g in grads]))
         return torch.stack(per_record)
 
-    truth, terms = gradients(x, weights), gradients(x.abs(), weights.abs()).norm(dim=1)  # the terms' size, to which rounding is relative
+    # the terms' size, to which rounding is relative
+    truth, terms = gradients(x, weights), gradients(x.abs(), weights.abs()).norm(dim=1)
     true_norms = truth.norm(dim=1)
     clip = float(true_norms.median())
     factor = (clip / true_norms).clamp(max=1.0)
     expected = (truth * factor[:, None]).sum(0)
     for way in (None, "gram", "unfold", *(["grouped", "loop"] if dtype == torch.float32 else [])):
-        source = BookkeepingGradientSource(net, clipping_kernels=None if way is None else {"1": way}) if layer.weight.requires_grad else None
+        source = (
+            BookkeepingGradientSource(net, clipping_kernels=None if way is None else {"1": way})
+            if layer.weight.requires_grad
+            else None
+        )
         source = source or BookkeepingGradientSource(net)
         found, norms = clipped(source, net, x, weights, clip)
         tolerance = 1e-12 if dtype == torch.float64 else 2e-6
@@ -267,16 +343,34 @@ def test_linear_layers_of_every_shape(positions, widths, rows, way, frozen):
     other = copy.deepcopy(net)
     weights = weights_of(net, x, 1.3)
     weights[-1] = 0.0  # a gradient of zero
-    source, hooks = BookkeepingGradientSource(net, clipping_kernels={"0": way} if way else None), HooksGradientSource(other)
-    _, terms = clipped(hooks, other, x.abs(), weights.abs(), 1.0)  # their size, to which rounding is relative
+    source, hooks = (
+        BookkeepingGradientSource(net, clipping_kernels={"0": way} if way else None),
+        HooksGradientSource(other),
+    )
+    # their size, to which rounding is relative
+    _, terms = clipped(hooks, other, x.abs(), weights.abs(), 1.0)
     for clip in (1e-3, 1.0, 1e5):
         expected, true_norms = clipped(hooks, other, x, weights, clip)
         found, norms = clipped(source, net, x, weights, clip)
-        assert float((found - expected).norm()) <= 1e-12 * float(((clip / true_norms).clamp(max=1.0) * terms).sum())
+        assert float((found - expected).norm()) <= 1e-12 * float(
+            ((clip / true_norms).clamp(max=1.0) * terms).sum()
+        )
         assert ((norms - true_norms).abs() <= 2**-23 * true_norms + 1e-12 * terms).all()
 
 
-@pytest.mark.parametrize("name", ["linear", "sequence", "long sequence, Gram", "cnn", "embedding", "group norm", "tied embedding", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear",
+        "sequence",
+        "long sequence, Gram",
+        "cnn",
+        "embedding",
+        "group norm",
+        "tied embedding",
+        "lstm",
+    ],
+)
 @pytest.mark.parametrize("options", ["diagonal", "full", "scaled", "scaled by a matrix"])
 def test_second_moments_and_scales(name, options):
     net, x = made(name, dtype=torch.float64)
@@ -288,7 +382,9 @@ def test_second_moments_and_scales(name, options):
     if options == "scaled":
         arguments["scale"] = torch.rand(d, dtype=torch.float64) + 0.5
     elif options == "scaled by a matrix":
-        arguments["scale"] = torch.rand(d, d, dtype=torch.float64).tril_() / d + torch.eye(d, dtype=torch.float64)
+        arguments["scale"] = torch.rand(d, d, dtype=torch.float64).tril_() / d + torch.eye(
+            d, dtype=torch.float64
+        )
     weights = weights_of(net, x, 1.2)
     for make in (HooksGradientSource, BookkeepingGradientSource):
         twin = out_of_place(net)
@@ -309,7 +405,8 @@ def test_a_record_that_is_not_finite_contributes_nothing(name, broken):
     without, _ = clipped(source, net, x[1:], weights[1:], 0.5)
     weights[0] = broken
     found, norms = clipped(source, net, x, weights, 0.5)
-    if math.isfinite(norms[0]):  # the Gram norm of a huge gradient does not overflow: it is clipped as any other
+    # the Gram norm of a huge gradient does not overflow: it is clipped as any other
+    if math.isfinite(norms[0]):
         assert broken == 1e30
         assert float((found - without).norm()) == pytest.approx(0.5, rel=1e-4)
     else:
@@ -332,7 +429,9 @@ def test_a_norm_does_not_underflow_where_its_product_counts(exponents):
 
 
 def test_positions_that_cancel_are_clipped_all_the_same():
-    """Σ_t g_t a_tᵀ is 1e-4 of its terms: in float32 the Gram norm would be rounding error, and the record unclipped."""
+    """Σ_t g_t a_tᵀ is 1e-4 of its terms: in float32 the Gram norm would be rounding error,
+    and the record unclipped.
+    """
     net = nn.Sequential(nn.Linear(64, 48, bias=False))
     source = BookkeepingGradientSource(net, clipping_kernels={"0": "gram"})
     half, backprops = torch.randn(5, 8, 64), torch.randn(5, 8, 48)
@@ -343,7 +442,10 @@ def test_positions_that_cancel_are_clipped_all_the_same():
     expected = (exact * (1e-6 / exact.norm(dim=1))[:, None]).sum(0)
     # what is left of the sum in float32 is good to 2⁻²⁴ of its terms
     assert float((out - expected).norm()) <= 5e-6 * 1e4 * 2**-22
-    source._norm = lambda contributions, _: torch.stack([c.norm() for c in contributions]).norm(dim=0)  # before any is set apart
+    # before any is set apart
+    source._norm = lambda contributions, _: torch.stack([c.norm() for c in contributions]).norm(
+        dim=0
+    )
     _, norms = clipped(source, net, x, weights, 1e-6)
     torch.testing.assert_close(norms.double(), exact.norm(dim=1), rtol=1e-6, atol=0)
 
@@ -359,7 +461,9 @@ HELD_PRODUCTS = {
 @pytest.mark.parametrize("size", [1e4, 1e8, 1e12])
 @pytest.mark.parametrize("name", HELD_PRODUCTS)
 def test_a_record_whose_positions_cancel_does_not_swallow_the_others(name, size):
-    """Its terms are huge and its gradient is not: added up with those of other records, they would take their digits away."""
+    """Its terms are huge and its gradient is not: added up with those of other records, they
+    would take their digits away.
+    """
     make, shape, ways = HELD_PRODUCTS[name]
     net = randomised(make())
     source = BookkeepingGradientSource(net, clipping_kernels=ways)
@@ -378,7 +482,8 @@ def test_a_record_whose_positions_cancel_does_not_swallow_the_others(name, size)
         backprops -= backprops.mean(1, keepdim=True)
     out, norms = clipped(source, net, x, weights, clip)
     assert float((out - without).norm()) <= clip * (1 + 1e-4)
-    assert float(norms[0]) < 1e-5 * 9 * size * float(weights[0].norm()) * math.sqrt(x[0].numel())  # it does cancel
+    # it does cancel
+    assert float(norms[0]) < 1e-5 * 9 * size * float(weights[0].norm()) * math.sqrt(x[0].numel())
 
 
 @pytest.mark.parametrize("name", HELD_PRODUCTS)
@@ -393,7 +498,9 @@ def test_positions_that_cancel_in_one_layer_of_two(name):
 
     make, shape, ways = HELD_PRODUCTS[name]
     net, x = randomised(Branches()), torch.randn(5, 2, *shape)
-    source = BookkeepingGradientSource(net, clipping_kernels={f"branches.{i}": ways["0"] for i in range(2)})
+    source = BookkeepingGradientSource(
+        net, clipping_kernels={f"branches.{i}": ways["0"] for i in range(2)}
+    )
     weights = torch.randn_like(net(x))
     without, _ = clipped(source, net, x[1:], weights[1:].flatten(1), 1.0)
     x[0, 1] = 1e8
@@ -421,11 +528,16 @@ def test_a_record_that_is_summed_by_itself_is_cut_out_and_instantiated_as_any_ot
     found = {p: torch.zeros(p.numel()) for _, p in named}
     product.add_sum(torch.tensor([1.0, 2.0, 3.0, 4.0]), found)
     for (_, p), gradients in zip(named, before):
-        torch.testing.assert_close(found[p], (gradients[0] + 2 * gradients[1]).flatten(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            found[p], (gradients[0] + 2 * gradients[1]).flatten(), rtol=1e-5, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-@pytest.mark.parametrize("name", ["flat", "gram", "instantiate", "unfold", "convolution, Gram", "layer norm", "group norm"])
+@pytest.mark.parametrize(
+    "name",
+    ["flat", "gram", "instantiate", "unfold", "convolution, Gram", "layer norm", "group norm"],
+)
 def test_half_frozen_layers(name, frozen):
     make, shape, way = {
         "flat": (lambda: nn.Linear(6, 4), (6,), None),
@@ -440,7 +552,14 @@ def test_half_frozen_layers(name, frozen):
     getattr(net[0], frozen).requires_grad_(False)
     other, weights = copy.deepcopy(net), torch.randn_like(net(x).flatten(1))
     trainable = [p for p in other.parameters() if p.requires_grad]
-    truth = torch.stack([torch.autograd.grad((other(x[i : i + 1]).flatten() * weights[i]).sum(), trainable)[0].flatten() for i in range(6)])
+    truth = torch.stack(
+        [
+            torch.autograd.grad((other(x[i : i + 1]).flatten() * weights[i]).sum(), trainable)[
+                0
+            ].flatten()
+            for i in range(6)
+        ]
+    )
     clip = float(truth.norm(dim=1).median())
     source = BookkeepingGradientSource(net, clipping_kernels={} if way is None else {"0": way})
     expected = (truth * (clip / truth.norm(dim=1)).clamp(max=1.0)[:, None]).sum(0)
@@ -467,7 +586,12 @@ def test_what_one_record_adds_is_no_longer_than_the_clip_norm(name, dtype, size)
     if math.isfinite(norm[0]):
         for clip in (0.9, 1e-3):
             out, _ = clipped(source, net, x, weights, clip * float(norm))
-            torch.testing.assert_close(float(out.double().norm()), clip * float(norm), rtol=1e-12 if dtype == torch.float64 else 2e-6, atol=1e-18)
+            torch.testing.assert_close(
+                float(out.double().norm()),
+                clip * float(norm),
+                rtol=1e-12 if dtype == torch.float64 else 2e-6,
+                atol=1e-18,
+            )
 
 
 @pytest.mark.parametrize("is_autocast", [True, False])
@@ -475,15 +599,17 @@ def test_what_one_record_adds_is_no_longer_than_the_clip_norm(name, dtype, size)
 def test_autocast_and_half_precision(grad_sample_mode, is_autocast):
     """Against the same model, in the same precision, on one record at a time.
 
-    Numbers then differ by one rounding to bfloat16 (2⁻⁸, relative) where autograd writes a weight's gradient, in the norm as in the direction. The
-    mean over 8 records divides by a power of two, which rounds nothing.
+    Numbers then differ by one rounding to bfloat16 (2⁻⁸, relative) where autograd writes a weight's
+    gradient, in the norm as in the direction. The mean over 8 records divides by a power of two,
+    which rounds nothing.
     """
     net, x = made("cnn", rows=8)
     if not is_autocast:
         net, x = net.bfloat16(), x.bfloat16()
     weights = weights_of(net, x, 1.2)
     truth = []
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):  # backward and the sum inside as well
+    # backward and the sum inside as well
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
         for i in range(8):
             other = copy.deepcopy(net)
             loss_of(other, x[i : i + 1], weights[i : i + 1]).backward()
@@ -491,7 +617,11 @@ def test_autocast_and_half_precision(grad_sample_mode, is_autocast):
         gradients = torch.stack(truth)
         norm = gradients.norm(dim=1)
         clip = float(norm.median())
-        source = HooksGradientSource(net) if grad_sample_mode == "hooks" else BookkeepingGradientSource(net)
+        source = (
+            HooksGradientSource(net)
+            if grad_sample_mode == "hooks"
+            else BookkeepingGradientSource(net)
+        )
         found, norms = clipped(source, net, x, weights, clip)
     assert found.dtype == norms.dtype == torch.float32
     torch.testing.assert_close(norms.double(), norm, rtol=2**-8, atol=0)
@@ -504,8 +634,13 @@ def test_autocast_around_backward_and_step_alone_changes_nothing(way):
     """For one layer, whose output gradient autograd computes without products."""
     net, x = nn.Sequential(nn.Linear(6, 3)), torch.randn(9, 5, 6)
     twin, weights = copy.deepcopy(net), weights_of(net, x, 1.2)
-    expected = clipped(BookkeepingGradientSource(twin, clipping_kernels={"0": way}), twin, x, weights, 0.5)
-    source, named = BookkeepingGradientSource(net, clipping_kernels={"0": way}), list(net.named_parameters())
+    expected = clipped(
+        BookkeepingGradientSource(twin, clipping_kernels={"0": way}), twin, x, weights, 0.5
+    )
+    source, named = (
+        BookkeepingGradientSource(net, clipping_kernels={"0": way}),
+        list(net.named_parameters()),
+    )
     loss = loss_of(net, x, weights)
     out = [torch.zeros(p.numel()) for _, p in named]
     with torch.autocast("cpu", torch.bfloat16):
@@ -523,7 +658,9 @@ def test_reduced_products_are_not_used_for_norms_and_sums(monkeypatch, precision
     seen = []
     monkeypatch.setattr(layers.Outer, "_add_product", lambda *_: seen.append(matmul.fp32_precision))
     kernel = layers.KERNELS[nn.Linear]
-    monkeypatch.setitem(layers.KERNELS, nn.Linear, lambda *a: seen.append(matmul.fp32_precision) or kernel(*a))
+    monkeypatch.setitem(
+        layers.KERNELS, nn.Linear, lambda *a: seen.append(matmul.fp32_precision) or kernel(*a)
+    )
     net, x = made("linear")
     source = BookkeepingGradientSource(net)
     weights = weights_of(net, x, 1.0)
@@ -543,7 +680,11 @@ def run(grad_sample_mode, net, data, seed):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", FALLBACK)
         net, optimizer, loader = dpb.PrivacyEngine().make_private(
-            module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5, grad_sample_mode=grad_sample_mode
+            module=net,
+            optimizer=factory,
+            data_loader=loader,
+            max_grad_norm=0.5,
+            grad_sample_mode=grad_sample_mode,
         )
     for _ in range(3):
         for x, y in loader:
@@ -554,17 +695,20 @@ def run(grad_sample_mode, net, data, seed):
 
 
 def test_a_whole_run_is_that_of_hooks(monkeypatch):
-    monkeypatch.setattr(GaussianNoise, "next_stream", lambda noise, device, hides: noise.generator)  # else rounding changes the noise
+    # else rounding changes the noise
+    monkeypatch.setattr(GaussianNoise, "next_stream", lambda noise, device, hides: noise.generator)
     monkeypatch.setattr(GaussianNoise, "require_usable", lambda noise, device: None)
     monkeypatch.setattr("torch_dpbayes.poisson_loader.use_position", lambda *_: None)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    ).double()
     data = TensorDataset(torch.randn(60, 1, 6, 6, dtype=torch.float64), torch.randint(3, (60,)))
     seed = (torch.seed() % 2**31, torch.seed() % 2**31 + 1)
     a, b = (run(mode, copy.deepcopy(net), data, seed) for mode in ("hooks", "bookkeeping"))
     torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-# -- one backward pass, and nothing unclipped ------------------------------------------------------------------------------------------
+# -- one backward pass, and nothing unclipped ------------------------------------------------------
 
 
 def test_autograd_computes_no_weight_gradient_and_no_gradient_of_the_input():
@@ -577,7 +721,8 @@ def test_autograd_computes_no_weight_gradient_and_no_gradient_of_the_input():
         if node is None or node in seen:
             continue
         seen.add(node)
-        assert "AccumulateGrad" not in type(node).__name__ or node.variable.numel() == 1  # the anchor
+        # the anchor
+        assert "AccumulateGrad" not in type(node).__name__ or node.variable.numel() == 1
         stack += [n for n, _ in node.next_functions]
     out.sum().backward()
     assert all(p.grad is None for p in net.parameters()) and x.grad is None
@@ -589,7 +734,11 @@ def private(net=None, rows=40, shape=(6,), batch_size=40, **options):
     data = TensorDataset(torch.randn(rows, *shape), torch.randint(3, (rows,)))
     factory = partial(dpb.optim.DPSGLD, lr=0.1)
     return dpb.PrivacyEngine().make_private(
-        module=net, optimizer=factory, data_loader=DataLoader(data, batch_size=batch_size), max_grad_norm=0.5, **options
+        module=net,
+        optimizer=factory,
+        data_loader=DataLoader(data, batch_size=batch_size),
+        max_grad_norm=0.5,
+        **options,
     )
 
 
@@ -620,7 +769,13 @@ def test_a_weight_used_outside_its_module():
 
 def test_a_penalty_in_the_loss():
     net, optimizer, loader = private()
-    expect("prior instead of a penalty", net, optimizer, loader, lambda x, y: (F.cross_entropy(net(x), y) + net[2].weight.square().sum()).backward())
+    expect(
+        "prior instead of a penalty",
+        net,
+        optimizer,
+        loader,
+        lambda x, y: (F.cross_entropy(net(x), y) + net[2].weight.square().sum()).backward(),
+    )
 
 
 def test_p_grad_set_by_hand():
@@ -635,7 +790,13 @@ def test_p_grad_set_by_hand():
 
 def test_parts_of_the_model_beside_the_model():
     net, optimizer, loader = private()
-    expect("call the model itself", net, optimizer, loader, lambda x, y: F.cross_entropy(net(x) + net[0](x.roll(1, 0))[:, :3], y).backward())
+    expect(
+        "call the model itself",
+        net,
+        optimizer,
+        loader,
+        lambda x, y: F.cross_entropy(net(x) + net[0](x.roll(1, 0))[:, :3], y).backward(),
+    )
 
 
 def test_weights_changed_between_forward_and_backward():
@@ -673,14 +834,21 @@ def test_inputs_changed_in_place():
 
 @pytest.mark.parametrize("kind", ["linear", "convolution", "twice"])
 def test_batches_overwritten_between_backward_and_step(kind):
-    """A loop may fill its buffer with the next batch before step(), whose records must not be mixed into this one's."""
+    """A loop may fill its buffer with the next batch before step(), whose records must not be
+    mixed into this one's.
+    """
     shape = (4,)
     if kind == "linear":
         net = nn.Sequential(nn.Linear(4, 3))
     elif kind == "twice":
         net = nn.Sequential(Twice(nn.Linear(4, 4)), nn.Linear(4, 3))
     else:
-        net, shape = nn.Sequential(nn.Conv2d(2, 64, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)), (2, 5, 5)
+        net, shape = (
+            nn.Sequential(
+                nn.Conv2d(2, 64, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 3)
+            ),
+            (2, 5, 5),
+        )
     net, optimizer, loader = private(net, shape=shape)
 
     def work(x, y):
@@ -692,11 +860,16 @@ def test_batches_overwritten_between_backward_and_step(kind):
 
 @pytest.mark.parametrize("grad_sample_mode", ["hooks", "bookkeeping"])
 def test_modules_put_in_later(grad_sample_mode):
-    for change in (lambda net: net.__setitem__(1, nn.BatchNorm1d(8, affine=False)), lambda net: net.append(nn.BatchNorm1d(3, affine=False))):
+    for change in (
+        lambda net: net.__setitem__(1, nn.BatchNorm1d(8, affine=False)),
+        lambda net: net.append(nn.BatchNorm1d(3, affine=False)),
+    ):
         net, optimizer, loader = private(grad_sample_mode=grad_sample_mode)
         x, y = next(iter(loader))
         change(net)
-        with pytest.raises(RuntimeError, match=r"module '[13]' (changed|was added) since the model was checked"):
+        with pytest.raises(
+            RuntimeError, match=r"module '[13]' (changed|was added) since the model was checked"
+        ):
             net(x)
         assert len(optimizer.accountant) == 0
 
@@ -719,7 +892,11 @@ def test_a_hook_on_a_parameter_is_not_passed_over(kind):
 def test_a_hook_that_comes_after_the_backward_pass_changes_nothing():
     """Nor does it in torch, which would call it in the next one."""
     net, x = made("linear")
-    source, weights, named = BookkeepingGradientSource(net), weights_of(net, x, 1.2), list(net.named_parameters())
+    source, weights, named = (
+        BookkeepingGradientSource(net),
+        weights_of(net, x, 1.2),
+        list(net.named_parameters()),
+    )
     expected, _ = clipped(source, net, x, weights, 0.5)
     loss_of(net, x, weights).backward()
     net[0].weight.register_hook(lambda g: 0 * g)
@@ -734,7 +911,13 @@ def test_a_pass_of_an_earlier_batch_joins_no_later_one():
     earlier = F.cross_entropy(net(x), y)
     with pytest.raises(RuntimeError, match=r"backward\(\) was not called"):
         optimizer.step()
-    expect("through one of an earlier batch", net, optimizer, loader, lambda x, y: (earlier + F.cross_entropy(net(x), y)).backward())
+    expect(
+        "through one of an earlier batch",
+        net,
+        optimizer,
+        loader,
+        lambda x, y: (earlier + F.cross_entropy(net(x), y)).backward(),
+    )
 
 
 @pytest.mark.parametrize("way", ["functional_call", "load_state_dict", "setattr"])
@@ -779,7 +962,9 @@ def test_own_layers_are_run_again_as_they_were_run():
             self.own, self.last, self.power = Own(), nn.Linear(6, 3), 2
 
         def forward(self, x):
-            return self.last(self.own(x, Named(factor=torch.tanh(x)), self.power, sign=self.power > 2))
+            return self.last(
+                self.own(x, Named(factor=torch.tanh(x)), self.power, sign=self.power > 2)
+            )
 
     net, x = randomised(Using()), torch.randn(4, 6)
     with pytest.warns(UserWarning, match=FALLBACK):
@@ -789,7 +974,16 @@ def test_own_layers_are_run_again_as_they_were_run():
     truth = []
     with source.paused():
         for i in range(4):
-            truth.append(torch.cat([g.flatten() for g in torch.autograd.grad((net(x[i : i + 1]) * weights[i]).sum(), list(net.parameters()))]))
+            truth.append(
+                torch.cat(
+                    [
+                        g.flatten()
+                        for g in torch.autograd.grad(
+                            (net(x[i : i + 1]) * weights[i]).sum(), list(net.parameters())
+                        )
+                    ]
+                )
+            )
     found, norms = clipped(source, net, x, weights, 1e6)
     torch.testing.assert_close(norms, torch.stack(truth).norm(dim=1), rtol=1e-5, atol=0)
     torch.testing.assert_close(found, torch.stack(truth).sum(0), rtol=1e-5, atol=1e-5)
@@ -808,7 +1002,8 @@ def test_a_layer_that_hands_its_input_on():
     with pytest.warns(UserWarning, match=FALLBACK):
         source = BookkeepingGradientSource(net)
     for x in (torch.randn(4, 6), torch.randn(4, 6, requires_grad=True)):
-        results = [clipped(source, net, x, weights, 0.5) for _ in range(2)]  # a hook left on x would see the second pass
+        # a hook left on x would see the second pass
+        results = [clipped(source, net, x, weights, 0.5) for _ in range(2)]
         assert_same(*results)
         assert not results[0][0][:6].any() and x.grad_fn is None
 
@@ -816,9 +1011,17 @@ def test_a_layer_that_hands_its_input_on():
 def test_two_backward_passes_and_gradients_of_gradients():
     for work, message in (
         (lambda net, x, y: [F.cross_entropy(net(x), y).backward(retain_graph=True)] and None, None),
-        (lambda net, x, y: (lambda loss: (loss.backward(retain_graph=True), loss.backward()))(F.cross_entropy(net(x), y)), "ran twice"),
+        (
+            lambda net, x, y: (lambda loss: (loss.backward(retain_graph=True), loss.backward()))(
+                F.cross_entropy(net(x), y)
+            ),
+            "ran twice",
+        ),
         (lambda net, x, y: F.cross_entropy(net(x), y).backward(create_graph=True), "create_graph"),
-        (lambda net, x, y: [F.cross_entropy(net(x), y).backward() for _ in range(2)], "run forward 2 times"),
+        (
+            lambda net, x, y: [F.cross_entropy(net(x), y).backward() for _ in range(2)],
+            "run forward 2 times",
+        ),
     ):
         net, optimizer, loader = private()
         if message is not None:
@@ -925,18 +1128,27 @@ def test_keyword_arguments_and_user_hooks():
 
     net, x = randomised(Keyword()), torch.randn(5, 6)
     twin = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
-    twin.load_state_dict({{"f": "0", "l": "1"}[k[0]] + k[k.index(".") :]: v for k, v in net.state_dict().items()})
+    twin.load_state_dict(
+        {{"f": "0", "l": "1"}[k[0]] + k[k.index(".") :]: v for k, v in net.state_dict().items()}
+    )
     for module in (net.last, twin[1]):
         module.register_forward_pre_hook(lambda m, a, k=None: None)
         module.register_forward_hook(lambda m, a, out: 2 * out)
     weights = weights_of(net, x, 1.0)
     per_record = []
     for i in range(5):
-        grads = torch.autograd.grad((twin(x[i : i + 1]) * weights[i]).sum(), list(twin.parameters()))
+        grads = torch.autograd.grad(
+            (twin(x[i : i + 1]) * weights[i]).sum(), list(twin.parameters())
+        )
         per_record.append(torch.cat([g.flatten() for g in grads]))
     truth = torch.stack(per_record)
     found, _ = clipped(BookkeepingGradientSource(net), net, x, weights, 0.5)
-    torch.testing.assert_close(found, (truth * (0.5 / truth.norm(dim=1)).clamp(max=1.0)[:, None]).sum(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found,
+        (truth * (0.5 / truth.norm(dim=1)).clamp(max=1.0)[:, None]).sum(0),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -944,12 +1156,20 @@ def test_activation_checkpointing_gives_the_same_sum_or_raises(reentrant):
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.middle, self.last = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), nn.Linear(6, 3)
+            self.first, self.middle, self.last = (
+                nn.Linear(6, 6),
+                nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)),
+                nn.Linear(6, 3),
+            )
             self.saves = True
 
         def forward(self, x):
             h = self.first(x)
-            h = checkpoint(self.middle, h, use_reentrant=reentrant) if self.saves else self.middle(h)
+            h = (
+                checkpoint(self.middle, h, use_reentrant=reentrant)
+                if self.saves
+                else self.middle(h)
+            )
             return self.last(h)
 
     net, x = randomised(Checkpointed()), torch.randn(5, 6)
@@ -957,7 +1177,8 @@ def test_activation_checkpointing_gives_the_same_sum_or_raises(reentrant):
     plain.saves = False
     weights = weights_of(plain, x, 1.0)
     assert_same(
-        clipped(BookkeepingGradientSource(plain), plain, x, weights, 0.5), clipped(BookkeepingGradientSource(net), net, x, weights, 0.5)
+        clipped(BookkeepingGradientSource(plain), plain, x, weights, 0.5),
+        clipped(BookkeepingGradientSource(net), net, x, weights, 0.5),
     )
 
 
@@ -971,7 +1192,9 @@ def test_frozen_layers_and_freezing_later():
         for x, y in loader:
             F.cross_entropy(net(x), y).backward()
             optimizer.step()
-        assert torch.equal(net[0].weight, before[0]) == (step == 1) and torch.equal(net[2].weight, before[1])
+        assert torch.equal(net[0].weight, before[0]) == (step == 1) and torch.equal(
+            net[2].weight, before[1]
+        )
     net[2].requires_grad_(True)
     x, y = next(iter(loader))
     with pytest.raises(RuntimeError, match=r"unfrozen|ordinary gradient"):
@@ -1001,9 +1224,14 @@ def test_parts_of_a_draw():
     for net, size in ((whole, None), (parts, 7)):
         factory = partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.0)
         net, optimizer, loader = dpb.PrivacyEngine().make_private(
-            module=net, optimizer=factory, data_loader=DataLoader(data, batch_size=24), max_grad_norm=0.5
+            module=net,
+            optimizer=factory,
+            data_loader=DataLoader(data, batch_size=24),
+            max_grad_norm=0.5,
         )
-        manager = BatchMemoryManager(data_loader=loader, max_physical_batch_size=size or 100, optimizer=optimizer)
+        manager = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=size or 100, optimizer=optimizer
+        )
         with manager as batches:
             for x, y in batches:
                 optimizer.zero_grad()
@@ -1021,12 +1249,16 @@ def test_the_clipped_fraction_is_counted_in_both_modes(grad_sample_mode):
     other.load_state_dict(net.state_dict())
     norms = []
     for i in range(len(x)):
-        grads = torch.autograd.grad(F.cross_entropy(other(x[i : i + 1]), y[i : i + 1]), list(other.parameters()))
+        grads = torch.autograd.grad(
+            F.cross_entropy(other(x[i : i + 1]), y[i : i + 1]), list(other.parameters())
+        )
         norms.append(torch.cat([g.flatten() for g in grads]).norm())
     for share in (0.2, 0.7):
         low, high = torch.stack(norms).sort().values[int(40 * (1 - share)) - 1 :][:2]
         bound = float(low + high) / 2
-        found = dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=1e-4, max_grad_norm=bound)
+        found = dpb.private_clipped_fraction(
+            net, optimizer, loader, noise_multiplier=1e-4, max_grad_norm=bound
+        )
         assert found == pytest.approx(float((torch.stack(norms) > bound).float().mean()), abs=1e-3)
     F.cross_entropy(net(x), y)  # as in any loop: nothing of the counts is left behind
     assert len(optimizer.accountant) == 2
@@ -1049,11 +1281,21 @@ class Refusing(nn.Module):
     [
         (Refusing, (6,)),
         (Attention, (4, 6)),
-        (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Flatten(1), nn.Linear(16, 3)), (2, 4, 4)),
+        (
+            lambda: nn.Sequential(
+                nn.Conv2d(2, 4, 3),
+                nn.InstanceNorm2d(4, affine=True),
+                nn.Flatten(1),
+                nn.Linear(16, 3),
+            ),
+            (2, 4, 4),
+        ),
     ],
 )
 def test_models_that_cannot_take_empty_batches_get_a_stand_in(make, shape, grad_sample_mode):
-    net, optimizer, loader = private(make(), rows=20, shape=shape, batch_size=1, grad_sample_mode=grad_sample_mode)
+    net, optimizer, loader = private(
+        make(), rows=20, shape=shape, batch_size=1, grad_sample_mode=grad_sample_mode
+    )
     sizes = []
     while 0 not in sizes:
         for x, y in loader:
@@ -1064,11 +1306,17 @@ def test_models_that_cannot_take_empty_batches_get_a_stand_in(make, shape, grad_
             assert len(out) == len(x)
             F.cross_entropy(out, y).backward()
             optimizer.step()
-            assert all(not torch.equal(p, b) and torch.isfinite(p).all() for p, b in zip(net.parameters(), before))
+            assert all(
+                not torch.equal(p, b) and torch.isfinite(p).all()
+                for p, b in zip(net.parameters(), before)
+            )
     assert len(optimizer.accountant) == len(sizes)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "attention" and not name.startswith("instance norm")])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in MODELS if name != "attention" and not name.startswith("instance norm")],
+)
 def test_empty_batches_add_nothing(name):
     net, x = made(name)
     with warnings.catch_warnings():
@@ -1082,11 +1330,15 @@ def test_empty_batches_add_nothing(name):
 
 
 def test_layers_that_see_another_number_of_records():
-    net = nn.Sequential(nn.Flatten(0, 1), nn.Linear(6, 4), nn.Unflatten(0, (-1, 5)), nn.Linear(4, 3))
+    net = nn.Sequential(
+        nn.Flatten(0, 1), nn.Linear(6, 4), nn.Unflatten(0, (-1, 5)), nn.Linear(4, 3)
+    )
     source = BookkeepingGradientSource(net)
     net(torch.randn(3, 5, 6)).mean().backward()
     with pytest.raises(RuntimeError, match="disagree on the number of records"):
-        source.add_clipped_sum(list(net.named_parameters()), 1.0, [torch.zeros(p.numel()) for p in net.parameters()])
+        source.add_clipped_sum(
+            list(net.named_parameters()), 1.0, [torch.zeros(p.numel()) for p in net.parameters()]
+        )
 
 
 def test_inference_tensors_are_copied_for_their_changes_cannot_be_seen():
@@ -1112,7 +1364,11 @@ def test_a_stand_in_contributes_nothing():
         named = list(net.named_parameters())
         (net(torch.randn(0, 6)).sum() + 3.0).backward()
         out = [torch.zeros(p.numel()) for _, p in named]
-        assert source.add_clipped_sum(named, 1.0, out) == 0 and all((o == 0).all() for o in out) and len(source.norms(named)) == 0
+        assert (
+            source.add_clipped_sum(named, 1.0, out) == 0
+            and all((o == 0).all() for o in out)
+            and len(source.norms(named)) == 0
+        )
         source.discard([p for _, p in named])
         net(torch.randn(2, 6)).mean().backward()
         assert source.add_clipped_sum(named, 1.0, out) == 2
@@ -1128,11 +1384,15 @@ def test_packed_sequences_are_refused(grad_sample_mode):
             self.lstm, self.last = DPLSTM(6, 5, batch_first=True), nn.Linear(5, 3)
 
         def forward(self, x, lengths):
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=False
+            )
             return self.last(self.lstm(packed)[1][0][-1])
 
     net = Packed()
-    source = HooksGradientSource(net) if grad_sample_mode == "hooks" else BookkeepingGradientSource(net)
+    source = (
+        HooksGradientSource(net) if grad_sample_mode == "hooks" else BookkeepingGradientSource(net)
+    )
     with pytest.raises(RuntimeError, match="packed sequence"):
         net(torch.randn(3, 4, 6), torch.tensor([2, 4, 1])).mean().backward()
         source.norms(list(net.named_parameters()))
@@ -1140,13 +1400,18 @@ def test_packed_sequences_are_refused(grad_sample_mode):
 
 def test_layers_without_a_kernel_warn_once():
     net = nn.Sequential(nn.ConvTranspose1d(2, 2, 2), OwnLayer(), nn.ConvTranspose1d(2, 2, 2))
-    with pytest.warns(UserWarning, match="no book-keeping kernel for ConvTranspose1d, OwnLayer") as caught:
+    with pytest.warns(
+        UserWarning, match="no book-keeping kernel for ConvTranspose1d, OwnLayer"
+    ) as caught:
         BookkeepingGradientSource(net)
     assert len(caught) == 1
 
 
 def test_the_way_can_be_chosen_and_is_otherwise_that_of_the_shapes():
-    assert layers.choose_linear(8, 512, 512) == "gram" and layers.choose_linear(512, 128, 128) == "instantiate"
+    assert (
+        layers.choose_linear(8, 512, 512) == "gram"
+        and layers.choose_linear(512, 128, 128) == "instantiate"
+    )
     net = nn.Sequential(nn.Linear(6, 3), nn.ReLU())
     for name, way in (("0", "unfold"), ("0", "fast"), ("1", "gram"), ("9", "gram")):
         with pytest.raises(ValueError, match="clipping_kernels"):
@@ -1155,7 +1420,9 @@ def test_the_way_can_be_chosen_and_is_otherwise_that_of_the_shapes():
         private(clipping_kernels={"0": "gram"}, grad_sample_mode="hooks")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("first", ["private", "compiled"])
 def test_a_compiled_model_runs(backend, first):
     if backend == "inductor" and shutil.which("g++") is None:
@@ -1165,7 +1432,8 @@ def test_a_compiled_model_runs(backend, first):
     twin = copy.deepcopy(net)
     if first == "compiled":
         compiled = torch.compile(net, backend=backend)
-        F.cross_entropy(compiled(torch.randn(40, 6)), torch.randint(3, (40,))).backward()  # without hooks
+        # without hooks
+        F.cross_entropy(compiled(torch.randn(40, 6)), torch.randint(3, (40,))).backward()
         net.zero_grad()
     source = BookkeepingGradientSource(net)
     if first == "private":

@@ -1,4 +1,6 @@
-"""What is written into a model beside its trainable parameters, and options that would be ignored: refused, with what to do instead."""
+"""What is written into a model beside its trainable parameters, and options that would be
+ignored: refused, with what to do instead.
+"""
 
 import math
 import threading
@@ -19,7 +21,9 @@ MODES = pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 
 
 class Centred(nn.Module):
-    """Subtracts a buffer, has a frozen layer, and a place for statistics that is used only where a test says so."""
+    """Subtracts a buffer, has a frozen layer, and a place for statistics that is used only
+    where a test says so.
+    """
 
     def __init__(self):
         super().__init__()
@@ -44,7 +48,16 @@ def private(net=None, mode=None, optimizer=dpb.optim.DPSGLD, **options):
     )
 
 
-def train(net, optimizer, loader, *, passes=1, before=lambda x, i: None, after=lambda x, i: None, dtype=torch.float32):
+def train(
+    net,
+    optimizer,
+    loader,
+    *,
+    passes=1,
+    before=lambda x, i: None,
+    after=lambda x, i: None,
+    dtype=torch.float32,
+):
     """``before`` the forward pass and ``after`` the backward pass of step i of all."""
     i = 0
     for _ in range(passes):
@@ -60,10 +73,16 @@ def train(net, optimizer, loader, *, passes=1, before=lambda x, i: None, after=l
 
 def refused(net, optimizer, loader, name, **how):
     before = [p.detach().clone() for p in net.parameters() if p.requires_grad]
-    with pytest.raises(RuntimeError, match=rf"'{name}' changed while training.*out of the module.*plain Python numbers"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"'{name}' changed while training.*out of the module.*plain Python numbers",
+    ):
         train(net, optimizer, loader, **how)
     assert len(optimizer.accountant) == 0
-    assert all(torch.equal(p, q) for p, q in zip((p for p in net.parameters() if p.requires_grad), before, strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip((p for p in net.parameters() if p.requires_grad), before, strict=True)
+    )
 
 
 @torch.no_grad()
@@ -137,7 +156,13 @@ WRITES = [
 @pytest.mark.parametrize(("write", "name"), WRITES, ids=lambda v: getattr(v, "__name__", None))
 def test_statistics_kept_in_the_loop_are_refused_at_the_first_step(write, name, mode):
     net, optimizer, loader = private(mode=mode)
-    refused(net, optimizer, loader, name, after=lambda x, i: write(net, x if len(x) > 1 else torch.randn(3, 4)))
+    refused(
+        net,
+        optimizer,
+        loader,
+        name,
+        after=lambda x, i: write(net, x if len(x) > 1 else torch.randn(3, 4)),
+    )
 
 
 @pytest.mark.parametrize(("write", "name"), WRITES, ids=lambda v: getattr(v, "__name__", None))
@@ -150,15 +175,34 @@ def test_statistics_that_begin_later_are_refused_within_64_steps(write, name):
 
     with pytest.raises(RuntimeError, match=rf"'{name}' changed while training"):
         train(net, optimizer, loader, passes=16, after=later)
-    counted = write in (_in_place, _inference, _another_tensor, _new_buffer, _filled, _deleted, _reshaped, _frozen_weight)
-    assert len(optimizer.accountant) == (37 if counted else 63)  # the step that would be number 38, or number 64
+    counted = write in (
+        _in_place,
+        _inference,
+        _another_tensor,
+        _new_buffer,
+        _filled,
+        _deleted,
+        _reshaped,
+        _frozen_weight,
+    )
+    # the step that would be number 38, or number 64
+    assert len(optimizer.accountant) == (37 if counted else 63)
 
 
 @MODES
 def test_a_part_of_a_draw_cannot_leave_statistics_either(mode):
     net, optimizer, loader = private(mode=mode)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as parts:
-        refused(net, optimizer, parts, "mean", before=lambda x, i: _in_place(net, x + 5) if i == 0 and len(x) else None, passes=4)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3, optimizer=optimizer
+    ) as parts:
+        refused(
+            net,
+            optimizer,
+            parts,
+            "mean",
+            before=lambda x, i: _in_place(net, x + 5) if i == 0 and len(x) else None,
+            passes=4,
+        )
 
 
 class Observer(nn.Module):
@@ -180,7 +224,9 @@ class Observer(nn.Module):
 @MODES
 @pytest.mark.parametrize("silently", [False, True])
 def test_statistics_kept_only_where_gradients_are_wanted_are_refused_beforehand(mode, silently):
-    with pytest.raises(ValueError, match=r"'Observer' changes its buffer .*'largest'.*out of the module"):
+    with pytest.raises(
+        ValueError, match=r"'Observer' changes its buffer .*'largest'.*out of the module"
+    ):
         private(Observer(silently=silently), mode)
 
 
@@ -191,7 +237,8 @@ def test_an_observer_that_begins_after_the_check_is_refused_at_its_first_step(mo
     net, optimizer, loader = private(net, mode)
     train(net, optimizer, loader)
     net.waits.clear()
-    with pytest.raises(RuntimeError, match=r"'largest' changed while training|inplace arithmetic"):  # which a map cannot do
+    # which a map cannot do
+    with pytest.raises(RuntimeError, match=r"'largest' changed while training|inplace arithmetic"):
         train(net, optimizer, loader)
     assert len(optimizer.accountant) == 4
 
@@ -217,7 +264,9 @@ def test_a_backward_hook_which_could_write_a_buffer_is_refused_beforehand(mode):
 
 @MODES
 def test_what_is_loaded_before_the_first_batch_is_what_stays(mode):
-    """A resumed run: the buffers of the saved model (random features, say) are others than those of the new one."""
+    """A resumed run: the buffers of the saved model (random features, say) are others than
+    those of the new one.
+    """
     saved = Centred().state_dict()
     net, optimizer, loader = private(mode=mode)
     net.load_state_dict(saved)
@@ -244,7 +293,12 @@ def test_what_is_loaded_before_the_first_batch_is_what_stays(mode):
 def test_moving_the_model_is_no_change():
     net, optimizer, loader = private()
     samples = dpb.PosteriorSamples()
-    for move, dtype in (("float", torch.float32), ("double", torch.float64), ("bfloat16", torch.bfloat16), ("float", torch.float32)):
+    for move, dtype in (
+        ("float", torch.float32),
+        ("double", torch.float64),
+        ("bfloat16", torch.bfloat16),
+        ("float", torch.float32),
+    ):
         getattr(net, move)()
         train(net, optimizer, loader, dtype=dtype, passes=17)
         samples.collect(net)
@@ -291,13 +345,15 @@ def test_layers_that_are_frozen_and_unfrozen_on_the_way(mode):
 
 def test_an_optimizer_without_an_engine_knows_no_module():
     p = nn.Parameter(torch.zeros(2))
-    optimizer = dpb.optim.DPSGLD([p], 0.1, num_data=100, expected_batch_size=10, max_grad_norm=1.0, sampling="poisson")
+    optimizer = dpb.optim.DPSGLD(
+        [p], 0.1, num_data=100, expected_batch_size=10, max_grad_norm=1.0, sampling="poisson"
+    )
     p.grad_sample = torch.ones(3, 2)
     optimizer.step()
     assert len(optimizer.accountant) == 1
 
 
-# -- an optimizer beside the private one -----------------------------------------------------------------------------------------------
+# -- an optimizer beside the private one -----------------------------------------------------------
 
 
 @MODES
@@ -308,7 +364,10 @@ def test_another_optimizer_finds_no_gradient_to_step_on(mode):
     def beside(x, i):
         before = [p.detach().clone() for p in net.parameters()]
         other.step()
-        assert all(p.grad is None and torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+        assert all(
+            p.grad is None and torch.equal(p, q)
+            for p, q in zip(net.parameters(), before, strict=True)
+        )
 
     train(net, optimizer, loader, after=beside)
     assert len(optimizer.accountant) == len(loader)
@@ -319,20 +378,45 @@ def test_another_mode_can_be_taken_afterwards(mode):
     train(*private(private(mode=mode)[0], {"bookkeeping": "hooks", "hooks": "bookkeeping"}[mode]))
 
 
-# -- options and numbers ---------------------------------------------------------------------------------------------------------------
+# -- options and numbers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["noise_multiplier", "max_grad_norm", "temperature", "expected_batch_size", "num_data", "sampling", "momentum"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "noise_multiplier",
+        "max_grad_norm",
+        "temperature",
+        "expected_batch_size",
+        "num_data",
+        "sampling",
+        "momentum",
+    ],
+)
 def test_options_of_all_groups_that_are_set_on_one_are_refused_at_the_next_step(name):
     net, optimizer, loader = private()
     train(net, optimizer, loader)
     optimizer.param_groups[0][name] = 7.0
-    with pytest.raises(ValueError, match=f"{name} is not an option of a parameter group of DPSGLD: its groups take lr, prior_std"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"{name} is not an option of a parameter group of DPSGLD: its groups take lr, prior_std"
+        ),
+    ):
         train(net, optimizer, loader)
     assert len(optimizer.accountant) == 4
 
 
-@pytest.mark.parametrize("options", [{"lr": "0.1"}, {"noise_multiplier": "1"}, {"temperature": None}, {"prior_std": "1"}, {"prior_mean": "0"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": "0.1"},
+        {"noise_multiplier": "1"},
+        {"temperature": None},
+        {"prior_std": "1"},
+        {"prior_mean": "0"},
+    ],
+)
 def test_numbers_that_are_text(options):
     ((name, value),) = options.items()
     with pytest.raises(TypeError, match=f"{name} must be a number, got {value!r}"):
@@ -345,11 +429,21 @@ def test_numbers_that_are_text(options):
         assert len(optimizer.accountant) == 0
 
 
-@pytest.mark.parametrize("sampler", [dpb.optim.DPSGLD, partial(dpb.optim.DPSGHMC, momentum=0.9), dpb.optim.DPSGNHT, dpb.optim.DPSGFS])
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        dpb.optim.DPSGLD,
+        partial(dpb.optim.DPSGHMC, momentum=0.9),
+        dpb.optim.DPSGNHT,
+        dpb.optim.DPSGFS,
+    ],
+)
 @pytest.mark.parametrize("lr", [1e-320, 1e-200])
 def test_an_lr_whose_own_noise_overflows(sampler, lr):
     net, optimizer, loader = private(optimizer=sampler, lr=lr)
-    with pytest.raises(ValueError, match=f"lr = {lr} is so small that the sampler's own noise.*larger lr"):
+    with pytest.raises(
+        ValueError, match=f"lr = {lr} is so small that the sampler's own noise.*larger lr"
+    ):
         train(net, optimizer, loader)
     assert len(optimizer.accountant) == 0
     with pytest.raises(ValueError, match="so small"):
@@ -363,9 +457,12 @@ def test_without_a_noise_of_its_own_a_tiny_lr_is_an_lr():
 
 
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
-@pytest.mark.parametrize("noise_multiplier", [1e-4, 1e-5, 2e-6, 1e-8, 3.3e-9, 1e-9, 7e-10, 1e-12, 1e-30])
+@pytest.mark.parametrize(
+    "noise_multiplier", [1e-4, 1e-5, 2e-6, 1e-8, 3.3e-9, 1e-9, 7e-10, 1e-12, 1e-30]
+)
 def test_epsilon_of_almost_no_noise(noise_multiplier, neighboring):
-    """At most mu²/2 − mu·Φ⁻¹(delta), which leaves the second term of Balle and Wang's delta out, and less by about 1 at most.
+    """At most mu²/2 − mu·Φ⁻¹(delta), which leaves the second term of Balle and Wang's delta out,
+    and less by about 1 at most.
 
     Sampled at rate q it is log(1 + q(exp(epsilon) − 1)) at delta/q, if a record is removed.
     """
@@ -380,7 +477,11 @@ def test_epsilon_of_almost_no_noise(noise_multiplier, neighboring):
         assert most - 2 <= Decimal(accountant.get_epsilon(delta)) <= most * Decimal("1.000001")
         accountant = dpb.PrivacyAccountant(neighboring=neighboring)
         accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise_multiplier)))
-        least = mu * mu / 2 - mu * Decimal(quantile_sampled) - 7 if neighboring == "add_or_remove_one" else 0
+        least = (
+            mu * mu / 2 - mu * Decimal(quantile_sampled) - 7
+            if neighboring == "add_or_remove_one"
+            else 0
+        )
         assert least <= Decimal(accountant.get_epsilon(delta)) <= most * Decimal("1.000001")
 
 
@@ -395,21 +496,29 @@ def test_opacus_without_poisson_sampling_is_refused():
     parts = {
         "module": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "data_loader": DataLoader(TensorDataset(torch.randn(64, 4), torch.randn(64, 1)), batch_size=16),
+        "data_loader": DataLoader(
+            TensorDataset(torch.randn(64, 4), torch.randn(64, 1)), batch_size=16
+        ),
         "max_grad_norm": 1.0,
         "poisson_sampling": False,
     }
-    with pytest.raises(ValueError, match=r"poisson_sampling=False.*would be charged as a Poisson draw"):
+    with pytest.raises(
+        ValueError, match=r"poisson_sampling=False.*would be charged as a Poisson draw"
+    ):
         engine.make_private(**parts, noise_multiplier=1.0)
     assert len(accountant) == 0
 
 
 def test_full_batches_are_charged_without_a_warning():
     p = nn.Parameter(torch.zeros(3))
-    optimizer = dpb.optim.DPSGLD([p], 0.1, num_data=10, expected_batch_size=10, max_grad_norm=1.0, noise_multiplier=1.0)
+    optimizer = dpb.optim.DPSGLD(
+        [p], 0.1, num_data=10, expected_batch_size=10, max_grad_norm=1.0, noise_multiplier=1.0
+    )
     p.grad_sample = torch.ones(10, 3)
     optimizer.step()  # warnings are errors
-    assert optimizer.accountant.history[0].event == GaussianDpEvent(max(1.0, optimizer.langevin_noise_multiplier))
+    assert optimizer.accountant.history[0].event == GaussianDpEvent(
+        max(1.0, optimizer.langevin_noise_multiplier)
+    )
     assert math.isfinite(optimizer.accountant.get_epsilon(1e-5))
 
 
@@ -419,7 +528,9 @@ def test_a_new_buffer_and_one_that_was_none_are_seen_at_once():
         net.register_buffer("empty", None)
         optimizer = partial(dpb.optim.DPSGLD, lr=0.1)
         loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 2)), batch_size=20)
-        net, optimizer, loader = dpb.PrivacyEngine().make_private(module=net, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0)
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(
+            module=net, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0
+        )
 
         def steps(count, net=net, optimizer=optimizer, loader=loader):
             for _ in range(count):
@@ -444,9 +555,15 @@ def test_one_buffer_under_two_names_may_be_moved():
     second.register_buffer("mask", mask)
     net = nn.Sequential(first, second)
     optimizer, samples = partial(dpb.optim.DPSGLD, lr=0.1), dpb.PosteriorSamples()
-    loader = DataLoader(TensorDataset(torch.randn(40, 3).double(), torch.randn(40, 2).double()), batch_size=20)
+    loader = DataLoader(
+        TensorDataset(torch.randn(40, 3).double(), torch.randn(40, 2).double()), batch_size=20
+    )
     net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=net, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0, example_inputs=(torch.randn(2, 3),)
+        module=net,
+        optimizer=optimizer,
+        data_loader=loader,
+        max_grad_norm=1.0,
+        example_inputs=(torch.randn(2, 3),),
     )
     net.double()
     for x, y in loader:

@@ -79,7 +79,9 @@ USES = {
     ),
     "dominating_pair": lambda relation, _: repr(dominating_pair(STEP, relation)),
     "a certificate's setting": lambda relation, _: Setting(1.0, None, relation).records_changed,
-    "the second half of a hybrid run": lambda relation, _: _Prepaid(PrivacyAccountant(neighboring=relation)).neighboring,
+    "the second half of a hybrid run": (
+        lambda relation, _: _Prepaid(PrivacyAccountant(neighboring=relation)).neighboring
+    ),
 }
 
 

@@ -17,7 +17,12 @@ def private(rows=400, batch_size=100, **accountant):
     x = torch.randn(rows, 5)
     loader = DataLoader(TensorDataset(x, torch.randn(rows, 1)), batch_size=batch_size)
     engine = dpb.PrivacyEngine(dpb.PrivacyAccountant(**accountant))
-    return engine, *engine.make_private(module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.1), data_loader=loader, max_grad_norm=1.0)
+    return engine, *engine.make_private(
+        module=net,
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+        data_loader=loader,
+        max_grad_norm=1.0,
+    )
 
 
 def true_norms(net, loader):
@@ -34,7 +39,12 @@ def test_the_share_is_right_up_to_noise_that_is_charged():
         shares = torch.tensor(
             [
                 dpb.private_clipped_fraction(
-                    net, optimizer, loader, noise_multiplier=z, max_grad_norm=bound, criterion=nn.functional.mse_loss
+                    net,
+                    optimizer,
+                    loader,
+                    noise_multiplier=z,
+                    max_grad_norm=bound,
+                    criterion=nn.functional.mse_loss,
                 )
                 for _ in range(draws)
             ]
@@ -56,18 +66,30 @@ def test_the_count_leaves_training_alone():
         nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
         if i == 1:
-            dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=5.0, criterion=nn.functional.mse_loss)
+            dpb.private_clipped_fraction(
+                net, optimizer, loader, noise_multiplier=5.0, criterion=nn.functional.mse_loss
+            )
     assert len(optimizer.accountant) == len(loader) + 1
 
 
 def test_a_budget_stops_it_before_anything_is_released():
     _, net, optimizer, loader = private(epsilon=0.5, delta=1e-5)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
-        dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=0.1, criterion=nn.functional.mse_loss)
+        dpb.private_clipped_fraction(
+            net, optimizer, loader, noise_multiplier=0.1, criterion=nn.functional.mse_loss
+        )
     assert len(optimizer.accountant) == 0
 
 
-@pytest.mark.parametrize("options", [{"noise_multiplier": 0.0}, {"noise_multiplier": math.nan}, {"max_grad_norm": -1.0}, {"max_grad_norm": math.inf}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"noise_multiplier": 0.0},
+        {"noise_multiplier": math.nan},
+        {"max_grad_norm": -1.0},
+        {"max_grad_norm": math.inf},
+    ],
+)
 def test_bad_arguments(options):
     _, net, optimizer, loader = private()
     with pytest.raises(ValueError, match=r"must be positive|noise_multiplier is 0"):
@@ -77,7 +99,11 @@ def test_bad_arguments(options):
 def test_the_three_must_belong_together():
     _, net, optimizer, loader = private()
     _, other, _, _ = private()
-    for arguments in ((other, optimizer, loader), (nn.Linear(5, 1), optimizer, loader), (net, optimizer, DataLoader(loader.dataset))):
+    for arguments in (
+        (other, optimizer, loader),
+        (nn.Linear(5, 1), optimizer, loader),
+        (net, optimizer, DataLoader(loader.dataset)),
+    ):
         with pytest.raises(ValueError, match="make_private"):
             dpb.private_clipped_fraction(*arguments, noise_multiplier=1.0)
 
@@ -86,7 +112,10 @@ def test_another_private_loader_is_refused():
     engine, net, _, coarse = private(rows=400, batch_size=400)
     factory = partial(dpb.optim.DPSGLD, lr=0.1)
     net, optimizer, fine = engine.make_private(
-        module=net, optimizer=factory, data_loader=DataLoader(coarse.dataset, batch_size=4), max_grad_norm=1.0
+        module=net,
+        optimizer=factory,
+        data_loader=DataLoader(coarse.dataset, batch_size=4),
+        max_grad_norm=1.0,
     )
     with pytest.raises(ValueError, match="make_private"):
         dpb.private_clipped_fraction(net, optimizer, coarse, noise_multiplier=2.0)
@@ -94,8 +123,13 @@ def test_another_private_loader_is_refused():
 
 def test_no_loader_over_private_records_is_taken_for_a_public_one():
     _, net, optimizer, loader = private()
-    plain, part = DataLoader(loader.dataset, batch_size=10), DataLoader(Subset(loader.dataset, range(10)), batch_size=10)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=20, optimizer=optimizer) as parts:
+    plain, part = (
+        DataLoader(loader.dataset, batch_size=10),
+        DataLoader(Subset(loader.dataset, range(10)), batch_size=10),
+    )
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=20, optimizer=optimizer
+    ) as parts:
         for private_loader in (loader, plain, part, parts):
             with pytest.raises(ValueError, match="was made private"):
                 dpb.simulate_gradient_norms(net, private_loader, criterion=nn.functional.mse_loss)

@@ -1,4 +1,6 @@
-"""The samplers against those of ``posteriors`` where no privacy is asked for, and the parts of scripts/compare_samplers.py against closed forms."""
+"""The samplers against those of ``posteriors`` where no privacy is asked for, and the parts
+of scripts/compare_samplers.py against closed forms.
+"""
 
 import csv
 import importlib.util
@@ -25,7 +27,7 @@ with warnings.catch_warnings():
 ROOT = Path(__file__).resolve().parent.parent
 SIGMAS = 5.0  # two-sided 6e-7, for about forty comparisons in this file
 
-# -- ours and posteriors' on a Gaussian ----------------------------------------------------------------------------------------------
+# -- ours and posteriors' on a Gaussian ------------------------------------------------------------
 
 REPLICAS = 20_000  # independent coordinates for each curvature
 N, LR, FRICTION, T = 4, 0.05, 0.2, 1.0
@@ -36,7 +38,16 @@ DATA = torch.tensor([-0.4, 0.1, 0.3, 0.9], dtype=torch.float64)
 def final_ours(kind, steps, **options):
     """Full batch, nothing clipped, z = z_L: the states after ``steps``, (curvatures, replicas)."""
     theta = nn.Parameter(torch.full((3, REPLICAS), DATA.mean().item(), dtype=torch.float64))
-    optimizer = kind([theta], LR, num_data=N, expected_batch_size=N, max_grad_norm=1e9, prior_std=math.inf, temperature=T, **options)
+    optimizer = kind(
+        [theta],
+        LR,
+        num_data=N,
+        expected_batch_size=N,
+        max_grad_norm=1e9,
+        prior_std=math.inf,
+        temperature=T,
+        **options,
+    )
     for _ in range(steps):
         theta.grad_sample = CURVATURES[:, None] * (theta.detach() - DATA[:, None, None])
         optimizer.step()
@@ -47,13 +58,17 @@ def final_ours(kind, steps, **options):
 def final_theirs(name, steps):
     """The same of ``posteriors``, whose parametrisation is another.
 
-    It is given the potential U/N at temperature T/N, where its SGLD's lr is our η. SGHMC and SGNHT move by θ ← θ + εm, m ← (1 − εA)m − ε∇U/N +
-    N(0, 2εAT/N), so that εm is our velocity, η = ε² and 1 − momentum = εA. The new position takes the *old* momentum, which is Euler's explicit
-    scheme (ours takes the new one), and SGNHT's friction follows m², the energy at the end of the step, with a gain of ηT/N.
+    It is given the potential U/N at temperature T/N, where its SGLD's lr is our η. SGHMC and SGNHT
+    move by θ ← θ + εm, m ← (1 − εA)m − ε∇U/N + N(0, 2εAT/N), so that εm is our velocity, η = ε² and
+    1 − momentum = εA. The new position takes the *old* momentum, which is Euler's explicit scheme
+    (ours takes the new one), and SGNHT's friction follows m², the energy at the end of the step,
+    with a gain of ηT/N.
     """
 
     def log_posterior(theta, _batch):
-        return -(CURVATURES[:, None] * (theta - DATA[:, None, None]).square()).sum() / 2 / N, torch.empty(0)
+        return -(
+            CURVATURES[:, None] * (theta - DATA[:, None, None]).square()
+        ).sum() / 2 / N, torch.empty(0)
 
     start = torch.full((3, REPLICAS), DATA.mean().item(), dtype=torch.float64)
     if name == "sgld":
@@ -61,7 +76,9 @@ def final_theirs(name, steps):
     else:
         step = math.sqrt(LR)
         build = getattr(posteriors.sgmcmc, name).build
-        transform = build(log_posterior, lr=step, alpha=FRICTION / step, temperature=T / N, momenta=0.0)
+        transform = build(
+            log_posterior, lr=step, alpha=FRICTION / step, temperature=T / N, momenta=0.0
+        )
     state = transform.init(start)
     for _ in range(steps):
         state, _ = transform.update(state, None)
@@ -69,7 +86,9 @@ def final_theirs(name, steps):
 
 
 def autoregression(first, second, noise):
-    """Variance and the first two autocovariances of x_t = first·x_{t−1} + second·x_{t−2} + N(0, noise)."""
+    """Variance and the first two autocovariances of x_t = first·x_{t−1} + second·x_{t−2} +
+    N(0, noise).
+    """
     variance = noise * (1 - second) / ((1 + second) * ((1 - second) ** 2 - first**2))
     after_one = variance * first / (1 - second)
     return variance, after_one, first * after_one + second * variance
@@ -79,7 +98,9 @@ NOISE = 2 * FRICTION * LR * T / N  # of SGHMC and SGNHT, in one velocity
 
 
 def our_dynamics(curvature, friction):
-    """v ← (1−α)v − ηκθ + noise, θ ← θ + v: variance of θ, and of the velocity at the half step, (v + v')/2."""
+    """v ← (1−α)v − ηκθ + noise, θ ← θ + v: variance of θ, and of the velocity at the half
+    step, (v + v')/2.
+    """
     variance, one, two = autoregression(2 - friction - LR * curvature, friction - 1, NOISE)
     return variance, (variance - two) / 2
 
@@ -104,8 +125,15 @@ def laws(name):
     if name == "sgld":
         exact = [T / (N * float(k)) / (1 - LR * float(k) / 2) for k in CURVATURES]
         return exact, exact
-    alphas = [FRICTION] * 2 if name == "sghmc" else [thermostat(our_dynamics), thermostat(their_dynamics)]
-    return tuple([dynamics(float(k), alpha)[0] for k in CURVATURES] for dynamics, alpha in zip((our_dynamics, their_dynamics), alphas))
+    alphas = (
+        [FRICTION] * 2
+        if name == "sghmc"
+        else [thermostat(our_dynamics), thermostat(their_dynamics)]
+    )
+    return tuple(
+        [dynamics(float(k), alpha)[0] for k in CURVATURES]
+        for dynamics, alpha in zip((our_dynamics, their_dynamics), alphas)
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +145,9 @@ def laws(name):
     ],
 )
 def test_without_privacy_ours_match_posteriors(name, kind, options, steps):
-    """SGLD is the same chain. SGHMC and SGNHT are discretised differently: the ratio of the variances is known, and is what is found."""
+    """SGLD is the same chain. SGHMC and SGNHT are discretised differently: the ratio of the
+    variances is known, and is what is found.
+    """
     ours, theirs = final_ours(kind, steps, **options), final_theirs(name, steps)
     error = math.sqrt(2 / REPLICAS)  # of a variance, relative
     for a, b, law_a, law_b in zip(ours, theirs, *laws(name)):
@@ -128,13 +158,17 @@ def test_without_privacy_ours_match_posteriors(name, kind, options, steps):
 
 
 def test_the_known_differences_to_posteriors():
-    """Ours is nearer to the target T/(κN); both have the same limit, η → 0 and for the end-step thermostat friction → 0, too."""
+    """Ours is nearer to the target T/(κN); both have the same limit, η → 0 and for the
+    end-step thermostat friction → 0, too.
+    """
     for k in map(float, CURVATURES):
         target, ek = T / (k * N), LR * k
         ours, theirs = our_dynamics(k, FRICTION)[0], their_dynamics(k, FRICTION)[0]
         assert ours / target == pytest.approx(1 / (1 - ek / (2 * (2 - FRICTION))))
         m = 1 - FRICTION
-        assert theirs / target == pytest.approx((1 - m) / (1 - m - ek) * (1 + m + ek) / (1 + m + ek / 2))
+        assert theirs / target == pytest.approx(
+            (1 - m) / (1 - m - ek) * (1 + m + ek) / (1 + m + ek / 2)
+        )
         assert abs(ours / target - 1) < 0.2 * abs(theirs / target - 1)
     assert thermostat(our_dynamics) == pytest.approx(FRICTION)  # the half-step energy is exact
     for k in map(float, CURVATURES):  # the end-step energy holds T(1 − (α − ηκ)/2)
@@ -143,12 +177,14 @@ def test_the_known_differences_to_posteriors():
         assert position * k * N == pytest.approx(velocity * N / LR * (1 - (alpha - LR * k) / 2))
 
 
-# -- the script -----------------------------------------------------------------------------------------------------------------------
+# -- the script ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("compare_samplers", ROOT / "scripts" / "compare_samplers.py")
+    spec = importlib.util.spec_from_file_location(
+        "compare_samplers", ROOT / "scripts" / "compare_samplers.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules["compare_samplers"] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -167,7 +203,10 @@ def test_per_record_gradients_are_those_of_the_log_likelihood(script, name):
 def test_long_run_reference_samples_a_gaussian(script):
     precision = torch.diag(torch.linspace(1, 30, script.DIMENSIONS, dtype=torch.float64)) + 0.5
     samples = script.hamiltonian_monte_carlo(
-        lambda x: -0.5 * ((x - 1) @ precision * (x - 1)).sum(-1), lambda x: -(x - 1) @ precision, lambda x: precision, 5000
+        lambda x: -0.5 * ((x - 1) @ precision * (x - 1)).sum(-1),
+        lambda x: -(x - 1) @ precision,
+        lambda x: precision,
+        5000,
     )
     last = samples[-100:]  # one of each chain: independent
     white = (last - 1) @ torch.linalg.cholesky(precision)
@@ -175,14 +214,21 @@ def test_long_run_reference_samples_a_gaussian(script):
 
 
 def test_long_run_reference_is_not_the_laplace_approximation(script):
-    """A quartic in each coordinate, whose variance is known and is far from that of the Gaussian at its mode."""
+    """A quartic in each coordinate, whose variance is known and is far from that of the
+    Gaussian at its mode.
+    """
     samples = script.hamiltonian_monte_carlo(
-        lambda x: -(x.square() / 2 + x**4).sum(-1), lambda x: -(x + 4 * x**3), lambda x: torch.diag(1 + 12 * x.square()), 20_000
+        lambda x: -(x.square() / 2 + x**4).sum(-1),
+        lambda x: -(x + 4 * x**3),
+        lambda x: torch.diag(1 + 12 * x.square()),
+        20_000,
     )
     grid = torch.linspace(-4, 4, 8001, dtype=torch.float64)
     density = torch.exp(-grid.square() / 2 - grid**4)
     cumulative = (density.cumsum(0) - density / 2) / density.sum()
-    uniform = torch.from_numpy(np.interp(samples[-100:].flatten().numpy(), grid.numpy(), cumulative.numpy()))
+    uniform = torch.from_numpy(
+        np.interp(samples[-100:].flatten().numpy(), grid.numpy(), cumulative.numpy())
+    )
     assert kstest(uniform.numpy(), "uniform").pvalue > 1e-6
 
 
@@ -191,7 +237,11 @@ def test_exact_samples_of_the_banana(script):
 
     def density(second, first):
         theta = torch.tensor([first, second], dtype=torch.float64)
-        return math.exp(target.log_likelihood(theta).item() - theta.square().sum().item() / (2 * target.prior_std**2) - top)
+        return math.exp(
+            target.log_likelihood(theta).item()
+            - theta.square().sum().item() / (2 * target.prior_std**2)
+            - top
+        )
 
     top = target.log_likelihood(target.truth.mean(0)).item()
     bend = script.BEND
@@ -201,7 +251,13 @@ def test_exact_samples_of_the_banana(script):
             return 3 - bend * first**2
 
         return dblquad(
-            lambda s, f: function(f, s) * density(s, f), -0.75, 0.75, lambda f: ridge(f) - 1.2, lambda f: ridge(f) + 1.2, epsabs=1e-4, epsrel=1e-4
+            lambda s, f: function(f, s) * density(s, f),
+            -0.75,
+            0.75,
+            lambda f: ridge(f) - 1.2,
+            lambda f: ridge(f) + 1.2,
+            epsabs=1e-4,
+            epsrel=1e-4,
         )[0]
 
     total = moment(lambda f, s: 1.0)
@@ -210,11 +266,16 @@ def test_exact_samples_of_the_banana(script):
     second = target.truth[:, 1]
     assert abs(second.mean().item() - mean) < SIGMAS * math.sqrt(variance / len(second))
     spread = (second - mean).square()
-    assert abs(spread.mean().item() - variance) < SIGMAS * spread.std().item() / math.sqrt(len(second))
+    assert abs(spread.mean().item() - variance) < SIGMAS * spread.std().item() / math.sqrt(
+        len(second)
+    )
 
 
 def test_mmd_of_two_gaussians(script):
-    a, b = torch.randn(1000, 3, dtype=torch.float64), torch.randn(1000, 3, dtype=torch.float64) + 1.0
+    a, b = (
+        torch.randn(1000, 3, dtype=torch.float64),
+        torch.randn(1000, 3, dtype=torch.float64) + 1.0,
+    )
     w2 = torch.pdist(b).median().item() ** 2
 
     def expected(distance2):
@@ -236,18 +297,30 @@ def test_a_chain_of_exact_samples_is_measured_as_exact(script):
 
 @pytest.mark.slow
 def test_quick_run_writes_table_and_picture(script, tmp_path, capsys):
-    rows = script.main(["--quick", "--csv", str(tmp_path / "table.csv"), "--picture", str(tmp_path / "picture.png")])
+    rows = script.main(
+        [
+            "--quick",
+            "--csv",
+            str(tmp_path / "table.csv"),
+            "--picture",
+            str(tmp_path / "picture.png"),
+        ]
+    )
     assert len(rows) == 3 * (1 + 9 + 3)
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len(table) == 2 + len(rows)
     with (tmp_path / "table.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(rows)
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
-    epsilon = {(r["target"], r["sampler"], r["noise"]): r["epsilon"] for r in rows if "epsilon" in r}
+    epsilon = {
+        (r["target"], r["sampler"], r["noise"]): r["epsilon"] for r in rows if "epsilon" in r
+    }
     for (target, sampler, noise), spent in epsilon.items():
         if noise == 3.0 and (target, sampler, 1.0) in epsilon:
             assert spent < epsilon[target, sampler, 1.0]
-    ratio = {(r["target"], r["sampler"], r["noise"]): r.get("variance ratio", math.nan) for r in rows}
+    ratio = {
+        (r["target"], r["sampler"], r["noise"]): r.get("variance ratio", math.nan) for r in rows
+    }
     for target in ("Gaussian, d = 10", "logistic, d = 10"):  # nine times the temperature, or one
         assert ratio[target, "DPSGHMC", 3.0] > 3 * ratio[target, "DPSGHMC", 1.0]
         assert ratio[target, "DPSGNHT", 3.0] < 3

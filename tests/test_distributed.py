@@ -1,4 +1,6 @@
-"""Data parallelism: real gloo groups on loopback. What ranks release, charge and refuse is what one process does, or an error on all of them."""
+"""Data parallelism: real gloo groups on loopback. What ranks release, charge and refuse is
+what one process does, or an error on all of them.
+"""
 
 import io
 import math
@@ -34,7 +36,7 @@ from torch_dpbayes.poisson_loader import PoissonSampler
 
 TIMEOUT = 60.0  # seconds; of a process group, where no test is about it
 
-# -- ranks: forked from one process that has imported everything, so that they start in milliseconds ------------------------------------------
+# -- ranks: forked from one process that has imported everything, to start in milliseconds ----
 
 
 def _rank(function, rank, size, folder, pipe, arguments):
@@ -42,7 +44,9 @@ def _rank(function, rank, size, folder, pipe, arguments):
     try:
         if size > 1 and not arguments.pop("torchrun", False):
             timeout = timedelta(seconds=TIMEOUT)
-            dist.init_process_group("gloo", init_method=f"file://{folder}", rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}", rank=rank, world_size=size, timeout=timeout
+            )
         pipe.send(("ok", pickle.dumps(globals()[function](rank, **arguments))))  # tensors by value
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
@@ -57,7 +61,12 @@ def _serve(requests):
         pipes, processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            processes.append(context.Process(target=_rank, args=(function, rank, size, folder, theirs, pickle.loads(arguments))))
+            processes.append(
+                context.Process(
+                    target=_rank,
+                    args=(function, rank, size, folder, theirs, pickle.loads(arguments)),
+                )
+            )
             processes[-1].start()
             theirs.close()
             pipes.append(mine)
@@ -84,7 +93,9 @@ def run(tmp_path_factory):
     counter = iter(range(10**6))
 
     def run(function, size, **arguments):
-        ours.send((function.__name__, size, str(folder / str(next(counter))), pickle.dumps(arguments)))
+        ours.send(
+            (function.__name__, size, str(folder / str(next(counter))), pickle.dumps(arguments))
+        )
         answers = ours.recv()
         for kind, value in answers:
             assert kind != "error", value
@@ -95,7 +106,7 @@ def run(tmp_path_factory):
     server.join()
 
 
-# -- what the ranks do ------------------------------------------------------------------------------------------------------------------------
+# -- what the ranks do -----------------------------------------------------------------------------
 
 RECORDS, FEATURES, CLASSES = 41, 5, 3
 
@@ -105,7 +116,9 @@ ALGORITHMS = {
     "DPSGNHT": partial(dpb.optim.DPSGNHT, lr=0.01),
     "DPSGFS full": partial(dpb.optim.DPSGFS, lr=0.1),
     "DPSGFS diagonal": partial(dpb.optim.DPSGFS, lr=0.1, fisher="diagonal"),
-    "DPSGFS scaled": partial(dpb.optim.DPSGFS, lr=0.1, sensitivity_scale=torch.linspace(0.5, 2.0, 57)),
+    "DPSGFS scaled": partial(
+        dpb.optim.DPSGFS, lr=0.1, sensitivity_scale=torch.linspace(0.5, 2.0, 57)
+    ),
 }
 
 
@@ -124,12 +137,29 @@ def world():
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def make(seed, *, optimizer=ALGORITHMS["DPSGLD"], batch_size=6, engine=None, net=None, data=None, draws=None, **options):
+def make(
+    seed,
+    *,
+    optimizer=ALGORITHMS["DPSGLD"],
+    batch_size=6,
+    engine=None,
+    net=None,
+    data=None,
+    draws=None,
+    **options,
+):
     engine = dpb.PrivacyEngine(process_group=world()) if engine is None else engine
     generator = None if draws is None else torch.Generator().manual_seed(draws)
-    loader = DataLoader(records(seed) if data is None else data, batch_size=batch_size, generator=generator)
+    loader = DataLoader(
+        records(seed) if data is None else data, batch_size=batch_size, generator=generator
+    )
     given = {"max_grad_norm": 0.7, "noise_multiplier": 0.8, **options}
-    return engine, *engine.make_private(module=network(seed) if net is None else net, optimizer=optimizer, data_loader=loader, **given)
+    return engine, *engine.make_private(
+        module=network(seed) if net is None else net,
+        optimizer=optimizer,
+        data_loader=loader,
+        **given,
+    )
 
 
 def one_step(net, optimizer, x, y, reduction="mean"):
@@ -179,14 +209,30 @@ def fix_noise(seed):
     GaussianNoise.next_stream = next_stream
 
 
-# -- the same numbers as on one process --------------------------------------------------------------------------------------------------------
+# -- the same numbers as on one process ------------------------------------------------------------
 
 
-def trained(rank, seed, name, mode="bookkeeping", reduction="mean", steps=7, dtype="float64", records_in_all=RECORDS, batch_size=6):
+def trained(
+    rank,
+    seed,
+    name,
+    mode="bookkeeping",
+    reduction="mean",
+    steps=7,
+    dtype="float64",
+    records_in_all=RECORDS,
+    batch_size=6,
+):
     fix_noise(seed)
     dtype = getattr(torch, dtype)
     data = records(seed, records_in_all, dtype)
-    options = {"net": network(seed, dtype), "data": data, "draws": seed + 1, "grad_sample_mode": mode, "loss_reduction": reduction}
+    options = {
+        "net": network(seed, dtype),
+        "data": data,
+        "draws": seed + 1,
+        "grad_sample_mode": mode,
+        "loss_reduction": reduction,
+    }
     options["batch_size"] = batch_size
     engine, net, optimizer, loader = make(seed, optimizer=ALGORITHMS[name], **options)
     sizes = []
@@ -202,10 +248,13 @@ def trained_each(rank, seed, cases):
     return [trained(rank, seed + 10 * i, **case) for i, case in enumerate(cases)]
 
 
-CASES = [{"name": name, "mode": mode} for name in ALGORITHMS for mode in ("bookkeeping", "hooks")] + [
+CASES = [
+    {"name": name, "mode": mode} for name in ALGORITHMS for mode in ("bookkeeping", "hooks")
+] + [
     {"name": "DPSGLD", "reduction": "sum", "dtype": "float32"},
     {"name": "DPSGLD", "records_in_all": 6, "batch_size": 1},  # most ranks' batches are empty
-    {"name": "DPSGFS diagonal", "records_in_all": 3, "steps": 1, "batch_size": 1},  # one rank never has a record
+    # one rank never has a record
+    {"name": "DPSGFS diagonal", "records_in_all": 3, "steps": 1, "batch_size": 1},
 ]
 
 
@@ -218,7 +267,8 @@ def test_one_two_and_four_ranks_give_the_same_numbers(run):
             for theta, _, history in together:
                 assert theta == together[0][0]  # bit for bit
                 assert close(theta, one[0]), case
-                assert history == one[2] and history[0][1] == case.get("steps", 7)  # one charge a step, on every rank's accountant
+                # one charge a step, on every rank's accountant
+                assert history == one[2] and history[0][1] == case.get("steps", 7)
             assert [sum(sizes) for sizes in zip(*(t[1] for t in together))] == one[1], case
 
 
@@ -226,7 +276,10 @@ def test_one_two_and_four_ranks_give_the_same_numbers(run):
 def test_shards_of_a_draw_are_the_draw(num_data, rate, size):
     state = torch.Generator().manual_seed(torch.seed() % 2**31).get_state()
     alone = PoissonSampler(num_data, rate, None, 0)
-    shards = [PoissonSampler(num_data, rate, None, 0, SimpleNamespace(rank=rank, size=size)) for rank in range(size)]
+    shards = [
+        PoissonSampler(num_data, rate, None, 0, SimpleNamespace(rank=rank, size=size))
+        for rank in range(size)
+    ]
     for sampler in (alone, *shards):
         sampler.draw_from(state)
     home = {}
@@ -238,7 +291,7 @@ def test_shards_of_a_draw_are_the_draw(num_data, rate, size):
     assert len({shard.checksum for shard in shards}) == 1
 
 
-# -- what is released -------------------------------------------------------------------------------------------------------------------------
+# -- what is released ------------------------------------------------------------------------------
 
 
 def captured_each(rank, seed, cases):
@@ -246,16 +299,26 @@ def captured_each(rank, seed, cases):
 
 
 def captured(rank, seed, name, mode):
-    """Every step's S/B as the algorithm gets it and the noise, as vectors; the draw and the parameters before it."""
+    """Every step's S/B as the algorithm gets it and the noise, as vectors; the draw and the
+    parameters before it.
+    """
     fix_noise(seed)
-    engine, net, optimizer, loader = make(seed, optimizer=ALGORITHMS[name], grad_sample_mode=mode, draws=seed + 1)
+    engine, net, optimizer, loader = make(
+        seed, optimizer=ALGORITHMS[name], grad_sample_mode=mode, draws=seed + 1
+    )
     released, before, update = [], [], optimizer._update
 
     def watch(parts):
         layout = optimizer._current_layout()
         priors = torch.cat([p.detach().reshape(-1) for p in layout.parameters]) / optimizer.num_data
         before.append(flat(net).tolist())
-        released.append([(layout.gradient - priors).tolist(), layout.second_moment.tolist(), optimizer.effective_noise_multiplier])
+        released.append(
+            [
+                (layout.gradient - priors).tolist(),
+                layout.second_moment.tolist(),
+                optimizer.effective_noise_multiplier,
+            ]
+        )
         update(parts)
 
     optimizer._update = watch
@@ -266,7 +329,11 @@ def captured(rank, seed, name, mode):
 def test_the_release_is_the_clipped_sum_over_the_whole_draw_and_one_noise(run):
     """Against torch's own gradients, one record at a time, clipped by hand."""
     seed = torch.seed() % 2**31
-    cases = [(name, mode) for name in ("DPSGLD", "DPSGFS diagonal", "DPSGFS full") for mode in ("bookkeeping", "hooks")]
+    cases = [
+        (name, mode)
+        for name in ("DPSGLD", "DPSGFS diagonal", "DPSGFS full")
+        for mode in ("bookkeeping", "hooks")
+    ]
     ranks = run(captured_each, 3, seed=seed, cases=cases)
     for i, (name, _) in enumerate(cases):
         assert all(rank[i] == ranks[0][i] for rank in ranks)
@@ -285,13 +352,23 @@ def check_releases(seed, name, released, before):
             nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
             g = torch.cat([p.grad.reshape(-1) for p in net.parameters()])
             clipped.append(g * min(1.0, clip / g.norm().item()))
-        clipped = torch.stack(clipped) if clipped else torch.zeros(0, len(theta), dtype=torch.float64)
+        clipped = (
+            torch.stack(clipped) if clipped else torch.zeros(0, len(theta), dtype=torch.float64)
+        )
         stream = torch.Generator().manual_seed(hash((seed, step)) % 2**63)
-        noise = torch.empty(len(theta), dtype=torch.float64).normal_(0.0, z * clip / 6, generator=stream)
+        noise = torch.empty(len(theta), dtype=torch.float64).normal_(
+            0.0, z * clip / 6, generator=stream
+        )
         assert torch.allclose(exact(gradient), clipped.sum(0) / 6 + noise, atol=1e-12)
         if name != "DPSGLD":
-            moment = clipped.square().sum(0) if name == "DPSGFS diagonal" else (clipped.T @ clipped).reshape(-1)
-            noise = torch.empty(len(moment), dtype=torch.float64).normal_(0.0, z * clip**2 / math.sqrt(0.5) / 6, generator=stream)
+            moment = (
+                clipped.square().sum(0)
+                if name == "DPSGFS diagonal"
+                else (clipped.T @ clipped).reshape(-1)
+            )
+            noise = torch.empty(len(moment), dtype=torch.float64).normal_(
+                0.0, z * clip**2 / math.sqrt(0.5) / 6, generator=stream
+            )
             assert torch.allclose(exact(second), moment / 6 + noise, atol=1e-12)
 
 
@@ -301,12 +378,16 @@ def noise_alone(rank, width=20_000):
     nn.init.zeros_(net.weight)
     data = TensorDataset(torch.zeros(64, width), torch.zeros(64, 1))
     factory = partial(dpb.optim.DPSGLD, lr=1.0, prior_std=math.inf, temperature=0.0)
-    _, net, optimizer, loader = make(0, net=net, data=data, optimizer=factory, batch_size=16, noise_multiplier=1.5)
+    _, net, optimizer, loader = make(
+        0, net=net, data=data, optimizer=factory, batch_size=16, noise_multiplier=1.5
+    )
     for x, y in loader:
         optimizer.zero_grad()
         nn.functional.mse_loss(net(x), y).backward()
         optimizer.step()
-        return float(net.weight.double().square().sum()) / (1.5 * 0.7 / 16) ** 2, float(net.weight[0, 0])
+        return float(net.weight.double().square().sum()) / (1.5 * 0.7 / 16) ** 2, float(
+            net.weight[0, 0]
+        )
 
 
 def test_the_noise_of_the_operating_system_is_added_once(run):
@@ -316,7 +397,7 @@ def test_the_noise_of_the_operating_system_is_added_once(run):
     assert run(noise_alone, 4)[0] != first
 
 
-# -- budgets and ledgers ------------------------------------------------------------------------------------------------------------------------
+# -- budgets and ledgers ---------------------------------------------------------------------------
 
 
 def until_the_budget_ends(rank, seed, path=None):
@@ -354,7 +435,11 @@ def calibrated(rank, seed):
     engine = dpb.PrivacyEngine(process_group=world())
     loader = DataLoader(records(seed), batch_size=6)
     target = {"target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 1, "max_grad_norm": 0.7}
-    run = {"module": network(seed), "optimizer": partial(ALGORITHMS["DPSGFS full"], temperature=1e-4), "data_loader": loader}
+    run = {
+        "module": network(seed),
+        "optimizer": partial(ALGORITHMS["DPSGFS full"], temperature=1e-4),
+        "data_loader": loader,
+    }
     net, optimizer, loader = engine.make_private_with_epsilon(**run, **target)
     train(net, optimizer, loader, len(loader))
     return optimizer.noise_multiplier, engine.accountant.get_epsilon(1e-5), flat(net).tolist()
@@ -367,7 +452,7 @@ def test_calibration_is_that_of_one_process(run):
     assert first == second and first[:2] == alone[:2] and 2.9 < alone[1] <= 3.0
 
 
-# -- ranks that differ, fail, stall or die ------------------------------------------------------------------------------------------------------
+# -- ranks that differ, fail, stall or die ---------------------------------------------------------
 
 
 class Reversed(Dataset):
@@ -405,7 +490,9 @@ class Anonymous(Restless):
 
 
 def set_ups(rank, seed):
-    """What make_private says on this rank where rank 1 does something else, and that nothing is left behind."""
+    """What make_private says on this rank where rank 1 does something else, and that nothing
+    is left behind.
+    """
     data, sgld = records(seed), dpb.optim.DPSGLD
 
     def other(first, second):
@@ -415,11 +502,15 @@ def set_ups(rank, seed):
         net = options.pop("net", None) or network(seed)
         torch.manual_seed(seed + rank)  # ranks augment their records differently
         told = message(lambda: make(seed, net=net, **options))
-        assert (not net._forward_hooks and not any("forward" in m.__dict__ for m in net.modules())) or told[0] == "nothing"
+        assert (
+            not net._forward_hooks and not any("forward" in m.__dict__ for m in net.modules())
+        ) or told[0] == "nothing"
         return told
 
     def engine(*arguments, **options):
-        return dpb.PrivacyEngine(dpb.PrivacyAccountant(*arguments, **options), process_group=world())
+        return dpb.PrivacyEngine(
+            dpb.PrivacyAccountant(*arguments, **options), process_group=world()
+        )
 
     used = engine()
     if rank == 1:
@@ -435,22 +526,37 @@ def set_ups(rank, seed):
         "sampling rate": raises(batch_size=other(6, 7)),
         "parameter groups": raises(optimizer=partial(sgld, lr=other(0.1, 0.2))),
         "settings of the optimizer": raises(max_grad_norm=other(1.0, 2.0)),
-        "the settings of the optimizer": raises(optimizer=partial(dpb.optim.DPSGNHT, lr=0.01, thermostat_gain=other(0.1, 0.2))),
-        "the algorithm": raises(optimizer=other(partial(sgld, lr=0.1), partial(dpb.optim.DPSGNHT, lr=0.1))),
+        "the settings of the optimizer": raises(
+            optimizer=partial(dpb.optim.DPSGNHT, lr=0.01, thermostat_gain=other(0.1, 0.2))
+        ),
+        "the algorithm": raises(
+            optimizer=other(partial(sgld, lr=0.1), partial(dpb.optim.DPSGNHT, lr=0.1))
+        ),
         "loss_reduction": raises(loss_reduction=other("mean", "sum")),
         "accountant's settings": raises(engine=engine(other(1.0, 2.0), 1e-5)),
         "accountant's history": raises(engine=used),
         "seeds must be equal": raises(draws=seed + rank),
-        "rank 1 failed": raises(net=other(None, nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double())),
-        "make_private_with_epsilon": message(
-            lambda: make(seed)
-            if rank == 0
-            else dpb.PrivacyEngine(process_group=world()).make_private_with_epsilon(
-                module=network(seed), optimizer=ALGORITHMS["DPSGLD"], data_loader=DataLoader(data, 6), max_grad_norm=1.0, target_epsilon=1.0,
-                target_delta=1e-5, epochs=1,
+        "rank 1 failed": raises(
+            net=other(
+                None, nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
             )
         ),
-    }  # fmt: skip
+        "make_private_with_epsilon": message(
+            lambda: (
+                make(seed)
+                if rank == 0
+                else dpb.PrivacyEngine(process_group=world()).make_private_with_epsilon(
+                    module=network(seed),
+                    optimizer=ALGORITHMS["DPSGLD"],
+                    data_loader=DataLoader(data, 6),
+                    max_grad_norm=1.0,
+                    target_epsilon=1.0,
+                    target_delta=1e-5,
+                    epochs=1,
+                )
+            )
+        ),
+    }
     fine = [raises(data=Augmented(data)), raises(data=Restless(data))]
     state = torch.get_rng_state()
     raises()
@@ -464,13 +570,19 @@ def test_ranks_that_differ_are_told_in_what_before_anything_is_charged(run):
             if expected == "rank 1 failed" and rank == 1:
                 assert "BatchNorm" in text
             else:
-                assert kind == ("nothing" if expected == "nothing" else "RankError") and (expected == "nothing" or expected in text), (kind, text)
+                assert kind == ("nothing" if expected == "nothing" else "RankError") and (
+                    expected == "nothing" or expected in text
+                ), (kind, text)
         assert fine == [("nothing", "")] * 2
-        assert anonymous[0] == "ValueError" and "no part of them that stays the same" in anonymous[1]
+        assert (
+            anonymous[0] == "ValueError" and "no part of them that stays the same" in anonymous[1]
+        )
 
 
 def departures(rank, seed, kind):
-    """What the step says after rank 1 departed from the others, and after all of them are in line again."""
+    """What the step says after rank 1 departed from the others, and after all of them are in
+    line again.
+    """
     engine, net, optimizer, loader = make(seed)
     list(loader) if rank == 1 else None  # looking is no departure
     batches = iter(loader)
@@ -558,10 +670,18 @@ def test_what_one_rank_does_otherwise_is_an_error_on_all_and_can_be_mended(run):
 
 
 def loses_a_rank(rank, seed, how, folder):
-    """Rank 1 goes at its third step; what the others say, when, and what they and the ledger hold."""
-    accountant = dpb.PrivacyAccountant(50.0, 1e-5, path=f"{folder}/budget.db") if how == "killed" else dpb.PrivacyAccountant()
+    """Rank 1 goes at its third step; what the others say, when, and what they and the ledger
+    hold.
+    """
+    accountant = (
+        dpb.PrivacyAccountant(50.0, 1e-5, path=f"{folder}/budget.db")
+        if how == "killed"
+        else dpb.PrivacyAccountant()
+    )
     group = dist.new_group(timeout=timedelta(seconds=4)) if how == "stalled" else dist.group.WORLD
-    _, net, optimizer, loader = make(seed, engine=dpb.PrivacyEngine(accountant, process_group=group))
+    _, net, optimizer, loader = make(
+        seed, engine=dpb.PrivacyEngine(accountant, process_group=group)
+    )
     batches = iter(loader)
     for _ in range(2):
         one_step(net, optimizer, *next(batches))
@@ -596,36 +716,69 @@ def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, tm
         assert len(dpb.PrivacyAccountant(path=tmp_path / "budget.db")) >= 2
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def elsewhere(rank, seed):
     group = dist.new_group(backend="cpu:gloo")
     told = message(lambda: data_parallel.Ranks(group).require_backend_for(torch.device("cuda")))
     net = network(seed).to("meta")
-    return told, message(lambda: data_parallel.Ranks(group).require_backend_for(next(net.parameters()).device)), message(lambda: make(seed))
+    return (
+        told,
+        message(
+            lambda: data_parallel.Ranks(group).require_backend_for(next(net.parameters()).device)
+        ),
+        message(lambda: make(seed)),
+    )
 
 
 def test_parameters_where_the_group_cannot_add_up_are_refused(run):
     for cuda, meta, cpu in run(elsewhere, 2, seed=torch.seed() % 2**31):
-        assert cuda[0] == meta[0] == "ValueError" and "cannot add up" in cuda[1] and "nccl" in cuda[1] and cpu == ("nothing", "")
+        assert (
+            cuda[0] == meta[0] == "ValueError"
+            and "cannot add up" in cuda[1]
+            and "nccl" in cuda[1]
+            and cpu == ("nothing", "")
+        )
 
 
 def undeclared(rank, seed):
     data, net = records(seed), network(seed)
-    bare = dpb.optim.DPSGLD(net.parameters(), lr=0.1, num_data=RECORDS, expected_batch_size=6, max_grad_norm=1.0, sampling="poisson")
+    bare = dpb.optim.DPSGLD(
+        net.parameters(),
+        lr=0.1,
+        num_data=RECORDS,
+        expected_batch_size=6,
+        max_grad_norm=1.0,
+        sampling="poisson",
+    )
     for p in net.parameters():
         p.grad_sample = torch.zeros(6, *p.shape, dtype=p.dtype)
     make_own = partial(make, seed, engine=dpb.PrivacyEngine())
     told = [message(bare.step), message(make_own)]
     assert len(bare.accountant) == 0
     told.append(message(lambda: make(seed, net=nn.parallel.DistributedDataParallel(network(seed)))))
-    told.append(message(lambda: make(seed, data=data, engine=dpb.PrivacyEngine(process_group=world()), net=network(seed)) and None))
+    told.append(
+        message(
+            lambda: (
+                make(
+                    seed,
+                    data=data,
+                    engine=dpb.PrivacyEngine(process_group=world()),
+                    net=network(seed),
+                )
+                and None
+            )
+        )
+    )
     sampled = DataLoader(data, batch_size=6, sampler=DistributedSampler(data))
     told.append(
         message(
             lambda: dpb.PrivacyEngine(process_group=world()).make_private(
-                module=network(seed), optimizer=ALGORITHMS["DPSGLD"], data_loader=sampled, max_grad_norm=1.0
+                module=network(seed),
+                optimizer=ALGORITHMS["DPSGLD"],
+                data_loader=sampled,
+                max_grad_norm=1.0,
             )
         )
     )
@@ -635,17 +788,33 @@ def undeclared(rank, seed):
         told.append(message(lambda: train(wrapped, optimizer, loader, 1)))  # noqa: B023
         assert len(engine.accountant) == 0
     engine, net, optimizer, loader = make(seed)
-    told.append(message(lambda: dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=3.0)))
+    told.append(
+        message(lambda: dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=3.0))
+    )
     # a chain of this rank's own, on purpose
-    engine, net, optimizer, loader = make(seed, engine=dpb.PrivacyEngine(process_group=dist.new_subgroups(1)[0]))
+    engine, net, optimizer, loader = make(
+        seed, engine=dpb.PrivacyEngine(process_group=dist.new_subgroups(1)[0])
+    )
     for _ in range(rank + 1):
         train(net, optimizer, loader, 2)
     return told, len(engine.accountant)
 
 
 def test_steps_that_ignore_the_other_ranks_are_refused(run):
-    ours, wrapped = "nothing was said about the others.*process_group=torch.distributed.group.WORLD", "DistributedDataParallel.*neither clipped nor"
-    expected = [ours, ours, wrapped, "", "DistributedSampler.*divided among ranks without one", wrapped, wrapped, "shared by several ranks"]
+    ours, wrapped = (
+        "nothing was said about the others.*process_group=torch.distributed.group.WORLD",
+        "DistributedDataParallel.*neither clipped nor",
+    )
+    expected = [
+        ours,
+        ours,
+        wrapped,
+        "",
+        "DistributedSampler.*divided among ranks without one",
+        wrapped,
+        wrapped,
+        "shared by several ranks",
+    ]
     for rank, (told, charged) in enumerate(run(undeclared, 2, seed=torch.seed() % 2**31)):
         assert charged == 2 * (rank + 1)
         for (_, text), pattern in zip(told, expected):
@@ -659,7 +828,7 @@ def test_one_process_needs_no_group():
     assert len(engine.accountant) == 2
 
 
-# -- checkpoints, parts of batches, traffic ---------------------------------------------------------------------------------------------------
+# -- checkpoints, parts of batches, traffic --------------------------------------------------------
 
 
 def resumed(rank, seed, name, saved, steps):
@@ -672,25 +841,37 @@ def resumed(rank, seed, name, saved, steps):
         optimizer.load_state_dict(saved["optimizer"])
     train(net, optimizer, loader, steps)
     checkpoint = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "steps": steps}
-    return checkpoint if rank == 0 else None, flat(net).tolist(), engine.accountant.get_epsilon(1e-5)
+    return (
+        checkpoint if rank == 0 else None,
+        flat(net).tolist(),
+        engine.accountant.get_epsilon(1e-5),
+    )
 
 
 def resumed_each(rank, seed, saved):
     names = ["DPSGHMC", "DPSGNHT", "DPSGFS full"]
-    return [resumed(rank, seed + 10 * i, name, None if saved is None else saved[i][0], 4) for i, name in enumerate(names)]
+    return [
+        resumed(rank, seed + 10 * i, name, None if saved is None else saved[i][0], 4)
+        for i, name in enumerate(names)
+    ]
 
 
 def test_a_checkpoint_resumes_on_another_number_of_ranks(run):
     seed = torch.seed() % 2**31
     saved = run(resumed_each, 2, seed=seed, saved=None)[0]
-    ((*alone,), *_), three = run(resumed_each, 1, seed=seed, saved=saved), run(resumed_each, 3, seed=seed, saved=saved)
+    ((*alone,), *_), three = (
+        run(resumed_each, 1, seed=seed, saved=saved),
+        run(resumed_each, 3, seed=seed, saved=saved),
+    )
     for (_, _, first), one, *ranks in zip(saved, alone, *three):
         for _, theta, epsilon in ranks:
             assert close(theta, one[1]) and epsilon == one[2] > first
 
 
 def going_back(rank, seed):
-    """Rank 0's checkpoint, loaded by all ranks onto accountants that went on; then that of another run."""
+    """Rank 0's checkpoint, loaded by all ranks onto accountants that went on; then that of
+    another run.
+    """
     engine, net, optimizer, loader = make(seed)
     train(net, optimizer, loader, 2)
     saved = [optimizer.state_dict() if rank == 0 else None]
@@ -715,12 +896,16 @@ def test_ranks_go_back_to_a_checkpoint_of_their_own_run_only(run):
 
 
 def seeded(rank, seed, change=None):
-    """Noise of a caller's generator: the parameters after two steps, and the noise of rank 0's first release."""
+    """Noise of a caller's generator: the parameters after two steps, and the noise of rank
+    0's first release.
+    """
     factory = partial(ALGORITHMS["DPSGLD"], generator=torch.Generator().manual_seed(seed + 2))
     data = records(seed)
     if change is not None:
         data.tensors[0][change] += 1.0
-    engine, net, optimizer, loader = make(seed, optimizer=factory, draws=seed + 1, data=data, batch_size=41)
+    engine, net, optimizer, loader = make(
+        seed, optimizer=factory, draws=seed + 1, data=data, batch_size=41
+    )
     streams, next_stream = [], optimizer._noise.next_stream
 
     def watch(device, hides):
@@ -736,7 +921,8 @@ def seeded(rank, seed, change=None):
 def test_a_seeded_run_repeats_bit_for_bit_and_noise_differs_where_any_rank_s_records_do(run):
     seed = torch.seed() % 2**31
     first, second = run(seeded, 2, seed=seed), run(seeded, 2, seed=seed)
-    assert first == second and first[0][0] == first[1][0] and first[0][2] == first[1][2]  # the generators go on alike on all ranks
+    # the generators go on alike on all ranks
+    assert first == second and first[0][0] == first[1][0] and first[0][2] == first[1][2]
     for record in (0, 1):  # of rank 0 and of rank 1
         assert run(seeded, 2, seed=seed, change=record)[0][1] != first[0][1]
 
@@ -744,7 +930,9 @@ def test_a_seeded_run_repeats_bit_for_bit_and_noise_differs_where_any_rank_s_rec
 def in_parts(rank, seed):
     fix_noise(seed)
     engine, net, optimizer, loader = make(seed, batch_size=20, draws=seed + 1)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3 + 2 * rank, optimizer=optimizer) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=3 + 2 * rank, optimizer=optimizer
+    ) as parts:
         for x, y in parts:
             one_step(net, optimizer, x, y)
     return flat(net).tolist(), len(engine.accountant)
@@ -766,10 +954,18 @@ def test_ranks_may_split_their_batches_into_different_numbers_of_parts(run):
 
 def traffic(rank, seed, num_records):
     """Bytes of the tensors that this rank hands to torch.distributed in one step."""
-    engine, net, optimizer, loader = make(seed, data=records(seed, num_records), batch_size=num_records // 4)
+    engine, net, optimizer, loader = make(
+        seed, data=records(seed, num_records), batch_size=num_records // 4
+    )
     sent, reduce, gather = [], dist.all_reduce, dist.all_gather_into_tensor
-    data_parallel.dist.all_reduce = lambda t, **options: (sent.append(t.nbytes), reduce(t, **options))[1]
-    data_parallel.dist.all_gather_into_tensor = lambda o, t, **options: (sent.append(t.nbytes), gather(o, t, **options))[1]
+    data_parallel.dist.all_reduce = lambda t, **options: (
+        sent.append(t.nbytes),
+        reduce(t, **options),
+    )[1]
+    data_parallel.dist.all_gather_into_tensor = lambda o, t, **options: (
+        sent.append(t.nbytes),
+        gather(o, t, **options),
+    )[1]
     train(net, optimizer, loader, 2)
     return sent, len(flat(net))
 
@@ -779,11 +975,18 @@ def test_what_travels_does_not_depend_on_the_number_of_records(run):
     small, large = (run(traffic, 2, seed=seed, num_records=n) for n in (40, 4000))
     assert small == large
     sent, size = small[0]
-    assert sent == [12 * 8, 8 * (size + 1)] * 2  # the state of a rank, and the sum in float64 with a flag
+    # the state of a rank, and the sum in float64 with a flag
+    assert sent == [12 * 8, 8 * (size + 1)] * 2
 
 
 def example(rank, port):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     path = Path(__file__).resolve().parent.parent / "examples" / "distributed_bnn.py"
     told = io.StringIO()
     with redirect_stdout(told):

@@ -1,4 +1,6 @@
-"""The main example: through scripts/demo as people call it, and its other variants in this process."""
+"""The main example: through scripts/demo as people call it, and its other variants in this
+process.
+"""
 
 import importlib.util
 import re
@@ -28,7 +30,9 @@ def private_bnn():
 
 def rows(out):
     """The numbers of the two rows of the final table."""
-    found = [line for line in out.splitlines() if line.startswith(("posterior average", "last iterate"))]
+    found = [
+        line for line in out.splitlines() if line.startswith(("posterior average", "last iterate"))
+    ]
     assert len(found) == 2, out
     return [[float(number) for number in re.findall(r"-?\d+\.\d+", line)] for line in found]
 
@@ -42,13 +46,21 @@ def test_demo_trains_on_digits_and_draws_the_picture(tmp_path):
     picture = tmp_path / "digits.png"
     arguments = ["--epochs", "2", "--epsilon", "3", "--plot", str(picture)]
     command = [ROOT / "scripts" / "demo", *arguments]
-    if Path(sys.prefix) != ROOT / ".venv":  # tested in an environment of one's own: don't make another one for it
+    # tested in an environment of one's own: don't make another one for it
+    if Path(sys.prefix) != ROOT / ".venv":
         command = [sys.executable, ROOT / "examples" / "private_bnn.py", *arguments]
-    run = subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(
+        command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+    )
     assert run.returncode == 0, run.stderr
 
     for accuracy, likelihood, calibration, outside in rows(run.stdout):
-        assert 0 <= accuracy <= 100 and 0 < likelihood < 10 and 0 <= calibration <= 1 and 0 <= outside <= 1
+        assert (
+            0 <= accuracy <= 100
+            and 0 < likelihood < 10
+            and 0 <= calibration <= 1
+            and 0 <= outside <= 1
+        )
     assert 2.9 < stated(run.stdout, "epsilon") <= 3
     assert "z_L" in run.stdout and "seconds" in run.stdout
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
@@ -71,7 +83,9 @@ def test_regression_states_its_likelihood(private_bnn, capsys):
 def test_infinite_epsilon_is_the_baseline_without_noise_and_says_so(private_bnn, capsys):
     private_bnn.main(["--epsilon", "inf", "--epochs", "30"])
     captured = capsys.readouterr()
-    assert stated(captured.out, "epsilon") == float("inf") and stated(captured.out, "temperature") == 0
+    assert (
+        stated(captured.out, "epsilon") == float("inf") and stated(captured.out, "temperature") == 0
+    )
     assert "not private" in captured.err and "spent" not in captured.err
     average, last = rows(captured.out)
     assert average[0] > 70 and last[0] > 70  # chance is 10; it reaches 93
@@ -98,7 +112,9 @@ def data_root(tmp_path):
         for part in ("train", "t10k"):
             images = torch.randint(256, (64, 28, 28)).to(torch.uint8).numpy().tobytes()
             labels = torch.arange(64).remainder(10).to(torch.uint8).numpy().tobytes()
-            (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">iiii", 0x803, 64, 28, 28) + images)
+            (raw / f"{part}-images-idx3-ubyte").write_bytes(
+                struct.pack(">iiii", 0x803, 64, 28, 28) + images
+            )
             (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">ii", 0x801, 64) + labels)
     return tmp_path
 
@@ -106,7 +122,16 @@ def data_root(tmp_path):
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_image_data_sets_are_read_where_they_lie(private_bnn, data_root, capsys, name):
     before = sorted(data_root.rglob("*"))
-    options = ["--dataset", name, "--data-root", str(data_root), "--epochs", "1", "--batch-size", "32"]
+    options = [
+        "--dataset",
+        name,
+        "--data-root",
+        str(data_root),
+        "--epochs",
+        "1",
+        "--batch-size",
+        "32",
+    ]
     private_bnn.main(options)
     out = capsys.readouterr().out
     assert len(rows(out)) == 2

@@ -1,4 +1,6 @@
-"""Numbers that nobody means are errors that say so; what is left, however extreme, has a bound that holds."""
+"""Numbers that nobody means are errors that say so; what is left, however extreme, has a
+bound that holds.
+"""
 
 import math
 from functools import partial
@@ -108,7 +110,7 @@ def test_the_noise_of_a_clipped_fraction():
         dpb.private_clipped_fraction(*made_private(), noise_multiplier=1e300)
 
 
-# --- what is left -------------------------------------------------------------------------------------
+# --- what is left ---------------------------------------------------------------------------------
 
 SIZES = st.sampled_from(
     [1e-320, 1e-60, 1e-50, 1e-20, 1e-9, 1e-3, 0.3, 30.0, 499.0, 501.0, 1e4, 1e7, 1e50]
@@ -271,7 +273,7 @@ def test_shares_of_what_costs_nothing_that_can_be_told():
     assert "a" in accountant.summary()
 
 
-# --- failures that use all of delta -----------------------------------------------------------------------
+# --- failures that use all of delta ---------------------------------------------------------------
 
 ALL_OF_IT = "2e-05 in all, which leaves nothing of delta = 1e-05"
 
@@ -303,7 +305,9 @@ def test_failures_that_use_all_of_delta_say_so(method, tmp_path, capsys):
 
 
 def test_failures_that_leave_something_of_delta_say_nothing():
-    """Nor do those that use exactly all of it beside losses that are bounded, whose epsilon is finite."""
+    """Nor do those that use exactly all of it beside losses that are bounded, whose epsilon
+    is finite.
+    """
     for event in (PureDpEvent(0.1), GaussianDpEvent(9.0)):
         accountant = PrivacyAccountant().compose(FailureDpEvent(5e-6)).compose(event)
         assert "leaves nothing" not in accountant.summary()

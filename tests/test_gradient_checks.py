@@ -203,7 +203,9 @@ MIXING = {
 ALONE = {
     "as it is": changing(lambda g, h: g),
     "reversed": changing(lambda g, h: -g),
-    "each clipped": changing(lambda g, h: g * (1 / (g.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)),
+    "each clipped": changing(
+        lambda g, h: g * (1 / (g.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1)
+    ),
     "each normalised": changing(lambda g, h: F.normalize(g)),
     "bounded": changing(lambda g, h: g.clamp(-1, 1)),
     "straight through": changing(lambda g, h: g * (h.abs() <= 1)),
@@ -227,7 +229,9 @@ def test_changes_of_each_records_gradient_pass(name, mode):
 @MODES
 @pytest.mark.parametrize("name", ["each clipped", "each normalised"])
 def test_what_is_not_linear_does_not_see_the_divisor_of_a_mean_loss(name, mode):
-    """A gradient divided by n, clipped and multiplied by n would not be that of a batch of another size."""
+    """A gradient divided by n, clipped and multiplied by n would not be that of a batch of
+    another size.
+    """
     make_private(Backward(ALONE[name]), [torch.zeros(20, 6)], mode)
 
 
@@ -239,7 +243,9 @@ def hooked_tensor(h):
 
 @MODES
 def test_hooks_on_gradients_are_refused_outright(mode):
-    with pytest.raises(ValueError, match=r"'Backward' has a hook on gradients \(Tensor.register_hook\)"):
+    with pytest.raises(
+        ValueError, match=r"'Backward' has a hook on gradients \(Tensor.register_hook\)"
+    ):
         make_private(Backward(hooked_tensor), [torch.zeros(20, 6)], mode)
     for kind in ("register_full_backward_hook", "register_full_backward_pre_hook"):
         net = Backward(torch.relu)

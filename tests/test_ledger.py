@@ -21,7 +21,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, book, headroom, ledger, privacy_loss, renyi
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    book,
+    headroom,
+    ledger,
+    privacy_loss,
+    renyi,
+)
 from torch_dpbayes.accounting.__main__ import main, spent
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import (
@@ -54,7 +62,9 @@ def counted(path):
     """How many releases the file counts, read with SQLite alone."""
     connection = sqlite3.connect(path)
     try:
-        return connection.execute("SELECT coalesce(sum(count), 0) FROM rows WHERE kind IN ('charge', 'block', 'return')").fetchone()[0]
+        return connection.execute(
+            "SELECT coalesce(sum(count), 0) FROM rows WHERE kind IN ('charge', 'block', 'return')"
+        ).fetchone()[0]
     finally:
         connection.close()
 
@@ -76,7 +86,7 @@ def in_child(work):
 forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-# --- the history -----------------------------------------------------------------------------------------------------
+# --- the history ----------------------------------------------------------------------------------
 
 
 def test_a_reopened_file_holds_exactly_what_was_charged(path):
@@ -118,10 +128,17 @@ def test_the_file_is_durable_and_readable_with_other_tools(path):
         accountant.compose(STEP, label="x")
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    row = connection.execute("SELECT time, kind, label, event, count FROM rows ORDER BY seq").fetchone()
+    row = connection.execute(
+        "SELECT time, kind, label, event, count FROM rows ORDER BY seq"
+    ).fetchone()
     connection.close()
     assert row[0].startswith("20")
-    assert row[1:] == ("block", "x", json.dumps(["PoissonSampledDpEvent", 0.01, ["GaussianDpEvent", 1.0]]), 4)
+    assert row[1:] == (
+        "block",
+        "x",
+        json.dumps(["PoissonSampledDpEvent", 0.01, ["GaussianDpEvent", 1.0]]),
+        4,
+    )
 
 
 def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
@@ -133,31 +150,53 @@ def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
             return super().execute(sql, *arguments)
 
     connect = sqlite3.connect
-    monkeypatch.setattr(ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Listening, **k))
+    monkeypatch.setattr(
+        ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Listening, **k)
+    )
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     composed = []
     price = privacy_loss.compose
-    monkeypatch.setattr(privacy_loss, "compose", lambda *a, **k: (composed.append(len(said)), price(*a, **k))[1])
+    monkeypatch.setattr(
+        privacy_loss, "compose", lambda *a, **k: (composed.append(len(said)), price(*a, **k))[1]
+    )
     with pytest.raises(PrivacyBudgetExceeded):
         for _ in range(100_000):
             accountant.compose(STEP)
     begins = [i for i, sql in enumerate(said) if sql == "BEGIN IMMEDIATE"]
     ends = [i for i, sql in enumerate(said) if sql in ("COMMIT", "ROLLBACK")]
     assert len(begins) == len(ends) > 10
-    assert all("synchronous = FULL" in said[i - 1] for i in begins if said[i - 1].startswith("PRAGMA s"))
+    assert all(
+        "synchronous = FULL" in said[i - 1] for i in begins if said[i - 1].startswith("PRAGMA s")
+    )
     assert sum("synchronous = FULL" in sql for sql in said) == len(begins)
     written = [i for i, sql in enumerate(said) if sql.startswith(("INSERT", "UPDATE"))]
     assert all(any(b < i < e for b, e in zip(begins, ends, strict=True)) for i in written)
     assert composed, "near the edge something must have been composed"
-    inside = [moment for moment in composed for begin, end in zip(begins, ends, strict=True) if begin < moment <= end]
+    inside = [
+        moment
+        for moment in composed
+        for begin, end in zip(begins, ends, strict=True)
+        if begin < moment <= end
+    ]
     assert not inside, "a composition inside a transaction"
 
 
-@pytest.mark.parametrize(("method", "relation"), [("pld", "add_or_remove_one"), ("pld", "replace_one"), ("rdp", "replace_one")])
+@pytest.mark.parametrize(
+    ("method", "relation"),
+    [("pld", "add_or_remove_one"), ("pld", "replace_one"), ("rdp", "replace_one")],
+)
 @pytest.mark.parametrize("where", ["memory", "file"])
-@pytest.mark.parametrize("event", [sampled(1.2, 0.02), GaussianDpEvent(60.0), PureDpEvent(0.01)], ids=["sampled", "gaussian", "pure"])
+@pytest.mark.parametrize(
+    "event",
+    [sampled(1.2, 0.02), GaussianDpEvent(60.0), PureDpEvent(0.01)],
+    ids=["sampled", "gaussian", "pure"],
+)
 def test_remaining_is_exact(where, method, relation, event, tmp_path):
-    settings = {"method": method, "neighboring": relation, **({"path": tmp_path / "l.db"} if where == "file" else {})}
+    settings = {
+        "method": method,
+        "neighboring": relation,
+        **({"path": tmp_path / "l.db"} if where == "file" else {}),
+    }
     accountant = PrivacyAccountant(2.5, DELTA, **settings)
     accountant.compose(sampled(1.5), 100).compose(GaussianDpEvent(90.0), 3)
     fit = accountant.remaining(event)
@@ -180,7 +219,9 @@ def test_remaining_is_exact(where, method, relation, event, tmp_path):
 @pytest.mark.parametrize(("method", "adaptive"), [("pld", False), ("pld", True), ("rdp", False)])
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_remaining_is_exact_after_many_levels(method, adaptive, relation):
-    """Where compositions merge levels, what is left must not be counted at a finer price than a charge is admitted at."""
+    """Where compositions merge levels, what is left must not be counted at a finer price than
+    a charge is admitted at.
+    """
     accountant = PrivacyAccountant(6.0, DELTA, method=method, neighboring=relation)
     for k in range(60):
         accountant.compose(sampled(1.5 + 0.0137 * k, 0.008), 20, adaptive=adaptive)
@@ -208,13 +249,20 @@ def test_tiny_budgets_hold(epsilon, adaptive, method):
             done += max(fit // 20, 1)
     assert done >= 0.9 * fit or adaptive  # the first charge decides the filter's order
     if done:
-        assert privacy_loss.lower_epsilon({privacy_loss.dominating_pair(event, "add_or_remove_one"): done}, DELTA) <= epsilon
+        assert (
+            privacy_loss.lower_epsilon(
+                {privacy_loss.dominating_pair(event, "add_or_remove_one"): done}, DELTA
+            )
+            <= epsilon
+        )
     with pytest.raises(PrivacyBudgetExceeded):
         accountant.compose(sampled(0.5), 10)
 
 
 def test_what_a_block_reserves_lasts_for_seconds(path, monkeypatch):
-    """A crash costs seconds of work, or an eighth of what is left if that is less; a commit is rare all the same."""
+    """A crash costs seconds of work, or an eighth of what is left if that is less; a commit
+    is rare all the same.
+    """
     now = [0.0]
     monkeypatch.setattr(book.time, "monotonic", lambda: now[0])
 
@@ -236,7 +284,14 @@ def test_what_a_block_reserves_lasts_for_seconds(path, monkeypatch):
 
 @given(
     schedule=st.lists(
-        st.tuples(st.sampled_from(["sampled", "gaussian", "both"]), st.floats(0.7, 5.0), st.integers(1, 60), st.booleans()), min_size=1, max_size=20
+        st.tuples(
+            st.sampled_from(["sampled", "gaussian", "both"]),
+            st.floats(0.7, 5.0),
+            st.integers(1, 60),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=20,
     ),
     relation=st.sampled_from(RELATIONS),
 )
@@ -247,7 +302,11 @@ def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
         file = PrivacyAccountant(1.5, DELTA, neighboring=relation, path=f"{folder}/l.db")
         for kind, noise, count, close in schedule:
             both = ComposedDpEvent([sampled(noise), GaussianDpEvent(50.0)])
-            event = {"sampled": sampled(noise), "gaussian": GaussianDpEvent(20 * noise), "both": both}[kind]
+            event = {
+                "sampled": sampled(noise),
+                "gaussian": GaussianDpEvent(20 * noise),
+                "both": both,
+            }[kind]
             outcomes = []
             for accountant in (memory, file):
                 try:
@@ -255,7 +314,8 @@ def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
                     outcomes.append(True)
                 except PrivacyBudgetExceeded:
                     outcomes.append(False)
-            if outcomes[0] != outcomes[1]:  # near the edge the order of sums may decide; the bound decides nothing else
+            # near the edge the order of sums may decide; the bound decides nothing else
+            if outcomes[0] != outcomes[1]:
                 assert file.remaining(event) <= count
                 break
             if close:
@@ -280,13 +340,17 @@ def test_no_more_releases_than_can_be_counted(path):
 
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(where, path):
-    """Near the edge a composition vouches for so many more steps; charges of another kind, or of another process, void that."""
+    """Near the edge a composition vouches for so many more steps; charges of another kind, or
+    of another process, void that.
+    """
     accountant = PrivacyAccountant(2.0, DELTA, **({"path": path} if where == "file" else {}))
     other = PrivacyAccountant(path=path) if where == "file" else accountant
     fit = accountant.remaining(STEP)
     for _ in range(int(0.93 * fit)):
         accountant.compose(STEP)
-    assert accountant._book._headroom._certificate, "the composition that this test is about did not happen"
+    assert accountant._book._headroom._certificate, (
+        "the composition that this test is about did not happen"
+    )
     event = GaussianDpEvent(8.0)
     assert other.remaining(event) >= 1
     other.compose(event)
@@ -305,7 +369,11 @@ def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(wher
 def test_a_refused_charge_changes_nothing(path):
     accountant = PrivacyAccountant(1.0, DELTA, path=path).compose(STEP, 10)
     before = accountant.history
-    for event in (NonPrivateDpEvent(), GaussianDpEvent(0.1), ComposedDpEvent([STEP, GaussianDpEvent(0.5)])):
+    for event in (
+        NonPrivateDpEvent(),
+        GaussianDpEvent(0.1),
+        ComposedDpEvent([STEP, GaussianDpEvent(0.5)]),
+    ):
         with pytest.raises(PrivacyBudgetExceeded, match="Nothing was recorded"):
             accountant.compose(event)
         assert accountant.history == before
@@ -317,19 +385,29 @@ def test_a_refused_charge_changes_nothing(path):
 def test_a_schedule_costs_few_commits_and_few_compositions(path, noises, monkeypatch):
     commits, compositions = [], []
     append, compose = ledger.Ledger.append, privacy_loss.compose
-    monkeypatch.setattr(ledger.Ledger, "append", lambda *a, **k: (commits.append(1), append(*a, **k))[1])
-    monkeypatch.setattr(privacy_loss, "compose", lambda *a, **k: (compositions.append(1), compose(*a, **k))[1])
+    monkeypatch.setattr(
+        ledger.Ledger, "append", lambda *a, **k: (commits.append(1), append(*a, **k))[1]
+    )
+    monkeypatch.setattr(
+        privacy_loss, "compose", lambda *a, **k: (compositions.append(1), compose(*a, **k))[1]
+    )
     accountant = PrivacyAccountant(4.0, DELTA, path=path)
     for t in range(3000):
-        x = {"rising": t / 3000, "falling": 1 - t / 3000, "waves": 0.5 + 0.5 * math.sin(t / 100)}[noises]
+        x = {"rising": t / 3000, "falling": 1 - t / 3000, "waves": 0.5 + 0.5 * math.sin(t / 100)}[
+            noises
+        ]
         accountant.compose(sampled(1 + 2 * x))
     assert not compositions
     assert len(commits) < 150
     accountant.close()
-    assert counted(path) == 3000 == sum(charge.count for charge in PrivacyAccountant(path=path).history)
+    assert (
+        counted(path)
+        == 3000
+        == sum(charge.count for charge in PrivacyAccountant(path=path).history)
+    )
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 def test_what_was_fixed_at_creation_is_refused_to_change(path):
@@ -367,12 +445,16 @@ def test_names_that_mean_the_same_file(path, tmp_path, monkeypatch):
         PrivacyAccountant(path=tmp_path / "second.db")
 
 
-# --- copies, processes -----------------------------------------------------------------------------------------------
+# --- copies, processes ----------------------------------------------------------------------------
 
 
 def test_copies_share_the_file(path):
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 3)
-    for copied in (copy.copy(accountant), copy.deepcopy(accountant), pickle.loads(pickle.dumps(accountant))):
+    for copied in (
+        copy.copy(accountant),
+        copy.deepcopy(accountant),
+        pickle.loads(pickle.dumps(accountant)),
+    ):
         before = len(accountant)
         copied.compose(STEP, 2)
         copied.close()
@@ -394,7 +476,12 @@ def test_an_accountant_that_was_kept_for_another_program_is_a_later_job(path):
     accountant.close()
     kept = pickle.dumps(accountant)
     assert pickle.loads(kept).guarantee == "fixed"
-    ran = subprocess.run([sys.executable, "-c", KEPT, kept.hex()], capture_output=True, text=True, cwd=Path(__file__).resolve().parent.parent)
+    ran = subprocess.run(
+        [sys.executable, "-c", KEPT, kept.hex()],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parent.parent,
+    )
     assert ran.stdout.strip() == "filter", ran.stderr
     assert accountant.guarantee == "filter"
 
@@ -433,11 +520,12 @@ def test_a_child_never_returns_a_block_of_its_parent(path):
     reserved = counted(path)
     assert reserved > 1
     assert in_child(lambda: accountant.close()) == 0
-    assert in_child(lambda: len(accountant) != reserved) == 0  # to the child the parent's block is spent
+    # to the child the parent's block is spent
+    assert in_child(lambda: len(accountant) != reserved) == 0
     assert counted(path) == reserved
 
 
-# --- which guarantee -------------------------------------------------------------------------------------------------
+# --- which guarantee ------------------------------------------------------------------------------
 
 
 def test_one_job_has_the_tight_guarantee(path):
@@ -466,8 +554,13 @@ def test_a_second_job_is_adaptive_and_everything_counts_against_its_filter(path)
     with pytest.raises(PrivacyBudgetExceeded):  # the first job is under the filter now, too
         first.compose(STEP)
     # the limit, computed here from what the file says and the definition of a Renyi filter
-    order = float(next(row.label for row in look_at(path)[1] if row.kind == "filter").removeprefix("renyi "))
-    total = len(second) * renyi.curve({privacy_loss.dominating_pair(STEP, "add_or_remove_one"): 1}, [order])[0]
+    order = float(
+        next(row.label for row in look_at(path)[1] if row.kind == "filter").removeprefix("renyi ")
+    )
+    total = (
+        len(second)
+        * renyi.curve({privacy_loss.dominating_pair(STEP, "add_or_remove_one"): 1}, [order])[0]
+    )
     assert renyi.epsilon(np.array([total]), DELTA, [order]) <= 3.0 + 1e-6
     assert renyi.epsilon(np.array([total * 1.002]), DELTA, [order]) > 3.0
 
@@ -537,11 +630,14 @@ def test_a_registered_schedule(where, tmp_path):
     assert first.register(schedule) is first  # every worker may say it again
     with pytest.raises(ValueError, match="registered"):
         first.register([(STEP, 10)])
-    price = PrivacyAccountant().compose(STEP, 2000).compose(GaussianDpEvent(30.0), 5).get_epsilon(DELTA)
+    price = (
+        PrivacyAccountant().compose(STEP, 2000).compose(GaussianDpEvent(30.0), 5).get_epsilon(DELTA)
+    )
     for k in range(300):
         first.compose(sampled(1.0 + k / 1000, 0.01 - k / 10**6), label="first")
     assert first.guarantee == "registered"
-    assert first.get_epsilon() == pytest.approx(price, rel=1e-12)  # which part of it was taken may depend on outputs
+    # which part of it was taken may depend on outputs
+    assert first.get_epsilon() == pytest.approx(price, rel=1e-12)
     later = PrivacyAccountant(path=where["path"]) if where else first
     if where:
         first.close()
@@ -583,7 +679,9 @@ def test_what_the_registering_job_releases_beside_its_schedule_is_adaptive(where
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_what_remains_beside_a_registered_schedule_may_be_charged_at_once(where, tmp_path):
     where = {"path": tmp_path / "l.db"} if where == "file" else {}
-    accountant = PrivacyAccountant(3.0, DELTA, **where).register([(STEP, 100), (sampled(0.9), 50), (GaussianDpEvent(50.0), 3)])
+    accountant = PrivacyAccountant(3.0, DELTA, **where).register(
+        [(STEP, 100), (sampled(0.9), 50), (GaussianDpEvent(50.0), 3)]
+    )
     accountant.compose(STEP, 20)
     left = accountant.remaining(STEP)
     assert left > 130
@@ -624,10 +722,19 @@ def test_a_schedule_that_passes_the_filter_leaves_nothing_beside_it(path):
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_adaptive_choice_within_a_fixed_set_gains_anything(data):
-    """The lemma behind registered schedules, by dynamic programming over the best possible adversary."""
-    losses = data.draw(st.lists(st.lists(st.tuples(st.floats(-2, 2), st.floats(0.05, 1)), min_size=2, max_size=3), min_size=1, max_size=4))
+    """The lemma behind registered schedules, by dynamic programming over the best possible
+    adversary.
+    """
+    losses = data.draw(
+        st.lists(
+            st.lists(st.tuples(st.floats(-2, 2), st.floats(0.05, 1)), min_size=2, max_size=3),
+            min_size=1,
+            max_size=4,
+        )
+    )
     kinds = []
-    for outcomes in losses:  # a pair (P, Q) is given by P and the losses; Q's masses must add up to at most 1
+    # a pair (P, Q) is given by P and the losses; Q's masses must add up to at most 1
+    for outcomes in losses:
         total = sum(p for _, p in outcomes)
         outcomes = [(loss, p / total) for loss, p in outcomes]
         shift = math.log(sum(p * math.exp(-loss) for loss, p in outcomes))
@@ -644,12 +751,18 @@ def test_no_adaptive_choice_within_a_fixed_set_gains_anything(data):
         return max(options)
 
     def all_of_them(loss, left):
-        return excess(loss) if not left else sum(p * all_of_them(loss + step, left[1:]) for step, p in kinds[left[0]])
+        return (
+            excess(loss)
+            if not left
+            else sum(p * all_of_them(loss + step, left[1:]) for step, p in kinds[left[0]])
+        )
 
-    assert best(0.0, frozenset(range(len(kinds)))) <= all_of_them(0.0, list(range(len(kinds)))) + 1e-12
+    assert (
+        best(0.0, frozenset(range(len(kinds)))) <= all_of_them(0.0, list(range(len(kinds)))) + 1e-12
+    )
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------
+# --- saving ---------------------------------------------------------------------------------------
 
 
 def test_a_state_belongs_to_its_file(path, tmp_path):
@@ -663,7 +776,10 @@ def test_a_state_belongs_to_its_file(path, tmp_path):
     again.load_state_dict(state)
     assert accountant.history == history
     assert sorted(again.history, key=str) == sorted(history, key=str)
-    for other in (PrivacyAccountant(3.0, DELTA), PrivacyAccountant(3.0, DELTA, path=tmp_path / "other.db")):
+    for other in (
+        PrivacyAccountant(3.0, DELTA),
+        PrivacyAccountant(3.0, DELTA, path=tmp_path / "other.db"),
+    ):
         with pytest.raises(ValueError, match="belongs to a ledger"):
             other.load_state_dict(state)
     accountant.compose(STEP).close()
@@ -674,7 +790,9 @@ def test_a_state_belongs_to_its_file(path, tmp_path):
 
 
 def test_a_state_from_memory_moves_into_an_empty_file(path):
-    memory = PrivacyAccountant(3.0, DELTA).compose(STEP, 50, label="x").compose(GaussianDpEvent(40.0), 2)
+    memory = (
+        PrivacyAccountant(3.0, DELTA).compose(STEP, 50, label="x").compose(GaussianDpEvent(40.0), 2)
+    )
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     accountant.load_state_dict(memory.state_dict())
     assert accountant.history == memory.history == PrivacyAccountant(path=path).history
@@ -693,7 +811,7 @@ def test_a_state_from_memory_moves_into_an_empty_file(path):
     assert loaded.remaining(STEP) == planned.remaining(STEP)
 
 
-# --- things that break -----------------------------------------------------------------------------------------------
+# --- things that break ----------------------------------------------------------------------------
 
 
 def test_a_busy_file_is_an_error_and_no_release(path, monkeypatch):
@@ -725,11 +843,17 @@ def test_a_full_disk_is_an_error_and_no_release(path):
                 accountant.close()
                 released += 1
         except LedgerError as error:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
             kept = counted(path) >= 1 + released
             accountant.compose(STEP)  # room was made
             accountant.close()
-            return 17 if kept and released > 3 and "disk" in str(error) and counted(path) >= 2 + released else 1
+            return (
+                17
+                if kept and released > 3 and "disk" in str(error) and counted(path) >= 2 + released
+                else 1
+            )
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     assert in_child(child) == 17
@@ -790,7 +914,9 @@ def test_a_corrupt_file_is_an_error_and_no_release(path, damage):
     assert path.read_bytes() == damaged
 
 
-@pytest.mark.parametrize("statement", ["UPDATE rows SET count = 1 WHERE seq = 2", "DELETE FROM rows WHERE seq = 2"])
+@pytest.mark.parametrize(
+    "statement", ["UPDATE rows SET count = 1 WHERE seq = 2", "DELETE FROM rows WHERE seq = 2"]
+)
 def test_rows_that_were_changed_are_noticed(path, statement):
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     for k in range(5):
@@ -846,7 +972,11 @@ def test_a_file_that_was_emptied_is_not_made_anew(path, monkeypatch):
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()
     path.write_bytes(b"")
-    for use in (lambda: PrivacyAccountant(3.0, DELTA, path=path), lambda: accountant.compose(STEP, 9), lambda: len(accountant)):
+    for use in (
+        lambda: PrivacyAccountant(3.0, DELTA, path=path),
+        lambda: accountant.compose(STEP, 9),
+        lambda: len(accountant),
+    ):
         with pytest.raises(LedgerError):
             use()
     assert path.read_bytes() == b""
@@ -854,7 +984,9 @@ def test_a_file_that_was_emptied_is_not_made_anew(path, monkeypatch):
 
 def test_clocks_that_jump_change_nothing(path, monkeypatch):
     """Rows are ordered by their numbers; times are for people."""
-    times = iter([f"20{year}-01-01T00:00:00.000+00:00" for year in (26, 27, 19, 38, 20) for _ in range(60)])
+    times = iter(
+        [f"20{year}-01-01T00:00:00.000+00:00" for year in (26, 27, 19, 38, 20) for _ in range(60)]
+    )
     monkeypatch.setattr(ledger, "_now", lambda: next(times))
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     for k in range(100):
@@ -872,10 +1004,16 @@ def test_clocks_that_jump_change_nothing(path, monkeypatch):
 
 @pytest.mark.parametrize(("owner", "moment"), [(book.Book, "_covering"), (ledger.Ledger, "append")])
 @pytest.mark.parametrize("what", ["close", "compose", "get_epsilon", "state_dict"])
-def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(path, monkeypatch, owner, moment, what):
-    """Else ``close`` could give back the block that a charge is about to be taken from, or a read could pass for the check before a commit."""
+def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(
+    path, monkeypatch, owner, moment, what
+):
+    """Else ``close`` could give back the block that a charge is about to be taken from, or a
+    read could pass for the check before a commit.
+    """
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
-    work = {name: getattr(accountant, name) for name in ("close", "get_epsilon", "state_dict")} | {"compose": lambda: accountant.compose(STEP)}
+    work = {name: getattr(accountant, name) for name in ("close", "get_epsilon", "state_dict")} | {
+        "compose": lambda: accountant.compose(STEP)
+    }
     original = getattr(owner, moment)
 
     def interrupted(*arguments, **options):
@@ -901,7 +1039,9 @@ def test_a_signal_handler_in_the_middle_of_a_charge_is_refused(path, monkeypatch
     assert not ledger.open_blocks(look_at(path)[1])
 
 
-def test_an_accountant_collected_in_the_middle_of_a_commit_does_not_wait_for_itself(path, monkeypatch):
+def test_an_accountant_collected_in_the_middle_of_a_commit_does_not_wait_for_itself(
+    path, monkeypatch
+):
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     lost = [PrivacyAccountant(path=path).compose(STEP).compose(STEP)]
     lost.append(lost)
@@ -928,8 +1068,12 @@ def test_no_folder(tmp_path):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, sqlite3.OperationalError("disk I/O error")])
-def test_an_interrupted_commit_never_counts_less_than_was_released(path, monkeypatch, moment, error):
-    """Whether or not the commit reached the disk, nothing is used twice and nothing is returned twice."""
+def test_an_interrupted_commit_never_counts_less_than_was_released(
+    path, monkeypatch, moment, error
+):
+    """Whether or not the commit reached the disk, nothing is used twice and nothing is
+    returned twice.
+    """
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     released, fail = 0, []
 
@@ -943,7 +1087,9 @@ def test_an_interrupted_commit_never_counts_less_than_was_released(path, monkeyp
             return result
 
     connect = sqlite3.connect
-    monkeypatch.setattr(ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Failing, **k))
+    monkeypatch.setattr(
+        ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Failing, **k)
+    )
     for k in range(2000):
         if k in (20, 130, 133, 500, 1400):
             fail.append(error)
@@ -957,13 +1103,14 @@ def test_an_interrupted_commit_never_counts_less_than_was_released(path, monkeyp
     fail.clear()
     accountant.close()
     assert released >= 2000 - 5, "an interruption costs one charge, and the next one goes on"
-    # what an interrupt left in doubt was returned; a charge may be recorded whose release the interrupt prevented
+    # what an interrupt left in doubt was returned; a charge may be recorded whose release the
+    # interrupt prevented
     assert released <= counted(path) <= released + 5
     assert not ledger.open_blocks(look_at(path)[1])
     assert len(accountant) == len(PrivacyAccountant(path=path)) == counted(path)
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -979,7 +1126,16 @@ def test_the_command_says_what_there_is(full, path, capsys):
     before = path.read_bytes()
     assert main([str(path)]) == 0
     said = capsys.readouterr().out
-    for part in ("DPSGLD", "report", "epsilon = 3", "epsilon <=", "left for a new job", "open blocks", f"pid {os.getpid()}", "add_or_remove_one"):
+    for part in (
+        "DPSGLD",
+        "report",
+        "epsilon = 3",
+        "epsilon <=",
+        "left for a new job",
+        "open blocks",
+        f"pid {os.getpid()}",
+        "add_or_remove_one",
+    ):
         assert part in said
     assert main([str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -1007,18 +1163,22 @@ def test_the_command_explains_what_it_cannot_read(tmp_path, capsys):
 
 def test_the_command_imports_neither_torch_nor_opacus(full, path):
     program = (
-        "import runpy, sys\n"
-        f"sys.argv = ['accounting', {str(path)!r}]\n"
-        "try: runpy.run_module('torch_dpbayes.accounting', run_name='__main__')\n"
-        "except SystemExit as end: assert not end.code\n"
-        "print(*sorted({'torch', 'opacus', 'pyro', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+        f"import runpy, sys\nsys.argv = ['accounting', {str(path)!r}]\ntry:"
+        " runpy.run_module('torch_dpbayes.accounting', run_name='__main__')\nexcept SystemExit as"
+        " end: assert not end.code\nprint(*sorted({'torch', 'opacus', 'pyro', 'matplotlib'} &"
+        " set(sys.modules)), file=sys.stderr)"
     )
-    ran = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning", "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore::RuntimeWarning", "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert ran.stderr.split() == []
     assert "DPSGLD" in ran.stdout
 
 
-# --- the bound in the loop -------------------------------------------------------------------------------------------
+# --- the bound in the loop ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -1037,12 +1197,17 @@ def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch, relation, 
     assert (1.8 if levels > 1 else 1.95) < renyi.epsilon(renyi.curve(counts), DELTA) <= 2.0
 
 
-@given(st.lists(st.tuples(st.floats(0.3, 30.0), st.floats(1e-5, 0.9999)), min_size=1, max_size=5), st.sampled_from(RELATIONS))
+@given(
+    st.lists(st.tuples(st.floats(0.3, 30.0), st.floats(1e-5, 0.9999)), min_size=1, max_size=5),
+    st.sampled_from(RELATIONS),
+)
 @settings(max_examples=20, deadline=None)
 def test_the_cheap_bound_rounds_towards_less_privacy(settings, relation):
     bound = headroom.Headroom(2.0, DELTA, "pld")
-    bound._costs = {k: 0.0 for k in range(100)}  # as after many different releases, when rounding begins
-    for noise, rate in [near for z, q in settings for near in ((1.01 * z, q / 1.01), (z, q))]:  # often of one cell
+    # as after many different releases, when rounding begins
+    bound._costs = {k: 0.0 for k in range(100)}
+    # often of one cell
+    for noise, rate in [near for z, q in settings for near in ((1.01 * z, q / 1.01), (z, q))]:
         pair = privacy_loss.dominating_pair(sampled(noise, rate), relation)
         assert (bound._cost(pair) >= renyi.curve({pair: 1}, bound._orders) * (1 - 1e-8)).all()
 
@@ -1051,10 +1216,16 @@ def test_the_cheap_bound_rounds_towards_less_privacy(settings, relation):
 @pytest.mark.parametrize("budget", [None, 2.5])
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_repetitions_are_counted_like_any_other_charge(where, budget, adaptive, tmp_path):
-    """They take a short way; whatever comes between them, each is in the history once and against the budget once."""
+    """They take a short way; whatever comes between them, each is in the history once and
+    against the budget once.
+    """
     if adaptive and budget is None:
         return
-    accountant = PrivacyAccountant(budget, None if budget is None else DELTA, **({"path": tmp_path / "l.db"} if where == "file" else {}))
+    accountant = PrivacyAccountant(
+        budget,
+        None if budget is None else DELTA,
+        **({"path": tmp_path / "l.db"} if where == "file" else {}),
+    )
     other, charged, mixed = sampled(3.0), 0, 0
     for k in range(1200):
         accountant.compose(STEP, label="a" if k % 400 < 200 else "b", adaptive=adaptive)
@@ -1073,7 +1244,10 @@ def test_repetitions_are_counted_like_any_other_charge(where, budget, adaptive, 
     for charge in accountant.history:
         by_event[charge.event] = by_event.get(charge.event, 0) + charge.count
     assert by_event == {STEP: charged, other: mixed}
-    assert {charge.label: charge.count for charge in accountant.history if charge.label} == {"a": 600, "b": 600}
+    assert {charge.label: charge.count for charge in accountant.history if charge.label} == {
+        "a": 600,
+        "b": 600,
+    }
     if budget is None:
         return
     fit = accountant.remaining(STEP)
@@ -1114,4 +1288,7 @@ def test_an_event_that_changes_is_charged_as_it_is():
         accountant.compose(event)
     noise[...] = 1.0
     accountant.compose(event)
-    assert {charge.event: charge.count for charge in accountant.history} == {sampled(2.0): 5, STEP: 1}
+    assert {charge.event: charge.count for charge in accountant.history} == {
+        sampled(2.0): 5,
+        STEP: 1,
+    }

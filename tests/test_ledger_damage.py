@@ -1,4 +1,6 @@
-"""A damaged ledger reads as it was written, or is a LedgerError; so is one that could not be made, until it can."""
+"""A damaged ledger reads as it was written, or is a LedgerError; so is one that could not be
+made, until it can.
+"""
 
 import contextlib
 import json
@@ -50,7 +52,7 @@ def told(accountant):
     return settings, sorted(accountant.history, key=str), accountant.guarantee
 
 
-# --- damage ------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def flipped_bits(rng, content):
@@ -164,7 +166,8 @@ def by_sql(rng, path):
         elif what == "row":
             columns = ", ".join(COLUMNS[1:])
             connection.execute(
-                f"INSERT INTO rows SELECT seq + {rng.randint(1, 4)}, {columns} FROM rows WHERE seq = {row}"
+                f"INSERT INTO rows SELECT seq + {rng.randint(1, 4)}, {columns} FROM rows WHERE seq"
+                f" = {row}"
             )
         else:
             connection.execute(rng.choice(STATEMENTS))
@@ -314,7 +317,7 @@ def test_a_ledger_of_the_format_before_is_read_and_written_as_it_was(path):
         PrivacyAccountant(path=path, **BUDGET)
 
 
-# --- making ------------------------------------------------------------------------------------------
+# --- making ---------------------------------------------------------------------------------------
 
 
 def made(path):

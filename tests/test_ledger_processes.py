@@ -1,4 +1,6 @@
-"""The ledger among processes: nothing is lost, nothing is spent twice, and nothing is forgotten when a process dies."""
+"""The ledger among processes: nothing is lost, nothing is spent twice, and nothing is
+forgotten when a process dies.
+"""
 
 import multiprocessing
 import os
@@ -22,7 +24,9 @@ from torch_dpbayes.accounting.book import Book
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.ledger import open_blocks
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 
 DELTA = 1e-5
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +36,9 @@ STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 def counted(path):
     connection = sqlite3.connect(path)
     try:
-        return connection.execute("SELECT coalesce(sum(count), 0) FROM rows WHERE kind IN ('charge', 'block', 'return')").fetchone()[0]
+        return connection.execute(
+            "SELECT coalesce(sum(count), 0) FROM rows WHERE kind IN ('charge', 'block', 'return')"
+        ).fetchone()[0]
     finally:
         connection.close()
 
@@ -44,7 +50,9 @@ def epsilon_of(path):
         if row.kind in ("charge", "block", "return"):
             pair = privacy_loss.dominating_pair(row.event, "add_or_remove_one")
             counts[pair] = counts.get(pair, 0) + row.count
-    return privacy_loss.upper_epsilon({pair: count for pair, count in counts.items() if count}, DELTA)
+    return privacy_loss.upper_epsilon(
+        {pair: count for pair, count in counts.items() if count}, DELTA
+    )
 
 
 def charge(opener, steps, noises, answers):
@@ -53,7 +61,10 @@ def charge(opener, steps, noises, answers):
     released = 0
     try:
         for k in range(steps):
-            accountant.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(noises[k % len(noises)])), label=f"worker {os.getpid()}")
+            accountant.compose(
+                PoissonSampledDpEvent(0.01, GaussianDpEvent(noises[k % len(noises)])),
+                label=f"worker {os.getpid()}",
+            )
             released += 1
     except PrivacyBudgetExceeded:
         pass
@@ -80,7 +91,9 @@ class Shared:
 def run_workers(opener, number, steps, noises, method):
     context = multiprocessing.get_context(method)
     answers = context.Queue()
-    workers = [context.Process(target=charge, args=(opener, steps, noises, answers)) for _ in range(number)]
+    workers = [
+        context.Process(target=charge, args=(opener, steps, noises, answers)) for _ in range(number)
+    ]
     for worker in workers:
         worker.start()
     told = dict(answers.get(timeout=500) for _ in workers)
@@ -91,7 +104,11 @@ def run_workers(opener, number, steps, noises, method):
 
 
 @pytest.mark.parametrize(
-    ("number", "steps"), [pytest.param(4, 500, id="4x500"), pytest.param(8, 10_000, id="8x10000", marks=pytest.mark.slow)]
+    ("number", "steps"),
+    [
+        pytest.param(4, 500, id="4x500"),
+        pytest.param(8, 10_000, id="8x10000", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("how", ["forked", "by path"])
 def test_no_charge_is_lost(tmp_path, number, steps, how):
@@ -111,7 +128,11 @@ def test_no_charge_is_lost(tmp_path, number, steps, how):
 
 
 @pytest.mark.parametrize(
-    ("number", "steps"), [pytest.param(4, 500, id="4x500"), pytest.param(8, 10_000, id="8x10000", marks=pytest.mark.slow)]
+    ("number", "steps"),
+    [
+        pytest.param(4, 500, id="4x500"),
+        pytest.param(8, 10_000, id="8x10000", marks=pytest.mark.slow),
+    ],
 )
 def test_the_budget_is_never_passed(tmp_path, number, steps):
     path = tmp_path / "budget.db"
@@ -153,7 +174,10 @@ def test_an_accountant_sent_to_a_pool_is_the_same_job(tmp_path, method):
 
 def test_threads_share_one_accountant(tmp_path):
     accountant = PrivacyAccountant(3.0, DELTA, path=tmp_path / "budget.db")
-    threads = [threading.Thread(target=lambda: [accountant.compose(STEP) for _ in range(200)]) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: [accountant.compose(STEP) for _ in range(200)])
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -163,7 +187,9 @@ def test_threads_share_one_accountant(tmp_path):
 
 
 def test_a_fork_in_the_middle_of_another_threads_charge(tmp_path):
-    """SQLite in the child would find locks of the thread that it does not have: it would wait for ever, or take the file for damaged."""
+    """SQLite in the child would find locks of the thread that it does not have: it would wait
+    for ever, or take the file for damaged.
+    """
     path = tmp_path / "budget.db"
     parent = PrivacyAccountant(30.0, DELTA, path=path)
     stop, charged = threading.Event(), []
@@ -238,12 +264,14 @@ def test_a_worker_that_was_sent_the_accountant_and_fails_returns_its_blocks(tmp_
     assert counted(path) == 50 and not open_blocks(look_at(path)[1])
 
 
-# --- dying -----------------------------------------------------------------------------------------------------------
+# --- dying ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
-    """Children of a warm parent die at random moments; a pipe, written after each charge, says what they released."""
+    """Children of a warm parent die at random moments; a pipe, written after each charge,
+    says what they released.
+    """
     path = tmp_path / "budget.db"
     parent = PrivacyAccountant(60.0, DELTA, path=path)
     for k in range(50):
@@ -258,7 +286,11 @@ def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
             try:
                 os.close(reader)
                 for k in range(1_000_000):
-                    parent.compose(PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5 + 0.5 * ((k * 7919) % 100) / 100)))
+                    parent.compose(
+                        PoissonSampledDpEvent(
+                            0.01, GaussianDpEvent(1.5 + 0.5 * ((k * 7919) % 100) / 100)
+                        )
+                    )
                     os.write(writer, b"x")
                     if k % 37 == 0:
                         parent.close()
@@ -268,7 +300,8 @@ def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
         start = time.monotonic()
         if delay is None or generator.random() < 0.8:  # else while it opens the ledger
             select.select([reader], [], [], 60)
-            delay = delay or time.monotonic() - start  # of the first one: later ones open what the earlier wrote
+            # of the first one: later ones open what the earlier wrote
+            delay = delay or time.monotonic() - start
         time.sleep(generator.expovariate(1 / delay))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -302,11 +335,14 @@ finally:
 
 def test_ctrl_c_returns_what_was_reserved(tmp_path):
     path = tmp_path / "budget.db"
-    ran = subprocess.run([sys.executable, "-c", INTERRUPTED, str(path)], capture_output=True, text=True, cwd=ROOT)
+    ran = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(path)], capture_output=True, text=True, cwd=ROOT
+    )
     assert "KeyboardInterrupt" in ran.stderr
     released = int(ran.stdout)
     assert released >= 300
-    assert released <= counted(path) <= released + 1  # the interrupt may come between the charge and its count
+    # the interrupt may come between the charge and its count
+    assert released <= counted(path) <= released + 1
     assert not open_blocks(look_at(path)[1])
 
 
@@ -351,7 +387,12 @@ print(released)
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_interrupts_at_any_moment(tmp_path, where):
     path = tmp_path / "budget.db"
-    ran = subprocess.run([sys.executable, "-c", STORM, str(path) if where == "file" else ""], capture_output=True, text=True, cwd=ROOT)
+    ran = subprocess.run(
+        [sys.executable, "-c", STORM, str(path) if where == "file" else ""],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert ran.returncode == 0, ran.stderr
     if where == "file":
         assert counted(path) >= int(ran.stdout)
@@ -383,7 +424,9 @@ if sys.argv[2] == "_exit":
 @pytest.mark.parametrize("how", ["end", "error", "_exit", "daemon"])
 def test_a_program_that_ends_without_close(tmp_path, how):
     path = tmp_path / "budget.db"
-    ran = subprocess.run([sys.executable, "-c", ENDING, str(path), how], capture_output=True, cwd=ROOT)
+    ran = subprocess.run(
+        [sys.executable, "-c", ENDING, str(path), how], capture_output=True, cwd=ROOT
+    )
     assert (b"ValueError" in ran.stderr) == (how == "error")
     released = ran.stdout.count(b"x")
     if how in ("end", "error"):
@@ -393,11 +436,17 @@ def test_a_program_that_ends_without_close(tmp_path, how):
 
 
 def finalizer_of(accountant):
-    (found,) = [f for f in util._finalizer_registry.values() if (reference := getattr(f, "_weakref", None)) is not None and reference() is accountant]
+    (found,) = [
+        f
+        for f in util._finalizer_registry.values()
+        if (reference := getattr(f, "_weakref", None)) is not None and reference() is accountant
+    ]
     return found
 
 
-def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_them(tmp_path, monkeypatch):
+def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_them(
+    tmp_path, monkeypatch
+):
     path = tmp_path / "budget.db"
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()

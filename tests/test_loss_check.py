@@ -539,9 +539,13 @@ def test_outputs_may_be_nested(kind):
     hf = ModelOutput()
     hf["logits"], hf["past"] = a, (b,)
     value = {
-        "tuple": (a, b), "list": [a, [b, None]], "dict": {"a": a, "b": {"c": b}},
-        "dataclass": Answer(a, (b,)), "namedtuple": Named(a, 3), "model output": hf,
-    }[kind]  # fmt: skip
+        "tuple": (a, b),
+        "list": [a, [b, None]],
+        "dict": {"a": a, "b": {"c": b}},
+        "dataclass": Answer(a, (b,)),
+        "namedtuple": Named(a, 3),
+        "model output": hf,
+    }[kind]
     out = watch.outputs(value, N)
     assert type(out) is type(value) and out is not value
     scores = (
@@ -876,10 +880,14 @@ LOSSES = [
 
 @settings(max_examples=60)
 @given(
-    n=st.integers(2, 12), steps=st.integers(1, 4), width=st.integers(2, 6),
-    program=st.lists(st.sampled_from(ROWWISE), max_size=4), loss=st.sampled_from(LOSSES),
-    end=st.sampled_from(ENDS), factor=st.sampled_from([1, 0.5, 2]),
-)  # fmt: skip
+    n=st.integers(2, 12),
+    steps=st.integers(1, 4),
+    width=st.integers(2, 6),
+    program=st.lists(st.sampled_from(ROWWISE), max_size=4),
+    loss=st.sampled_from(LOSSES),
+    end=st.sampled_from(ENDS),
+    factor=st.sampled_from([1, 0.5, 2]),
+)
 def test_random_right_losses_are_never_refused(n, steps, width, program, loss, end, factor):
     y, z = torch.randint(2, (n, steps)), torch.randn(n, steps, 2)
 

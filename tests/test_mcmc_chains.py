@@ -1,4 +1,6 @@
-"""Several chains, one after another, forked or spawned: one budget, different noise, and their draws are kept. And Pyro's ways of keeping them."""
+"""Several chains, one after another, forked or spawned: one budget, different noise, and
+their draws are kept. And Pyro's ways of keeping them.
+"""
 
 import copy
 import gc
@@ -39,7 +41,9 @@ def model(x):
 
 
 def prior():
-    return pyro.sample("mean", dist.Normal(0.0, 1.0)), pyro.sample("scale", dist.LogNormal(0.0, 1.0))
+    return pyro.sample("mean", dist.Normal(0.0, 1.0)), pyro.sample(
+        "scale", dist.LogNormal(0.0, 1.0)
+    )
 
 
 def statistics(x):
@@ -59,10 +63,21 @@ def make(kind, accountant, noise=50.0, **options):
         settings = {"proposal_scale": 0.1, "log_ratio_slope": 5.0, "noise_multiplier": noise}
         return DPPenalty(model, **{**settings, **options}, accountant=accountant)
     if kind == "family":
-        functions = {"sufficient_statistics": statistics, "natural_parameters": natural, "log_normalizer": normalizer}
+        functions = {
+            "sufficient_statistics": statistics,
+            "natural_parameters": natural,
+            "log_normalizer": normalizer,
+        }
         settings = {"proposal_scale": 0.1, "max_statistic_norm": 5.0, "noise_multiplier": noise}
-        return ExponentialFamilyPenalty(prior, **functions, **settings, accountant=accountant, **options)
-    bounds = {"log_ratio_slope": 5.0, "max_grad_norm": 5.0, "ratio_noise_multiplier": noise, "grad_noise_multiplier": 1.2 * noise}
+        return ExponentialFamilyPenalty(
+            prior, **functions, **settings, accountant=accountant, **options
+        )
+    bounds = {
+        "log_ratio_slope": 5.0,
+        "max_grad_norm": 5.0,
+        "ratio_noise_multiplier": noise,
+        "grad_noise_multiplier": 1.2 * noise,
+    }
     return DPHMC(model, step_size=0.02, num_steps=3, **bounds, accountant=accountant, **options)
 
 
@@ -74,18 +89,27 @@ def counts(accountant):
 
 
 def expected(kind, iterations, chains):
-    return {50.0: iterations * chains, **({60.0: 3 * iterations * chains + chains} if kind == "HMC" else {})}
+    return {
+        50.0: iterations * chains,
+        **({60.0: 3 * iterations * chains + chains} if kind == "HMC" else {}),
+    }
 
 
 def parallel(kernel, num_chains=3, context="fork", **options):
     settings = {"num_samples": 8, "warmup_steps": 4, "disable_progbar": True, **options}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 8)  # Pyro runs chains side by side only if there are more cores than chains
+        # Pyro runs chains side by side only if there are more cores than chains
+        patch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 8)
         return MCMC(kernel, num_chains=num_chains, mp_context=context, **settings)
 
 
 def ratios(runner):
-    return [value for chain in runner.diagnostics()["noisy log ratios"].values() for value in chain if not math.isnan(value)]
+    return [
+        value
+        for chain in runner.diagnostics()["noisy log ratios"].values()
+        for value in chain
+        if not math.isnan(value)
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,17 +117,28 @@ def ratios(runner):
 def test_sequential_chains_are_charged_each(kind, monkeypatch):
     monkeypatch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 1)
     kernel = make(kind, dpb.PrivacyAccountant())
-    runner = MCMC(kernel, num_samples=8, warmup_steps=4, num_chains=3, initial_params=START, disable_progbar=True)
+    runner = MCMC(
+        kernel,
+        num_samples=8,
+        warmup_steps=4,
+        num_chains=3,
+        initial_params=START,
+        disable_progbar=True,
+    )
     runner.run(DATA)
     assert counts(kernel.accountant) == expected(kind, 12, 3)
     assert runner.get_samples(group_by_chain=True)["mean"].shape == (3, 8)
     own = kernel.get_samples(group_by_chain=True)
     for chain in range(3):
-        torch.testing.assert_close(own[chain]["mean"], runner.get_samples(group_by_chain=True)["mean"][chain])
+        torch.testing.assert_close(
+            own[chain]["mean"], runner.get_samples(group_by_chain=True)["mean"][chain]
+        )
 
 
 def in_a_fresh_process(function, *arguments):
-    """Whose children can compute gradients, whatever was computed here and on whatever machine: see ``nested_backward``."""
+    """Whose children can compute gradients, whatever was computed here and on whatever
+    machine: see ``nested_backward``.
+    """
     process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
     process.join(200)
@@ -112,7 +147,9 @@ def in_a_fresh_process(function, *arguments):
 
 
 def forking(kind):
-    return in_a_fresh_process if kind == "HMC" else lambda function, *arguments: function(*arguments)
+    return (
+        in_a_fresh_process if kind == "HMC" else lambda function, *arguments: function(*arguments)
+    )
 
 
 def forked_chains(kind, path):
@@ -126,14 +163,19 @@ def forked_chains(kind, path):
     assert runner.get_samples()["scale"].shape == (24,) and runner.get_samples()["scale"].min() > 0
     own = kernel.get_samples(group_by_chain=True)
     for chain in range(3):
-        torch.testing.assert_close(own[chain]["scale"], runner.get_samples(group_by_chain=True)["scale"][chain])
+        torch.testing.assert_close(
+            own[chain]["scale"], runner.get_samples(group_by_chain=True)["scale"][chain]
+        )
     if kind == "HMC":
         return
     runner = parallel(kernel)  # another run, from the prior, on the same budget
     runner.run(DATA)
     assert counts(accountant) == expected(kind, 12, 6)
     assert len(kernel.get_samples(group_by_chain=True)) == 6
-    torch.testing.assert_close(kernel.get_samples(group_by_chain=True)[4]["mean"], runner.get_samples(group_by_chain=True)["mean"][1])
+    torch.testing.assert_close(
+        kernel.get_samples(group_by_chain=True)[4]["mean"],
+        runner.get_samples(group_by_chain=True)["mean"][1],
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -157,8 +199,10 @@ class Nested(torch.autograd.Function):
 
 
 def nested_backward(depth):
-    """torch refuses gradients in a fork if its engine had started threads before. It does so in the first backward pass where there is an
-    accelerator, one thread for each device, and elsewhere when backward passes are nested more than 60 deep."""
+    """torch refuses gradients in a fork if its engine had started threads before. It does so in the
+    first backward pass where there is an accelerator, one thread for each device, and elsewhere
+    when backward passes are nested more than 60 deep.
+    """
     with torch.enable_grad():
         x = torch.ones((), requires_grad=True)
         torch.autograd.grad(Nested.apply(x, depth), x)
@@ -182,7 +226,14 @@ def test_a_forked_chain_that_cannot_differentiate_says_what_to_do(depth, tmp_pat
     in_a_fresh_process(forked_after_a_backward_pass, depth, tmp_path / "budget.db")
 
 
-@pytest.mark.parametrize("kind", ["penalty", pytest.param("family", marks=pytest.mark.slow), pytest.param("HMC", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "penalty",
+        pytest.param("family", marks=pytest.mark.slow),
+        pytest.param("HMC", marks=pytest.mark.slow),
+    ],
+)
 def test_spawned_chains_charge_one_file_and_draw_different_noise(kind, tmp_path):
     accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
     kernel = make(kind, accountant)
@@ -190,7 +241,10 @@ def test_spawned_chains_charge_one_file_and_draw_different_noise(kind, tmp_path)
     runner.run(DATA)
     assert counts(accountant) == expected(kind, 12, 2)
     assert len(set(ratios(runner))) == len(ratios(runner)) > 20
-    assert runner.get_samples()["mean"].shape == (16,) and len(kernel.get_samples(group_by_chain=True)) == 2
+    assert (
+        runner.get_samples()["mean"].shape == (16,)
+        and len(kernel.get_samples(group_by_chain=True)) == 2
+    )
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -210,12 +264,17 @@ def too_many_forked_chains(kind, path):
     accountant = dpb.PrivacyAccountant(2.0, 1e-5, path=path)
     kernel = make(kind, accountant, noise=20.0)
     with pytest.raises(dpb.PrivacyBudgetExceeded):
-        parallel(kernel, num_samples=100_000, warmup_steps=0).run(DATA)  # the budget may end before a late chain has warmed up
+        # the budget may end before a late chain has warmed up
+        parallel(kernel, num_samples=100_000, warmup_steps=0).run(DATA)
     for child in multiprocessing.active_children():  # which Pyro has ended, but does not wait for
         child.join(20)
     draws, charged = len(kernel.get_samples()["mean"]), counts(accountant)
-    assert charged.keys() == ({20.0, 24.0} if kind == "HMC" else {20.0}), f"reserved, and not given back: {charged}"
-    assert 20 < draws <= charged[20.0] <= draws + 3, f"{draws} draws, but {charged}: nothing else but what was under way in three chains"
+    assert charged.keys() == ({20.0, 24.0} if kind == "HMC" else {20.0}), (
+        f"reserved, and not given back: {charged}"
+    )
+    assert 20 < draws <= charged[20.0] <= draws + 3, (
+        f"{draws} draws, but {charged}: nothing else but what was under way in three chains"
+    )
     if kind == "HMC":
         assert 3 * draws + 1 <= charged[24.0] <= 3 * (draws + 3) + 3
     assert 1.8 < accountant.get_epsilon() <= 2.0
@@ -223,7 +282,8 @@ def too_many_forked_chains(kind, path):
 
 INTERRUPTED = """
 import json, multiprocessing, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test run in the background hands down ignored
+# a test run in the background hands it down ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import torch_dpbayes as dpb
 import test_mcmc_chains as t
@@ -235,23 +295,42 @@ def started(kernel, params, stage, i):
 if __name__ == "__main__":
     accountant = dpb.PrivacyAccountant(8.0, 1e-5, path={path!r})
     kernel = t.make("penalty", accountant, noise=200.0)
-    runner = t.parallel(kernel, {chains}, {context!r}, num_samples=10**6, warmup_steps=5, hook_fn=started)
+    runner = t.parallel(
+        kernel, {chains}, {context!r}, num_samples=10**6, warmup_steps=5, hook_fn=started
+    )
     try:
         runner.run(t.DATA)
     except KeyboardInterrupt:
         for child in multiprocessing.active_children():
             child.join()
         draws = [len(chain["mean"]) for chain in kernel.get_samples(group_by_chain=True)]
-        print(json.dumps({{"draws": draws, "charged": t.counts(accountant)[200.0], "epsilon": accountant.get_epsilon()}}), flush=True)
+        charged, epsilon = t.counts(accountant)[200.0], accountant.get_epsilon()
+        print(json.dumps({{"draws": draws, "charged": charged, "epsilon": epsilon}}), flush=True)
 """
 
 
-@pytest.mark.parametrize("chains, context", [(1, "fork"), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "chains, context", [(1, "fork"), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
+)
 def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, context, tmp_path):
     script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED.format(tests=os.path.dirname(__file__), path=str(tmp_path / "budget.db"), chains=chains, context=context))
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}}
-    with subprocess.Popen([sys.executable, str(script)], start_new_session=True, **pipes) as process:
+    script.write_text(
+        INTERRUPTED.format(
+            tests=os.path.dirname(__file__),
+            path=str(tmp_path / "budget.db"),
+            chains=chains,
+            context=context,
+        )
+    )
+    pipes = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    }
+    with subprocess.Popen(
+        [sys.executable, str(script)], start_new_session=True, **pipes
+    ) as process:
         for _ in range(chains):
             assert process.stdout.readline() == "started\n"
         time.sleep(0.3)
@@ -269,7 +348,12 @@ def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, context, tmp_p
 
 def charging(accountant, releases):
     kernel_module._give_back_when_terminated(accountant)
-    event = events.ComposedDpEvent([events.GaussianDpEvent(200.0), events.SelfComposedDpEvent(events.GaussianDpEvent(240.0), 3)])
+    event = events.ComposedDpEvent(
+        [
+            events.GaussianDpEvent(200.0),
+            events.SelfComposedDpEvent(events.GaussianDpEvent(240.0), 3),
+        ]
+    )
     with releases.open("ab", buffering=0) as file:
         while True:
             accountant.compose(event)
@@ -279,14 +363,20 @@ def charging(accountant, releases):
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.parametrize("signals", [BOTH, BOTH[::-1], BOTH[1:]], ids=["Ctrl-C first", "SIGTERM first", "SIGTERM alone"])
+@pytest.mark.parametrize(
+    "signals", [BOTH, BOTH[::-1], BOTH[1:]], ids=["Ctrl-C first", "SIGTERM first", "SIGTERM alone"]
+)
 @pytest.mark.parametrize("apart", [0.0, 0.003], ids=["at once", "one after the other"])
-def test_a_worker_that_is_stopped_anywhere_gives_back_what_it_had_reserved(signals, apart, tmp_path):
+def test_a_worker_that_is_stopped_anywhere_gives_back_what_it_had_reserved(
+    signals, apart, tmp_path
+):
     """At once: both reach it before it runs on."""
     for k in range(5):
         path, releases = tmp_path / f"{k}.db", tmp_path / f"{k}"
         accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=path)
-        process = multiprocessing.get_context("fork").Process(target=charging, args=(accountant, releases))
+        process = multiprocessing.get_context("fork").Process(
+            target=charging, args=(accountant, releases)
+        )
         process.start()
         while not releases.exists() or releases.stat().st_size < 40 * (k + 1):
             time.sleep(0.002)
@@ -300,11 +390,16 @@ def test_a_worker_that_is_stopped_anywhere_gives_back_what_it_had_reserved(signa
         assert process.exitcode == 128 + signal.SIGTERM
         assert open_blocks(Ledger(path, {}).read()) == []
         released, charged = releases.stat().st_size, counts(accountant)
-        assert released <= charged[200.0] <= released + 1 and 3 * released <= charged[240.0] <= 3 * released + 3
+        assert (
+            released <= charged[200.0] <= released + 1
+            and 3 * released <= charged[240.0] <= 3 * released + 3
+        )
 
 
 def started(target, *arguments):
-    """A forked process that has charged something, like a worker of Pyro's, and goes on with ``target(*arguments)``."""
+    """A forked process that has charged something, like a worker of Pyro's, and goes on with
+    ``target(*arguments)``.
+    """
     accountant, arguments = arguments[0], arguments[1:]
     context = multiprocessing.get_context("fork")
     ready = context.Event()
@@ -326,7 +421,9 @@ def assert_gave_back(process, accountant):
     ended = process.exitcode
     process.kill()
     assert ended == 128 + signal.SIGTERM
-    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {200.0: 1}
+    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {
+        200.0: 1
+    }
 
 
 @pytest.fixture
@@ -339,10 +436,14 @@ def wait_for_ever():
 
 
 def test_a_worker_that_waits_for_pyro_hears_a_signal_that_did_not_wake_it(accountant):
-    """Another thread receives it, which leaves the main thread asleep as one does that came just before it fell asleep."""
+    """Another thread receives it, which leaves the main thread asleep as one does that came
+    just before it fell asleep.
+    """
 
     def wait():
-        threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+        threading.Timer(
+            0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        ).start()
         wait_for_ever()
 
     assert_gave_back(started(wait, accountant), accountant)
@@ -372,7 +473,9 @@ def test_a_worker_ends_though_it_takes_every_exception_for_another(accountant):
 
 
 def test_a_worker_does_not_take_over_how_its_program_hears_signals(accountant):
-    """A flag that the program sets on SIGTERM, or its event loop's pipe, would leave the worker deaf."""
+    """A flag that the program sets on SIGTERM, or its event loop's pipe, would leave the
+    worker deaf.
+    """
     heard, (reader, writer) = threading.Event(), os.pipe()
     os.set_blocking(writer, False)
     handlers = {number: signal.signal(number, lambda *_: heard.set()) for number in BOTH}
@@ -428,7 +531,9 @@ def test_workers_end_with_their_parent(accountant):
     end = time.monotonic() + 30
     while open_blocks(Ledger(accountant.path, {}).read()) and time.monotonic() < end:
         time.sleep(0.1)
-    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {200.0: 3}
+    assert open_blocks(Ledger(accountant.path, {}).read()) == [] and counts(accountant) == {
+        200.0: 3
+    }
     while any(map(is_running, workers)) and time.monotonic() < end:
         time.sleep(0.1)
     assert not any(map(is_running, workers))
@@ -489,7 +594,9 @@ def test_ctrl_c_is_heard_in_the_middle_of_a_fork(moment):
     def program(told):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         times = iter([1])
-        os.register_at_fork(**{moment: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in times]})
+        os.register_at_fork(
+            **{moment: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in times]}
+        )
         kernel_module._keep_interrupts.cache_clear()
         kernel_module._keep_interrupts()  # as a kernel does, for its chains
         try:
@@ -499,7 +606,9 @@ def test_ctrl_c_is_heard_in_the_middle_of_a_fork(moment):
             told.put("nothing")
         except KeyboardInterrupt:
             chain.join()
-            told.put((chain.exitcode, signal.getsignal(signal.SIGINT) is signal.default_int_handler))
+            told.put(
+                (chain.exitcode, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+            )
 
     told = multiprocessing.get_context("fork").Queue()
     process = multiprocessing.get_context("fork").Process(target=program, args=(told,))
@@ -533,7 +642,9 @@ def sequential_chain(path, told):
     signal.set_wakeup_fd(writer)
     kernel = make("penalty", dpb.PrivacyAccountant(8.0, 1e-5, path=path))
     MCMC(kernel, num_samples=3, warmup_steps=1, disable_progbar=True).run(DATA)
-    assert [signal.getsignal(number) for number in BOTH] == handlers and signal.set_wakeup_fd(-1) == writer
+    assert [signal.getsignal(number) for number in BOTH] == handlers and signal.set_wakeup_fd(
+        -1
+    ) == writer
     told.put(kernel._spool.folder)
 
 
@@ -556,16 +667,28 @@ def test_parallel_chains_start_where_they_are_told_to(context, accountant):
     kernel = make("penalty", accountant, proposal_scale=1e-6)
     for starts in (FAR, {name: -value[:2] for name, value in FAR.items()}):
         number = len(starts["mean"])
-        parallel(kernel, number, context, num_samples=2, warmup_steps=0, initial_params=starts).run(DATA)
+        parallel(kernel, number, context, num_samples=2, warmup_steps=0, initial_params=starts).run(
+            DATA
+        )
         for chain, draws in enumerate(kernel.get_samples(group_by_chain=True)[-number:]):
-            torch.testing.assert_close(draws["mean"], starts["mean"][chain].expand(2), atol=1e-4, rtol=0)
-            torch.testing.assert_close(draws["scale"].log(), starts["scale"][chain].expand(2), atol=1e-4, rtol=0)
-    kernel.initial_params = {"mean": torch.tensor(7.0), "scale": torch.tensor(0.5)}  # of one who sets it himself: for all chains
+            torch.testing.assert_close(
+                draws["mean"], starts["mean"][chain].expand(2), atol=1e-4, rtol=0
+            )
+            torch.testing.assert_close(
+                draws["scale"].log(), starts["scale"][chain].expand(2), atol=1e-4, rtol=0
+            )
+    # of one who sets it himself: for all chains
+    kernel.initial_params = {"mean": torch.tensor(7.0), "scale": torch.tensor(0.5)}
     parallel(kernel, 2, context, num_samples=2, warmup_steps=0).run(DATA)
-    torch.testing.assert_close(torch.stack([draws["mean"] for draws in kernel.get_samples(group_by_chain=True)[-2:]]), torch.full((2, 2), 7.0))
+    torch.testing.assert_close(
+        torch.stack([draws["mean"] for draws in kernel.get_samples(group_by_chain=True)[-2:]]),
+        torch.full((2, 2), 7.0),
+    )
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))]
+)
 def test_a_copy_keeps_the_draws_of_all_chains_when_the_original_is_gone(copied, tmp_path):
     kernel = make("penalty", dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db"))
     parallel(kernel, 2).run(DATA)
@@ -578,10 +701,12 @@ def test_a_copy_keeps_the_draws_of_all_chains_when_the_original_is_gone(copied, 
     for chain in range(2):
         assert torch.equal(kept[chain]["mean"], draws[chain]["mean"])
     parallel(again, 2).run(DATA)
-    assert len(again.get_samples(group_by_chain=True)) == 4 and counts(again.accountant) == expected("penalty", 12, 4)
+    assert len(again.get_samples(group_by_chain=True)) == 4 and counts(
+        again.accountant
+    ) == expected("penalty", 12, 4)
 
 
-# -- Pyro's ways of keeping draws ----------------------------------------------------------------------------------------------
+# -- Pyro's ways of keeping draws ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -596,11 +721,21 @@ def test_hooks_see_every_iteration(kind):
     assert seen == [(True, "Warmup", i) for i in range(3)] + [(True, "Sample", i) for i in range(5)]
 
 
-@pytest.mark.parametrize("kind, names", [("penalty", ["scale"]), ("family", ["scale", "mean"]), ("HMC", ("mean",))])
+@pytest.mark.parametrize(
+    "kind, names", [("penalty", ["scale"]), ("family", ["scale", "mean"]), ("HMC", ("mean",))]
+)
 def test_only_what_was_asked_for_is_saved_under_its_own_name(kind, names):
     kernel = make(kind, dpb.PrivacyAccountant())
-    start = {"mean": torch.tensor(-50.0), "scale": torch.tensor(0.0)}  # far apart, so that a mix-up shows
-    runner = MCMC(kernel, num_samples=6, warmup_steps=1, initial_params=start, save_params=names, disable_progbar=True)
+    # far apart, so that a mix-up shows
+    start = {"mean": torch.tensor(-50.0), "scale": torch.tensor(0.0)}
+    runner = MCMC(
+        kernel,
+        num_samples=6,
+        warmup_steps=1,
+        initial_params=start,
+        save_params=names,
+        disable_progbar=True,
+    )
     runner.run(DATA)
     assert set(runner.get_samples()) == set(kernel.get_samples()) == set(names)
     for name in names:
@@ -620,7 +755,13 @@ def test_what_the_model_has_not_cannot_be_saved():
 @pytest.mark.parametrize("kind", KINDS)
 def test_streaming_statistics_are_those_of_the_draws(kind):
     kernel = make(kind, dpb.PrivacyAccountant())
-    streaming = StreamingMCMC(kernel, num_samples=20, warmup_steps=5, statistics=StatsOfDict(default=CountMeanStats), disable_progbar=True)
+    streaming = StreamingMCMC(
+        kernel,
+        num_samples=20,
+        warmup_steps=5,
+        statistics=StatsOfDict(default=CountMeanStats),
+        disable_progbar=True,
+    )
     streaming.run(DATA)
     found = streaming.get_statistics(group_by_chain=False)
     torch.testing.assert_close(found["mean"]["mean"], kernel.get_samples()["mean"].mean())
@@ -634,16 +775,26 @@ def test_arviz_takes_the_draws(kind, monkeypatch, capsys):
     kernel = make(kind, dpb.PrivacyAccountant(), noise=0.2)  # so little that every chain moves
     runner = MCMC(kernel, num_samples=30, warmup_steps=5, num_chains=2, disable_progbar=True)
     runner.run(DATA)
-    samples = {name: value.numpy() for name, value in runner.get_samples(group_by_chain=True).items()}
-    table = arviz.summary(arviz.from_dict(posterior=samples) if arviz.__version__ < "1" else arviz.from_dict({"posterior": samples}))
+    samples = {
+        name: value.numpy() for name, value in runner.get_samples(group_by_chain=True).items()
+    }
+    table = arviz.summary(
+        arviz.from_dict(posterior=samples)
+        if arviz.__version__ < "1"
+        else arviz.from_dict({"posterior": samples})
+    )
     assert {"mean", "scale"} == set(table.index)
     if arviz.__version__ < "1" and kind != "family":  # whose model has no data to copy
         found = arviz.from_pyro(runner, log_likelihood=False)
-        assert found.posterior["scale"].shape == (2, 30) and not found.sample_stats["diverging"].any()
+        assert (
+            found.posterior["scale"].shape == (2, 30) and not found.sample_stats["diverging"].any()
+        )
     runner.summary()
     assert "scale" in capsys.readouterr().out
     found = runner.diagnostics()
-    assert set(found["acceptance rate"]) == {"chain 0", "chain 1"} and all(0 <= rate <= 1 for rate in found["acceptance rate"].values())
+    assert set(found["acceptance rate"]) == {"chain 0", "chain 1"} and all(
+        0 <= rate <= 1 for rate in found["acceptance rate"].values()
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,21 +30,47 @@ def spent(out):
 
 def test_one_accountant_pays_for_the_start_and_the_chain(example, capsys, tmp_path):
     picture = tmp_path / "logistic.png"
-    example.main(["--records", "3000", "--iterations", "12", "--steps", "2", "--epsilon", "2", "--plot", str(picture)])
+    example.main(
+        [
+            "--records",
+            "3000",
+            "--iterations",
+            "12",
+            "--steps",
+            "2",
+            "--epsilon",
+            "2",
+            "--plot",
+            str(picture),
+        ]
+    )
     out = capsys.readouterr().out
     assert 1.98 < spent(out) <= 2
-    assert re.search(r"DPSGLD +[\d.]+% of the cost, 200 releases", out) and re.search(r"DPHMC +[\d.]+% of the cost, 37 releases", out)
+    assert re.search(r"DPSGLD +[\d.]+% of the cost, 200 releases", out) and re.search(
+        r"DPHMC +[\d.]+% of the cost, 37 releases", out
+    )
     assert "without privacy" in out and "8 samples" in out
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
 def test_adult_is_read_where_it_lies(example, capsys, tmp_path):
-    row = "{}, Private, 77516, Bachelors, {}, {}, Adm-clerical, Not-in-family, White, Male, {}, 0, {}, United-States, {}"
+    row = (
+        "{}, Private, 77516, Bachelors, {}, {}, Adm-clerical, Not-in-family, White, Male, {}, 0,"
+        " {}, United-States, {}"
+    )
     folder = tmp_path / "adult"
     folder.mkdir()
     for name, end in (("adult.data", ""), ("adult.test", ".")):
         lines = [
-            row.format(20 + i % 70, i % 17, ["Divorced", "Married-civ-spouse"][i % 2], i % 3000, i % 99, ["<=50K", ">50K"][i % 2]) + end
+            row.format(
+                20 + i % 70,
+                i % 17,
+                ["Divorced", "Married-civ-spouse"][i % 2],
+                i % 3000,
+                i % 99,
+                ["<=50K", ">50K"][i % 2],
+            )
+            + end
             for i in range(900)
         ]
         (folder / name).write_text("|1x3 Cross validator\n" * bool(end) + "\n".join(lines) + "\n\n")

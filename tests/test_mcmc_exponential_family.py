@@ -1,4 +1,6 @@
-"""What the exponential-family kernel does with the data: once, clipped, record by record. Its invariant law is tested with the other kernels'."""
+"""What the exponential-family kernel does with the data: once, clipped, record by record. Its
+invariant law is tested with the other kernels'.
+"""
 
 import math
 
@@ -33,7 +35,9 @@ def make(neighboring="add_or_remove_one", accountant=None, **options):
         "target_accept_prob": None,
         **options,
     }
-    return ExponentialFamilyPenalty(prior, accountant=accountant or dpb.PrivacyAccountant(neighboring=neighboring), **settings)
+    return ExponentialFamilyPenalty(
+        prior, accountant=accountant or dpb.PrivacyAccountant(neighboring=neighboring), **settings
+    )
 
 
 class There:
@@ -62,13 +66,18 @@ def test_the_ratio_is_that_of_the_likelihood():
 def test_each_record_s_statistics_are_clipped_and_what_is_no_number_counts_as_zero():
     x = torch.tensor([3.0, -0.1, math.nan, math.inf, 5e30])
     bound = 2.5
-    expected = sum(v * min(1.0, bound / math.hypot(v, 2.0)) for v in (3.0, -0.1, 5e30)) * THERE - 5 * THERE**2 / 2
+    expected = (
+        sum(v * min(1.0, bound / math.hypot(v, 2.0)) for v in (3.0, -0.1, 5e30)) * THERE
+        - 5 * THERE**2 / 2
+    )
     assert ratios(x, max_statistic_norm=bound) == [pytest.approx(expected, rel=1e-5)]
 
 
 def test_a_record_whose_statistics_cannot_be_computed_counts_as_zero():
     table = torch.tensor([0.5, 1.0, 2.0])
-    kernel = make(sufficient_statistics=lambda x: torch.stack([table[x], torch.zeros(())]), num_data=4)
+    kernel = make(
+        sufficient_statistics=lambda x: torch.stack([table[x], torch.zeros(())]), num_data=4
+    )
     kernel.setup(0, torch.tensor([0, 2, 99, 2]))  # 99 is out of range
     torch.testing.assert_close(kernel._sum, torch.tensor([4.5, 0.0], dtype=torch.float64))
 
@@ -82,9 +91,15 @@ def test_a_record_whose_statistics_cannot_be_computed_counts_as_zero():
     ],
 )
 def test_the_noise_is_what_is_charged(neighboring, num_data, std):
-    """Standard deviation = multiplier · (C‖Δη‖, and |ΔA| where the number of records is private); one Gaussian an iteration."""
+    """Standard deviation = multiplier · (C‖Δη‖, and |ΔA| where the number of records is
+    private); one Gaussian an iteration.
+    """
     x = 0.02 * torch.randn(20).clamp(-2, 2)  # none is clipped
-    settings = {"sufficient_statistics": lambda x: torch.stack([x, torch.zeros(())]), "max_statistic_norm": 0.05, "noise_multiplier": 0.7}
+    settings = {
+        "sufficient_statistics": lambda x: torch.stack([x, torch.zeros(())]),
+        "max_statistic_norm": 0.05,
+        "noise_multiplier": 0.7,
+    }
     exact = norm.logpdf(x, THERE).sum() - norm.logpdf(x, 0).sum()
     accountant = dpb.PrivacyAccountant(neighboring=neighboring)
     found = ratios(x, 1000, accountant=accountant, num_data=num_data, **settings)
@@ -95,18 +110,32 @@ def test_the_noise_is_what_is_charged(neighboring, num_data, std):
 
 @pytest.mark.parametrize(
     "neighboring, num_data, change",
-    [("add_or_remove_one", 20, "leave out"), ("add_or_remove_one", None, "leave out"), ("replace_one", None, "exchange")],
+    [
+        ("add_or_remove_one", 20, "leave out"),
+        ("add_or_remove_one", None, "leave out"),
+        ("replace_one", None, "exchange"),
+    ],
 )
-def test_a_neighbour_moves_the_ratio_by_no_more_than_the_noise_is_scaled_to(neighboring, num_data, change):
+def test_a_neighbour_moves_the_ratio_by_no_more_than_the_noise_is_scaled_to(
+    neighboring, num_data, change
+):
     x, bound = 10 * torch.randn(20), 2.5
-    kernel = make(neighboring=neighboring, num_data=num_data, max_statistic_norm=bound, proposal=There(), proposal_scale=None)
+    kernel = make(
+        neighboring=neighboring,
+        num_data=num_data,
+        max_statistic_norm=bound,
+        proposal=There(),
+        proposal_scale=None,
+    )
     other = x[1:] if change == "leave out" else torch.cat([-x[:1], x[1:]])
     found = []
     for data in (x, other):
         kernel.setup(0, data)
         kernel.sample({"mean": torch.tensor(0.0)})
         found += kernel.diagnostics()["noisy log ratios"]
-    allowed = bound * THERE + (THERE**2 / 2 if num_data is None and neighboring == "add_or_remove_one" else 0.0)
+    allowed = bound * THERE + (
+        THERE**2 / 2 if num_data is None and neighboring == "add_or_remove_one" else 0.0
+    )
     assert abs(found[0] - found[1]) <= (2 if change == "exchange" else 1) * allowed * (1 + 1e-6)
 
 
@@ -136,7 +165,9 @@ def test_more_rows_than_are_taken_at_once(monkeypatch):
     x = torch.randn(50)
     kernel = make()
     kernel.setup(0, x)
-    torch.testing.assert_close(kernel._sum, torch.stack([x.double().sum(), torch.tensor(100.0, dtype=torch.float64)]))
+    torch.testing.assert_close(
+        kernel._sum, torch.stack([x.double().sum(), torch.tensor(100.0, dtype=torch.float64)])
+    )
 
 
 def needs_all_records(x):
@@ -149,12 +180,20 @@ def needs_all_records(x):
         ({}, (), "tensors of one length"),
         ({}, (torch.zeros(3), torch.zeros(4)), "tensors of one length"),
         ({}, ([1.0, 2.0],), "tensors of one length"),
-        ({"sufficient_statistics": lambda x: x}, (torch.zeros(3),), "natural_parameters has 2 entries, sufficient_statistics 1"),
+        (
+            {"sufficient_statistics": lambda x: x},
+            (torch.zeros(3),),
+            "natural_parameters has 2 entries, sufficient_statistics 1",
+        ),
         ({"sufficient_statistics": lambda x: x.item()}, (torch.zeros(3),), "cannot be mapped"),
         ({"sufficient_statistics": lambda x: x[0]}, (torch.zeros(3),), "cannot be mapped"),
         ({"neighboring": "replace_one", "num_data": 5}, (torch.zeros(3),), "num_data = 5"),
         ({"proposal_scale": torch.ones(3)}, (torch.zeros(3),), "is for 3 coordinates"),
-        ({"log_normalizer": lambda theta: theta["mean"] * math.nan}, (torch.zeros(3),), "cannot be evaluated"),
+        (
+            {"log_normalizer": lambda theta: theta["mean"] * math.nan},
+            (torch.zeros(3),),
+            "cannot be evaluated",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_before_a_charge(options, data, message):
@@ -184,4 +223,6 @@ def test_records_cannot_see_each_other():
     kernel = make(sufficient_statistics=needs_all_records)
     x = torch.randn(10)
     kernel.setup(0, x)
-    torch.testing.assert_close(kernel._sum, torch.stack([torch.zeros(()), x.sum()]).double(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        kernel._sum, torch.stack([torch.zeros(()), x.sum()]).double(), atol=1e-5, rtol=1e-5
+    )

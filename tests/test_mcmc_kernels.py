@@ -1,8 +1,10 @@
-"""The kernels leave the exact posterior invariant, charge what they release, and keep Pyro's contract.
+"""The kernels leave the exact posterior invariant, charge what they release, and keep Pyro's
+contract.
 
-Invariance is tested without looking at autocorrelations: from independent exact draws of the posterior, a few iterations have to lead to independent
-exact draws of the posterior, which a Kolmogorov-Smirnov test decides at a level corrected for the number of tests. Geweke's test does the same
-with draws of parameters and data together. Broken kernels have to fail the same tests.
+Invariance is tested without looking at autocorrelations: from independent exact draws of the
+posterior, a few iterations have to lead to independent exact draws of the posterior, which a
+Kolmogorov-Smirnov test decides at a level corrected for the number of tests. Geweke's test does the
+same with draws of parameters and data together. Broken kernels have to fail the same tests.
 """
 
 import math
@@ -23,7 +25,8 @@ from torch_dpbayes.accounting import events
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, clipped_ratio_sum
 from torch_dpbayes.mcmc.record_density import Prior
 
-LEVEL = 1e-6 / 200  # about two hundred p-values: together they fail a right kernel once in a million runs
+# about two hundred p-values: together they fail a right kernel once in a million runs
+LEVEL = 1e-6 / 200
 
 
 @pytest.fixture(autouse=True)
@@ -33,9 +36,13 @@ def double():
     torch.set_default_dtype(torch.float32)
 
 
-# -- two conjugate models; no clip bound below can be reached ----------------------------------------------------------------
+# -- two conjugate models; no clip bound below can be reached --------------------------------------
 
-PRIOR_STD, ROWS = 0.3, torch.linspace(-1.0, 2.0, 20, dtype=torch.float64)[:, None] + torch.tensor([[0.0, 0.5]], dtype=torch.float64)
+PRIOR_STD, ROWS = (
+    0.3,
+    torch.linspace(-1.0, 2.0, 20, dtype=torch.float64)[:, None]
+    + torch.tensor([[0.0, 0.5]], dtype=torch.float64),
+)
 TOSSES = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0], dtype=torch.float64)
 
 
@@ -81,9 +88,18 @@ class Gaussian:
         return [norm.cdf(torch.stack([p["mean"] for p in params])[:, 0] / PRIOR_STD)]
 
     def uniforms(self, params):
-        """For exact draws of the posterior: independent uniforms, and the same for a direction across the coordinates."""
+        """For exact draws of the posterior: independent uniforms, and the same for a
+        direction across the coordinates.
+        """
         z = (torch.stack([p["mean"] for p in params]) - self.mean) * self.precision**0.5
-        return [norm.cdf(z[:, 0]), *([norm.cdf(z[:, 1]), norm.cdf((z[:, 0] + z[:, 1]) / 2**0.5)] if z.shape[1] == 2 else [])]
+        return [
+            norm.cdf(z[:, 0]),
+            *(
+                [norm.cdf(z[:, 1]), norm.cdf((z[:, 0] + z[:, 1]) / 2**0.5)]
+                if z.shape[1] == 2
+                else []
+            ),
+        ]
 
 
 class Tosses:
@@ -116,11 +132,22 @@ class Tosses:
 def test_noise_is_added_to_a_sum_before_it_is_rounded():
     torch.set_default_dtype(torch.float32)
     settings = {"step_size": 0.1, "num_steps": 1, "log_ratio_slope": 1.0, "max_grad_norm": 1.0}
-    kernel = DPHMC(gaussian, **settings, ratio_noise_multiplier=1.0, grad_noise_multiplier=1.0, accountant=dpb.PrivacyAccountant())
+    kernel = DPHMC(
+        gaussian,
+        **settings,
+        ratio_noise_multiplier=1.0,
+        grad_noise_multiplier=1.0,
+        accountant=dpb.PrivacyAccountant(),
+    )
     kernel.setup(0, torch.randn(9, 1))
-    kernel._density.clipped_gradient_sum = lambda theta, bound: torch.tensor([2.0**24 + 0.75], dtype=torch.float64)
-    kernel._noise.standard_normal = lambda size, dtype, device: torch.full((size,), 0.75, dtype=dtype)
-    assert float(kernel._noisy_gradient(torch.zeros(1))) == -(2.0**24 + 2)  # float32 holds even numbers only there
+    kernel._density.clipped_gradient_sum = lambda theta, bound: torch.tensor(
+        [2.0**24 + 0.75], dtype=torch.float64
+    )
+    kernel._noise.standard_normal = lambda size, dtype, device: torch.full(
+        (size,), 0.75, dtype=dtype
+    )
+    # float32 holds even numbers only there
+    assert float(kernel._noisy_gradient(torch.zeros(1))) == -(2.0**24 + 2)
 
 
 class Drift:
@@ -135,25 +162,51 @@ class Drift:
 
 
 def penalty(target, kernel=DPPenalty, **options):
-    fitting = {"proposal_scale": 0.25, "noise_multiplier": 0.25} if isinstance(target, Gaussian) else {"proposal_scale": 0.8, "noise_multiplier": 0.8}
+    fitting = (
+        {"proposal_scale": 0.25, "noise_multiplier": 0.25}
+        if isinstance(target, Gaussian)
+        else {"proposal_scale": 0.8, "noise_multiplier": 0.8}
+    )
     if "proposal" in options:
         del fitting["proposal_scale"]
     return kernel(
-        target.model, **{**fitting, "log_ratio_slope": target.slope, "accountant": dpb.PrivacyAccountant(), "target_accept_prob": None, **options}
+        target.model,
+        **{
+            **fitting,
+            "log_ratio_slope": target.slope,
+            "accountant": dpb.PrivacyAccountant(),
+            "target_accept_prob": None,
+            **options,
+        },
     )
 
 
 def hmc(target, num_steps, kernel=DPHMC, **options):
     if isinstance(target, Gaussian):
-        fitting = {"step_size": 0.25 / max(num_steps, 1) ** 0.5, "ratio_noise_multiplier": 0.25, "grad_noise_multiplier": 0.2}
+        fitting = {
+            "step_size": 0.25 / max(num_steps, 1) ** 0.5,
+            "ratio_noise_multiplier": 0.25,
+            "grad_noise_multiplier": 0.2,
+        }
     else:
-        fitting = {"step_size": 1.0 / max(num_steps, 1) ** 0.5, "ratio_noise_multiplier": 0.8, "grad_noise_multiplier": 0.8}
-    settings = {"log_ratio_slope": target.slope, "max_grad_norm": target.slope, "accountant": dpb.PrivacyAccountant(), "target_accept_prob": None}
+        fitting = {
+            "step_size": 1.0 / max(num_steps, 1) ** 0.5,
+            "ratio_noise_multiplier": 0.8,
+            "grad_noise_multiplier": 0.8,
+        }
+    settings = {
+        "log_ratio_slope": target.slope,
+        "max_grad_norm": target.slope,
+        "accountant": dpb.PrivacyAccountant(),
+        "target_accept_prob": None,
+    }
     return kernel(target.model, num_steps=num_steps, **{**fitting, **settings, **options})
 
 
 def family(target, kernel=ExponentialFamilyPenalty, neighboring="replace_one", **options):
-    """The same two posteriors from sufficient statistics; a private number of records is noised as well."""
+    """The same two posteriors from sufficient statistics; a private number of records is
+    noised as well.
+    """
     if isinstance(target, Gaussian):
         functions = {
             "prior": partial(gaussian_prior, len(target.mean)),
@@ -173,7 +226,9 @@ def family(target, kernel=ExponentialFamilyPenalty, neighboring="replace_one", *
         }
         fitting = {"proposal_scale": 0.8, "noise_multiplier": 1.0}
     accountant = dpb.PrivacyAccountant(neighboring=neighboring)
-    return kernel(**{**functions, **fitting, "accountant": accountant, "target_accept_prob": None, **options})
+    return kernel(
+        **{**functions, **fitting, "accountant": accountant, "target_accept_prob": None, **options}
+    )
 
 
 much_noise = partial(penalty, noise_multiplier=0.5, proposal_scale=0.4)
@@ -194,13 +249,17 @@ def p_value(kernel, target, draws=700, iterations=6):
 
 
 def smallest(uniforms):
-    """p-value of uniformity; folded in the middle a posterior that is too wide on both sides shows as well."""
+    """p-value of uniformity; folded in the middle a posterior that is too wide on both sides
+    shows as well.
+    """
     return min(kstest(v, "uniform").pvalue for u in uniforms for v in (u, abs(2 * u - 1)))
 
 
 def joint_p_values(kernel, target, draws=700, iterations=6):
-    """Geweke (2004): parameters from the prior and data from the model, then by turns an iteration and new data. The result has to be distributed
-    like the beginning: the parameters alone, and their place in the posterior given the data."""
+    """Geweke (2004): parameters from the prior and data from the model, then by turns an iteration
+    and new data. The result has to be distributed like the beginning: the parameters alone, and
+    their place in the posterior given the data.
+    """
     kernel.setup(0, *target.args)
     ends, places = [], []
     for _ in range(draws):
@@ -213,7 +272,9 @@ def joint_p_values(kernel, target, draws=700, iterations=6):
             params = kernel.sample(params)
         ends.append(params)
         places.append(target.uniforms([params]))
-    together = [torch.cat([torch.as_tensor(u[k]) for u in places]).numpy() for k in range(len(places[0]))]
+    together = [
+        torch.cat([torch.as_tensor(u[k]) for u in places]).numpy() for k in range(len(places[0]))
+    ]
     return smallest([*target.prior_uniforms(ends), *together])
 
 
@@ -225,28 +286,49 @@ RIGHT = {
     "penalty, asymmetric proposal": (Gaussian, partial(penalty, proposal=Drift())),
     "penalty, correlated walk": (
         partial(Gaussian, 2),
-        partial(penalty, proposal_scale=torch.tensor([[0.2, 0.0], [0.15, 0.1]], dtype=torch.float64)),
+        partial(
+            penalty, proposal_scale=torch.tensor([[0.2, 0.0], [0.15, 0.1]], dtype=torch.float64)
+        ),
     ),
     "family, Gaussian": (partial(Gaussian, 2), family),
     "family, tosses": (Tosses, family),
-    "family, private number of records": (Tosses, partial(family, neighboring="add_or_remove_one", noise_multiplier=0.5)),
+    "family, private number of records": (
+        Tosses,
+        partial(family, neighboring="add_or_remove_one", noise_multiplier=0.5),
+    ),
     **{
-        f"HMC, {name}, L={steps}, {'with' if reuse else 'without'} reuse": (target, partial(hmc, num_steps=steps, reuse_gradients=reuse))
+        f"HMC, {name}, L={steps}, {'with' if reuse else 'without'} reuse": (
+            target,
+            partial(hmc, num_steps=steps, reuse_gradients=reuse),
+        )
         for name, target in [("Gaussian", Gaussian), ("tosses", Tosses)]
         for steps in (1, 5)
         for reuse in (True, False)
         if target is Gaussian or steps == 1
     },
-    "HMC, full mass matrix": (partial(Gaussian, 2), partial(hmc, num_steps=2, mass_matrix=FULL_MASS, step_size=0.2)),
-    "HMC, diagonal mass matrix": (partial(Gaussian, 2), partial(hmc, num_steps=2, mass_matrix=FULL_MASS.diagonal(), step_size=0.2)),
+    "HMC, full mass matrix": (
+        partial(Gaussian, 2),
+        partial(hmc, num_steps=2, mass_matrix=FULL_MASS, step_size=0.2),
+    ),
+    "HMC, diagonal mass matrix": (
+        partial(Gaussian, 2),
+        partial(hmc, num_steps=2, mass_matrix=FULL_MASS.diagonal(), step_size=0.2),
+    ),
     "HMC, no jitter": (Gaussian, partial(hmc, num_steps=2, jitter=False, step_size=0.1)),
 }
 
 
-SLOW = {"HMC, tosses, L=1, without reuse", "HMC, Gaussian, L=1, without reuse", "HMC, diagonal mass matrix", "HMC, no jitter"}
+SLOW = {
+    "HMC, tosses, L=1, without reuse",
+    "HMC, Gaussian, L=1, without reuse",
+    "HMC, diagonal mass matrix",
+    "HMC, no jitter",
+}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in RIGHT])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in RIGHT]
+)
 def test_the_posterior_is_invariant(case):
     make_target, make_kernel = RIGHT[case]
     target = make_target()
@@ -264,7 +346,10 @@ def test_the_posterior_is_invariant_under_long_trajectories(target, steps, reuse
 JOINT = {
     "penalty": (Gaussian, penalty),
     "family": (Tosses, family),
-    "family, private number of records": (Tosses, partial(family, neighboring="add_or_remove_one", noise_multiplier=0.5)),
+    "family, private number of records": (
+        Tosses,
+        partial(family, neighboring="add_or_remove_one", noise_multiplier=0.5),
+    ),
     "HMC": (Gaussian, partial(hmc, num_steps=3)),
 }
 
@@ -278,7 +363,9 @@ def test_parameters_and_data_together_are_invariant(case):
 
 class WithoutPenalty:
     def _metropolis(self, log_ratio, rest, bound, multiplier):
-        return super()._metropolis(log_ratio, rest + (multiplier * bound) ** 2 / 2, bound, multiplier)
+        return super()._metropolis(
+            log_ratio, rest + (multiplier * bound) ** 2 / 2, bound, multiplier
+        )
 
 
 class PenaltyWithoutPenalty(WithoutPenalty, DPPenalty):
@@ -324,13 +411,30 @@ class IgnoresTheProposalRatio(Drift):
 
 BROKEN = {
     "penalty without σ²/2": (Gaussian, partial(much_noise, kernel=PenaltyWithoutPenalty)),
-    "penalty ignores the proposal's ratio": (Gaussian, partial(penalty, proposal=IgnoresTheProposalRatio())),
-    "HMC without σ²/2": (Gaussian, partial(hmc, num_steps=2, kernel=HMCWithoutPenalty, ratio_noise_multiplier=0.8, step_size=0.35)),
-    "family without σ²/2": (Gaussian, partial(family, kernel=FamilyWithoutPenalty, noise_multiplier=0.5, proposal_scale=0.4)),
+    "penalty ignores the proposal's ratio": (
+        Gaussian,
+        partial(penalty, proposal=IgnoresTheProposalRatio()),
+    ),
+    "HMC without σ²/2": (
+        Gaussian,
+        partial(
+            hmc, num_steps=2, kernel=HMCWithoutPenalty, ratio_noise_multiplier=0.8, step_size=0.35
+        ),
+    ),
+    "family without σ²/2": (
+        Gaussian,
+        partial(family, kernel=FamilyWithoutPenalty, noise_multiplier=0.5, proposal_scale=0.4),
+    ),
     "HMC keeps the start's gradient": (
         Gaussian,
         partial(
-            hmc, num_steps=1, kernel=KeepsTheStartsGradient, step_size=0.25, jitter=False, ratio_noise_multiplier=0.02, grad_noise_multiplier=0.02
+            hmc,
+            num_steps=1,
+            kernel=KeepsTheStartsGradient,
+            step_size=0.25,
+            jitter=False,
+            ratio_noise_multiplier=0.02,
+            grad_noise_multiplier=0.02,
         ),
     ),
 }
@@ -340,11 +444,18 @@ BROKEN = {
 def test_a_broken_kernel_fails_the_same_test(case):
     make_target, make_kernel = BROKEN[case]
     target = make_target()
-    assert p_value(make_kernel(target), target, draws=700 if "HMC" in case else 1000, iterations=8) < LEVEL
+    assert (
+        p_value(make_kernel(target), target, draws=700 if "HMC" in case else 1000, iterations=8)
+        < LEVEL
+    )
 
 
 @pytest.mark.parametrize(
-    "make", [partial(much_noise, kernel=PenaltyWithoutPenalty), partial(family, kernel=FamilyWithoutPenalty, noise_multiplier=0.5)]
+    "make",
+    [
+        partial(much_noise, kernel=PenaltyWithoutPenalty),
+        partial(family, kernel=FamilyWithoutPenalty, noise_multiplier=0.5),
+    ],
 )
 def test_a_broken_kernel_fails_geweke_s_test(make):
     target = Gaussian()
@@ -352,7 +463,9 @@ def test_a_broken_kernel_fails_geweke_s_test(make):
 
 
 def kept_gradients_are_right(kernel):
-    """Whether each kept gradient was drawn where the chain stays, and each iteration drew ``num_steps`` others."""
+    """Whether each kept gradient was drawn where the chain stays, and each iteration drew
+    ``num_steps`` others.
+    """
     target, drawn, original = Gaussian(), {}, kernel._noisy_gradient
 
     def noted(theta):
@@ -367,21 +480,40 @@ def kept_gradients_are_right(kernel):
     for k in range(40):
         before, params = params, kernel.sample(params)
         accepted.add(torch.equal(before["mean"], params["mean"]))
-        right &= torch.equal(drawn[kernel._gradient], params["mean"]) and len(drawn) == 3 * (k + 1) + 1
+        right &= (
+            torch.equal(drawn[kernel._gradient], params["mean"]) and len(drawn) == 3 * (k + 1) + 1
+        )
     assert accepted == {True, False}
     return right
 
 
-@pytest.mark.parametrize("kernel, right", [(DPHMC, True), (KeepsTheWrongGradient, False), (KeepsTheStartsGradient, False)])
+@pytest.mark.parametrize(
+    "kernel, right",
+    [(DPHMC, True), (KeepsTheWrongGradient, False), (KeepsTheStartsGradient, False)],
+)
 def test_the_kept_gradient_is_the_one_where_the_chain_stays(kernel, right):
     assert kept_gradients_are_right(hmc(Gaussian(), 3, kernel=kernel)) == right
 
 
 def energy_errors(step_size, num_steps, monkeypatch):
     """Of noiseless trajectories of one duration."""
-    kernel, found = hmc(Gaussian(), num_steps, step_size=step_size, jitter=False, ratio_noise_multiplier=0, grad_noise_multiplier=0), []
+    kernel, found = (
+        hmc(
+            Gaussian(),
+            num_steps,
+            step_size=step_size,
+            jitter=False,
+            ratio_noise_multiplier=0,
+            grad_noise_multiplier=0,
+        ),
+        [],
+    )
     original = kernel._metropolis
-    monkeypatch.setattr(kernel, "_metropolis", lambda ratio, rest, *noise: found.append(ratio + rest) or original(ratio, rest, *noise))
+    monkeypatch.setattr(
+        kernel,
+        "_metropolis",
+        lambda ratio, rest, *noise: found.append(ratio + rest) or original(ratio, rest, *noise),
+    )
     target = Gaussian()
     kernel.setup(0, *target.args)
     for _ in range(60):
@@ -396,7 +528,11 @@ def test_the_leapfrog_keeps_the_energy_to_second_order(monkeypatch):
 
 def test_a_leapfrog_without_the_prior_does_not(monkeypatch):
     whole = Prior.log_density_and_gradient
-    monkeypatch.setattr(Prior, "log_density_and_gradient", lambda prior, theta: (whole(prior, theta)[0], torch.zeros_like(theta)))
+    monkeypatch.setattr(
+        Prior,
+        "log_density_and_gradient",
+        lambda prior, theta: (whole(prior, theta)[0], torch.zeros_like(theta)),
+    )
     assert energy_errors(0.01, 20, monkeypatch) > 0.05
 
 
@@ -404,7 +540,9 @@ CHAINS = {
     "penalty": penalty,
     "family": family,
     **{
-        f"HMC, L={steps}, {'with' if reuse else 'without'} reuse": partial(hmc, num_steps=steps, reuse_gradients=reuse)
+        f"HMC, L={steps}, {'with' if reuse else 'without'} reuse": partial(
+            hmc, num_steps=steps, reuse_gradients=reuse
+        )
         for steps in (1, 5, 20)
         for reuse in (True, False)
     },
@@ -412,7 +550,9 @@ CHAINS = {
 
 
 def thinned_p_value(kernel, target, draws):
-    """Smallest p-value of uniformity of a chain from the prior, thinned to two autocorrelation times."""
+    """Smallest p-value of uniformity of a chain from the prior, thinned to two
+    autocorrelation times.
+    """
     runner = MCMC(kernel, num_samples=draws, warmup_steps=200, disable_progbar=True)
     runner.run(*target.args)
     rate = runner.diagnostics()["acceptance rate"]["chain 0"]
@@ -420,7 +560,10 @@ def thinned_p_value(kernel, target, draws):
     (samples,) = runner.get_samples().values()
     samples = samples.reshape(len(samples))
     thin = math.ceil(2 * len(samples) / float(effective_sample_size(samples[None], 0, 1)))
-    params = [{"mean": s[None]} if isinstance(target, Gaussian) else {"rate": s.logit()} for s in samples[::thin]]
+    params = [
+        {"mean": s[None]} if isinstance(target, Gaussian) else {"rate": s.logit()}
+        for s in samples[::thin]
+    ]
     assert len(params) > 200
     return smallest(target.uniforms(params))
 
@@ -440,7 +583,7 @@ def test_a_whole_chain_without_the_penalty_has_not():
     assert thinned_p_value(much_noise(target, kernel=PenaltyWithoutPenalty), target, 8000) < LEVEL
 
 
-# -- what is charged -----------------------------------------------------------------------------------------------------------
+# -- what is charged -------------------------------------------------------------------------------
 
 
 def counts(accountant):
@@ -451,7 +594,9 @@ def counts(accountant):
 @pytest.mark.parametrize("steps", [1, 4])
 def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
     target = Gaussian()
-    kernel = hmc(target, steps, ratio_noise_multiplier=7.0, grad_noise_multiplier=5.0, reuse_gradients=reuse)
+    kernel = hmc(
+        target, steps, ratio_noise_multiplier=7.0, grad_noise_multiplier=5.0, reuse_gradients=reuse
+    )
     runner = MCMC(kernel, num_samples=6, warmup_steps=4, disable_progbar=True)
     assert counts(kernel.accountant) == {}
     runner.run(*target.args)
@@ -498,7 +643,12 @@ def test_the_noise_is_what_is_charged():
     for _ in range(1000):
         assert kernel.sample(params)["mean"] == 0.1
     exact = norm.logpdf(ROWS[:, 0], 0.4).sum() - norm.logpdf(ROWS[:, 0], 0.1).sum()
-    assert kstest(kernel.diagnostics()["noisy log ratios"], norm(exact, 0.5 * target.slope * 0.3).cdf).pvalue > LEVEL
+    assert (
+        kstest(
+            kernel.diagnostics()["noisy log ratios"], norm(exact, 0.5 * target.slope * 0.3).cdf
+        ).pvalue
+        > LEVEL
+    )
 
 
 def test_gradient_noise_is_what_is_charged():
@@ -507,11 +657,21 @@ def test_gradient_noise_is_what_is_charged():
     kernel.setup(0, *target.args)
     theta = torch.tensor([0.1])
     exact = float(0.1 / PRIOR_STD**2 - (ROWS[:, 0] - 0.1).sum())
-    assert kstest([float(kernel._noisy_gradient(theta)) for _ in range(1000)], norm(exact, 0.2 * target.slope).cdf).pvalue > LEVEL
+    assert (
+        kstest(
+            [float(kernel._noisy_gradient(theta)) for _ in range(1000)],
+            norm(exact, 0.2 * target.slope).cdf,
+        ).pvalue
+        > LEVEL
+    )
 
 
 @pytest.mark.parametrize(
-    "make", [partial(penalty, noise_multiplier=30.0), partial(hmc, num_steps=3, ratio_noise_multiplier=30.0, grad_noise_multiplier=60.0)]
+    "make",
+    [
+        partial(penalty, noise_multiplier=30.0),
+        partial(hmc, num_steps=3, ratio_noise_multiplier=30.0, grad_noise_multiplier=60.0),
+    ],
 )
 def test_a_budget_that_runs_out_keeps_the_samples(make):
     target = Gaussian()
@@ -527,7 +687,11 @@ def test_a_budget_that_runs_out_keeps_the_samples(make):
 def test_an_interrupted_chain_keeps_the_samples(monkeypatch):
     target = Gaussian()
     kernel, iterate = penalty(target), DPPenalty._iterate
-    monkeypatch.setattr(DPPenalty, "_iterate", lambda self, theta: ctrl_c() if self._iteration == 30 else iterate(self, theta))
+    monkeypatch.setattr(
+        DPPenalty,
+        "_iterate",
+        lambda self, theta: ctrl_c() if self._iteration == 30 else iterate(self, theta),
+    )
 
     def ctrl_c():
         raise KeyboardInterrupt
@@ -538,7 +702,7 @@ def test_an_interrupted_chain_keeps_the_samples(monkeypatch):
     assert counts(kernel.accountant) == {0.25: 30}
 
 
-# -- Pyro's contract -----------------------------------------------------------------------------------------------------------
+# -- Pyro's contract -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2)], ids=["penalty", "HMC"])
@@ -547,7 +711,10 @@ def test_pyros_runners_and_reports_work(make, capsys):
     runner = MCMC(make(target), num_samples=50, warmup_steps=5, disable_progbar=True)
     runner.run(*target.args)
     assert runner.get_samples()["rate"].shape == (50,) and runner.get_samples()["rate"].min() > 0
-    torch.testing.assert_close(runner.get_samples()["rate"], runner.kernel.get_samples()["rate"], rtol=1e-14, atol=0)  # transformed one by one
+    # transformed one by one
+    torch.testing.assert_close(
+        runner.get_samples()["rate"], runner.kernel.get_samples()["rate"], rtol=1e-14, atol=0
+    )
     runner.summary()
     assert "rate" in capsys.readouterr().out
     streaming = StreamingMCMC(make(target), num_samples=20, warmup_steps=5, disable_progbar=True)
@@ -587,7 +754,13 @@ def half_defined(y):
 
 
 def test_a_chain_starts_only_where_the_model_can_be_evaluated():
-    kernel = DPPenalty(half_defined, proposal_scale=1.0, log_ratio_slope=1.0, noise_multiplier=1.0, accountant=dpb.PrivacyAccountant())
+    kernel = DPPenalty(
+        half_defined,
+        proposal_scale=1.0,
+        log_ratio_slope=1.0,
+        noise_multiplier=1.0,
+        accountant=dpb.PrivacyAccountant(),
+    )
     for _ in range(10):
         kernel.setup(0, torch.randn(20))
         assert kernel.initial_params["m"] > 0
@@ -601,7 +774,9 @@ def test_a_chain_starts_only_where_the_model_can_be_evaluated():
     for _ in range(50):
         params = kernel.sample(params)
         assert params["m"] > 0
-    assert len(kernel.diagnostics()["divergences"]) == sum(map(math.isnan, kernel.diagnostics()["noisy log ratios"]))
+    assert len(kernel.diagnostics()["divergences"]) == sum(
+        map(math.isnan, kernel.diagnostics()["noisy log ratios"])
+    )
     with pytest.raises(ValueError, match="cannot be evaluated"):
         kernel.sample({"m": torch.tensor(-2.0)})
     assert counts(kernel.accountant) == {1.0: 50}
@@ -646,7 +821,11 @@ def test_warm_up_reaches_the_acceptance_rate_it_aims_at():
         (partial(hmc, num_steps=0), {}, "num_steps"),
         (partial(hmc, num_steps=1), {"max_grad_norm": math.inf}, "max_grad_norm"),
         (partial(hmc, num_steps=1), {"grad_noise_multiplier": -1.0}, "grad_noise_multiplier"),
-        (partial(hmc, num_steps=1), {"mass_matrix": torch.tensor([[1.0, 2.0], [2.0, 1.0]])}, "positive definite"),
+        (
+            partial(hmc, num_steps=1),
+            {"mass_matrix": torch.tensor([[1.0, 2.0], [2.0, 1.0]])},
+            "positive definite",
+        ),
         (partial(hmc, num_steps=1), {"mass_matrix": torch.tensor([-1.0])}, "positive"),
         (partial(hmc, num_steps=1), {"target_accept_prob": 1.0}, "target_accept_prob"),
     ],
@@ -656,7 +835,13 @@ def test_arguments_out_of_range_are_refused(make, options, message):
         make(Gaussian(), **options)
 
 
-@pytest.mark.parametrize("make, options", [(penalty, {"proposal_scale": torch.ones(3)}), (partial(hmc, num_steps=1), {"mass_matrix": torch.ones(3)})])
+@pytest.mark.parametrize(
+    "make, options",
+    [
+        (penalty, {"proposal_scale": torch.ones(3)}),
+        (partial(hmc, num_steps=1), {"mass_matrix": torch.ones(3)}),
+    ],
+)
 def test_what_has_another_dimension_than_the_model_is_refused(make, options):
     target = Gaussian()
     kernel = make(target, **options)
@@ -707,11 +892,19 @@ def test_bad_models_are_refused_before_a_charge(make, model, message):
     assert counts(kernel.accountant) == {}
 
 
-@pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2), family], ids=["penalty", "HMC", "family"])
+@pytest.mark.parametrize(
+    "make", [penalty, partial(hmc, num_steps=2), family], ids=["penalty", "HMC", "family"]
+)
 def test_a_record_that_is_not_a_number_neither_stops_a_chain_nor_moves_it(make):
-    """With it and without it the noisy ratios of the same proposals have the same law; here the noise is 0."""
+    """With it and without it the noisy ratios of the same proposals have the same law; here
+    the noise is 0.
+    """
     target = Gaussian()
-    options = {"ratio_noise_multiplier": 0.0, "grad_noise_multiplier": 0.0} if make not in (penalty, family) else {"noise_multiplier": 0.0}
+    options = (
+        {"ratio_noise_multiplier": 0.0, "grad_noise_multiplier": 0.0}
+        if make not in (penalty, family)
+        else {"noise_multiplier": 0.0}
+    )
     if make is family:
         options["num_data"] = len(ROWS)
         options["neighboring"] = "add_or_remove_one"
@@ -722,7 +915,9 @@ def test_a_record_that_is_not_a_number_neither_stops_a_chain_nor_moves_it(make):
         kernel.setup(0, data)
         generator = torch.Generator().manual_seed(7)
         kernel._gaussian = lambda size, stream=generator, **_: torch.randn(size, generator=stream)
-        kernel._standard_normal = lambda stream=generator, **_: float(torch.randn(1, generator=stream))
+        kernel._standard_normal = lambda stream=generator, **_: float(
+            torch.randn(1, generator=stream)
+        )
         params = {"mean": torch.tensor([0.3])}
         for _ in range(10):
             params = kernel.sample(params)
@@ -738,7 +933,9 @@ def test_a_kernel_with_an_accountant_in_memory_cannot_travel_to_a_worker():
 @pytest.mark.parametrize("multiplier", [1e-50, 0.4, 1.0, 1e20])
 @pytest.mark.parametrize("bound", [5e-324, 1e-320, 1e-31, 1e200, math.inf])
 def test_where_noise_cannot_hide_a_sum_nothing_is_accepted(bound, multiplier):
-    """Neither a bound that overflows nor noise that is rounded to nothing, even to 0, lets the sum decide, or be read."""
+    """Neither a bound that overflows nor noise that is rounded to nothing, even to 0, lets
+    the sum decide, or be read.
+    """
     target = Gaussian()
     kernel = penalty(target)
     MCMC(kernel, num_samples=1, warmup_steps=1, disable_progbar=True).run(*target.args)
@@ -747,7 +944,10 @@ def test_where_noise_cannot_hide_a_sum_nothing_is_accepted(bound, multiplier):
         assert not outcome.accepted and math.isnan(outcome.log_ratio)
 
 
-BOUNDS = [(penalty, "log_ratio_slope"), *((partial(hmc, num_steps=1), name) for name in ("log_ratio_slope", "max_grad_norm"))]
+BOUNDS = [
+    (penalty, "log_ratio_slope"),
+    *((partial(hmc, num_steps=1), name) for name in ("log_ratio_slope", "max_grad_norm")),
+]
 
 
 @pytest.mark.parametrize("make, name", [*BOUNDS, (family, "max_statistic_norm")])
@@ -783,5 +983,9 @@ def test_inference_mode_is_named_where_gradients_are_missing():
 
 def test_ratios_are_clipped_at_the_bound_itself():
     bound = 1.005  # which bfloat16 rounds to 1.0078
-    sums = clipped_ratio_sum(torch.zeros(3, dtype=torch.bfloat16), torch.tensor([9.0, 9.0, 9.0], dtype=torch.bfloat16), bound)
+    sums = clipped_ratio_sum(
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.tensor([9.0, 9.0, 9.0], dtype=torch.bfloat16),
+        bound,
+    )
     assert sums == pytest.approx(3 * bound, rel=1e-12)

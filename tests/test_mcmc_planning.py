@@ -1,4 +1,6 @@
-"""Plans hold what they promise, and their split of the noise is the best one for leapfrog trajectories simulated without the library."""
+"""Plans hold what they promise, and their split of the noise is the best one for leapfrog
+trajectories simulated without the library.
+"""
 
 import math
 
@@ -30,7 +32,9 @@ def mu(plan, num_steps=0, num_chains=1, reuse=True, sensitivity=1):
     z_l, *z_g = plan.noise_multipliers.values()
     squared = plan.num_iterations / z_l**2
     if z_g:
-        squared += (plan.num_iterations * num_steps + (num_chains if reuse else plan.num_iterations)) / z_g[0] ** 2
+        squared += (
+            plan.num_iterations * num_steps + (num_chains if reuse else plan.num_iterations)
+        ) / z_g[0] ** 2
     return sensitivity * math.sqrt(squared)
 
 
@@ -42,28 +46,62 @@ def test_the_noise_spends_the_budget_and_no_more(neighboring, sensitivity):
         assert 0.999 * LARGEST_MU < mu(found, sensitivity=sensitivity) <= LARGEST_MU
         assert 1.99 < found.epsilon <= 2.0
     for reuse in (True, False):
-        found = plan(DPHMC, num_iterations=300, num_chains=5, reuse_gradients=reuse, neighboring=neighboring, **OF_HMC, **TARGET)
+        found = plan(
+            DPHMC,
+            num_iterations=300,
+            num_chains=5,
+            reuse_gradients=reuse,
+            neighboring=neighboring,
+            **OF_HMC,
+            **TARGET,
+        )
         assert 0.999 * LARGEST_MU < mu(found, 4, 5, reuse, sensitivity) <= LARGEST_MU
 
 
 @pytest.mark.parametrize("neighboring, sensitivity", [("add_or_remove_one", 1), ("replace_one", 2)])
 def test_the_iterations_are_the_most_that_fit(neighboring, sensitivity):
     found = plan(DPPenalty, noise_multiplier=20.0, neighboring=neighboring, **TARGET)
-    assert mu(found, sensitivity=sensitivity) <= LARGEST_MU < mu(found._replace(num_iterations=found.num_iterations + 1), sensitivity=sensitivity)
+    assert (
+        mu(found, sensitivity=sensitivity)
+        <= LARGEST_MU
+        < mu(found._replace(num_iterations=found.num_iterations + 1), sensitivity=sensitivity)
+    )
     noise = {"ratio_noise_multiplier": 20.0, "grad_noise_multiplier": 30.0}
     for reuse in (True, False):
-        found = plan(DPHMC, num_steps=4, num_chains=3, reuse_gradients=reuse, neighboring=neighboring, **noise, **TARGET)
+        found = plan(
+            DPHMC,
+            num_steps=4,
+            num_chains=3,
+            reuse_gradients=reuse,
+            neighboring=neighboring,
+            **noise,
+            **TARGET,
+        )
         more = found._replace(num_iterations=found.num_iterations + 1)
-        assert mu(found, 4, 3, reuse, sensitivity) <= LARGEST_MU < mu(more, 4, 3, reuse, sensitivity)
+        assert (
+            mu(found, 4, 3, reuse, sensitivity) <= LARGEST_MU < mu(more, 4, 3, reuse, sensitivity)
+        )
     assert plan(DPPenalty, noise_multiplier=0.1, **TARGET).num_iterations == 0
-    assert plan(DPHMC, num_steps=4, ratio_noise_multiplier=20.0, grad_noise_multiplier=0.1, **TARGET).num_iterations == 0
+    assert (
+        plan(
+            DPHMC, num_steps=4, ratio_noise_multiplier=20.0, grad_noise_multiplier=0.1, **TARGET
+        ).num_iterations
+        == 0
+    )
 
 
 def test_the_paper_s_numbers_of_iterations():
-    """Räisä et al. (2021) at ε = 4, δ = 1e-6, n = 100,000, 4 chains; z = 2τ√n with their τ, and the relation taken once."""
+    """Räisä et al. (2021) at ε = 4, δ = 1e-6, n = 100,000, 4 chains; z = 2τ√n with their τ,
+    and the relation taken once.
+    """
     z = lambda tau: 2 * tau * math.sqrt(100_000)  # noqa: E731
     setting = {"target_epsilon": 4.0, "target_delta": 1e-6, "neighboring": "replace_one"}
-    hmc = {"ratio_noise_multiplier": z(0.10), "grad_noise_multiplier": z(0.55), "num_steps": 25, "reuse_gradients": False}
+    hmc = {
+        "ratio_noise_multiplier": z(0.10),
+        "grad_noise_multiplier": z(0.55),
+        "num_steps": 25,
+        "reuse_gradients": False,
+    }
     assert plan(DPHMC, **hmc, **setting).num_iterations // 4 == 94
     assert plan(DPPenalty, noise_multiplier=z(0.17), **setting).num_iterations // 4 == 507
 
@@ -74,11 +112,19 @@ def model(x):
         pyro.sample("x", dist.Normal(mean, 1.0), obs=x)
 
 
-@pytest.mark.parametrize("kernel, settings", [(DPPenalty, {"proposal_scale": 0.1, "log_ratio_slope": 2.0}), (DPHMC, {"step_size": 0.1, **OF_HMC})])
+@pytest.mark.parametrize(
+    "kernel, settings",
+    [
+        (DPPenalty, {"proposal_scale": 0.1, "log_ratio_slope": 2.0}),
+        (DPHMC, {"step_size": 0.1, **OF_HMC}),
+    ],
+)
 def test_a_run_costs_what_was_planned_after_what_was_charged_before(kernel, settings):
     accountant = dpb.PrivacyAccountant(2.0, 1e-5).compose(events.GaussianDpEvent(5.0), 3)
     of_hmc = {name: settings[name] for name in OF_HMC} if kernel is DPHMC else {}
-    found = plan(kernel, num_iterations=24, num_chains=2, history=accountant.history, **of_hmc, **TARGET)
+    found = plan(
+        kernel, num_iterations=24, num_chains=2, history=accountant.history, **of_hmc, **TARGET
+    )
     made = kernel(model, accountant=accountant, **settings, **found.noise_multipliers)
     for _ in range(2):
         MCMC(made, num_samples=9, warmup_steps=3, disable_progbar=True).run(torch.randn(30))
@@ -88,7 +134,9 @@ def test_a_run_costs_what_was_planned_after_what_was_charged_before(kernel, sett
 
 
 def distance_moved(split, slope, norm, num_steps, dimension, budget, draws):
-    """Largest expected squared distance of an iteration on N(0, I), over the step sizes, at the noise that ``budget`` = 1/z_l² + L/z_g² leaves."""
+    """Largest expected squared distance of an iteration on N(0, I), over the step sizes, at
+    the noise that ``budget`` = 1/z_l² + L/z_g² leaves.
+    """
     start, momentum, kicks, last = draws
     ratio = math.sqrt((1 + num_steps / split**2) / budget)
     most = 0.0
@@ -112,10 +160,25 @@ def distance_moved(split, slope, norm, num_steps, dimension, budget, draws):
 @pytest.mark.parametrize("budget", [0.03, 3.0])
 def test_the_split_between_ratio_and_gradients_is_the_best_one(slope, num_steps, budget):
     """In 6 dimensions; the same draws for all splits, so that what they differ by is not noise."""
-    found = plan(DPHMC, num_iterations=100, num_steps=num_steps, log_ratio_slope=slope, max_grad_norm=1.0, **TARGET).noise_multipliers
+    found = plan(
+        DPHMC,
+        num_iterations=100,
+        num_steps=num_steps,
+        log_ratio_slope=slope,
+        max_grad_norm=1.0,
+        **TARGET,
+    ).noise_multipliers
     planned = found["grad_noise_multiplier"] / found["ratio_noise_multiplier"]
-    draws = torch.randn(2000, 6), torch.randn(2000, 6), torch.randn(num_steps + 1, 2000, 6), torch.randn(2000)
-    moved = {factor: distance_moved(factor * planned, slope, 1.0, num_steps, 6, budget, draws) for factor in (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)}
+    draws = (
+        torch.randn(2000, 6),
+        torch.randn(2000, 6),
+        torch.randn(num_steps + 1, 2000, 6),
+        torch.randn(2000),
+    )
+    moved = {
+        factor: distance_moved(factor * planned, slope, 1.0, num_steps, 6, budget, draws)
+        for factor in (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
+    }
     assert moved[1.0] > 0.93 * max(moved.values())
     assert max(moved[0.25], moved[4.0]) < 0.8 * moved[1.0]
 
@@ -134,9 +197,21 @@ def test_the_split_between_ratio_and_gradients_is_the_best_one(slope, num_steps,
         (DPPenalty, {"num_iterations": 0}, "num_iterations"),
         (DPPenalty, {"noise_multiplier": 0.0}, "noise_multiplier is 0"),
         (DPPenalty, {"num_iterations": 5, "num_chains": 0}, "num_chains"),
-        (DPPenalty, {"num_iterations": 5, "history": [(events.GaussianDpEvent(0.1), 1)]}, "before costs more"),
-        (DPPenalty, {"noise_multiplier": 5.0, "history": [(events.GaussianDpEvent(0.1), 1)]}, "before costs more"),
-        (DPPenalty, {"noise_multiplier": 5.0, "history": [(events.GaussianDpEvent(9.0), 1, None, True)]}, "adaptive"),
+        (
+            DPPenalty,
+            {"num_iterations": 5, "history": [(events.GaussianDpEvent(0.1), 1)]},
+            "before costs more",
+        ),
+        (
+            DPPenalty,
+            {"noise_multiplier": 5.0, "history": [(events.GaussianDpEvent(0.1), 1)]},
+            "before costs more",
+        ),
+        (
+            DPPenalty,
+            {"noise_multiplier": 5.0, "history": [(events.GaussianDpEvent(9.0), 1, None, True)]},
+            "adaptive",
+        ),
         (MCMC, {"num_iterations": 5}, "kernel must be"),
     ],
 )

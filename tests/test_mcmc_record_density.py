@@ -1,7 +1,8 @@
 """Record terms against Pyro's own potential, and every model that has to be refused.
 
-With U Pyro's potential on all N records and U_i the one on record i alone, log p(θ) = (U − Σ U_i)/(N − 1) with its Jacobian terms and
-log p(x_i | θ) = −U_i − log p(θ): nothing of ours computes the expected values.
+With U Pyro's potential on all N records and U_i the one on record i alone, log p(θ) = (U − Σ
+U_i)/(N − 1) with its Jacobian terms and log p(x_i | θ) = −U_i − log p(θ): nothing of ours computes
+the expected values.
 """
 
 import math
@@ -50,7 +51,10 @@ def gaussian_rows(x):
 
 
 def hierarchical(group, y):
-    center, spread = pyro.sample("center", dist.Normal(0.0, 1.0)), pyro.sample("spread", dist.HalfNormal(1.0))
+    center, spread = (
+        pyro.sample("center", dist.Normal(0.0, 1.0)),
+        pyro.sample("spread", dist.HalfNormal(1.0)),
+    )
     with pyro.plate("groups", 4):
         effect = pyro.sample("effect", dist.Normal(center, spread))
     with pyro.plate("data", len(y)):
@@ -91,12 +95,17 @@ def two_discrete_latents(y):
     mean = weights("mean", 3)
     with pyro.plate("data", len(y)):
         on = pyro.sample("on", dist.Bernoulli(rate))
-        z = pyro.sample("z", dist.Categorical(torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])[on.long()]))
+        z = pyro.sample(
+            "z", dist.Categorical(torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])[on.long()])
+        )
         pyro.sample("y", dist.Normal(mean[z] + on, 1.0), obs=y)
 
 
 def ordered(x, y):
-    slope, cut = weights("slope"), pyro.sample("cut", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    slope, cut = (
+        weights("slope"),
+        pyro.sample("cut", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1)),
+    )
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.OrderedLogistic(slope * x, torch.cumsum(cut.exp(), 0)), obs=y)
 
@@ -113,7 +122,11 @@ def several_dims_each_row(x):
         mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
     corner = pyro.sample("corner", dist.LKJCholesky(3, 1.0))
     with pyro.plate("data", x.shape[1], dim=-1), pyro.plate("columns ", 2, dim=-2):
-        pyro.sample("x", dist.MultivariateNormal(mean[..., None].expand(-1, -1, 3), scale_tril=corner), obs=x)
+        pyro.sample(
+            "x",
+            dist.MultivariateNormal(mean[..., None].expand(-1, -1, 3), scale_tril=corner),
+            obs=x,
+        )
 
 
 def written_in_place(x, y):
@@ -148,7 +161,11 @@ def kinds():
         "mixture": (mixture, lambda: (y(),), {}),
         "two discrete latents": (two_discrete_latents, lambda: (y(),), {}),
         "ordered": (ordered, lambda: (y(), torch.randint(0, 3, (RECORDS,))), {}),
-        "two sites with mask": (two_sites_with_mask, lambda: (y(), torch.randint(0, 5, (RECORDS,)).double(), torch.rand(RECORDS) < 0.6), {}),
+        "two sites with mask": (
+            two_sites_with_mask,
+            lambda: (y(), torch.randint(0, 5, (RECORDS,)).double(), torch.rand(RECORDS) < 0.6),
+            {},
+        ),
         "written in place": (written_in_place, lambda: (normal(RECORDS, 2), y()), {}),
         "several dims each row": (several_dims_each_row, lambda: (normal(2, RECORDS, 3),), {}),
         "factor": (with_factor, lambda: (y(),), {"y": y}),
@@ -169,7 +186,10 @@ def test_terms_and_gradients_are_those_of_pyro(kind):
         return value.narrow(value.shape.index(RECORDS), i, 1)
 
     everything = potential(*args, **kwargs)
-    single = [potential(*[record(a, i) for a in args], **{k: record(v, i) for k, v in kwargs.items()}) for i in range(RECORDS)]
+    single = [
+        potential(*[record(a, i) for a in args], **{k: record(v, i) for k, v in kwargs.items()})
+        for i in range(RECORDS)
+    ]
     for _ in range(3):
         theta = torch.randn(density.prior.dimension) * 0.7
 
@@ -179,17 +199,24 @@ def test_terms_and_gradients_are_those_of_pyro(kind):
 
         total, total_gradient = of_pyro(everything)
         values, gradients = (torch.stack(v) for v in zip(*map(of_pyro, single)))
-        log_prior, prior_gradient = ((u - u_i.sum(0)) / (RECORDS - 1) for u, u_i in [(total, values), (total_gradient, gradients)])
+        log_prior, prior_gradient = (
+            (u - u_i.sum(0)) / (RECORDS - 1)
+            for u, u_i in [(total, values), (total_gradient, gradients)]
+        )
         got, got_gradient = density.prior.log_density_and_gradient(theta)
         assert got == pytest.approx(float(log_prior), rel=1e-9, abs=1e-9)
         assert density.prior.log_density(theta) == got
         torch.testing.assert_close(got_gradient, prior_gradient, rtol=1e-8, atol=1e-8)
-        torch.testing.assert_close(density.log_likelihoods(theta), -values - log_prior, rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(
+            density.log_likelihoods(theta), -values - log_prior, rtol=1e-8, atol=1e-8
+        )
         record_gradients = -gradients - prior_gradient
         norms = record_gradients.norm(dim=1)
         for bound in [1e6, float(norms.median()), 1e-3]:
             expected = (record_gradients * (bound / norms).clamp(max=1.0)[:, None]).sum(0)
-            torch.testing.assert_close(density.clipped_gradient_sum(theta, bound), expected, rtol=1e-8, atol=1e-8)
+            torch.testing.assert_close(
+                density.clipped_gradient_sum(theta, bound), expected, rtol=1e-8, atol=1e-8
+            )
 
 
 @pytest.mark.parametrize("kind", ["logistic", "mixture", "ordered"])
@@ -201,10 +228,12 @@ def test_chunks_of_rows_change_nothing(kind, monkeypatch):
     theta = torch.randn(whole.prior.dimension)
     assert chunked._programs["gradients"].rows < 100
     torch.testing.assert_close(chunked.log_likelihoods(theta), whole.log_likelihoods(theta))
-    torch.testing.assert_close(chunked.clipped_gradient_sum(theta, 0.3), whole.clipped_gradient_sum(theta, 0.3))
+    torch.testing.assert_close(
+        chunked.clipped_gradient_sum(theta, 0.3), whole.clipped_gradient_sum(theta, 0.3)
+    )
 
 
-# -- records that are not numbers ------------------------------------------------------------------------------------------
+# -- records that are not numbers ------------------------------------------------------------------
 
 
 def without(args, i):
@@ -230,16 +259,29 @@ def test_a_record_at_which_the_computation_fails_contributes_nothing(chunk_bytes
 
 
 def check_ignored(model, args, i, chunk_bytes):
-    density, rest = RecordDensity(model, args, chunk_bytes=chunk_bytes), RecordDensity(model, without(args, i))
+    density, rest = (
+        RecordDensity(model, args, chunk_bytes=chunk_bytes),
+        RecordDensity(model, without(args, i)),
+    )
     theta, other = torch.randn(2, density.prior.dimension)
     kept = [k for k in range(len(args[0])) if k != i]
     for bound in [0.1, 100.0]:
-        torch.testing.assert_close(density.clipped_gradient_sum(theta, bound), rest.clipped_gradient_sum(theta, bound))
+        torch.testing.assert_close(
+            density.clipped_gradient_sum(theta, bound), rest.clipped_gradient_sum(theta, bound)
+        )
         terms, others = density.log_likelihoods(theta), density.log_likelihoods(other)
         torch.testing.assert_close(terms[kept], rest.log_likelihoods(theta))
-        # a likelihood of 0 or infinity is one end of the clipping range; everything else that is no number is nothing
-        share = 0.0 if (others[i] - terms[i]).isnan() else float((others[i] - terms[i]).clamp(-bound, bound))
-        expected = clipped_ratio_sum(rest.log_likelihoods(theta), rest.log_likelihoods(other), bound) + share
+        # a likelihood of 0 or infinity is one end of the clipping range; everything else that is no
+        # number is nothing
+        share = (
+            0.0
+            if (others[i] - terms[i]).isnan()
+            else float((others[i] - terms[i]).clamp(-bound, bound))
+        )
+        expected = (
+            clipped_ratio_sum(rest.log_likelihoods(theta), rest.log_likelihoods(other), bound)
+            + share
+        )
         assert clipped_ratio_sum(terms, others, bound) == pytest.approx(expected)
 
 
@@ -278,7 +320,9 @@ def test_the_set_up_does_not_look_at_the_data_and_what_follows_does_not_call_the
     during_set_up = len(calls)
     for theta in torch.randn(5, 2):
         torch.testing.assert_close(density.log_likelihoods(theta), expected.log_likelihoods(theta))
-        torch.testing.assert_close(density.clipped_gradient_sum(theta, 0.5), expected.clipped_gradient_sum(theta, 0.5))
+        torch.testing.assert_close(
+            density.clipped_gradient_sum(theta, 0.5), expected.clipped_gradient_sum(theta, 0.5)
+        )
     assert len(calls) == during_set_up
 
 
@@ -309,14 +353,18 @@ def test_a_sum_over_a_million_records_moves_by_no_more_than_the_bound():
     def model(x, y):
         gaussian(y, x * weights("w"))
 
-    x, y = torch.ones(1_000_000), torch.full((1_000_000,), 1e3)  # every gradient is 1000, and clipped
-    sums = [float(RecordDensity(model, (x[k:], y[k:])).clipped_gradient_sum(torch.zeros(1), 1.1)) for k in range(4)]
+    # every gradient is 1000, and clipped
+    x, y = torch.ones(1_000_000), torch.full((1_000_000,), 1e3)
+    sums = [
+        float(RecordDensity(model, (x[k:], y[k:])).clipped_gradient_sum(torch.zeros(1), 1.1))
+        for k in range(4)
+    ]
     assert sums[0] == pytest.approx(1.1e6, rel=1e-9)
     for more, less in pairwise(sums):
         assert abs(more - less) <= 1.1 * (1 + 1e-6)
 
 
-# -- what has to be refused --------------------------------------------------------------------------------------------------
+# -- what has to be refused ------------------------------------------------------------------------
 
 
 def gaussian(y, mean, size=None, name="data", scale=1.0):
@@ -555,8 +603,11 @@ def test_what_has_no_guarantee_is_refused(model, message):
     with pytest.raises(ValueError, match=message) as caught:
         RecordDensity(model, (torch.randn(20),))
     assert "\n" not in str(caught.value)
-    if model not in (one_name_twice, longer_than_the_plate, hard_coded_size, from_elsewhere):  # there it is the model's own error that says it
-        assert "20" not in str(caught.value), "the number of records is private under add-or-remove-one"
+    # there it is the model's own error that says it
+    if model not in (one_name_twice, longer_than_the_plate, hard_coded_size, from_elsewhere):
+        assert "20" not in str(caught.value), (
+            "the number of records is private under add-or-remove-one"
+        )
 
 
 def test_a_whole_number_shared_by_all_rows_is_refused():

@@ -30,17 +30,24 @@ def test_agree_with_scikit_learn(shape):
     probabilities = probabilities.clip(np.finfo(float).eps, None)
     probabilities /= probabilities.sum(1, keepdims=True)
     p = torch.from_numpy(probabilities)
-    assert metrics.negative_log_likelihood(p, y) == pytest.approx(log_loss(labels, probabilities, labels=classes))
+    assert metrics.negative_log_likelihood(p, y) == pytest.approx(
+        log_loss(labels, probabilities, labels=classes)
+    )
     assert metrics.accuracy(p, y) == pytest.approx(accuracy_score(labels, probabilities.argmax(1)))
     one_hot = np.eye(shape[1])[labels]
     per_class = [brier_score_loss(one_hot[:, c], probabilities[:, c], pos_label=1) for c in classes]
     assert metrics.brier_score(p, y) == pytest.approx(sum(per_class))
 
 
-@given(st.lists(st.integers(-5, 5), min_size=1, max_size=30), st.lists(st.integers(-5, 5), min_size=1, max_size=30))
+@given(
+    st.lists(st.integers(-5, 5), min_size=1, max_size=30),
+    st.lists(st.integers(-5, 5), min_size=1, max_size=30),
+)
 def test_area_under_roc_agrees_with_scikit_learn_ties_included(inside, outside):
     expected = roc_auc_score([0] * len(inside) + [1] * len(outside), inside + outside)
-    assert metrics.area_under_roc(torch.tensor(inside), torch.tensor(outside)) == pytest.approx(expected)
+    assert metrics.area_under_roc(torch.tensor(inside), torch.tensor(outside)) == pytest.approx(
+        expected
+    )
 
 
 def test_area_under_roc_is_one_where_every_outside_score_is_higher():
@@ -48,12 +55,15 @@ def test_area_under_roc_is_one_where_every_outside_score_is_higher():
 
 
 def test_expected_calibration_error_by_hand():
-    # ten bins: (0.5, 0.6] holds 0.6 right and 0.6 wrong; (0.8, 0.9] holds 0.9, right twice and wrong once; (0.9, 1] 1.0
+    # ten bins: (0.5, 0.6] holds 0.6 right and 0.6 wrong; (0.8, 0.9] holds 0.9, right twice and
+    # wrong once; (0.9, 1] 1.0
     confidence = torch.tensor([0.6, 0.6, 0.9, 0.9, 0.9, 1.0], dtype=torch.float64)
     probabilities = torch.stack([confidence, 1 - confidence], 1)
     labels = torch.tensor([0, 1, 0, 0, 1, 0])
     expected = (2 * abs(0.5 - 0.6) + 3 * abs(2 / 3 - 0.9) + 1 * 0) / 6
-    assert metrics.expected_calibration_error(probabilities, labels, num_bins=10) == pytest.approx(expected)
+    assert metrics.expected_calibration_error(probabilities, labels, num_bins=10) == pytest.approx(
+        expected
+    )
     curve = metrics.reliability_curve(probabilities, labels, num_bins=10)
     assert curve.num_records.tolist() == [0, 0, 0, 0, 0, 2, 0, 0, 3, 1]
     assert curve.accuracy[[5, 8, 9]].tolist() == pytest.approx([0.5, 2 / 3, 1])
@@ -94,16 +104,21 @@ def test_gaussian_mixture_likelihood_is_the_log_of_the_average_density(samples, 
     found = metrics.gaussian_mixture_negative_log_likelihood(
         torch.from_numpy(means), torch.from_numpy(targets), noise_std
     )
-    assert found == pytest.approx(expected) or expected > 100  # beyond that the plain density underflows
+    # beyond that the plain density underflows
+    assert found == pytest.approx(expected) or expected > 100
 
 
 def test_regression_metrics_by_hand():
     targets = torch.tensor([0.0, 1.0, 2.0, 3.0])
-    assert metrics.root_mean_squared_error(torch.tensor([0.0, 1.0, 2.0, 5.0]), targets) == pytest.approx(1)
+    assert metrics.root_mean_squared_error(
+        torch.tensor([0.0, 1.0, 2.0, 5.0]), targets
+    ) == pytest.approx(1)
     assert metrics.interval_coverage(torch.zeros(4), torch.full((4,), 2.0), targets) == 0.75
 
 
-@pytest.mark.parametrize("function", [metrics.negative_log_likelihood, metrics.accuracy, metrics.brier_score])
+@pytest.mark.parametrize(
+    "function", [metrics.negative_log_likelihood, metrics.accuracy, metrics.brier_score]
+)
 @pytest.mark.parametrize(
     ("probabilities", "labels", "message"),
     [

@@ -1,4 +1,6 @@
-"""Thirty small modules that make_private must take, or refuse with a message that names the module and the remedy."""
+"""Thirty small modules that make_private must take, or refuse with a message that names the
+module and the remedy.
+"""
 
 import random
 from functools import partial
@@ -187,7 +189,11 @@ class Positions(nn.Module):
 class UNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.down, self.up, self.last = nn.Conv2d(2, 4, 2, stride=2), nn.ConvTranspose2d(4, 2, 2, stride=2), nn.Linear(32, 3)
+        self.down, self.up, self.last = (
+            nn.Conv2d(2, 4, 2, stride=2),
+            nn.ConvTranspose2d(4, 2, 2, stride=2),
+            nn.Linear(32, 3),
+        )
 
     def forward(self, x):
         return self.last((x + self.up(torch.relu(self.down(x)))).flatten(1))
@@ -200,11 +206,15 @@ class OwnAttention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
-        return self.last(F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0).mean(1))
+        return self.last(
+            F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0).mean(1)
+        )
 
 
 def image(*layers):
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), *layers, nn.Flatten(1), nn.Linear(4 * 16, 3))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), *layers, nn.Flatten(1), nn.Linear(4 * 16, 3)
+    )
 
 
 FLAT, IMAGE, SEQUENCE = (6,), (2, 4, 4), (5, 6)
@@ -222,10 +232,23 @@ ALLOWED = {
     "one module twice": (lambda: TiedByModule(None), FLAT),
     "cnn": (lambda: image(nn.ReLU()), IMAGE),
     "group norm": (lambda: image(nn.GroupNorm(2, 4)), IMAGE),
-    "max pooling": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten(1), nn.Linear(16, 3)), IMAGE),
-    "sequence": (lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Flatten(1), nn.Linear(20, 3)), SEQUENCE),
+    "max pooling": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.MaxPool2d(2), nn.Flatten(1), nn.Linear(16, 3)
+        ),
+        IMAGE,
+    ),
+    "sequence": (
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Flatten(1), nn.Linear(20, 3)),
+        SEQUENCE,
+    ),
     "lstm": (Recurrent, SEQUENCE),
-    "several dropouts": (lambda: nn.Sequential(nn.Dropout(0.2), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3), nn.Dropout(0.1)), FLAT),
+    "several dropouts": (
+        lambda: nn.Sequential(
+            nn.Dropout(0.2), nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3), nn.Dropout(0.1)
+        ),
+        FLAT,
+    ),
     "dropout of channels": (lambda: image(nn.Dropout2d(0.3), nn.Dropout(0.2)), IMAGE),
     "one number a record": (lambda: Scalar(torch.relu), FLAT),
     "padding index": (lambda: PaddedTokens(padding_idx=0), FLAT),
@@ -235,37 +258,96 @@ ALLOWED = {
     "own parameter beside a layer": (OwnParameter, FLAT),
     "view on empty batches": (lambda: Reshaping(torch.relu), FLAT),
     "a way out for empty batches": (lambda: Shortcut(torch.relu), FLAT),
-    "instance norm, which torch cannot run backward on empty batches": (lambda: image(nn.InstanceNorm2d(4, affine=True)), IMAGE),
+    "instance norm, which torch cannot run backward on empty batches": (
+        lambda: image(nn.InstanceNorm2d(4, affine=True)),
+        IMAGE,
+    ),
     "Opacus' attention, which cannot take empty batches": (Attention, SEQUENCE),
 }
 
 REFUSED = {
-    "batch norm": (lambda: image(nn.BatchNorm2d(4)), IMAGE, ["'1'", "ModuleValidator.fix", "GroupNorm"]),
-    "batch norm without affine": (lambda: image(nn.BatchNorm2d(4, affine=False)), IMAGE, ["'1'", "ModuleValidator.fix"]),
+    "batch norm": (
+        lambda: image(nn.BatchNorm2d(4)),
+        IMAGE,
+        ["'1'", "ModuleValidator.fix", "GroupNorm"],
+    ),
+    "batch norm without affine": (
+        lambda: image(nn.BatchNorm2d(4, affine=False)),
+        IMAGE,
+        ["'1'", "ModuleValidator.fix"],
+    ),
     "batch norm without statistics": (
         lambda: image(nn.BatchNorm2d(4, affine=False, track_running_stats=False)),
         IMAGE,
         ["module '1'", "another record"],
     ),
-    "tracked instance norm": (lambda: image(nn.InstanceNorm2d(4, track_running_stats=True)), IMAGE, ["'1", "ModuleValidator.fix"]),
-    "centring": (lambda: Wrapped(lambda h: h - h.mean(0)), FLAT, ["Wrapped", "before module 'last'", "another record"]),
-    "centring, detached": (lambda: Detached(None), FLAT, ["Detached", "before module 'last'", "another record"]),
-    "softmax over the batch": (lambda: Wrapped(partial(torch.softmax, dim=0)), FLAT, ["another record"]),
+    "tracked instance norm": (
+        lambda: image(nn.InstanceNorm2d(4, track_running_stats=True)),
+        IMAGE,
+        ["'1", "ModuleValidator.fix"],
+    ),
+    "centring": (
+        lambda: Wrapped(lambda h: h - h.mean(0)),
+        FLAT,
+        ["Wrapped", "before module 'last'", "another record"],
+    ),
+    "centring, detached": (
+        lambda: Detached(None),
+        FLAT,
+        ["Detached", "before module 'last'", "another record"],
+    ),
+    "softmax over the batch": (
+        lambda: Wrapped(partial(torch.softmax, dim=0)),
+        FLAT,
+        ["another record"],
+    ),
     "sorting the batch": (lambda: Wrapped(lambda h: h.sort(0).values), FLAT, ["another record"]),
-    "division by the batch size": (lambda: BatchSize(torch.relu), FLAT, ["BatchSize", "number of records"]),
-    "weight reused by F.linear": (lambda: Reused(None), FLAT, ["'first.weight'", "not through torch.nn.functional"]),
-    "parameter not used": (lambda: Unused(None), FLAT, ["'last.weight'", "not used", "requires_grad_"]),
+    "division by the batch size": (
+        lambda: BatchSize(torch.relu),
+        FLAT,
+        ["BatchSize", "number of records"],
+    ),
+    "weight reused by F.linear": (
+        lambda: Reused(None),
+        FLAT,
+        ["'first.weight'", "not through torch.nn.functional"],
+    ),
+    "parameter not used": (
+        lambda: Unused(None),
+        FLAT,
+        ["'last.weight'", "not used", "requires_grad_"],
+    ),
     "buffer changed": (Counting, FLAT, ["'Counting'", "'seen'", "without noise"]),
-    "neither empty batches nor a stand-in": (lambda: Picky(torch.relu), FLAT, ["empty batch", "flatten(1)"]),
-    "gradients divided by counts": (lambda: PaddedTokens(scale_grad_by_freq=True), FLAT, ["'embedding'", "scale_grad_by_freq"]),
+    "neither empty batches nor a stand-in": (
+        lambda: Picky(torch.relu),
+        FLAT,
+        ["empty batch", "flatten(1)"],
+    ),
+    "gradients divided by counts": (
+        lambda: PaddedTokens(scale_grad_by_freq=True),
+        FLAT,
+        ["'embedding'", "scale_grad_by_freq"],
+    ),
     "mixing behind a zero head": (ZeroHead, FLAT, ["ZeroHead", "another record"]),
     "statistics in a frozen parameter": (RunningMean, FLAT, ["'mean'", "without noise"]),
     "one layer on sorted records": (lambda: Sorting(1.0), FLAT, ["'first'", "another order"]),
-    "one layer on records sorted downwards": (lambda: Sorting(-1.0), FLAT, ["'first'", "another order"]),
+    "one layer on records sorted downwards": (
+        lambda: Sorting(-1.0),
+        FLAT,
+        ["'first'", "another order"],
+    ),
     "max_norm": (lambda: PaddedTokens(max_norm=1.0), FLAT, ["'embedding'", "max_norm"]),
     "positions shared by the batch": (Positions, SEQUENCE, ["'position.weight'", "dimension 0"]),
-    "not finite on made-up records": (lambda: Wrapped(torch.log), FLAT, ["not finite", "example_inputs"]),
-    "torch's attention": (lambda: nn.Sequential(nn.TransformerEncoderLayer(6, 2, batch_first=True)), SEQUENCE, ["scaled_dot_product_attention"]),
+    "not finite on made-up records": (
+        lambda: Wrapped(torch.log),
+        FLAT,
+        ["not finite", "example_inputs"],
+    ),
+    "torch's attention": (
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(6, 2, batch_first=True)),
+        SEQUENCE,
+        ["scaled_dot_product_attention"],
+    ),
     "loss inside the model": (lambda: Returning(torch.relu), FLAT, ["one row per record"]),
 }
 
@@ -274,7 +356,11 @@ def make_private(module, shape, **options):
     data = TensorDataset(torch.randn(20, *shape), torch.randint(3, (20,)))
     factory = partial(dpb.optim.DPSGLD, lr=0.1)
     return dpb.PrivacyEngine().make_private(
-        module=module, optimizer=factory, data_loader=DataLoader(data, batch_size=4), max_grad_norm=1.0, **options
+        module=module,
+        optimizer=factory,
+        data_loader=DataLoader(data, batch_size=4),
+        max_grad_norm=1.0,
+        **options,
     )
 
 
@@ -294,12 +380,17 @@ def test_allowed(name, mode):
     before = {k: v.clone() for k, v in net.state_dict().items()}
     returned, optimizer, loader = make_private(net, shape, grad_sample_mode=mode)
     assert returned is net
-    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items()) and net.state_dict().keys() == before.keys()
+    assert (
+        all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+        and net.state_dict().keys() == before.keys()
+    )
     assert all(p.grad is None for p in net.parameters())
     for x, y in loader:
         optimizer.zero_grad()
         output = net(x)
-        (F.cross_entropy(output, y) if output.dim() > 1 else F.mse_loss(output, y.float())).backward()
+        (
+            F.cross_entropy(output, y) if output.dim() > 1 else F.mse_loss(output, y.float())
+        ).backward()
         optimizer.step()
     assert len(optimizer.accountant) == len(loader)
 
@@ -328,9 +419,13 @@ def test_the_check_leaves_the_random_numbers_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     net = Wrapped(nn.Dropout(0.5))
-    data = DataLoader(TensorDataset(torch.zeros(20, 6), torch.zeros(20, dtype=torch.long)), batch_size=4)
+    data = DataLoader(
+        TensorDataset(torch.zeros(20, 6), torch.zeros(20, dtype=torch.long)), batch_size=4
+    )
     torch.manual_seed(5)
-    dpb.PrivacyEngine().make_private(module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.1), data_loader=data, max_grad_norm=1.0)
+    dpb.PrivacyEngine().make_private(
+        module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.1), data_loader=data, max_grad_norm=1.0
+    )
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -345,7 +440,9 @@ def test_integer_inputs():
     net = nn.Sequential(nn.Embedding(50, 4), nn.Flatten(1), nn.Linear(12, 3))
     data = TensorDataset(torch.randint(50, (20, 3)), torch.randint(3, (20,)))
     factory = partial(dpb.optim.DPSGLD, lr=0.1)
-    dpb.PrivacyEngine().make_private(module=net, optimizer=factory, data_loader=DataLoader(data, batch_size=4), max_grad_norm=1.0)
+    dpb.PrivacyEngine().make_private(
+        module=net, optimizer=factory, data_loader=DataLoader(data, batch_size=4), max_grad_norm=1.0
+    )
 
 
 def test_models_that_take_something_else():
@@ -359,16 +456,24 @@ def test_models_that_take_something_else():
 
     records = [{"features": torch.randn(6), "label": torch.tensor(1)} for _ in range(20)]
     factory = partial(dpb.optim.DPSGLD, lr=0.1)
-    arguments = {"optimizer": factory, "data_loader": DataLoader(records, batch_size=4), "max_grad_norm": 1.0}
+    arguments = {
+        "optimizer": factory,
+        "data_loader": DataLoader(records, batch_size=4),
+        "max_grad_norm": 1.0,
+    }
     dpb.PrivacyEngine().make_private(module=Pair(), **arguments)  # a mapping is the one input
     with pytest.raises(ValueError, match="example_inputs"):
         dpb.PrivacyEngine().make_private(module=nn.Linear(6, 3), **arguments)
-    dpb.PrivacyEngine().make_private(module=nn.Linear(6, 3), **arguments, example_inputs=(torch.randn(2, 6),))
+    dpb.PrivacyEngine().make_private(
+        module=nn.Linear(6, 3), **arguments, example_inputs=(torch.randn(2, 6),)
+    )
     with pytest.raises(ValueError, match="two equal records"):
-        dpb.PrivacyEngine().make_private(module=nn.Linear(6, 3), **arguments, example_inputs=(torch.zeros(2, 6),))
+        dpb.PrivacyEngine().make_private(
+            module=nn.Linear(6, 3), **arguments, example_inputs=(torch.zeros(2, 6),)
+        )
 
 
-# -- records that depend on one another, each in a way of its own ------------------------------------------------------------------
+# -- records that depend on one another, each in a way of its own ----------------------------------
 
 
 class Before(nn.Module):
@@ -391,8 +496,15 @@ class TimeFirst(nn.Module):
         self.layer, self.last = layer.requires_grad_(False), nn.Linear(width, 1)
 
     def forward(self, x):
-        mask = {"src_mask": nn.Transformer.generate_square_subsequent_mask(len(x)), "is_causal": True}
-        y = self.layer(x, **mask) if isinstance(self.layer, nn.TransformerEncoderLayer) else self.layer(x)[0]
+        mask = {
+            "src_mask": nn.Transformer.generate_square_subsequent_mask(len(x)),
+            "is_causal": True,
+        }
+        y = (
+            self.layer(x, **mask)
+            if isinstance(self.layer, nn.TransformerEncoderLayer)
+            else self.layer(x)[0]
+        )
         return self.last(y.flatten(1))
 
 
@@ -446,7 +558,9 @@ def winsorised(x):
 
 
 def near_duplicates_masked(x):
-    is_near = ((torch.cdist(x, x) < 2) & torch.ones(len(x), len(x), dtype=torch.bool).tril(-1)).any(1)
+    is_near = ((torch.cdist(x, x) < 2) & torch.ones(len(x), len(x), dtype=torch.bool).tril(-1)).any(
+        1
+    )
     return x * ~is_near[:, None]
 
 
@@ -463,41 +577,73 @@ MIXING = {
     "the record before": (lambda: Before(lambda x: x + x.roll(1, 0)), NUMBERS),
     "frozen LSTM": (lambda: TimeFirst(nn.LSTM(3, 8), 32), torch.zeros(20, 4, 3)),
     "frozen GRU": (lambda: TimeFirst(nn.GRU(3, 8), 32), torch.zeros(20, 4, 3)),
-    "frozen causal transformer": (lambda: TimeFirst(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), 20), torch.zeros(20, 5, 4)),
-    "frozen causal transformer with dropout": (lambda: TimeFirst(nn.TransformerEncoderLayer(4, 2, 8), 20), torch.zeros(20, 5, 4)),
+    "frozen causal transformer": (
+        lambda: TimeFirst(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0), 20),
+        torch.zeros(20, 5, 4),
+    ),
+    "frozen causal transformer with dropout": (
+        lambda: TimeFirst(nn.TransformerEncoderLayer(4, 2, 8), 20),
+        torch.zeros(20, 5, 4),
+    ),
     "experts with a capacity": (Capacity, NUMBERS),
     "near duplicates": (lambda: Before(near_duplicates_masked), NUMBERS),
-    "bytes if any is large": (lambda: Before(lambda x: x / 255 if len(x) and x.max() > 1 else x), NUMBERS),
-    "shifted if any is negative": (lambda: Before(lambda x: (x + 1) / 2 if len(x) and x.min() < 0 else x), NUMBERS),
-    "zeros if any is not finite": (lambda: Before(lambda x: x if x.isfinite().all() else torch.zeros_like(x)), NUMBERS),
-    "only with gradients": (lambda: Before(lambda x: x - x.mean(0) if len(x) and torch.is_grad_enabled() else x), NUMBERS),
+    "bytes if any is large": (
+        lambda: Before(lambda x: x / 255 if len(x) and x.max() > 1 else x),
+        NUMBERS,
+    ),
+    "shifted if any is negative": (
+        lambda: Before(lambda x: (x + 1) / 2 if len(x) and x.min() < 0 else x),
+        NUMBERS,
+    ),
+    "zeros if any is not finite": (
+        lambda: Before(lambda x: x if x.isfinite().all() else torch.zeros_like(x)),
+        NUMBERS,
+    ),
+    "only with gradients": (
+        lambda: Before(lambda x: x - x.mean(0) if len(x) and torch.is_grad_enabled() else x),
+        NUMBERS,
+    ),
     "position in the batch": (lambda: Before(lambda x: x + torch.arange(len(x))[:, None]), NUMBERS),
     "mixup": (lambda: Before(mixup), NUMBERS),
     "a random record": (lambda: Before(minus_one_of_them), NUMBERS),
     "torch's coin": (lambda: Before(centred_if(lambda: torch.rand(()) > 0.5)), NUMBERS),
-    "two coins": (lambda: Before(centred_if(lambda: torch.rand(()) < 0.4 and torch.rand(()) > 0.6)), NUMBERS),
+    "two coins": (
+        lambda: Before(centred_if(lambda: torch.rand(()) < 0.4 and torch.rand(()) > 0.6)),
+        NUMBERS,
+    ),
     "Python's coin": (lambda: Before(centred_if(lambda: random.random() < 0.1)), NUMBERS),
     "NumPy's coin": (lambda: Before(centred_if(lambda: numpy.random.rand() < 0.1)), NUMBERS),
     "padding trimmed": (Trimmed, TOKENS),
     "padding trimmed, short": (Trimmed, TOKENS[:, :5]),
     "winsorised": (lambda: Before(winsorised), NUMBERS),
-    "missing values imputed": (lambda: Before(lambda x: torch.where(x.isnan(), x.nanmean(0), x)), NUMBERS),
+    "missing values imputed": (
+        lambda: Before(lambda x: torch.where(x.isnan(), x.nanmean(0), x)),
+        NUMBERS,
+    ),
     "scaled if large": (lambda: Before(scaled_if_large), NUMBERS),
     "small integers centred": (lambda: Before(lambda x: centred(x.float() / 1e5)), NUMBERS.long()),
-    "images centred": (lambda: Before(lambda x: centred(x.float().flatten(1) / 255), torch.relu, 16), torch.zeros(20, 1, 4, 4, dtype=torch.uint8)),
+    "images centred": (
+        lambda: Before(lambda x: centred(x.float().flatten(1) / 255), torch.relu, 16),
+        torch.zeros(20, 1, 4, 4, dtype=torch.uint8),
+    ),
     "large batches centred": (lambda: Before(lambda x: centred(x) if len(x) >= 8 else x), NUMBERS),
     "large batches scaled": (lambda: Before(lambda x: x / len(x) if len(x) >= 8 else x), NUMBERS),
     "dead behind ReLU": (lambda: Before(centred, torch.relu), NUMBERS),
     "dead behind a threshold": (lambda: Before(centred, lambda y: y * (y > 3)), NUMBERS),
     "saturated": (lambda: Before(lambda x: 100 * x - 50 * x.mean(0), torch.sigmoid), NUMBERS),
-    "centred network": (lambda: nn.Sequential(Before(centred, torch.relu, outputs=8), nn.Linear(8, 1), nn.ReLU()), NUMBERS),
+    "centred network": (
+        lambda: nn.Sequential(Before(centred, torch.relu, outputs=8), nn.Linear(8, 1), nn.ReLU()),
+        NUMBERS,
+    ),
 }
 
 
 def attach(net, x):
     factory = partial(dpb.optim.DPSGLD, lr=0.1)
     data = DataLoader(TensorDataset(x, torch.zeros(20)), batch_size=4)
-    dpb.PrivacyEngine().make_private(module=net, optimizer=factory, data_loader=data, max_grad_norm=1.0)
+    dpb.PrivacyEngine().make_private(
+        module=net, optimizer=factory, data_loader=data, max_grad_norm=1.0
+    )
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -515,7 +661,7 @@ def test_time_first_is_named(name):
         attach(make(), x)
 
 
-# -- independent records, however random, reordered or laid out --------------------------------------------------------------------
+# -- independent records, however random, reordered or laid out ------------------------------------
 
 
 class Drawing(nn.Module):
@@ -550,14 +696,19 @@ class SortedInside(nn.Module):
 class Packed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.frozen = nn.Embedding(30, 4).requires_grad_(False), nn.LSTM(4, 5, batch_first=True).requires_grad_(False)
+        self.embedding, self.frozen = (
+            nn.Embedding(30, 4).requires_grad_(False),
+            nn.LSTM(4, 5, batch_first=True).requires_grad_(False),
+        )
         self.last = nn.Linear(5, 2)
 
     def forward(self, x):
         if not len(x):
             return self.last(torch.zeros(0, 5))
         lengths = (x != 0).sum(1).clamp(min=1)
-        packed = nn.utils.rnn.pack_padded_sequence(self.embedding(x), lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embedding(x), lengths, batch_first=True, enforce_sorted=False
+        )
         return self.last(self.frozen(packed)[1][0][-1])
 
 
@@ -567,7 +718,9 @@ class Routed(nn.Module):
     def __init__(self):
         super().__init__()
         self.gate, self.last = nn.Linear(6, 2).requires_grad_(False), nn.Linear(6, 2)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2)).requires_grad_(False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2)
+        ).requires_grad_(False)
 
     def forward(self, x):
         chosen, y = self.gate(x).argmax(1), torch.zeros_like(x)
@@ -582,13 +735,20 @@ class Frames(nn.Module):
 
     def __init__(self, is_time_first):
         super().__init__()
-        self.frozen = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.3), nn.Flatten()).requires_grad_(False)
+        self.frozen = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.Dropout(0.3), nn.Flatten()
+        ).requires_grad_(False)
         self.last, self.is_time_first = nn.Linear(48, 2), is_time_first
 
     def forward(self, x):
         shape = x.shape[:2]
         if self.is_time_first:
-            return self.last(self.frozen(x.transpose(0, 1).flatten(0, 1)[:, None]).unflatten(0, shape[::-1]).transpose(0, 1).flatten(1))
+            return self.last(
+                self.frozen(x.transpose(0, 1).flatten(0, 1)[:, None])
+                .unflatten(0, shape[::-1])
+                .transpose(0, 1)
+                .flatten(1)
+            )
         return self.last(self.frozen(x.flatten(0, 1)[:, None]).unflatten(0, shape).flatten(1))
 
 
@@ -596,7 +756,12 @@ class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding, self.position = nn.Embedding(40, 8), nn.Embedding(12, 8)
-        self.norm, self.qkv, self.last, self.dropout = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 2), nn.Dropout(0.1)
+        self.norm, self.qkv, self.last, self.dropout = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 24),
+            nn.Linear(8, 2),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x):
         h = self.embedding(x) + self.position(torch.arange(x.shape[1]).expand(len(x), -1))
@@ -611,44 +776,97 @@ class OwnGenerator(Drawing):
 
 
 def sequence_encoder(batch_first):
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, batch_first=batch_first), 2, enable_nested_tensor=False)
+    return nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(6, 2, 8, batch_first=batch_first), 2, enable_nested_tensor=False
+    )
 
 
 SEQUENCES = torch.zeros(20, 5, 6)
 
 INDEPENDENT = {
     **{name: (make, torch.zeros(20, *shape)) for name, (make, shape) in ALLOWED.items()},
-    "ReLU last": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1), nn.ReLU()), NUMBERS),
-    "deep": (lambda: nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())), nn.Linear(6, 1)), NUMBERS),
-    "bfloat16": (lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).bfloat16(), NUMBERS.bfloat16()),
+    "ReLU last": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1), nn.ReLU()),
+        NUMBERS,
+    ),
+    "deep": (
+        lambda: nn.Sequential(
+            *(m for _ in range(8) for m in (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh())),
+            nn.Linear(6, 1),
+        ),
+        NUMBERS,
+    ),
+    "bfloat16": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2)).bfloat16(),
+        NUMBERS.bfloat16(),
+    ),
     "normalised records": (lambda: Before(lambda x: F.normalize(x)), NUMBERS),
     "NaN to zero": (lambda: Before(lambda x: x.nan_to_num()), NUMBERS),
-    "constant images": (lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(20, 1, 4, 4)),
-    "dropped rows": (lambda: Drawing(lambda h: h * torch.empty(len(h), 1).bernoulli_(0.7)), NUMBERS),
-    "a layer dropped by torch's coin": (lambda: Drawing(lambda h: h * (torch.rand(()) < 0.7)), NUMBERS),
-    "a layer dropped by Python's coin": (lambda: Drawing(lambda h: h * (random.random() < 0.7)), NUMBERS),
-    "NumPy's mask": (lambda: Drawing(lambda h: h * torch.from_numpy(numpy.random.binomial(1, 0.7, h.shape)).float()), NUMBERS),
+    "constant images": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4), nn.Flatten(), nn.Linear(16, 2)
+        ),
+        torch.zeros(20, 1, 4, 4),
+    ),
+    "dropped rows": (
+        lambda: Drawing(lambda h: h * torch.empty(len(h), 1).bernoulli_(0.7)),
+        NUMBERS,
+    ),
+    "a layer dropped by torch's coin": (
+        lambda: Drawing(lambda h: h * (torch.rand(()) < 0.7)),
+        NUMBERS,
+    ),
+    "a layer dropped by Python's coin": (
+        lambda: Drawing(lambda h: h * (random.random() < 0.7)),
+        NUMBERS,
+    ),
+    "NumPy's mask": (
+        lambda: Drawing(
+            lambda h: h * torch.from_numpy(numpy.random.binomial(1, 0.7, h.shape)).float()
+        ),
+        NUMBERS,
+    ),
     "one mask for all": (lambda: Drawing(lambda h: h * torch.empty(6).bernoulli_(0.7)), NUMBERS),
     "Gaussian noise": (lambda: Drawing(lambda h: h + torch.randn_like(h)), NUMBERS),
-    "Gamma noise, by rejection": (lambda: Drawing(lambda h: h + torch.distributions.Gamma(h.abs() + 0.1, 1.0).sample()), NUMBERS),
+    "Gamma noise, by rejection": (
+        lambda: Drawing(lambda h: h + torch.distributions.Gamma(h.abs() + 0.1, 1.0).sample()),
+        NUMBERS,
+    ),
     "randomised ReLU": (lambda: Drawing(lambda h: F.rrelu(h, training=True)), NUMBERS),
-    "a sampled category": (lambda: Drawing(lambda h: h + torch.multinomial(h.softmax(1), 1)), NUMBERS),
+    "a sampled category": (
+        lambda: Drawing(lambda h: h + torch.multinomial(h.softmax(1), 1)),
+        NUMBERS,
+    ),
     "a generator of its own": (OwnGenerator, NUMBERS),
-    "frozen LSTM, time first": (lambda: TransposedInside(nn.LSTM(6, 4, 2, dropout=0.3), 4), SEQUENCES),
-    "frozen LSTM, time first, as long as a batch": (lambda: TransposedInside(nn.LSTM(6, 4, 2, dropout=0.3), 4), torch.zeros(20, 33, 6)),
-    "frozen transformer, time first": (lambda: TransposedInside(sequence_encoder(False), 6), SEQUENCES),
+    "frozen LSTM, time first": (
+        lambda: TransposedInside(nn.LSTM(6, 4, 2, dropout=0.3), 4),
+        SEQUENCES,
+    ),
+    "frozen LSTM, time first, as long as a batch": (
+        lambda: TransposedInside(nn.LSTM(6, 4, 2, dropout=0.3), 4),
+        torch.zeros(20, 33, 6),
+    ),
+    "frozen transformer, time first": (
+        lambda: TransposedInside(sequence_encoder(False), 6),
+        SEQUENCES,
+    ),
     "sorted": (SortedInside, NUMBERS),
     "packed": (Packed, TOKENS),
     "routed": (Routed, NUMBERS),
     "frames": (lambda: Frames(False), torch.zeros(20, 3, 4, 4)),
     "frames, time first": (lambda: Frames(True), torch.zeros(20, 3, 4, 4)),
     "transformer": (Transformer, TOKENS),
-    "one-hot": (lambda: Before(lambda x: F.one_hot(x, 10).flatten(1).float(), width=60), NUMBERS.long()),
+    "one-hot": (
+        lambda: Before(lambda x: F.one_hot(x, 10).flatten(1).float(), width=60),
+        NUMBERS.long(),
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:there is no book-keeping kernel for:UserWarning")
-@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:RNN module weights are not part of single contiguous chunk:UserWarning"
+)
 @pytest.mark.parametrize("name", [name for name in INDEPENDENT if name not in ALLOWED])
 def test_independent_records_are_let_through_whatever_the_parameters(name):
     make, x = INDEPENDENT[name]
@@ -683,7 +901,10 @@ def test_a_model_that_remembers_is_refused():
 @pytest.mark.filterwarnings("ignore:there is no book-keeping kernel for:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
 def test_spectral_norm_is_told_what_to_do_instead(norm):
-    with pytest.raises(ValueError, match=r"power iteration of spectral_norm.*remove_parametrizations.*after optimizer.step"):
+    with pytest.raises(
+        ValueError,
+        match=r"power iteration of spectral_norm.*remove_parametrizations.*after optimizer.step",
+    ):
         attach(nn.Sequential(nn.Linear(6, 6), norm(nn.Linear(6, 2))), NUMBERS)
 
 

@@ -121,22 +121,32 @@ def set_item(values, key, value):
 
 
 def replace_class(net):
-    net.a.__class__ = type("Centring", (nn.Linear,), {"forward": lambda self, x: centred(F.linear(x, self.weight))})
+    net.a.__class__ = type(
+        "Centring", (nn.Linear,), {"forward": lambda self, x: centred(F.linear(x, self.weight))}
+    )
 
 
 # at once: seen by the first forward pass
 AT_ONCE = {
     "forward hook": lambda net: net.a.register_forward_hook(mix),
-    "forward pre-hook": lambda net: net.a.register_forward_pre_hook(lambda m, given: centred(given[0])),
-    "backward hook": lambda net: net.b.register_full_backward_hook(lambda m, gi, go: (centred(gi[0]),)),
-    "backward pre-hook": lambda net: net.b.register_full_backward_pre_hook(lambda m, go: (centred(go[0]),)),
+    "forward pre-hook": lambda net: net.a.register_forward_pre_hook(
+        lambda m, given: centred(given[0])
+    ),
+    "backward hook": lambda net: net.b.register_full_backward_hook(
+        lambda m, gi, go: (centred(gi[0]),)
+    ),
+    "backward pre-hook": lambda net: net.b.register_full_backward_pre_hook(
+        lambda m, go: (centred(go[0]),)
+    ),
     "state hook": lambda net: net.b.register_state_dict_post_hook(lambda *_: None),
     "loading hook": lambda net: net.b.register_load_state_dict_pre_hook(lambda *_: None),
     "replaced module": lambda net: setattr(net, "a", nn.Sequential(nn.Linear(5, 8))),
     "added module": lambda net: net.add_module("c", nn.BatchNorm1d(8, affine=False)),
     "removed module": lambda net: delattr(net, "b"),
     "replaced forward": lambda net: setattr(net, "forward", lambda x: net.b(centred(net.a(x)))),
-    "replaced forward of a layer": lambda net: setattr(net.a, "forward", lambda x: centred(F.linear(x, net.a.weight))),
+    "replaced forward of a layer": lambda net: setattr(
+        net.a, "forward", lambda x: centred(F.linear(x, net.a.weight))
+    ),
     "replaced class": replace_class,
     "bool": lambda net: setattr(net, "flag", True),
     "float": lambda net: setattr(net, "share", 0.5),
@@ -168,7 +178,9 @@ WITHIN = {
 
 
 @MODES
-@pytest.mark.parametrize("name", ["forward hook", "backward hook", "replaced module", "bool", "list item"])
+@pytest.mark.parametrize(
+    "name", ["forward hook", "backward hook", "replaced module", "bool", "list item"]
+)
 def test_a_change_before_the_first_step_is_refused(name, mode):
     net, optimizer, loader = private(mode=mode)
     {**AT_ONCE, **WITHIN}[name](net)
@@ -285,12 +297,15 @@ KEPT = {
 }
 
 
-@pytest.mark.usefixtures("whole_batches")  # records that run alone keep the same shape, and tensors are refused in other words
+# records that run alone keep the same shape, and tensors are refused in other words
+@pytest.mark.usefixtures("whole_batches")
 @MODES
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_forward_pass_keeps_is_refused_by_name(name, mode):
     attribute = {"counter": "calls", "sum": "calls", "log": "log"}.get(name, "last")
-    with pytest.raises(ValueError, match=rf"attribute '{attribute}' of module 'Keeping'.*in the forward pass"):
+    with pytest.raises(
+        ValueError, match=rf"attribute '{attribute}' of module 'Keeping'.*in the forward pass"
+    ):
         private(Keeping(KEPT[name]), mode)
 
 
@@ -333,7 +348,9 @@ def test_modes():
         def forward(self, x):
             return x if self.training else centred(x)
 
-    net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.1), nn.BatchNorm1d(8, affine=False), Mixing(), nn.Linear(8, 2))
+    net = nn.Sequential(
+        nn.Linear(5, 8), nn.Dropout(0.1), nn.BatchNorm1d(8, affine=False), Mixing(), nn.Linear(8, 2)
+    )
     net[2].eval()
     net, optimizer, loader = private(net)
     net[1].eval()  # a layer of torch's, which treats records one by one in eval mode
@@ -370,7 +387,13 @@ def test_after_another_make_private_and_in_copies_nothing_is_left_of_it():
     net.flag = None
     net, optimizer, loader = private(net)
     train(net, optimizer, loader)
-    assert sum(isinstance(getattr(h, "__self__", None), ModelAsChecked) for h in net._forward_pre_hooks.values()) == 1
+    assert (
+        sum(
+            isinstance(getattr(h, "__self__", None), ModelAsChecked)
+            for h in net._forward_pre_hooks.values()
+        )
+        == 1
+    )
     assert old._as_checked is not optimizer._as_checked
     twin = copy.deepcopy(net)
     twin.flag = False

@@ -28,13 +28,22 @@ from scipy.stats import chi2, kstest
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.mcmc import DPHMC, DPPenalty, MultiOwnerHMC, MultiOwnerPenalty, clipped_ratio_sum, hmc, multi_owner, penalty
+from torch_dpbayes.mcmc import (
+    DPHMC,
+    DPPenalty,
+    MultiOwnerHMC,
+    MultiOwnerPenalty,
+    clipped_ratio_sum,
+    hmc,
+    multi_owner,
+    penalty,
+)
 
 LEVEL = 1e-3 / 8  # of each of the statistical comparisons here, for 0.1 % in all
 DIMENSION = 3
 
 
-# -- processes ------------------------------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------
 
 
 class Failed(Exception):
@@ -45,7 +54,11 @@ def serve(function, rank, size, place, timeout, pipe, arguments):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{place}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        "gloo",
+        init_method=f"file://{place}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
     )
     try:
         pipe.send((True, function(rank, *arguments)))
@@ -58,20 +71,26 @@ def serve(function, rank, size, place, timeout, pipe, arguments):
 @pytest.fixture(scope="module")
 def processes():
     """Forked from one that has imported everything and computed nothing."""
-    multiprocessing.set_forkserver_preload(["torch_dpbayes.mcmc", "torch._dynamo", "scipy.stats", "pytest"])
+    multiprocessing.set_forkserver_preload(
+        ["torch_dpbayes.mcmc", "torch._dynamo", "scipy.stats", "pytest"]
+    )
     return multiprocessing.get_context("forkserver")
 
 
 @pytest.fixture
 def owners(processes, tmp_path_factory):
-    """Run ``function(rank, *arguments)`` on ``size`` ranks: what each returns, or None for one that died."""
+    """Run ``function(rank, *arguments)`` on ``size`` ranks: what each returns, or None for
+    one that died.
+    """
 
     def run(size, function, *arguments, timeout=30):
         place = tmp_path_factory.mktemp("group") / "store"
         started = []
         for rank in range(size):
             mine, theirs = processes.Pipe()
-            process = processes.Process(target=serve, args=(function, rank, size, place, timeout, theirs, arguments))
+            process = processes.Process(
+                target=serve, args=(function, rank, size, place, timeout, theirs, arguments)
+            )
             process.start()
             theirs.close()
             started.append((process, mine))
@@ -94,7 +113,7 @@ def owners(processes, tmp_path_factory):
     return run
 
 
-# -- models, and the truth about them -----------------------------------------------------------------------------------------------
+# -- models, and the truth about them --------------------------------------------------------------
 
 
 PRIOR_STD = 0.25  # so that a prior counted twice, or not at all, shows
@@ -118,19 +137,32 @@ SLOPE = 20.0
 
 
 def make(kind, noise, accountant=None, the_model=model, **options):
-    """``noise``: of this owner, standard deviation of the log ratio for a step of one posterior standard deviation."""
+    """``noise``: of this owner, standard deviation of the log ratio for a step of one
+    posterior standard deviation.
+    """
     accountant = dpb.PrivacyAccountant() if accountant is None else accountant
     ratio = noise * PRECISION**0.5 / SLOPE
     if kind == "penalty":
-        settings = {"proposal_scale": PRECISION**-0.5, "log_ratio_slope": SLOPE, "noise_multiplier": ratio}
+        settings = {
+            "proposal_scale": PRECISION**-0.5,
+            "log_ratio_slope": SLOPE,
+            "noise_multiplier": ratio,
+        }
         return MultiOwnerPenalty(the_model, accountant=accountant, **{**settings, **options})
-    settings = {"step_size": 0.6 * PRECISION**-0.5, "num_steps": 3, "log_ratio_slope": SLOPE, "max_grad_norm": SLOPE}
+    settings = {
+        "step_size": 0.6 * PRECISION**-0.5,
+        "num_steps": 3,
+        "log_ratio_slope": SLOPE,
+        "max_grad_norm": SLOPE,
+    }
     settings |= {"ratio_noise_multiplier": ratio, "grad_noise_multiplier": ratio}
     return MultiOwnerHMC(the_model, accountant=accountant, **{**settings, **options})
 
 
 def runner(kernel, num_samples=10, warmup_steps=0, **options):
-    return MCMC(kernel, num_samples=num_samples, warmup_steps=warmup_steps, disable_progbar=True, **options)
+    return MCMC(
+        kernel, num_samples=num_samples, warmup_steps=warmup_steps, disable_progbar=True, **options
+    )
 
 
 def charged(accountant):
@@ -148,7 +180,7 @@ def how_it_ends(kernel, *data, num_samples=10, **options):
     return (*ending, len(draws["mean"]) if draws else 0, sum(charged(kernel.accountant).values()))
 
 
-# -- the law ------------------------------------------------------------------------------------------------------------------------
+# -- the law ---------------------------------------------------------------------------------------
 
 
 def law(rank, kind, seed, starts, iterations, noises, total):
@@ -170,13 +202,18 @@ def law(rank, kind, seed, starts, iterations, noises, total):
 
 def p_values(ends):
     z = (ends - MEAN.numpy()) * PRECISION**0.5
-    return kstest(chi2.cdf((z**2).sum(1), DIMENSION), "uniform").pvalue, kstest(z.sum(1) / DIMENSION**0.5, "norm").pvalue
+    return (
+        kstest(chi2.cdf((z**2).sum(1), DIMENSION), "uniform").pvalue,
+        kstest(z.sum(1) / DIMENSION**0.5, "norm").pvalue,
+    )
 
 
 @pytest.mark.parametrize("kind", ["penalty", "HMC"])
 def test_the_chain_samples_the_pooled_posterior(owners, kind):
     noises = (0.2, 1.5) if kind == "penalty" else (0.2, 0.6)
-    one, other = owners(2, law, kind, torch.seed(), *((200, 8) if kind == "penalty" else (150, 4)), noises, None)
+    one, other = owners(
+        2, law, kind, torch.seed(), *((200, 8) if kind == "penalty" else (150, 4)), noises, None
+    )
     assert np.array_equal(one, other)
     assert min(p_values(one)) > LEVEL
 
@@ -186,7 +223,7 @@ def test_the_penalty_of_one_owners_noise_alone_samples_something_else(owners):
     assert min(p_values(one)) < 1e-6
 
 
-# -- sums over owners are sums over the pooled data ------------------------------------------------------------------------------------
+# -- sums over owners are sums over the pooled data ------------------------------------------------
 
 
 class Silent:
@@ -205,24 +242,52 @@ def public_values(rank, kind, counts, iterations):
     for _ in range(iterations):
         params = kernel.sample(params)
         path.append(params["mean"])
-    return torch.stack(path).numpy(), kernel.diagnostics()["noisy log ratios"], kernel.diagnostics()["acceptance rate"]
+    return (
+        torch.stack(path).numpy(),
+        kernel.diagnostics()["noisy log ratios"],
+        kernel.diagnostics()["acceptance rate"],
+    )
 
 
-@pytest.mark.parametrize(("kind", "counts"), [("penalty", [25, 15]), ("HMC", [25, 15]), ("HMC", [0, 40])])
+@pytest.mark.parametrize(
+    ("kind", "counts"), [("penalty", [25, 15]), ("HMC", [25, 15]), ("HMC", [0, 40])]
+)
 def test_with_randomness_fixed_one_owner_and_two_compute_the_same(owners, kind, counts):
     """Proposals, decisions and ratios, warm-up included."""
-    (pooled,), (one, other) = owners(1, public_values, kind, [40], 25), owners(2, public_values, kind, counts, 25)
+    (pooled,), (one, other) = (
+        owners(1, public_values, kind, [40], 25),
+        owners(2, public_values, kind, counts, 25),
+    )
     assert one[1] == other[1] and np.array_equal(one[0], other[0])
     np.testing.assert_allclose(one[0], pooled[0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(one[1], pooled[1], rtol=1e-4, atol=1e-4)
     assert one[2] == pooled[2] > 0
 
 
-# -- what leaves a rank ---------------------------------------------------------------------------------------------------------------
+# -- what leaves a rank ----------------------------------------------------------------------------
 
 OTHER_COLLECTIVES = [
-    *("all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce"),
-    *("reduce_scatter", "reduce_scatter_tensor", "scatter", "send", "isend", "all_to_all", "batch_isend_irecv", "barrier", "monitored_barrier"),
+    *(
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "reduce",
+    ),
+    *(
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+        "isend",
+        "all_to_all",
+        "batch_isend_irecv",
+        "barrier",
+        "monitored_barrier",
+    ),
 ]
 
 
@@ -277,7 +342,11 @@ def tapped_run(rank, kind, iterations):
     params = {"mean": torch.zeros(DIMENSION)}
     for _ in range(iterations):
         params = kernel.sample(params)
-    return sent, [noise.tolist() for noise in kernel._noise.drawn], [s.tolist() if isinstance(s, torch.Tensor) else s for s in sums]
+    return (
+        sent,
+        [noise.tolist() for noise in kernel._noise.drawn],
+        [s.tolist() if isinstance(s, torch.Tensor) else s for s in sums],
+    )
 
 
 def tapped_set_ups(rank):
@@ -305,19 +374,27 @@ def test_what_leaves_an_owner_is_its_noisy_sums_and_nothing_else_of_its_records(
             assert [slot != 0 for slot in slots] == [other == rank for other in range(3)]
             place = multi_owner._Place(int(slots[rank]) % 16)
             if place is multi_owner._Place.ITERATE:
-                rest = payload if rank else payload[DIMENSION + 1 :]  # the first owner tells where the chain is
+                # the first owner tells where the chain is
+                rest = payload if rank else payload[DIMENSION + 1 :]
             else:
                 exact, noise = next(hidden)
                 if place is multi_owner._Place.RATIO:
-                    assert payload[0] == pytest.approx(exact[0] + std * exact[1] * noise[0], rel=1e-12)
-                    rest = payload[2:] if rank == 0 else payload[1:]  # the first owner sends the public part of the test
+                    assert payload[0] == pytest.approx(
+                        exact[0] + std * exact[1] * noise[0], rel=1e-12
+                    )
+                    # the first owner sends the public part of the test
+                    rest = payload[2:] if rank == 0 else payload[1:]
                 else:
-                    assert payload[:DIMENSION] == pytest.approx([e + std * SLOPE * n for e, n in zip(exact, noise)], rel=1e-12)
+                    assert payload[:DIMENSION] == pytest.approx(
+                        [e + std * SLOPE * n for e, n in zip(exact, noise)], rel=1e-12
+                    )
                     rest = payload[DIMENSION:]
             assert not any(rest)
         assert next(hidden, None) is None
         assert len({n for draw in drawn for n in draw}) == sum(map(len, drawn))
-    assert len({n for _, drawn, _ in results for draw in drawn for n in draw}) == 3 * sum(map(len, results[0][1]))
+    assert len({n for _, drawn, _ in results for draw in drawn for n in draw}) == 3 * sum(
+        map(len, results[0][1])
+    )
 
 
 def lasso(x):
@@ -327,19 +404,25 @@ def lasso(x):
 
 
 def extremes(rank):
-    """What the first owner sends for its ratios where owner 1 makes all trajectories go far away, and where all take steps that hide nothing."""
+    """What the first owner sends for its ratios where owner 1 makes all trajectories go far
+    away, and where all take steps that hide nothing.
+    """
     ratios = []
     for kind in ("HMC", "penalty"):
         options = {"num_steps": 1} if kind == "HMC" else {"proposal_scale": 1e-310}
         kernel = make(kind, 1.0, the_model=lasso, **options)
         kernel.setup(0, records(rank).double())
         if rank == 1 and kind == "HMC":
-            kernel._density.clipped_gradient_sum = lambda *_: torch.full((DIMENSION,), 1e180, dtype=torch.float64)
+            kernel._density.clipped_gradient_sum = lambda *_: torch.full(
+                (DIMENSION,), 1e180, dtype=torch.float64
+            )
         all_reduce, sent = torch.distributed.all_reduce, tap()
         for _ in range(10):
             kernel.sample({"mean": torch.zeros(DIMENSION, dtype=torch.float64)})
         torch.distributed.all_reduce = all_reduce
-        ratios.append([message[2:5] for message in sent if message[rank] % 16 == multi_owner._Place.RATIO])
+        ratios.append(
+            [message[2:5] for message in sent if message[rank] % 16 == multi_owner._Place.RATIO]
+        )
         kernel._owners.live = False
     return ratios
 
@@ -354,7 +437,7 @@ def test_what_is_sent_at_set_up_does_not_depend_on_the_records_nor_on_their_numb
     assert len(none) > 5 and none == one == seven == forty
 
 
-# -- runs -------------------------------------------------------------------------------------------------------------------------------
+# -- runs ------------------------------------------------------------------------------------------
 
 
 def three_hospitals(rank, kind, folder):
@@ -363,7 +446,13 @@ def three_hospitals(rank, kind, folder):
         dpb.PrivacyAccountant(6000.0, 1e-6, neighboring="replace_one", path=folder / "budget.db"),
         dpb.PrivacyAccountant(method="rdp"),
     ][rank]
-    kernel = make(kind, [1.0, 1.5, 3.0][rank], accountant, owner=["Aachen", "Bern", "Cork"][rank], target_accept_prob=0.5)
+    kernel = make(
+        kind,
+        [1.0, 1.5, 3.0][rank],
+        accountant,
+        owner=["Aachen", "Bern", "Cork"][rank],
+        target_accept_prob=0.5,
+    )
     x = records(rank, (25, 0, 4))
     if rank == 2:
         x[1] = math.nan
@@ -371,17 +460,29 @@ def three_hospitals(rank, kind, folder):
     run.run(x)
     again = runner(kernel, 4)
     again.run(x)
-    return run.get_samples()["mean"].numpy(), kernel.get_samples()["mean"].numpy(), charged(accountant)
+    return (
+        run.get_samples()["mean"].numpy(),
+        kernel.get_samples()["mean"].numpy(),
+        charged(accountant),
+    )
 
 
 @pytest.mark.parametrize("kind", ["penalty", "HMC"])
 def test_all_owners_get_the_same_draws_and_each_pays_for_its_own_noise(owners, kind, tmp_path):
-    """One of them has no records, another one that is no number; budgets, relations, methods and noise differ."""
+    """One of them has no records, another one that is no number; budgets, relations, methods
+    and noise differ.
+    """
     results = owners(3, three_hospitals, kind, tmp_path)
     for noise, (draws, kept, charges) in zip((1.0, 1.5, 3.0), results):
         assert draws.shape == (8, DIMENSION) and kept.shape == (12, DIMENSION)
-        assert np.array_equal(kept, results[0][1]) and np.array_equal(kept[:8], draws) and np.isfinite(kept).all()
-        assert charges == {round(noise * PRECISION**0.5 / SLOPE, 9): 17 if kind == "penalty" else 17 + 17 * 3 + 2}
+        assert (
+            np.array_equal(kept, results[0][1])
+            and np.array_equal(kept[:8], draws)
+            and np.isfinite(kept).all()
+        )
+        assert charges == {
+            round(noise * PRECISION**0.5 / SLOPE, 9): 17 if kind == "penalty" else 17 + 17 * 3 + 2
+        }
 
 
 def sequential(rank):
@@ -390,11 +491,16 @@ def sequential(rank):
         kernel = make("penalty", 1.0)
         run = runner(kernel, 4, num_chains=2, initial_params={"mean": torch.zeros(2, DIMENSION)})
         run.run(records(rank))
-        one_after_another = run.get_samples(group_by_chain=True)["mean"].numpy(), charged(kernel.accountant)
+        one_after_another = (
+            run.get_samples(group_by_chain=True)["mean"].numpy(),
+            charged(kernel.accountant),
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 8)
         accountant = dpb.PrivacyAccountant(path=f"{os.getcwd()}/parallel-{rank}.db")
-        side_by_side = how_it_ends(make("penalty", 1.0, accountant), records(rank), num_chains=2, mp_context="fork")
+        side_by_side = how_it_ends(
+            make("penalty", 1.0, accountant), records(rank), num_chains=2, mp_context="fork"
+        )
     return one_after_another, side_by_side
 
 
@@ -411,7 +517,7 @@ def in_folder(rank, folder, function):
     return function(rank)
 
 
-# -- how runs end -------------------------------------------------------------------------------------------------------------------------
+# -- how runs end ----------------------------------------------------------------------------------
 
 
 def a_budget_ends(rank, kind):
@@ -429,7 +535,10 @@ def test_the_tightest_budget_stops_all_in_the_same_iteration(owners, kind):
     results = owners(3, a_budget_ends, kind)
     for name, text, draws, charges in (ending for ending, *_ in results):
         assert name == "PrivacyBudgetExceeded" and "budget of" in text
-        assert charges == results[1][0][3] and draws == (charges if kind == "penalty" else (charges - 1) // 4) > 2
+        assert (
+            charges == results[1][0][3]
+            and draws == (charges if kind == "penalty" else (charges - 1) // 4) > 2
+        )
     assert all("owner 1" in results[rank][0][1] for rank in (0, 2))
     tightest, fitting = results[1][0], results[1][1]
     assert tightest[3] == fitting if kind == "penalty" else fitting - 4 < tightest[3] <= fitting
@@ -448,17 +557,22 @@ def test_a_registered_schedule_can_be_used_up(owners):
 
 
 def refused_after_all(rank):
-    """Between the question whether an iteration can be paid and the charge another job spends what was left."""
+    """Between the question whether an iteration can be paid and the charge another job spends
+    what was left.
+    """
     accountant = dpb.PrivacyAccountant(*((3.0, 1e-5) if rank == 1 else ()))
     accountant.remaining = lambda event: 10
     return how_it_ends(make("penalty", 20.0, accountant), records(rank), num_samples=10_000)
 
 
 def test_a_charge_that_is_refused_after_all_stops_all(owners):
-    (name, text, draws, charges), (own_name, _, own_draws, own_charges) = owners(2, refused_after_all)
+    (name, text, draws, charges), (own_name, _, own_draws, own_charges) = owners(
+        2, refused_after_all
+    )
     assert name == own_name == "PrivacyBudgetExceeded" and "owner 1" in text
     assert "stays charged" in text and "Nothing of it was" not in text
-    assert draws == own_draws == own_charges == charges - 1 > 5  # the other had charged, and keeps that
+    # the other had charged, and keeps that
+    assert draws == own_draws == own_charges == charges - 1 > 5
 
 
 def interrupt(what, when, kernel):
@@ -491,7 +605,9 @@ def mishaps(rank):
             interrupt(mishap, 4, kernel)
         endings[name] = how_it_ends(kernel, records(rank, (9, 9, 9)))
     kernel = make("penalty", 1.0)
-    endings["shorter"] = how_it_ends(kernel, records(rank, (9, 9, 9)), num_samples=4 if rank == 1 else 6)
+    endings["shorter"] = how_it_ends(
+        kernel, records(rank, (9, 9, 9)), num_samples=4 if rank == 1 else 6
+    )
     return endings
 
 
@@ -502,7 +618,9 @@ def test_what_happens_to_one_owner_reaches_the_others_at_once(owners):
     for name, error in (("Ctrl-C", "KeyboardInterrupt"), ("memory", "OutOfMemoryError")):
         for rank, result in enumerate(results):
             assert result[name][0] == (error if rank == 1 else "RuntimeError")
-            assert rank == 1 or ("owner 1 failed" in result[name][1] and "123" not in result[name][1])
+            assert rank == 1 or (
+                "owner 1 failed" in result[name][1] and "123" not in result[name][1]
+            )
             assert result[name][2:] == (3, 4)
     for rank, result in enumerate(results):
         name, text, draws, charges = result["shorter"]
@@ -515,7 +633,15 @@ def goes_missing(rank, how):
     group = torch.distributed.new_group(timeout=timedelta(seconds=30 if how == "dies" else 3))
     kernel = make("penalty", 1.0, process_group=group)
     if rank == 1:
-        interrupt(partial(os.kill, os.getpid(), signal.SIGKILL) if how == "dies" else partial(time.sleep, 6), 4, kernel)
+        interrupt(
+            (
+                partial(os.kill, os.getpid(), signal.SIGKILL)
+                if how == "dies"
+                else partial(time.sleep, 6)
+            ),
+            4,
+            kernel,
+        )
     begin = time.monotonic()
     return (*how_it_ends(kernel, records(rank, (9, 9, 9))), time.monotonic() - begin)
 
@@ -529,7 +655,7 @@ def test_an_owner_that_goes_missing_in_an_iteration(owners, how):
         assert (draws, charges) == (3, 4) and seconds < 20
 
 
-# -- set-up -------------------------------------------------------------------------------------------------------------------------------
+# -- set-up ----------------------------------------------------------------------------------------
 
 
 def scaled(x, factor=1.0):
@@ -553,22 +679,46 @@ DIFFERENCES = {  # of owner 1
 def different(rank):
     endings = {}
     for name, options in DIFFERENCES.items():
-        endings[name] = how_it_ends(make("penalty", 1.0, **(options if rank == 1 else {})), records(rank), warmup_steps=rank * (name == "slope"))
+        endings[name] = how_it_ends(
+            make("penalty", 1.0, **(options if rank == 1 else {})),
+            records(rank),
+            warmup_steps=rank * (name == "slope"),
+        )
     endings["kernel"] = how_it_ends(make(["penalty", "HMC"][rank], 1.0), records(rank))
     endings["columns"] = how_it_ends(make("penalty", 1.0), records(rank)[:, : 3 - rank])
-    endings["dtype"] = how_it_ends(make("penalty", 1.0), records(rank) if rank else records(rank).double())
-    endings["start"] = how_it_ends(make("penalty", 1.0), records(rank), initial_params={"mean": torch.full((DIMENSION,), 0.1 * rank)})
-    endings["no start"] = how_it_ends(make("penalty", 1.0), records(rank), initial_params={"mean": torch.zeros(DIMENSION)} if rank else None)
-    endings["unfit"] = how_it_ends(make("penalty", 1.0, the_model=local if rank else model), records(rank))
-    endings["nothing"] = how_it_ends(make("penalty", 1.0), records(rank), initial_params={"mean": torch.zeros(DIMENSION)})
+    endings["dtype"] = how_it_ends(
+        make("penalty", 1.0), records(rank) if rank else records(rank).double()
+    )
+    endings["start"] = how_it_ends(
+        make("penalty", 1.0),
+        records(rank),
+        initial_params={"mean": torch.full((DIMENSION,), 0.1 * rank)},
+    )
+    endings["no start"] = how_it_ends(
+        make("penalty", 1.0),
+        records(rank),
+        initial_params={"mean": torch.zeros(DIMENSION)} if rank else None,
+    )
+    endings["unfit"] = how_it_ends(
+        make("penalty", 1.0, the_model=local if rank else model), records(rank)
+    )
+    endings["nothing"] = how_it_ends(
+        make("penalty", 1.0), records(rank), initial_params={"mean": torch.zeros(DIMENSION)}
+    )
     return endings
 
 
 def test_owners_that_differ_find_out_at_set_up(owners):
     results = owners(2, different)
     says = {
-        "slope": ["log_ratio_slope is 20.0 for owner 0 and 7.0 for owner 1", "warmup_steps is 0 for owner 0 and 1 for owner 1"],
-        "scale": ["proposal_scale is ", "target_accept_prob is 0.23 for owner 0 and None for owner 1"],
+        "slope": [
+            "log_ratio_slope is 20.0 for owner 0 and 7.0 for owner 1",
+            "warmup_steps is 0 for owner 0 and 1 for owner 1",
+        ],
+        "scale": [
+            "proposal_scale is ",
+            "target_accept_prob is 0.23 for owner 0 and None for owner 1",
+        ],
         "prior": ["owner 1 has another density"],
         "likelihood": ["owner 1 has another density"],
         "kernel": ["kernel is 'MultiOwnerPenalty' for owner 0 and 'MultiOwnerHMC' for owner 1"],
@@ -579,11 +729,19 @@ def test_owners_that_differ_find_out_at_set_up(owners):
     }
     for result in results:
         for name, texts in says.items():
-            assert result[name][0] == "ValueError" and all(text in result[name][1] for text in texts), (name, result[name])
+            assert result[name][0] == "ValueError" and all(
+                text in result[name][1] for text in texts
+            ), (name, result[name])
             assert result[name][2:] == (0, 0)
     for rank, result in enumerate(results):
-        assert result["unfit"][:1] == (("UnfitModel",) if rank else ("RuntimeError",)) and result["unfit"][2:] == (0, 0)
-        assert "lies in the data plate" in result["unfit"][1] if rank else "owner 1 could not set up" in result["unfit"][1]
+        assert result["unfit"][:1] == (("UnfitModel",) if rank else ("RuntimeError",)) and result[
+            "unfit"
+        ][2:] == (0, 0)
+        assert (
+            "lies in the data plate" in result["unfit"][1]
+            if rank
+            else "owner 1 could not set up" in result["unfit"][1]
+        )
         assert result["nothing"] == ("", "", 10, 10)
 
 
@@ -619,25 +777,41 @@ def test_the_kernels_take_what_those_for_one_owner_take():
 
     for many, one in ((MultiOwnerPenalty, DPPenalty), (MultiOwnerHMC, DPHMC)):
         theirs, ours = (inspect.signature(kind).parameters for kind in (one, many))
-        assert set(ours) - set(theirs) == {"owner", "process_group"} and set(theirs) - set(ours) <= {"proposal"}
-        assert all(ours[name].default == theirs[name].default for name in set(ours) & set(theirs) - {"proposal_scale"})
+        assert set(ours) - set(theirs) == {"owner", "process_group"} and set(theirs) - set(
+            ours
+        ) <= {"proposal"}
+        assert all(
+            ours[name].default == theirs[name].default
+            for name in set(ours) & set(theirs) - {"proposal_scale"}
+        )
 
 
-# -- the example --------------------------------------------------------------------------------------------------------------------------
+# -- the example -----------------------------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["--records", "3000", "--iterations", "12", "--quiet"]
 
 
 def spent(out):
-    found = re.findall(r"^(\w+) +epsilon = ([\d.]+) at delta = 1e-06, .*mean of the first weight (\S+)$", out, re.MULTILINE)
+    found = re.findall(
+        r"^(\w+) +epsilon = ([\d.]+) at delta = 1e-06, .*mean of the first weight (\S+)$",
+        out,
+        re.MULTILINE,
+    )
     return {name: float(epsilon) for name, epsilon, _ in found}, {mean for *_, mean in found}
 
 
 def torchrun(size):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", str(free.getsockname()[1])]
+        return [
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            str(size),
+            "--master-port",
+            str(free.getsockname()[1]),
+        ]
 
 
 @pytest.mark.slow
@@ -647,7 +821,9 @@ def test_the_example_as_people_call_it(how, tmp_path):
     example = [str(ROOT / "examples" / "multi_owner.py"), *SHORT, "--epsilon", "1", "2", "3"]
     if how == "data":
         for rank in range(3):
-            (tmp_path / f"{rank}.csv").write_text("".join(f"{k % 7 / 7},{-k % 5 / 5},{k % 2}\n" for k in range(90 * rank + 30)))
+            (tmp_path / f"{rank}.csv").write_text(
+                "".join(f"{k % 7 / 7},{-k % 5 / 5},{k % 2}\n" for k in range(90 * rank + 30))
+            )
         example += ["--data", str(tmp_path / "{}.csv")]
     else:
         example += ["--plot", str(picture)]
@@ -656,7 +832,10 @@ def test_the_example_as_people_call_it(how, tmp_path):
     assert ran.returncode == 0, ran.stderr
     epsilons, means = spent(ran.stdout)
     assert sorted(epsilons) == ["Aachen", "Bern", "Cork"] and len(means) == 1
-    assert all(0.99 * budget < epsilons[name] <= budget for name, budget in (("Aachen", 1), ("Bern", 2), ("Cork", 3)))
+    assert all(
+        0.99 * budget < epsilons[name] <= budget
+        for name, budget in (("Aachen", 1), ("Bern", 2), ("Cork", 3))
+    )
     assert "8 samples" in ran.stdout and ("no privacy" in ran.stdout) == (how != "data")
     assert how == "data" or picture.read_bytes().startswith(b"\x89PNG")
 
@@ -664,5 +843,7 @@ def test_the_example_as_people_call_it(how, tmp_path):
 @pytest.mark.slow
 def test_the_example_under_a_wrong_number_of_processes(tmp_path):
     example = [str(ROOT / "examples" / "multi_owner.py"), *SHORT]
-    ran = subprocess.run([sys.executable, *torchrun(1), *example], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, *torchrun(1), *example], capture_output=True, text=True, timeout=300
+    )
     assert ran.returncode and "torchrun --nproc-per-node 3" in ran.stderr

@@ -21,13 +21,20 @@ def test_noise_is_gaussian_of_the_stated_size(dtype, size):
         add_gaussian(target, 3.0, 7.0, stream)
         draws.append(target.double().clone())
     assert kstest(torch.cat(draws).numpy(), norm(5 / 7, 3 / 7).cdf).pvalue > 1e-6 / 8
-    draws = torch.cat([GaussianNoise().standard_normal(size, dtype=dtype, device=torch.device("cpu")) for _ in range(-(-100_000 // size))])
+    draws = torch.cat(
+        [
+            GaussianNoise().standard_normal(size, dtype=dtype, device=torch.device("cpu"))
+            for _ in range(-(-100_000 // size))
+        ]
+    )
     assert draws.dtype == dtype and kstest(draws.double().numpy(), "norm").pvalue > 1e-6 / 8
 
 
 @pytest.mark.parametrize("std", [1.0, 1e-3])
 def test_what_lies_beyond_the_tail_is_drawn_again_from_the_law_there(monkeypatch, std):
-    """With a tail that begins at 1 most numbers are: they have the law of the normal, and the rest stays as it was."""
+    """With a tail that begins at 1 most numbers are: they have the law of the normal, and the
+    rest stays as it was.
+    """
     monkeypatch.setattr(noise, "_TAIL", 1.0)
     monkeypatch.setattr(noise, "_BEYOND_TAIL", norm.sf(1))
     stream = fresh_generator()
@@ -40,7 +47,10 @@ def test_what_lies_beyond_the_tail_is_drawn_again_from_the_law_there(monkeypatch
     assert not bool((found == own)[beyond].any())
     assert float(found[beyond].abs().min()) >= std
     assert kstest(found.double().numpy() / std, "norm").pvalue > 1e-6 / 8
-    assert kstest(norm.sf(found[beyond].double().abs().numpy() / std) / norm.sf(1), "uniform").pvalue > 1e-6 / 8
+    assert (
+        kstest(norm.sf(found[beyond].double().abs().numpy() / std) / norm.sf(1), "uniform").pvalue
+        > 1e-6 / 8
+    )
 
 
 def test_the_tail_is_that_of_the_normal():

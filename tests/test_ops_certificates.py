@@ -27,7 +27,9 @@ def tensors(records):
 
 def density(potential):
     """exp(−U) on the grid, normalised."""
-    values = np.array([float(potential(torch.tensor([w], dtype=torch.float64))) for w in GRID[::20]])
+    values = np.array(
+        [float(potential(torch.tensor([w], dtype=torch.float64))) for w in GRID[::20]]
+    )
     values = np.interp(GRID, GRID[::20], values)
     weights = np.exp(values.min() - values)
     return weights / weights.sum()
@@ -35,13 +37,18 @@ def density(potential):
 
 def deltas(p, q):
     """The exact δ at EPSILONS, the worse direction."""
-    return [max(np.clip(a - math.exp(e) * b, 0, None).sum() for a, b in ((p, q), (q, p))) for e in EPSILONS]
+    return [
+        max(np.clip(a - math.exp(e) * b, 0, None).sum() for a, b in ((p, q), (q, p)))
+        for e in EPSILONS
+    ]
 
 
 def profile(event, epsilon):
     """The stated δ(ε), from the closed forms rather than from the accountant."""
     if isinstance(event, MuGaussianDpEvent):
-        return stats.norm.cdf(event.mu / 2 - epsilon / event.mu) - math.exp(epsilon) * stats.norm.cdf(-event.mu / 2 - epsilon / event.mu)
+        return stats.norm.cdf(event.mu / 2 - epsilon / event.mu) - math.exp(
+            epsilon
+        ) * stats.norm.cdf(-event.mu / 2 - epsilon / event.mu)
     assert isinstance(event, BoundedRangeDpEvent)
     b = event.epsilon
     return 0.0 if epsilon >= b else (1 - math.exp(-(b - epsilon) / 2)) ** 2 / (1 - math.exp(-b))
@@ -52,15 +59,27 @@ def potential_of(glm, records, certificate, setting, **options):
         options = {"max_grad_norm": certificate.max_grad_norm, **options}
         return glm.target(tensors(records), tempering=setting.tempering, **options).potential
     whole = certificate.temper == "posterior"
-    target = glm.target(tensors(records), tempering=1.0 if whole else setting.tempering, max_grad_norm=math.inf)
+    target = glm.target(
+        tensors(records), tempering=1.0 if whole else setting.tempering, max_grad_norm=math.inf
+    )
     low, high = options.get("clip", certificate.log_likelihood_range)
-    return lambda w: (setting.tempering if whole else 1.0) * target.clipped_potential(w, low, high, certificate.relative)
+    return lambda w: (
+        (setting.tempering if whole else 1.0)
+        * target.clipped_potential(w, low, high, certificate.relative)
+    )
 
 
 def worst_excess(glm, neighbours, certificate, setting, **options):
-    exact = deltas(*(density(potential_of(glm, records, certificate, setting, **options)) for records in neighbours))
+    exact = deltas(
+        *(
+            density(potential_of(glm, records, certificate, setting, **options))
+            for records in neighbours
+        )
+    )
     stated = [profile(certificate.event(glm, setting), epsilon) for epsilon in EPSILONS]
-    return max(e - s for e, s in zip(exact, stated)), max(e / s for e, s in zip(exact, stated) if s > 1e-3)
+    return max(e - s for e, s in zip(exact, stated)), max(
+        e / s for e, s in zip(exact, stated) if s > 1e-3
+    )
 
 
 def glm_of(family, **options):
@@ -89,23 +108,35 @@ def glm_of(family, **options):
     std=st.sampled_from([0.5, 2.0]),
     rho=st.sampled_from([0.3, 1.0]),
 )
-def test_exact_densities_never_exceed_the_stated_delta(certificate, family, neighboring, base, record, other, std, rho):
+def test_exact_densities_never_exceed_the_stated_delta(
+    certificate, family, neighboring, base, record, other, std, rho
+):
     glm = glm_of(family, prior_std=std)
     neighbours = ([*base, record], [*base, other] if neighboring == "replace_one" else base)
-    assert worst_excess(glm, neighbours, certificate, ops.certificates.Setting(rho, None, neighboring))[0] < 1e-5
+    assert (
+        worst_excess(
+            glm, neighbours, certificate, ops.certificates.Setting(rho, None, neighboring)
+        )[0]
+        < 1e-5
+    )
 
 
-STEEP = 1e4  # a logistic curve this steep is a step: its clipped log likelihood is at one end or the other
+# a logistic curve this steep is a step: its clipped log likelihood is at one end or the other
+STEEP = 1e4
 
 
-@pytest.mark.parametrize(("neighboring", "base"), [("replace_one", 0), ("add_or_remove_one", 0), ("replace_one", 1)])
+@pytest.mark.parametrize(
+    ("neighboring", "base"), [("replace_one", 0), ("add_or_remove_one", 0), ("replace_one", 1)]
+)
 def test_bounded_is_reached_by_a_step_likelihood(neighboring, base):
     glm = ops.GLM(prior_std=1.0, max_feature_norm=STEEP)
     neighbours = (
         [(STEEP, 1.0)] * (base + 1),
         [(STEEP, 1.0)] * base + ([(STEEP, 0.0)] if neighboring == "replace_one" else []),
     )
-    excess, share = worst_excess(glm, neighbours, ops.Bounded(1.0), ops.certificates.Setting(1.0, None, neighboring))
+    excess, share = worst_excess(
+        glm, neighbours, ops.Bounded(1.0), ops.certificates.Setting(1.0, None, neighboring)
+    )
     assert excess < 1e-3 and share > 0.9  # the step of the grid at 0
 
 
@@ -113,7 +144,12 @@ def test_bounded_is_reached_by_a_step_likelihood(neighboring, base):
 def test_strong_concavity_is_reached_by_straight_lines(neighboring):
     glm = glm_of("gaussian", prior_std=2.0)
     neighbours = ([(1.0, 1e6)], [(1.0, -1e6)] if neighboring == "replace_one" else [])
-    excess, share = worst_excess(glm, neighbours, ops.StronglyLogConcave(max_grad_norm=0.3), ops.certificates.Setting(1.0, None, neighboring))
+    excess, share = worst_excess(
+        glm,
+        neighbours,
+        ops.StronglyLogConcave(max_grad_norm=0.3),
+        ops.certificates.Setting(1.0, None, neighboring),
+    )
     assert excess < 1e-5 and share > 0.99
 
 
@@ -122,14 +158,26 @@ def test_the_attack_succeeds_without_the_clips(neighboring):
     glm = glm_of("gaussian", prior_std=2.0)
     neighbours = ([(1.0, 3.0)], [(1.0, -3.0)] if neighboring == "replace_one" else [])
     setting = ops.certificates.Setting(1.0, None, neighboring)
-    assert worst_excess(glm, neighbours, ops.Bounded((-1.0, 0.0)), setting, clip=(-math.inf, math.inf))[0] > 0.1
-    assert worst_excess(glm, neighbours, ops.StronglyLogConcave(), setting, max_grad_norm=1e9)[0] > 0.1
+    assert (
+        worst_excess(
+            glm, neighbours, ops.Bounded((-1.0, 0.0)), setting, clip=(-math.inf, math.inf)
+        )[0]
+        > 0.1
+    )
+    assert (
+        worst_excess(glm, neighbours, ops.StronglyLogConcave(), setting, max_grad_norm=1e9)[0] > 0.1
+    )
 
 
 def test_tempering_the_prior_too_would_cost_more():
-    """Why only the likelihood is tempered under strong concavity: G/√(ρλ) against G/√λ at G = 2Lρ."""
+    """Why only the likelihood is tempered under strong concavity: G/√(ρλ) against G/√λ at G =
+    2Lρ.
+    """
     glm, rho = glm_of("gaussian", prior_std=1.0), 0.25
-    certificate, setting = ops.StronglyLogConcave(max_grad_norm=1.0), ops.certificates.Setting(rho, None, "replace_one")
+    certificate, setting = (
+        ops.StronglyLogConcave(max_grad_norm=1.0),
+        ops.certificates.Setting(rho, None, "replace_one"),
+    )
     ends = []
     for y in (1e6, -1e6):
         target = glm.target(tensors([(1.0, y)]), tempering=1.0, max_grad_norm=1.0)
@@ -137,7 +185,9 @@ def test_tempering_the_prior_too_would_cost_more():
     mu = certificate.event(glm, setting).mu
     assert mu == pytest.approx(2 * rho)
     exact = deltas(*ends)
-    assert exact == pytest.approx([profile(MuGaussianDpEvent(mu / math.sqrt(rho)), e) for e in EPSILONS], abs=1e-4)
+    assert exact == pytest.approx(
+        [profile(MuGaussianDpEvent(mu / math.sqrt(rho)), e) for e in EPSILONS], abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -146,14 +196,23 @@ def test_stated_ranges(relation):
     glm, setting = ops.GLM(prior_std=0.5), ops.certificates.Setting(0.3, None, relation)
     assert ops.Bounded((-4.0, 1.0)).event(glm, setting).epsilon == pytest.approx(twice * 5 * 0.3)
     assert ops.Bounded(2.0).event(glm, setting).epsilon == pytest.approx(twice * 2 * 0.3)
-    assert ops.Bounded.from_lipschitz(0.5, 3.0).event(glm, setting).epsilon == pytest.approx(twice * 2 * 0.5 * 3.0 * 0.3)
-    assert ops.StronglyLogConcave(max_grad_norm=0.7).event(glm, setting).mu == pytest.approx(twice * 0.7 * 0.3 / 2)
+    assert ops.Bounded.from_lipschitz(0.5, 3.0).event(glm, setting).epsilon == pytest.approx(
+        twice * 2 * 0.5 * 3.0 * 0.3
+    )
+    assert ops.StronglyLogConcave(max_grad_norm=0.7).event(glm, setting).mu == pytest.approx(
+        twice * 0.7 * 0.3 / 2
+    )
 
 
 def test_a_finite_run_costs_at_most_as_much_as_an_exact_draw():
     glm = ops.GLM(prior_std=0.5)
-    exact = ops.StronglyLogConcave().event(glm, ops.certificates.Setting(1.0, None, "replace_one")).mu
-    runs = [ops.OnePosteriorSample(glm, ops.FiniteRunLangevin(steps=t), num_data=1000).event.mu for t in (1, 10, 100, 10**4, 10**7)]
+    exact = (
+        ops.StronglyLogConcave().event(glm, ops.certificates.Setting(1.0, None, "replace_one")).mu
+    )
+    runs = [
+        ops.OnePosteriorSample(glm, ops.FiniteRunLangevin(steps=t), num_data=1000).event.mu
+        for t in (1, 10, 100, 10**4, 10**7)
+    ]
     assert runs == sorted(runs) and runs[-1] <= exact * (1 + 1e-6)
 
 
@@ -166,7 +225,7 @@ def test_the_tempering_inverts_the_bounded_range_profile():
         assert b > epsilon
 
 
-# --- draws -------------------------------------------------------------------------------------------------------------
+# --- draws ----------------------------------------------------------------------------------------
 
 COLUMNS = 200  # independent one-dimensional posteriors: every record touches one column
 
@@ -174,16 +233,29 @@ COLUMNS = 200  # independent one-dimensional posteriors: every record touches on
 def conjugate():
     y = torch.linspace(-3, 3, COLUMNS, dtype=torch.float64)
     precision = 1 / 0.8**2 + 1 / 0.5**2
-    return ops.GLM("gaussian", prior_std=0.8, noise_std=0.5), y, y.numpy() / 0.5**2 / precision, precision
+    return (
+        ops.GLM("gaussian", prior_std=0.8, noise_std=0.5),
+        y,
+        y.numpy() / 0.5**2 / precision,
+        precision,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("certificate", [ops.Bounded((-80.0, 5.0)), ops.StronglyLogConcave(max_grad_norm=1e4)], ids=["bounded", "concave"])
+@pytest.mark.parametrize(
+    "certificate",
+    [ops.Bounded((-80.0, 5.0)), ops.StronglyLogConcave(max_grad_norm=1e4)],
+    ids=["bounded", "concave"],
+)
 def test_draws_by_nuts_follow_the_posterior(certificate):
     glm, y, mean, precision = conjugate()
     standard = []
     for _ in range(5):
-        draw = ops.OnePosteriorSample(glm, certificate).sample(torch.eye(COLUMNS, dtype=torch.float64), y)["weights"].numpy()
+        draw = (
+            ops.OnePosteriorSample(glm, certificate)
+            .sample(torch.eye(COLUMNS, dtype=torch.float64), y)["weights"]
+            .numpy()
+        )
         standard.append((draw - mean) * math.sqrt(precision))
     assert stats.kstest(np.concatenate(standard), "norm").pvalue > SIGNIFICANCE
 
@@ -192,8 +264,12 @@ def test_draws_by_nuts_have_the_mean_and_variance_of_the_tempered_posterior():
     glm, y, _, _ = conjugate()
     certificate = ops.Bounded((-300.0, 5.0), warmup_steps=200)
     rho = 0.5
-    epsilon = PrivacyAccountant(neighboring="replace_one").compose(certificate.event(glm, ops.certificates.Setting(rho, None, "replace_one")))
-    sampler = ops.OnePosteriorSample(glm, certificate, epsilon=epsilon.get_epsilon(1e-5), delta=1e-5)
+    epsilon = PrivacyAccountant(neighboring="replace_one").compose(
+        certificate.event(glm, ops.certificates.Setting(rho, None, "replace_one"))
+    )
+    sampler = ops.OnePosteriorSample(
+        glm, certificate, epsilon=epsilon.get_epsilon(1e-5), delta=1e-5
+    )
     assert sampler.tempering == pytest.approx(rho, rel=1e-3)
     draw = sampler.sample(torch.eye(COLUMNS, dtype=torch.float64), y)["weights"].numpy()
     precision = 1 / 0.8**2 + sampler.tempering / 0.5**2
@@ -207,7 +283,11 @@ def test_the_sampler_ignores_the_global_seed_and_leaves_it_alone():
     for _ in range(2):
         torch.manual_seed(0)
         before = torch.get_rng_state()
-        draws.append(ops.OnePosteriorSample(glm, ops.Bounded(10.0, warmup_steps=5)).sample(torch.eye(COLUMNS), y)["weights"])
+        draws.append(
+            ops.OnePosteriorSample(glm, ops.Bounded(10.0, warmup_steps=5)).sample(
+                torch.eye(COLUMNS), y
+            )["weights"]
+        )
         assert torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(*draws)
 

@@ -35,11 +35,15 @@ def test_examples_are_short():
 
 def test_the_interval_of_the_private_mean_covers_the_truth(capsys):
     example, inside, runs = load("private_mean"), 0, 40
-    clamped = integrate.quad(lambda x: min(max(x, 0), 10) * stats.norm.pdf(x, 3.5, 2), -8.5, 15.5, points=[0, 10])[0]
+    clamped = integrate.quad(
+        lambda x: min(max(x, 0), 10) * stats.norm.pdf(x, 3.5, 2), -8.5, 15.5, points=[0, 10]
+    )[0]
     assert clamped == pytest.approx(3.532, abs=5e-4)  # as the example says
     for _ in range(runs):
         example.main(["--records", "1000", "--epsilon", "1.0"])
-        low, high = map(float, re.search(r"interval (-?[\d.]+) to (-?[\d.]+)", capsys.readouterr().out).groups())
+        low, high = map(
+            float, re.search(r"interval (-?[\d.]+) to (-?[\d.]+)", capsys.readouterr().out).groups()
+        )
         inside += low < clamped < high
     # 94 %: the run's discretisation makes the draw a little wider than stated
     assert stats.binom.cdf(inside, runs, 0.94) > 1e-6

@@ -1,4 +1,6 @@
-"""The finite-run certificate against exact output densities, and the law of its draws against closed forms."""
+"""The finite-run certificate against exact output densities, and the law of its draws against
+closed forms.
+"""
 
 import math
 
@@ -32,26 +34,43 @@ def output_density(glm, records, certificate, setting, steps, *, grid, max_grad_
     target = glm.target(tensors(records), tempering=setting.tempering, max_grad_norm=clip)
     slope = np.array([float(target.gradient(torch.tensor([g], dtype=torch.float64))) for g in grid])
     spacing = grid[1] - grid[0]
-    density, kernels = stats.norm.pdf(grid, -steps[0] * float(target.gradient(target.start)), math.sqrt(2 * steps[0])), {}
+    density, kernels = (
+        stats.norm.pdf(
+            grid, -steps[0] * float(target.gradient(target.start)), math.sqrt(2 * steps[0])
+        ),
+        {},
+    )
     for h in steps[1:]:
         if h not in kernels:
-            kernels[h] = stats.norm.pdf(grid[None, :], (grid - h * slope)[:, None], math.sqrt(2 * h)) * spacing
+            kernels[h] = (
+                stats.norm.pdf(grid[None, :], (grid - h * slope)[:, None], math.sqrt(2 * h))
+                * spacing
+            )
         density = density @ kernels[h]
     return density
 
 
 def grids(steps):
-    """Wider and wider, fine enough for the trapezoidal rule to be exact to round-off (it converges exponentially on Gaussians)."""
+    """Wider and wider, fine enough for the trapezoidal rule to be exact to round-off (it
+    converges exponentially on Gaussians).
+    """
     for width in (6, 12, 25, 50, 100):
         yield np.linspace(-width, width, 1 + int(2 * width * 8 / math.sqrt(2 * min(steps))))
 
 
 def worst_excess(glm, neighbours, certificate, setting, claimed=None, **options):
-    """max over both directions and EPSILONS of exact δ − claimed δ, and of exact δ / claimed δ where claimed δ is not tiny."""
+    """max over both directions and EPSILONS of exact δ − claimed δ, and of exact δ / claimed
+    δ where claimed δ is not tiny.
+    """
     mu = certificate.event(claimed or glm, setting).mu
-    h = np.broadcast_to(certificate._steps(certificate._constants(claimed or glm, setting)), certificate.steps)
+    h = np.broadcast_to(
+        certificate._steps(certificate._constants(claimed or glm, setting)), certificate.steps
+    )
     for grid in grids(h):
-        densities = [output_density(glm, records, certificate, setting, h, grid=grid, **options) for records in neighbours]
+        densities = [
+            output_density(glm, records, certificate, setting, h, grid=grid, **options)
+            for records in neighbours
+        ]
         spacing = grid[1] - grid[0]
         if all(abs(density.sum() * spacing - 1) < 1e-9 for density in densities):
             break
@@ -78,30 +97,46 @@ def glm_of(family, **options):
     ("steps", "lam", "mu"), [(10**3, 4.0, 0.491), (10**4, 4.0, 0.993), (10**7, 4.0, 1.000)]
 )
 def test_reference_values(steps, lam, mu):
-    sample = ops.OnePosteriorSample(ops.GLM(prior_std=lam**-0.5), ops.FiniteRunLangevin(steps=steps), num_data=32561)
+    sample = ops.OnePosteriorSample(
+        ops.GLM(prior_std=lam**-0.5), ops.FiniteRunLangevin(steps=steps), num_data=32561
+    )
     assert sample.event.mu == pytest.approx(mu, abs=5e-4)
     m = lam + 32561 / 4
     faster = ops.FiniteRunLangevin(steps=steps, step_size=2 / (lam + m))
     if steps == 10**3:
-        assert ops.OnePosteriorSample(ops.GLM(prior_std=0.5), faster, num_data=32561).event.mu == pytest.approx(0.675, abs=6e-4)
+        assert ops.OnePosteriorSample(
+            ops.GLM(prior_std=0.5), faster, num_data=32561
+        ).event.mu == pytest.approx(0.675, abs=6e-4)
 
 
 def test_epsilon_of_the_reference_case():
-    sample = ops.OnePosteriorSample(ops.GLM(prior_std=0.5), ops.FiniteRunLangevin(steps=10_000), num_data=32561)
-    assert PrivacyAccountant(neighboring="replace_one").compose(sample.event).get_epsilon(1e-5) == pytest.approx(4.34, abs=5e-3)
+    sample = ops.OnePosteriorSample(
+        ops.GLM(prior_std=0.5), ops.FiniteRunLangevin(steps=10_000), num_data=32561
+    )
+    assert PrivacyAccountant(neighboring="replace_one").compose(sample.event).get_epsilon(
+        1e-5
+    ) == pytest.approx(4.34, abs=5e-3)
 
 
 @pytest.mark.parametrize("neighboring", RELATIONS)
 @pytest.mark.parametrize("lam", [0.0, 0.3, 2.0])
 @pytest.mark.parametrize("schedule", ["constant", "decaying", "rising"])
 def test_mu_equals_the_closed_form_where_every_gradient_is_at_its_clip(neighboring, lam, schedule):
-    """Then the step is affine: θ_t is Gaussian, and μ is the difference of means over the standard deviation."""
+    """Then the step is affine: θ_t is Gaussian, and μ is the difference of means over the
+    standard deviation.
+    """
     t, clip, rho = 25, 0.7, 0.4
     glm = ops.GLM("gaussian", prior_std=math.inf if lam == 0 else lam**-0.5, noise_std=1.0)
     setting = ops.certificates.Setting(rho, 3, neighboring)
     m = lam + rho * 3
-    h = {"constant": np.full(t, 1 / m), "decaying": 1 / m / np.arange(1, t + 1) ** 0.5, "rising": np.linspace(0.1, 2 / (lam + m), t)}[schedule]
-    certificate = ops.FiniteRunLangevin(steps=t, step_size=h[0] if schedule == "constant" else h, max_grad_norm=clip)
+    h = {
+        "constant": np.full(t, 1 / m),
+        "decaying": 1 / m / np.arange(1, t + 1) ** 0.5,
+        "rising": np.linspace(0.1, 2 / (lam + m), t),
+    }[schedule]
+    certificate = ops.FiniteRunLangevin(
+        steps=t, step_size=h[0] if schedule == "constant" else h, max_grad_norm=clip
+    )
     mean = variance = 0.0
     for step in h:
         shrink = 1 - step * lam
@@ -115,22 +150,31 @@ def test_mu_equals_the_closed_form_where_every_gradient_is_at_its_clip(neighbori
 def test_the_closed_form_has_its_limits():
     mu = ops.certificates.finite_run_mu
     one = np.asarray
-    # c -> 1 is c = 1, one step has μ = Δ√(h/2) at any contraction, and endless steps have μ = Δ√(h/2 · (1+c)/(1-c))
-    assert mu(1.0, one(0.1), one(1e-13), 1000) == pytest.approx(mu(1.0, one(0.1), one(0.0), 1000), rel=1e-6)
+    # c -> 1 is c = 1, one step has μ = Δ√(h/2) at any contraction, and endless steps have μ =
+    # Δ√(h/2 · (1+c)/(1-c))
+    assert mu(1.0, one(0.1), one(1e-13), 1000) == pytest.approx(
+        mu(1.0, one(0.1), one(0.0), 1000), rel=1e-6
+    )
     for gap in (0.0, 1e-9, 0.3, 1.0):
         assert mu(2.0, one(0.1), one(gap), 1) == pytest.approx(2 * math.sqrt(0.05))
     assert mu(1.0, one(0.1), one(0.3), 10**9) == pytest.approx(math.sqrt(0.05 * 1.7 / 0.3))
     for count in (1, 2, 40):
         same = np.full(count, 0.1), np.full(count, 0.02)
         assert mu(1.0, *same, count) <= mu(1.0, one(0.1), one(0.02), count) * (1 + 1e-9)
-    assert mu(1.0, np.array([5.0, 0.1]), np.array([0.2, 1.0]), 2) == pytest.approx(math.sqrt(0.05))  # c = 0 forgets everything
+    # c = 0 forgets everything
+    assert mu(1.0, np.array([5.0, 0.1]), np.array([0.2, 1.0]), 2) == pytest.approx(math.sqrt(0.05))
 
 
 @pytest.mark.parametrize("strength", [5e-324, 1e-323, 1e-310, 1e-300])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_a_strength_at_the_end_of_floats_forgets_nothing(strength, steps):
     setting = ops.certificates.Setting(1.0, None, "replace_one")
-    stated = [ops.FiniteRunLangevin(steps=steps, lipschitz=1.0, strength=s, smoothness=1.0).event(None, setting).mu for s in (strength, 0.0)]
+    stated = [
+        ops.FiniteRunLangevin(steps=steps, lipschitz=1.0, strength=s, smoothness=1.0)
+        .event(None, setting)
+        .mu
+        for s in (strength, 0.0)
+    ]
     assert stated[0] >= 2 * math.sqrt(steps / 2)
     assert stated[0] == pytest.approx(stated[1], rel=1e-8)
 
@@ -143,15 +187,25 @@ extreme = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.
 @pytest.mark.parametrize("family", ops.glm.FAMILIES)
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(
-    base=records, record=extreme, other=extreme, lam=st.sampled_from([0.0, 0.5, 2.0]), t=st.integers(1, 12), stretch=st.sampled_from([0.3, 1.0, 1.9]),
-    clip=st.sampled_from([0.5, 1.0, 2.0]), rho=st.sampled_from([0.3, 1.0]),
-)  # fmt: skip
-def test_exact_output_densities_never_exceed_the_stated_delta(family, neighboring, base, record, other, lam, t, stretch, clip, rho):
+    base=records,
+    record=extreme,
+    other=extreme,
+    lam=st.sampled_from([0.0, 0.5, 2.0]),
+    t=st.integers(1, 12),
+    stretch=st.sampled_from([0.3, 1.0, 1.9]),
+    clip=st.sampled_from([0.5, 1.0, 2.0]),
+    rho=st.sampled_from([0.3, 1.0]),
+)
+def test_exact_output_densities_never_exceed_the_stated_delta(
+    family, neighboring, base, record, other, lam, t, stretch, clip, rho
+):
     glm = glm_of(family, prior_std=math.inf if lam == 0 else lam**-0.5)
     neighbours = ([*base, record], [*base, other] if neighboring == "replace_one" else base)
     setting = ops.certificates.Setting(rho, len(base) + 1, neighboring)
     m = glm.prior_smoothness + rho * (len(base) + 1) * glm.record_smoothness(clip)
-    certificate = ops.FiniteRunLangevin(steps=t, step_size=min(stretch / m, 0.5), max_grad_norm=clip)
+    certificate = ops.FiniteRunLangevin(
+        steps=t, step_size=min(stretch / m, 0.5), max_grad_norm=clip
+    )
     excess, _ = worst_excess(glm, neighbours, certificate, setting)
     assert excess < 1e-6
 
@@ -161,7 +215,12 @@ def test_exact_output_densities_never_exceed_the_stated_delta(family, neighborin
 def test_the_stated_delta_is_reached_by_saturated_records(neighboring, lam):
     glm = glm_of("gaussian", prior_std=math.inf if lam == 0 else lam**-0.5)
     neighbours = ([(1.0, 1e6)], [(1.0, -1e6)] if neighboring == "replace_one" else [])
-    excess, share = worst_excess(glm, neighbours, ops.FiniteRunLangevin(steps=10), ops.certificates.Setting(1.0, 1, neighboring))
+    excess, share = worst_excess(
+        glm,
+        neighbours,
+        ops.FiniteRunLangevin(steps=10),
+        ops.certificates.Setting(1.0, 1, neighboring),
+    )
     assert excess < 1e-6 and share > 0.999
 
 
@@ -171,7 +230,12 @@ def test_the_attack_succeeds_on_features_that_are_not_clipped(neighboring):
     neighbours = ([(6.0, 1.0)], [(6.0, 0.0)] if neighboring == "replace_one" else [])
     certificate = ops.FiniteRunLangevin(steps=10, step_size=0.05)
     setting = ops.certificates.Setting(1.0, 1, neighboring)
-    assert worst_excess(attacked, neighbours, certificate, setting, claimed=claimed, max_grad_norm=1e9)[0] > 0.05
+    assert (
+        worst_excess(
+            attacked, neighbours, certificate, setting, claimed=claimed, max_grad_norm=1e9
+        )[0]
+        > 0.05
+    )
     assert worst_excess(claimed, neighbours, certificate, setting)[0] < 1e-6
 
 
@@ -185,7 +249,7 @@ def test_the_attack_succeeds_without_the_gradient_clip(neighboring):
     assert worst_excess(glm, neighbours, certificate, setting)[0] < 1e-6
 
 
-# --- the law of a draw -------------------------------------------------------------------------------------------------
+# --- the law of a draw ----------------------------------------------------------------------------
 
 COLUMNS = 200  # independent one-dimensional posteriors in one run: every record touches one column
 
@@ -199,10 +263,12 @@ def draws(glm, y, certificate, repeats, **options):
 
 
 def visible_scale(n):
-    """The factor on the standard deviation that KS rejects at SIGNIFICANCE, but for another such chance.
+    """The factor on the standard deviation that KS rejects at SIGNIFICANCE, but for another such
+    chance.
 
-    By the Dvoretzky-Kiefer-Wolfowitz inequality (Massart 1990) an empirical distribution is within √(log(2/α)/2n) of the true one with probability
-    1 − α: KS rejects beyond that at the latest, and what is twice as far away is beyond it.
+    By the Dvoretzky-Kiefer-Wolfowitz inequality (Massart 1990) an empirical distribution is within
+    √(log(2/α)/2n) of the true one with probability 1 − α: KS rejects beyond that at the latest, and
+    what is twice as far away is beyond it.
     """
     far = 2 * math.sqrt(math.log(2 / SIGNIFICANCE) / (2 * n))
 
@@ -244,20 +310,31 @@ def test_draws_of_other_families_follow_the_exact_law_of_the_chain(family):
 
 
 def test_variance_of_the_estimate_is_inflated_as_stated():
-    """Over data sets: n records of N(θ, s²) have the sufficient statistic ȳ, and the draw's variance is (1 + 1/ρ)s²/n."""
+    """Over data sets: n records of N(θ, s²) have the sufficient statistic ȳ, and the draw's
+    variance is (1 + 1/ρ)s²/n.
+    """
     columns, repeats, rho, std = 100, 400, 0.4, 0.4
     glm = ops.GLM("gaussian", prior_std=50.0, noise_std=std)
     m = glm.prior_smoothness + rho * columns * glm.record_smoothness()
     h, t = 1.8 / m, 300
     certificate = ops.FiniteRunLangevin(steps=t, step_size=h, max_grad_norm=40.0)
     setting = ops.certificates.Setting(rho, columns, "replace_one")
-    epsilon = PrivacyAccountant(neighboring="replace_one").compose(certificate.event(glm, setting)).get_epsilon(1e-5)
-    stated = ops.OnePosteriorSample(glm, certificate, epsilon, 1e-5, num_data=columns).variance_inflation
+    epsilon = (
+        PrivacyAccountant(neighboring="replace_one")
+        .compose(certificate.event(glm, setting))
+        .get_epsilon(1e-5)
+    )
+    stated = ops.OnePosteriorSample(
+        glm, certificate, epsilon, 1e-5, num_data=columns
+    ).variance_inflation
     assert stated == pytest.approx(1 + 1 / rho, rel=1e-6)
 
     kappa = glm.strength + rho / std**2  # what the run does to the mean and to its noise, exactly
     forgotten = (1 - h * kappa) ** t
-    slope, of_draw = (1 - forgotten) * rho / std**2 / kappa, (1 - forgotten**2) / (kappa * (1 - h * kappa / 2))
+    slope, of_draw = (
+        (1 - forgotten) * rho / std**2 / kappa,
+        (1 - forgotten**2) / (kappa * (1 - h * kappa / 2)),
+    )
     of_run = slope**2 * std**2 + of_draw
     assert of_run / (stated * std**2) == pytest.approx(1, abs=0.01)
 
@@ -267,7 +344,8 @@ def test_variance_of_the_estimate_is_inflated_as_stated():
         estimates.append(certificate.draw(glm, (x, y), setting, GaussianNoise()))
         draws_alone.append(estimates[-1] - slope * y)
     ratio = torch.cat(estimates).square().mean().item() / (stated * std**2)
-    # a mean of n squares of Gaussians strays by √(2/n) · 5.3 = 3.8 % once in ten million times; a run of this length adds 1 %
+    # a mean of n squares of Gaussians strays by √(2/n) · 5.3 = 3.8 % once in ten million times; a
+    # run of this length adds 1 %
     chance = stats.norm.isf(SIGNIFICANCE / 2) * math.sqrt(2 / (columns * repeats))
     assert chance + 0.01 < 0.05
     assert abs(ratio - 1) < 0.05

@@ -1,4 +1,6 @@
-"""The package as a whole: lazy names that exist, a complete wheel, and a skeleton for contributors that works."""
+"""The package as a whole: lazy names that exist, a complete wheel, and a skeleton for
+contributors that works.
+"""
 
 import ast
 import math
@@ -20,11 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_import_loads_nothing_heavy():
     program = (
-        "import sys, torch_dpbayes\n"
-        "dir(torch_dpbayes)\n"
-        "print(*sorted({'torch', 'opacus', 'pyro', 'numpy', 'scipy', 'dp_accounting', 'tqdm'} & set(sys.modules)))"
+        "import sys, torch_dpbayes\ndir(torch_dpbayes)\nprint(*sorted({'torch', 'opacus', 'pyro',"
+        " 'numpy', 'scipy', 'dp_accounting', 'tqdm'} & set(sys.modules)))"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert ran.stdout.split() == []
 
 
@@ -41,7 +44,11 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_type_checkers_see_the_same_names():
     tree = ast.parse(Path(dpb.__file__).read_text())
-    guarded = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    guarded = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     imported = {alias.asname for block in guarded for node in block.body for alias in node.names}
     assert imported == set(dpb.__all__) - {"__version__"}
 
@@ -51,38 +58,66 @@ def test_wheel_holds_the_package_its_types_and_its_licence(tmp_path):
     source.mkdir()
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "torch_dpbayes", source / "torch_dpbayes", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "torch_dpbayes",
+        source / "torch_dpbayes",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     shutil.copytree(ROOT / "tests", source / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
     subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True)
     (wheel,) = tmp_path.glob("torch_dpbayes-*.whl")
     assert wheel.name.startswith(f"torch_dpbayes-{dpb.__version__}-")
     built = set(zipfile.ZipFile(wheel).namelist())
-    modules = {path.relative_to(source).as_posix() for path in (source / "torch_dpbayes").rglob("*.py")}
-    assert modules | {"torch_dpbayes/py.typed", "torch_dpbayes/accounting/README.md"} == {name for name in built if ".dist-info/" not in name}
+    modules = {
+        path.relative_to(source).as_posix() for path in (source / "torch_dpbayes").rglob("*.py")
+    }
+    assert modules | {"torch_dpbayes/py.typed", "torch_dpbayes/accounting/README.md"} == {
+        name for name in built if ".dist-info/" not in name
+    }
     assert any(name.endswith("LICENSE") for name in built)
 
 
 def test_the_skeleton_for_contributors_is_a_working_sampler():
-    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+    (source,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL
+    )
     skeleton = {"__name__": "torch_dpbayes.optim.example", "__package__": "torch_dpbayes.optim"}
     exec(source, skeleton)
     x, y = torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 1, dtype=torch.float64)
-    private, plain = torch.nn.Linear(3, 1, dtype=torch.float64), torch.nn.Linear(3, 1, dtype=torch.float64)
+    private, plain = (
+        torch.nn.Linear(3, 1, dtype=torch.float64),
+        torch.nn.Linear(3, 1, dtype=torch.float64),
+    )
     plain.load_state_dict(private.state_dict())
     GradSampleHooks(private)
     constants = {"num_data": 8, "expected_batch_size": 8, "max_grad_norm": 1e6}
-    sampler = skeleton["DPExample"](private.parameters(), lr=0.1, temperature=0.0, prior_std=math.inf, **constants)
+    sampler = skeleton["DPExample"](
+        private.parameters(), lr=0.1, temperature=0.0, prior_std=math.inf, **constants
+    )
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for _ in range(5):
         for net, optimizer in ((private, sampler), (plain, sgd)):
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
-    torch.testing.assert_close(dict(private.named_parameters()), dict(plain.named_parameters()), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        dict(private.named_parameters()), dict(plain.named_parameters()), rtol=1e-9, atol=1e-12
+    )
 
     warm = skeleton["DPExample"](private.parameters(), lr=0.1, noise_multiplier=0.5, **constants)
-    assert warm.effective_temperature == pytest.approx(0.1 * 8 * (0.5 * 1e6 / 8) ** 2 / (2 * (1 - 0.9)))
+    assert warm.effective_temperature == pytest.approx(
+        0.1 * 8 * (0.5 * 1e6 / 8) ** 2 / (2 * (1 - 0.9))
+    )
     for group in warm.param_groups:
         group["lr"] = warm.free_lr
     assert warm.langevin_noise_multiplier == pytest.approx(0.5)

@@ -1,4 +1,6 @@
-"""One sequence of draws, at the rate that is charged, each for one step: nobody chooses batches by what they hold."""
+"""One sequence of draws, at the rate that is charged, each for one step: nobody chooses
+batches by what they hold.
+"""
 
 import copy
 import itertools
@@ -66,16 +68,20 @@ def in_child(work):
     return answer
 
 
-# -- one sequence of draws ---------------------------------------------------------------------------------------------------------
+# -- one sequence of draws -------------------------------------------------------------------------
 
 
 def test_a_batch_that_got_no_step_comes_again():
-    """Looking, leaving a pass and evaluating are harmless; ``if y.sum() == 0: continue`` does not draw anew."""
+    """Looking, leaving a pass and evaluating are harmless; ``if y.sum() == 0: continue`` does
+    not draw anew.
+    """
     net, optimizer, loader = private()
     first = records(next(iter(loader)))
     assert all(records(next(iter(loader))) == first for _ in range(5))
     whole = [records(batch) for batch in loader]
-    assert whole[0] == first and [records(batch) for batch in loader] == whole and len(set(whole)) > 1
+    assert (
+        whole[0] == first and [records(batch) for batch in loader] == whole and len(set(whole)) > 1
+    )
     used = []
     for batch in loader:
         if len(used) == 3:
@@ -88,7 +94,12 @@ def test_a_batch_that_got_no_step_comes_again():
     assert used == whole[:5] and len(optimizer.accountant) == 5
 
 
-@given(plan=st.lists(st.tuples(st.sampled_from(["pass", "peek", "parts"]), st.lists(st.booleans(), max_size=6)), max_size=8))
+@given(
+    plan=st.lists(
+        st.tuples(st.sampled_from(["pass", "peek", "parts"]), st.lists(st.booleans(), max_size=6)),
+        max_size=8,
+    )
+)
 @settings(max_examples=40, deadline=None)
 def test_step_k_is_taken_on_draw_k_whatever_is_looked_at(plan):
     net, optimizer, loader = private(rows=12, batch_size=4)
@@ -108,7 +119,9 @@ def test_step_k_is_taken_on_draw_k_whatever_is_looked_at(plan):
                     else:
                         used.append(sorted(records(batch, 12)))
         else:
-            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as parts:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+            ) as parts:
                 seen = []
                 for batch, is_used in zip(parts, steps):
                     if not is_used:
@@ -129,7 +142,9 @@ def test_skipping_is_refused_until_the_batch_gets_its_step():
     one(net, optimizer, next(batches))
     left_out = records(next(batches))
     for batch in batches:  # "except RuntimeError: continue"
-        with pytest.raises(RuntimeError, match=r"got no step.*A new pass begins with the batch that was left out"):
+        with pytest.raises(
+            RuntimeError, match=r"got no step.*A new pass begins with the batch that was left out"
+        ):
             one(net, optimizer, batch)
     batches = iter(loader)
     again = next(batches)
@@ -159,7 +174,9 @@ def test_a_loop_that_waits_for_another_batch_is_told():
 
 def test_an_interrupted_draw_comes_again_whole():
     net, optimizer, loader = private(batch_size=30)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=7, optimizer=optimizer) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=7, optimizer=optimizer
+    ) as parts:
         first = next(iter(parts))
         one(net, optimizer, first)
         assert len(optimizer.accountant) == 0
@@ -171,7 +188,9 @@ def test_an_interrupted_draw_comes_again_whole():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_two_passes_at_a_time_are_refused(workers):
-    net, optimizer, loader = private(num_workers=workers, **({"multiprocessing_context": "fork"} if workers else {}))
+    net, optimizer, loader = private(
+        num_workers=workers, **({"multiprocessing_context": "fork"} if workers else {})
+    )
     outer = iter(loader)
     one(net, optimizer, next(outer))
     seen = records(next(iter(loader)))
@@ -197,12 +216,22 @@ def test_batches_of_workers_that_nobody_saw_come_again():
 
 
 def test_a_step_that_fails_leaves_the_batch_waiting():
-    """``except RuntimeError: continue`` around a step that some records make fail would choose batches by what they hold."""
+    """``except RuntimeError: continue`` around a step that some records make fail would
+    choose batches by what they hold.
+    """
     net, optimizer, loader = private()
     batches = iter(loader)
     x, y = next(batches)
     with pytest.raises(RuntimeError, match="do not belong to the batch"):
-        one(net, optimizer, (torch.cat([x, x, x[:1] * 0]), torch.cat([y, y, y[:1] * 0])) if len(x) else (torch.zeros(1, 1), torch.zeros(1, 1)))
+        one(
+            net,
+            optimizer,
+            (
+                (torch.cat([x, x, x[:1] * 0]), torch.cat([y, y, y[:1] * 0]))
+                if len(x)
+                else (torch.zeros(1, 1), torch.zeros(1, 1))
+            ),
+        )
     with pytest.raises(RuntimeError, match="got no step"):
         one(net, optimizer, next(batches))
     again = next(iter(loader))
@@ -216,7 +245,11 @@ def test_a_step_that_was_released_and_undone_is_not_taken_again():
     net, optimizer, loader = private()
     first = next(iter(loader))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizer, "_update", lambda parts: (_ for _ in ()).throw(FloatingPointError("overflow")))
+        patch.setattr(
+            optimizer,
+            "_update",
+            lambda parts: (_ for _ in ()).throw(FloatingPointError("overflow")),
+        )
         with pytest.raises(FloatingPointError):
             one(net, optimizer, first)
     assert len(optimizer.accountant) == 1 and records(next(iter(loader))) != records(first)
@@ -228,7 +261,9 @@ def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting
     states, seen = [], []
     for part in ("whole", "saved", "resumed"):
         monkeypatch.setattr("torch_dpbayes.noise._used_positions", set())  # as in another process
-        net, optimizer, loader = private(rows=200, batch_size=50, generator=torch.Generator().manual_seed(seed))
+        net, optimizer, loader = private(
+            rows=200, batch_size=50, generator=torch.Generator().manual_seed(seed)
+        )
         if part == "resumed":
             optimizer.load_state_dict(states[0])
         seen.append([])
@@ -241,7 +276,7 @@ def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting
     assert seen[0] == seen[1] + seen[2]
 
 
-# -- the rate --------------------------------------------------------------------------------------------------------------------
+# -- the rate --------------------------------------------------------------------------------------
 
 
 @given(st.floats(1e-9, 1.0) | st.sampled_from([2**-24, 2**-30, 3 * 2**-31, 1.0, 1 / 3]))
@@ -258,9 +293,18 @@ def test_records_join_at_the_rate_in_force_whatever_the_default_dtype(monkeypatc
     uniform = torch.rand
     if cells < 2**24:
         monkeypatch.setattr("torch_dpbayes.poisson_loader._CELLS", cells)
-        monkeypatch.setattr(torch, "rand", lambda *size, **options: (uniform(*size, **options) * cells).floor() / cells)
+        monkeypatch.setattr(
+            torch,
+            "rand",
+            lambda *size, **options: (uniform(*size, **options) * cells).floor() / cells,
+        )
     before = torch.get_default_dtype()
-    for dtype, rate in ((torch.bfloat16, 0.001), (torch.float16, 0.0001), (torch.float32, 0.3), (torch.float64, 0.0001)):
+    for dtype, rate in (
+        (torch.bfloat16, 0.001),
+        (torch.float16, 0.0001),
+        (torch.float32, 0.3),
+        (torch.float64, 0.0001),
+    ):
         torch.set_default_dtype(dtype)
         try:
             sampler = PoissonSampler(200_000, rate, None, 0)
@@ -268,7 +312,10 @@ def test_records_join_at_the_rate_in_force_whatever_the_default_dtype(monkeypatc
             joined = sum(len(indices) for indices in sampler)
         finally:
             torch.set_default_dtype(before)
-        assert stats.binomtest(joined, 20 * 200_000, rate).pvalue > FALSE_ALARM / 12, (dtype, joined / 20 / 200_000)
+        assert stats.binomtest(joined, 20 * 200_000, rate).pvalue > FALSE_ALARM / 12, (
+            dtype,
+            joined / 20 / 200_000,
+        )
 
 
 def test_a_full_batch_is_all_records():
@@ -295,7 +342,7 @@ def test_rates_that_are_no_probabilities(rate):
         PoissonSampler(10, rate, None, 0)
 
 
-# -- randomness --------------------------------------------------------------------------------------------------------------------
+# -- randomness ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["seed", "state", "use"])
@@ -310,7 +357,10 @@ def test_the_library_s_own_generator_is_not_seeded_from_outside(how):
         generator.set_state(state)
     else:
         torch.rand(3, generator=generator)
-    with pytest.raises(RuntimeError, match=r"seeded or used from outside.*make_private again.*generator=torch.Generator"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"seeded or used from outside.*make_private again.*generator=torch.Generator",
+    ):
         next(iter(loader))
 
 
@@ -334,7 +384,9 @@ def test_a_delivered_batch_is_stepped_on_in_one_process(tmp_path, parts):
     accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
     net, optimizer, loader = private(accountant=accountant, batch_size=20)
     if parts:
-        loader = BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer).__enter__()
+        loader = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+        ).__enter__()
     batches = iter(loader)
     batch = next(batches)
 
@@ -356,7 +408,8 @@ def test_a_delivered_batch_is_stepped_on_in_one_process(tmp_path, parts):
         assert len(accountant) == 1
 
         def go_on():
-            fresh = next(batches)  # the parent's loop goes on in the child with draws of the child's own
+            # the parent's loop goes on in the child with draws of the child's own
+            fresh = next(batches)
             one(net, optimizer, fresh)
             accountant.close()
             return records(fresh)
@@ -372,24 +425,38 @@ def test_children_do_not_share_the_caller_s_generator():
     seeded = {"generator": torch.Generator().manual_seed(torch.seed() % 2**31)}
     net, optimizer, loader = private(**seeded)
     batch = next(iter(loader))
-    for work in (lambda: next(iter(loader)), lambda: one(net, optimizer, batch), lambda: PoissonLoader(loader, 0.2)):
+    for work in (
+        lambda: next(iter(loader)),
+        lambda: one(net, optimizer, batch),
+        lambda: PoissonLoader(loader, 0.2),
+    ):
         assert "Call make_private inside the child" in in_child(work)
     one(net, optimizer, batch)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+)
 def test_copies_draw_batches_of_their_own(copied):
-    loader = PoissonLoader(DataLoader(TensorDataset(torch.arange(200.0)[:, None], torch.zeros(200, 1)), batch_size=50), 0.25)
+    loader = PoissonLoader(
+        DataLoader(TensorDataset(torch.arange(200.0)[:, None], torch.zeros(200, 1)), batch_size=50),
+        0.25,
+    )
     next(iter(loader))
     other = copied(loader)
-    assert other.sample_rate == other.batch_sampler.sample_rate == 0.25 and len(other) == len(loader)
+    assert other.sample_rate == other.batch_sampler.sample_rate == 0.25 and len(other) == len(
+        loader
+    )
     seen = [tuple(x[:, 0].tolist()) for each in (loader, other) for x, _ in each]
     assert len(set(seen)) == len(seen) == 8
     with pytest.raises(AttributeError, match="fixed"):
         other.sample_rate = 0.9
     with pytest.raises(ValueError, match="was made private"):
         dpb.simulate_gradient_norms(nn.Linear(1, 1), DataLoader(other.dataset, batch_size=5))
-    seeded = PoissonLoader(DataLoader(loader.dataset, generator=torch.Generator().manual_seed(torch.seed() % 2**31)), 0.25)
+    seeded = PoissonLoader(
+        DataLoader(loader.dataset, generator=torch.Generator().manual_seed(torch.seed() % 2**31)),
+        0.25,
+    )
     with pytest.raises(TypeError, match=r"the same batches.*make_private"):
         copied(seeded)
 
@@ -403,7 +470,7 @@ def test_a_copied_loader_after_make_private_belongs_to_no_optimizer():
     assert len(optimizer.accountant) == 0
 
 
-# -- gradient norms without noise --------------------------------------------------------------------------------------------------
+# -- gradient norms without noise ------------------------------------------------------------------
 
 
 class Wrapped(Dataset):
@@ -421,7 +488,9 @@ def test_norms_of_private_records_are_not_handed_out():
     rows = [(torch.randn(1), torch.randn(1)) for _ in range(40)]
     for dataset in (rows, TensorDataset(torch.randn(40, 1), torch.randn(40, 1)), Wrapped(rows)):
         net, optimizer, loader = private(dataset=dataset)
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=20, optimizer=optimizer) as parts:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=20, optimizer=optimizer
+        ) as parts:
             ways = {
                 "itself": loader,
                 "parts": parts,
@@ -431,32 +500,51 @@ def test_norms_of_private_records_are_not_handed_out():
                 "islice": itertools.islice(loader, 2),
                 "Opacus' loader": DPDataLoader.from_data_loader(DataLoader(dataset, batch_size=8)),
                 "wrapped": DataLoader(Wrapped(Wrapped(dataset)), batch_size=8),
-                "concatenated": DataLoader(ConcatDataset([TensorDataset(torch.randn(4, 1), torch.randn(4, 1)), dataset]), batch_size=8),
+                "concatenated": DataLoader(
+                    ConcatDataset([TensorDataset(torch.randn(4, 1), torch.randn(4, 1)), dataset]),
+                    batch_size=8,
+                ),
                 "stacked": DataLoader(StackDataset(x=dataset), batch_size=8),
-                "the batch as a data set": DataLoader(TensorDataset(*next(iter(loader))), batch_size=8),
+                "the batch as a data set": DataLoader(
+                    TensorDataset(*next(iter(loader))), batch_size=8
+                ),
             }
             if isinstance(dataset, TensorDataset):
                 ways["the tensors"] = DataLoader(TensorDataset(*dataset.tensors), batch_size=8)
             for name, way in ways.items():
                 with pytest.raises(ValueError, match=r"was made private.*private_clipped_fraction"):
-                    print(name, dpb.simulate_gradient_norms(net, way, criterion=nn.functional.mse_loss))
+                    print(
+                        name,
+                        dpb.simulate_gradient_norms(net, way, criterion=nn.functional.mse_loss),
+                    )
 
 
 def test_norms_of_public_records_are():
     net, _, loader = private()
     public = [(torch.randn(1), torch.randn(1)) for _ in range(12)]
-    for data in (public, Wrapped(public), ConcatDataset([public, public]), TensorDataset(torch.randn(12, 1), torch.randn(12, 1))):
-        norms = dpb.simulate_gradient_norms(net, DataLoader(data, batch_size=5), criterion=nn.functional.mse_loss)
+    for data in (
+        public,
+        Wrapped(public),
+        ConcatDataset([public, public]),
+        TensorDataset(torch.randn(12, 1), torch.randn(12, 1)),
+    ):
+        norms = dpb.simulate_gradient_norms(
+            net, DataLoader(data, batch_size=5), criterion=nn.functional.mse_loss
+        )
         assert len(norms) == len(data)
 
 
 def seeded(num_data, batch_size):
     generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
-    return DataLoader(TensorDataset(torch.arange(num_data)), batch_size=batch_size, generator=generator)
+    return DataLoader(
+        TensorDataset(torch.arange(num_data)), batch_size=batch_size, generator=generator
+    )
 
 
 def test_a_resumed_run_draws_again_what_waited_and_nothing_that_others_drew():
-    """Two loaders share the caller's generator; a peek leaves a draw waiting in the first while the second goes on."""
+    """Two loaders share the caller's generator; a peek leaves a draw waiting in the first
+    while the second goes on.
+    """
     loader = seeded(40, 10)
     first, second = PoissonLoader(loader, 0.25), PoissonLoader(loader, 0.25)
     (waiting,) = next(iter(first))
@@ -473,7 +561,9 @@ def test_a_resumed_run_draws_again_what_waited_and_nothing_that_others_drew():
             fresh.sampler_of_draws.use()
             fresh.sampler_of_draws.retire()
     assert torch.equal(batches[0], waiting)
-    assert not any(torch.equal(batch, other) for batch in batches[1:] for other in others if len(other) > 4)
+    assert not any(
+        torch.equal(batch, other) for batch in batches[1:] for other in others if len(other) > 4
+    )
     assert len(fresh.sampler_of_draws.position()) == 1
 
 
@@ -481,9 +571,19 @@ def test_going_back_behind_the_accountant_does_not_draw_again():
     def made(accountant):
         net = torch.nn.Linear(1, 1)
         optimizer = partial(dpb.optim.DPSGLD, lr=0.1)
-        loader = DataLoader(TensorDataset(torch.randn(40, 1), torch.randn(40, 1)), batch_size=10, generator=torch.Generator().manual_seed(5))
+        loader = DataLoader(
+            TensorDataset(torch.randn(40, 1), torch.randn(40, 1)),
+            batch_size=10,
+            generator=torch.Generator().manual_seed(5),
+        )
         engine = dpb.PrivacyEngine(accountant=accountant)
-        return engine.make_private(module=net, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0, noise_multiplier=1.0)
+        return engine.make_private(
+            module=net,
+            optimizer=optimizer,
+            data_loader=loader,
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+        )
 
     def train(net, optimizer, loader):
         for x, y in loader:
@@ -515,7 +615,11 @@ def test_a_count_that_failed_is_taken_on_the_same_draw():
     data = TensorDataset(torch.arange(50.0)[:, None], torch.zeros(50, dtype=torch.long))
     optimizer = partial(dpb.optim.DPSGLD, lr=0.1)
     net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=net, optimizer=optimizer, data_loader=DataLoader(data, batch_size=25), max_grad_norm=1.0, noise_multiplier=1.0
+        module=net,
+        optimizer=optimizer,
+        data_loader=DataLoader(data, batch_size=25),
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
     )
 
     def criterion(output, target, fails=True):
@@ -526,11 +630,17 @@ def test_a_count_that_failed_is_taken_on_the_same_draw():
 
     for _ in range(5):
         with pytest.raises(RuntimeError, match="not this one"):
-            dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=1.0, criterion=criterion)
-    dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=1.0, criterion=partial(criterion, fails=False))
+            dpb.private_clipped_fraction(
+                net, optimizer, loader, noise_multiplier=1.0, criterion=criterion
+            )
+    dpb.private_clipped_fraction(
+        net, optimizer, loader, noise_multiplier=1.0, criterion=partial(criterion, fails=False)
+    )
     assert len(set(batches)) == 1
     for _ in range(8):
-        dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=1.0, criterion=partial(criterion, fails=False))
+        dpb.private_clipped_fraction(
+            net, optimizer, loader, noise_multiplier=1.0, criterion=partial(criterion, fails=False)
+        )
     assert len(set(batches)) > 1
 
 

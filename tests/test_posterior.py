@@ -1,4 +1,6 @@
-"""PosteriorSamples against models evaluated one sample at a time by ``load_state_dict``, closed forms, and scipy."""
+"""PosteriorSamples against models evaluated one sample at a time by ``load_state_dict``,
+closed forms, and scipy.
+"""
 
 import copy
 import math
@@ -78,11 +80,15 @@ class InPlace(nn.Module):
 
 
 def mlp(inputs=3, outputs=4):
-    return nn.Sequential(nn.Linear(inputs, 8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, outputs))
+    return nn.Sequential(
+        nn.Linear(inputs, 8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Linear(8, outputs)
+    )
 
 
 def cnn():
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4)
+    )
 
 
 def frozen_base():
@@ -103,7 +109,9 @@ MODELS = {
     "data-dependent": (DataDependent, (3,)),
     "in place": (InPlace, (3,)),
     "transformer": (
-        lambda: nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(8, 4)),
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Flatten(), nn.Linear(8, 4)
+        ),
         (2, 4),
     ),
 }
@@ -140,7 +148,9 @@ def inputs(model, shape, n=7):
 
 
 def constant(values):
-    """A model without inputs to speak of: its output is its bias. Samples of chosen outputs, ``values[s]``."""
+    """A model without inputs to speak of: its output is its bias. Samples of chosen outputs,
+    ``values[s]``.
+    """
     model = nn.Linear(1, len(values[0])).double()
     nn.init.zeros_(model.weight)
     samples = PosteriorSamples(max_samples=max(2, len(values)))
@@ -151,7 +161,7 @@ def constant(values):
     return model, samples, torch.zeros(1, 1, dtype=torch.float64)
 
 
-# ------------------------------------------------------------------------------------------------------ what is kept
+# -- what is kept ----------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 9), st.integers(1, 4), st.integers(2, 7), st.integers(0, 80))
@@ -161,8 +171,11 @@ def test_kept_calls_are_evenly_spaced_and_bounded(burn_in, thin, max_samples, ca
     for call in range(calls):
         nn.init.constant_(model.weight, call)
         samples.collect(model)
-    kept = [int(s) for s in samples.outputs(model, torch.ones(1, 1)).flatten()] if len(samples) else []
-    # the smallest power of two that fits: written down without looking at the implementation's way of getting there
+    kept = (
+        [int(s) for s in samples.outputs(model, torch.ones(1, 1)).flatten()] if len(samples) else []
+    )
+    # the smallest power of two that fits: written down without looking at the implementation's way
+    # of getting there
     spacing = thin
     while len(range(burn_in, calls, spacing)) > max_samples:
         spacing *= 2
@@ -178,7 +191,11 @@ def test_a_sample_is_a_copy_with_the_device_and_dtype_of_the_parameters():
     for sample, state in zip(samples._samples, states, strict=True):
         for name, value in sample.items():
             assert torch.equal(value, state[name])
-            assert value.dtype == torch.float64 and not value.requires_grad and type(value) is torch.Tensor
+            assert (
+                value.dtype == torch.float64
+                and not value.requires_grad
+                and type(value) is torch.Tensor
+            )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +233,9 @@ def test_collect_refuses_buffers_that_changed_since_make_private():
     model.double()
     samples.collect(model)
     model.train()(torch.randn(5, 1, 4, 4).double())
-    with pytest.raises(ValueError, match=r"'1\.num_batches_tracked' changed since make_private.*GroupNorm"):
+    with pytest.raises(
+        ValueError, match=r"'1\.num_batches_tracked' changed since make_private.*GroupNorm"
+    ):
         samples.collect(model)
     with pytest.raises(ValueError, match="changed since make_private"):
         PosteriorSamples().collect(model)  # even if nothing was collected before
@@ -239,7 +258,7 @@ def test_collect_refuses_buffers_that_changed_since_the_first_call():
         samples.collect(model)
 
 
-# ------------------------------------------------------------------------------------------------------- predictions
+# -- predictions -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -252,9 +271,12 @@ def test_predictions_equal_the_average_over_loaded_models(name, rows):
     expected = one_at_a_time(model, states, x)
     tolerance = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(samples.outputs(model, x), expected, **tolerance)
-    torch.testing.assert_close(samples.predict(model, x, transform=None), expected.mean(0), **tolerance)
+    torch.testing.assert_close(
+        samples.predict(model, x, transform=None), expected.mean(0), **tolerance
+    )
     torch.testing.assert_close(samples.predict(model, x), expected.softmax(-1).mean(0), **tolerance)
-    cubes = samples.predict(model, x, transform=lambda z: z.softmax(1) ** 3)  # a dimension counted from the front
+    # a dimension counted from the front
+    cubes = samples.predict(model, x, transform=lambda z: z.softmax(1) ** 3)
     torch.testing.assert_close(cubes, (expected.softmax(-1) ** 3).mean(0), **tolerance)
 
 
@@ -270,7 +292,12 @@ def test_predicting_leaves_the_model_as_it_was(name):
     state = copy.deepcopy(model.state_dict())
     attributes = [set(vars(module)) for module in model.modules()]
     x = inputs(model, shape)
-    for predict in (samples.predict, samples.predictive_entropy, samples.mutual_information, samples.outputs):
+    for predict in (
+        samples.predict,
+        samples.predictive_entropy,
+        samples.mutual_information,
+        samples.outputs,
+    ):
         predict(model, x)
     with pytest.raises(ZeroDivisionError):
         samples.predict(model, x, transform=lambda z: z / (1 // 0))
@@ -310,7 +337,8 @@ def test_the_way_taken_follows_from_shapes():
     assert group_sizes(small, torch.randn(8, 10), 20)[1] == 20
     assert group_sizes(small, torch.randn(8, 10), 4)[1] == 1  # too few samples
     assert group_sizes(small, torch.randn(2000, 10), 20)[1] == 1  # too many rows: 400 kB a sample
-    assert group_sizes(nn.Linear(1000, 200), torch.randn(1, 1000), 20)[1] == 1  # parameters too large: 800 kB
+    # parameters too large: 800 kB
+    assert group_sizes(nn.Linear(1000, 200), torch.randn(1, 1000), 20)[1] == 1
     wide = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Flatten(), nn.Linear(16 * 28 * 28, 2))
     chunk, group = group_sizes(wide, torch.randn(300, 1, 28, 28), 8)
     assert chunk == 4 * 2**20 // (4 * 16 * 28 * 28) and group == 1
@@ -324,12 +352,16 @@ def test_the_way_taken_does_not_depend_on_the_values():
 
 @pytest.mark.parametrize("wrap", [GradSampleHooks, GradSampleModule])
 def test_opacus_hooks_keep_nothing_of_a_prediction(wrap):
-    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(16, 4)
+    )
     wrapped = wrap(model)
     target = wrapped if isinstance(wrapped, nn.Module) else model
     samples, states = collected(target)
     x = inputs(model, (1, 4, 4))
-    expected = one_at_a_time(model, [{k.removeprefix("_module."): v for k, v in s.items()} for s in states], x)
+    expected = one_at_a_time(
+        model, [{k.removeprefix("_module."): v for k, v in s.items()} for s in states], x
+    )
     target.train()
     torch.testing.assert_close(samples.outputs(target, x), expected, rtol=1e-4, atol=1e-5)
     for module in model.modules():
@@ -363,7 +395,11 @@ def test_dtype_and_shape_of_predictions():
             samples.predict(model, x, transform=lambda z: z.argmax(-1) == 0).dtype == torch.float32
         )  # shares of votes
         assert samples.predict(model, x[:0]).shape == (0, 4)
-        assert samples.predictive_entropy(model, x).shape == samples.mutual_information(model, x).shape == (5,)
+        assert (
+            samples.predictive_entropy(model, x).shape
+            == samples.mutual_information(model, x).shape
+            == (5,)
+        )
         assert samples.predictive_quantiles(model, x, [0.5], noise_std=1.0).dtype == dtype
 
 
@@ -392,7 +428,9 @@ def test_bad_predictions():
         samples.predict(model, torch.zeros(1, 3))
     for one_value in (nn.Linear(3, 1), nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))):
         samples, _ = collected(one_value)
-        with pytest.raises(ValueError, match=r"transform=None for regression, or transform=torch.sigmoid"):
+        with pytest.raises(
+            ValueError, match=r"transform=None for regression, or transform=torch.sigmoid"
+        ):
             samples.predict(one_value, torch.zeros(5, 3))
     samples, _ = collected(model)
     with pytest.raises(TypeError, match="x must be a tensor"):
@@ -414,7 +452,7 @@ def test_bad_predictions():
         samples.predict(model, torch.zeros(5, 3))
 
 
-# ------------------------------------------------------------------------------------------------------- uncertainty
+# -- uncertainty -----------------------------------------------------------------------------------
 
 
 @given(st.integers(1, 12), st.integers(2, 5), st.integers(0, 2**32 - 1))
@@ -451,18 +489,27 @@ def test_quantiles_are_those_of_the_gaussian_mixture(means, noise_std, quantiles
     assert found.shape == (len(quantiles), 1, 1)
     for q, y in zip(quantiles, found.flatten().tolist(), strict=True):
         at = brentq(lambda z, q=q: norm.cdf(z, means, noise_std).mean() - q, -300, 300, xtol=1e-12)
-        # where the mixture has a gap, its CDF is flat and every point of the gap solves the equation
-        assert y == pytest.approx(at, abs=1e-6) or norm.cdf(y, means, noise_std).mean() == pytest.approx(q, abs=1e-9)
+        # where the mixture has a gap, its CDF is flat and every point of the gap solves the
+        # equation
+        assert y == pytest.approx(at, abs=1e-6) or norm.cdf(
+            y, means, noise_std
+        ).mean() == pytest.approx(q, abs=1e-9)
 
 
 def test_quantiles_of_a_conjugate_linear_regression():
-    """Exact posterior draws: the predictive CDF lies within the Dvoretzky-Kiefer-Wolfowitz band of the closed form.
+    """Exact posterior draws: the predictive CDF lies within the Dvoretzky-Kiefer-Wolfowitz band of
+    the closed form.
 
     Averaging over the noise cannot widen the band. One band for each of 5 inputs, 1e-6 in all.
     """
     count, prior_std, noise_std = 3000, 2.0, math.sqrt(0.5)  # MSELoss as -log p: variance 1/2
-    features, targets = torch.randn(20, 2, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
-    precision = features.T @ features / noise_std**2 + torch.eye(2, dtype=torch.float64) / prior_std**2
+    features, targets = (
+        torch.randn(20, 2, dtype=torch.float64),
+        torch.randn(20, dtype=torch.float64),
+    )
+    precision = (
+        features.T @ features / noise_std**2 + torch.eye(2, dtype=torch.float64) / prior_std**2
+    )
     covariance = torch.linalg.inv(precision)
     mean = covariance @ features.T @ targets / noise_std**2
     draws = torch.distributions.MultivariateNormal(mean, covariance).sample((count,))
@@ -501,13 +548,20 @@ def test_bad_noise(noise_std):
         samples.predictive_quantiles(model, x, [0.5], noise_std=noise_std)
 
 
-# ------------------------------------------------------------------------------------------------------------- files
+# -- files -----------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 3), st.integers(1, 3), st.integers(2, 5), st.integers(0, 15), st.integers(0, 15))
-def test_a_saved_chain_goes_on_as_if_it_had_not_been_interrupted(burn_in, thin, max_samples, before, after):
+@given(
+    st.integers(0, 3), st.integers(1, 3), st.integers(2, 5), st.integers(0, 15), st.integers(0, 15)
+)
+def test_a_saved_chain_goes_on_as_if_it_had_not_been_interrupted(
+    burn_in, thin, max_samples, before, after
+):
     model = nn.Linear(2, 1)
-    whole, parts = PosteriorSamples(burn_in, thin, max_samples), PosteriorSamples(burn_in, thin, max_samples)
+    whole, parts = (
+        PosteriorSamples(burn_in, thin, max_samples),
+        PosteriorSamples(burn_in, thin, max_samples),
+    )
     for call in range(before + after):
         if call == before:
             with tempfile.TemporaryDirectory() as folder:
@@ -551,8 +605,12 @@ def test_a_failed_save_leaves_the_older_file_alone(tmp_path):
     old.save(path)
     content = path.read_bytes()
     new, _ = collected(nn.Linear(200, 200))
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # the write fails half-way, as on a full disk
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
+    # the write fails half-way, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
         with pytest.raises((OSError, RuntimeError)):
             new.save(path)
@@ -589,7 +647,7 @@ def test_wrong_files(tmp_path):
         PosteriorSamples.load(path)
 
 
-# ------------------------------------------------------------------------------------------------------- diagnostics
+# -- diagnostics -----------------------------------------------------------------------------------
 
 
 def chain(values, dtype=torch.float64, **options):
@@ -611,12 +669,16 @@ def autoregression(draws, dimensions, coefficient):
 
 
 def figures(diagnosed):
-    return np.asarray(diagnosed["posterior"]["weight"] if "posterior" in diagnosed else diagnosed["weight"]).ravel()
+    return np.asarray(
+        diagnosed["posterior"]["weight"] if "posterior" in diagnosed else diagnosed["weight"]
+    ).ravel()
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.5, 0.9, -0.3])
 def test_effective_sample_size_of_autoregressions(coefficient):
-    """ESS = draws·(1−φ)/(1+φ). The mean over 200 processes, at a significance of 1e-6 for each of the four, and 3 % for the estimator's own bias."""
+    """ESS = draws·(1−φ)/(1+φ). The mean over 200 processes, at a significance of 1e-6 for
+    each of the four, and 3 % for the estimator's own bias.
+    """
     chains = [chain(autoregression(2000, 200, coefficient)) for _ in range(2)]
     found = figures(arviz.ess(chains[0].to_arviz(chains[1])))
     truth = 4000 * (1 - coefficient) / (1 + coefficient)
@@ -626,12 +688,16 @@ def test_effective_sample_size_of_autoregressions(coefficient):
 
 
 def test_r_hat_of_shifted_chains():
-    """Chains at ±s around zero: the variance of their means is 2s², so R-hat is √(1 + 2s²) for many draws (Vehtari et al., 2021, equation 4)."""
+    """Chains at ±s around zero: the variance of their means is 2s², so R-hat is √(1 + 2s²)
+    for many draws (Vehtari et al., 2021, equation 4).
+    """
     shift = 1.0
     draws = [np.random.default_rng().normal(size=(2000, 50)) for _ in range(2)]
     shifted = chain(draws[0] - shift).to_arviz(chain(draws[1] + shift))
     assert figures(arviz.rhat(shifted)).min() > 1.1
-    assert figures(arviz.rhat(shifted, method="identity")).mean() == pytest.approx(math.sqrt(1 + 2 * shift**2), rel=0.02)
+    assert figures(arviz.rhat(shifted, method="identity")).mean() == pytest.approx(
+        math.sqrt(1 + 2 * shift**2), rel=0.02
+    )
     mixed = chain(draws[0]).to_arviz(chain(draws[1]))
     assert figures(arviz.rhat(mixed)).max() < 1.02
 
@@ -641,10 +707,16 @@ def test_every_parameter_under_its_own_name():
     chains, states = zip(*[collected(copy.deepcopy(model)) for _ in range(3)])
     data = chains[0].to_arviz(*chains[1:])["posterior"]
     names = [name for name, _ in model.named_parameters()]
-    assert sorted(data.data_vars) == sorted(names) and dict(data.sizes)["chain"] == 3 and dict(data.sizes)["draw"] == 12
+    assert (
+        sorted(data.data_vars) == sorted(names)
+        and dict(data.sizes)["chain"] == 3
+        and dict(data.sizes)["draw"] == 12
+    )
     for name in names:
         assert data[name].dims[:2] == ("chain", "draw") and data[name].dtype == np.float32
-        expected = np.stack([np.stack([state[name].float().numpy() for state in of_chain]) for of_chain in states])
+        expected = np.stack(
+            [np.stack([state[name].float().numpy() for state in of_chain]) for of_chain in states]
+        )
         assert np.array_equal(data[name].values, expected)
     alone = PosteriorSamples.to_arviz(chains[1])["posterior"]
     assert np.array_equal(alone["0.bias"].values[0], data["0.bias"].values[1])
@@ -652,17 +724,25 @@ def test_every_parameter_under_its_own_name():
     assert len(summary) == 4 and {"ess_bulk", "r_hat"} <= set(summary.columns)
 
 
-@pytest.mark.filterwarnings("ignore:Passing a dict or None as alias_mapping to normalize_kwargs is deprecated")  # arviz 0.23 on matplotlib 3.11
+# arviz 0.23 on matplotlib 3.11
+@pytest.mark.filterwarnings(
+    "ignore:Passing a dict or None as alias_mapping to normalize_kwargs is deprecated"
+)
 def test_trace_picture(tmp_path):
     matplotlib.use("Agg")
-    data = chain(np.random.default_rng().normal(size=(30, 2))).to_arviz(chain(np.random.default_rng().normal(size=(30, 2))))
+    data = chain(np.random.default_rng().normal(size=(30, 2))).to_arviz(
+        chain(np.random.default_rng().normal(size=(30, 2)))
+    )
     arviz.plot_trace(data, var_names=["weight"])
     pyplot.savefig(tmp_path / "trace.png")
     pyplot.close("all")
     assert (tmp_path / "trace.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(("version", "arguments"), [("0.23.4", ((), {"posterior"})), ("1.3.0", (({"posterior"},), set()))])
+@pytest.mark.parametrize(
+    ("version", "arguments"),
+    [("0.23.4", ((), {"posterior"})), ("1.3.0", (({"posterior"},), set()))],
+)
 def test_both_generations_of_arviz(version, arguments, monkeypatch):
     """0.x takes the group as a keyword, 1.x a dictionary of groups."""
     seen = []
@@ -672,14 +752,19 @@ def test_both_generations_of_arviz(version, arguments, monkeypatch):
         group = kwargs["posterior"] if kwargs else args[0]["posterior"]
         return {"posterior": SimpleNamespace(data_vars=group)}
 
-    monkeypatch.setitem(sys.modules, "arviz", SimpleNamespace(__version__=version, from_dict=from_dict))
+    monkeypatch.setitem(
+        sys.modules, "arviz", SimpleNamespace(__version__=version, from_dict=from_dict)
+    )
     found = chain(np.arange(6.0).reshape(3, 2)).to_arviz()
     assert seen == [arguments]
-    assert np.array_equal(found["posterior"].data_vars["weight"], np.arange(6.0).reshape(1, 3, 2, 1))
+    assert np.array_equal(
+        found["posterior"].data_vars["weight"], np.arange(6.0).reshape(1, 3, 2, 1)
+    )
 
 
 def test_without_arviz(monkeypatch):
-    monkeypatch.setitem(sys.modules, "arviz", None)  # what Python leaves of a module that must not be found
+    # what Python leaves of a module that must not be found
+    monkeypatch.setitem(sys.modules, "arviz", None)
     with pytest.raises(ModuleNotFoundError, match="pip install arviz"):
         chain(np.zeros((2, 1))).to_arviz()
 
@@ -713,13 +798,19 @@ def test_chains_that_cannot_be_compared(tmp_path):
 
 
 def test_each_chain_is_charged():
-    """Two chains on one accountant: the second pays again, and together they cost their composition by dp_accounting."""
+    """Two chains on one accountant: the second pays again, and together they cost their
+    composition by dp_accounting.
+    """
     accountant, steps, kept = dpb.PrivacyAccountant(), [], []
     for _ in range(2):
         net, optimizer, loader = dpb.PrivacyEngine(accountant=accountant).make_private(
             module=nn.Linear(3, 2),
             optimizer=partial(dpb.optim.DPSGLD, lr=0.5),
-            data_loader=DataLoader(TensorDataset(torch.randn(100, 3), torch.randint(2, (100,))), batch_size=20, shuffle=True),
+            data_loader=DataLoader(
+                TensorDataset(torch.randn(100, 3), torch.randint(2, (100,))),
+                batch_size=20,
+                shuffle=True,
+            ),
             max_grad_norm=1.0,
             noise_multiplier=4.0,
         )
@@ -735,9 +826,16 @@ def test_each_chain_is_charged():
     assert steps == [10, 20]
     spent = accountant.get_epsilon(1e-5)
     data = kept[0].to_arviz(kept[1])
-    assert dict(data["posterior"].sizes)["chain"] == 2 and dict(data["posterior"].sizes)["draw"] == 10
-    assert accountant.get_epsilon(1e-5) == spent and sum(charge.count for charge in accountant.history) == 20
+    assert (
+        dict(data["posterior"].sizes)["chain"] == 2 and dict(data["posterior"].sizes)["draw"] == 10
+    )
+    assert (
+        accountant.get_epsilon(1e-5) == spent
+        and sum(charge.count for charge in accountant.history) == 20
+    )
     reference = dp_accounting.pld.PLDAccountant()
     noise = optimizer.effective_noise_multiplier
-    reference.compose(dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(noise)), 20)
+    reference.compose(
+        dp_accounting.PoissonSampledDpEvent(0.2, dp_accounting.GaussianDpEvent(noise)), 20
+    )
     assert spent == pytest.approx(reference.get_epsilon(1e-5), rel=0.01)

@@ -1,4 +1,6 @@
-"""The step that all optimizers share: what is clipped, what noise is added, what is charged, and what is refused."""
+"""The step that all optimizers share: what is clipped, what noise is added, what is charged,
+and what is refused.
+"""
 
 import copy
 import io
@@ -32,7 +34,13 @@ def mlp():
 
 
 def cnn():
-    return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(1), nn.Linear(4 * 36, 3))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.GroupNorm(2, 4),
+        nn.ReLU(),
+        nn.Flatten(1),
+        nn.Linear(4 * 36, 3),
+    )
 
 
 def batch_for(net, rows):
@@ -41,7 +49,13 @@ def batch_for(net, rows):
 
 
 def bare(parameters, **options):
-    options = {"num_data": 100, "expected_batch_size": 10, "max_grad_norm": 1.0, "sampling": "poisson", **options}
+    options = {
+        "num_data": 100,
+        "expected_batch_size": 10,
+        "max_grad_norm": 1.0,
+        "sampling": "poisson",
+        **options,
+    }
     return dpb.optim.DPSGLD(parameters, options.pop("lr", 0.1), **options)
 
 
@@ -51,7 +65,9 @@ def private(net=None, rows=60, batch_size=12, loader_options=None, **options):
     loader = DataLoader(TensorDataset(x, y), batch_size=batch_size, **(loader_options or {}))
     factory = partial(dpb.optim.DPSGLD, lr=options.pop("lr", 0.05), **options)
     engine = dpb.PrivacyEngine()
-    return engine, *engine.make_private(module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5)
+    return engine, *engine.make_private(
+        module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5
+    )
 
 
 def train(net, optimizer, loader, steps):
@@ -66,7 +82,7 @@ def train(net, optimizer, loader, steps):
                 break
 
 
-# -- clipping ----------------------------------------------------------------------------------------------------------------------
+# -- clipping --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [mlp, cnn])
@@ -76,7 +92,10 @@ def test_clipped_sum_equals_opacus(make, max_grad_norm):
     x, y = batch_for(net, 32)
     reference = GradSampleModule(copy.deepcopy(net))
     theirs = DPOptimizer(
-        torch.optim.SGD(reference.parameters(), 0.1), noise_multiplier=0.0, max_grad_norm=max_grad_norm, expected_batch_size=32
+        torch.optim.SGD(reference.parameters(), 0.1),
+        noise_multiplier=0.0,
+        max_grad_norm=max_grad_norm,
+        expected_batch_size=32,
     )
     nn.functional.cross_entropy(reference(x), y).backward()
     theirs.clip_and_accumulate()
@@ -86,7 +105,8 @@ def test_clipped_sum_equals_opacus(make, max_grad_norm):
     out = [torch.zeros(p.numel()) for _, p in named]
     assert HooksGradientSource().add_clipped_sum(named, max_grad_norm, out) == 32
     for ours, p in zip(out, reference.parameters()):
-        torch.testing.assert_close(ours.view(p.shape), p.summed_grad, rtol=1e-4, atol=1e-5)  # Opacus divides by norm + 1e-6
+        # Opacus divides by norm + 1e-6
+        torch.testing.assert_close(ours.view(p.shape), p.summed_grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("max_grad_norm", [1e-3, 1.0, 1e4])
@@ -99,10 +119,13 @@ def test_clipped_sum_by_hand(max_grad_norm):
     for g, s in zip(a.grad_sample, b.grad_sample):
         record = torch.cat([g.flatten(), s[None]]).double()
         expected = expected + record * min(1.0, max_grad_norm / record.norm().item())
-    torch.testing.assert_close(torch.cat(out).double(), expected, rtol=1e-5, atol=1e-6 * max_grad_norm)
+    torch.testing.assert_close(
+        torch.cat(out).double(), expected, rtol=1e-5, atol=1e-6 * max_grad_norm
+    )
 
 
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e30])  # the last one's square overflows
+# the last one's square overflows
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e30])
 def test_a_record_that_is_not_finite_counts_as_zero_and_is_not_reported(broken):
     p = nn.Parameter(torch.zeros(3))
     p.grad_sample = torch.tensor([[0.1, 0.0, 0.0], [broken, 1.0, 0.0], [0.0, 0.2, 0.0]])
@@ -113,11 +136,14 @@ def test_a_record_that_is_not_finite_counts_as_zero_and_is_not_reported(broken):
 
 def test_half_precision_is_clipped_and_noised_in_float32():
     p = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    p.grad_sample = torch.full((1, 1000), 300.0, dtype=torch.float16)  # its norm, 9487, squares beyond float16
+    # its norm, 9487, squares beyond float16
+    p.grad_sample = torch.full((1, 1000), 300.0, dtype=torch.float16)
     optimizer = bare([p], temperature=0.0, prior_std=math.inf, lr=1.0, expected_batch_size=1)
     optimizer.step()
     assert p.dtype == torch.bfloat16
-    torch.testing.assert_close(p.detach().float(), torch.full((1000,), -1 / math.sqrt(1000)), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        p.detach().float(), torch.full((1000,), -1 / math.sqrt(1000)), rtol=1e-2, atol=0
+    )
 
 
 @pytest.mark.parametrize("make", [mlp, cnn])
@@ -126,13 +152,18 @@ def test_two_physical_batches_make_one_logical_step(make):
     split.load_state_dict(whole.state_dict())
     x, y = batch_for(whole, 24)
     for net, physical in ((whole, None), (split, 7)):
-        loader = DataLoader(TensorDataset(x, y), batch_size=24)  # rate 1: every draw is the whole data set
+        # rate 1: every draw is the whole data set
+        loader = DataLoader(TensorDataset(x, y), batch_size=24)
         factory = partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.0)
-        net, optimizer, loader = dpb.PrivacyEngine().make_private(module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5)
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(
+            module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.5
+        )
         if physical is None:
             train(net, optimizer, loader, 1)
             continue
-        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer) as parts:
+        with BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=physical, optimizer=optimizer
+        ) as parts:
             sizes = []
             for a, b in parts:
                 sizes.append(len(a))
@@ -146,30 +177,49 @@ def test_two_physical_batches_make_one_logical_step(make):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
-# -- noise -------------------------------------------------------------------------------------------------------------------------
+# -- noise -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [0, 5])
 def test_the_noise_added_is_the_noise_charged(rows):
-    """S − Σ clip(g) over all parameters against N(0, (zC)²), on an empty batch too; the multiplier is read off the accountant."""
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in [(300, 400), (5000,), ()]]
-    optimizer = bare(parameters, prior_std=math.inf, noise_multiplier=2.5, max_grad_norm=0.7, lr=0.01, num_data=10_000)
+    """S − Σ clip(g) over all parameters against N(0, (zC)²), on an empty batch too; the
+    multiplier is read off the accountant.
+    """
+    parameters = [
+        nn.Parameter(torch.zeros(shape, dtype=torch.float64)) for shape in [(300, 400), (5000,), ()]
+    ]
+    optimizer = bare(
+        parameters,
+        prior_std=math.inf,
+        noise_multiplier=2.5,
+        max_grad_norm=0.7,
+        lr=0.01,
+        num_data=10_000,
+    )
     for p in parameters:
         p.grad_sample = torch.randn(rows, *p.shape, dtype=torch.float64)
     clipped = [torch.zeros(p.numel(), dtype=torch.float64) for p in parameters]
-    HooksGradientSource().add_clipped_sum([(str(i), p) for i, p in enumerate(parameters)], 0.7, clipped)
+    HooksGradientSource().add_clipped_sum(
+        [(str(i), p) for i, p in enumerate(parameters)], 0.7, clipped
+    )
     optimizer.step()
     (charge,) = optimizer.accountant.history
     assert charge.event.sampling_probability == 10 / 10_000
     released = torch.cat([-p.detach().flatten() for p in parameters]) * 10 / 0.01
     noise = (released - torch.cat(clipped)) / (charge.event.event.noise_multiplier * 0.7)
     assert stats.kstest(noise.numpy(), "norm").pvalue > SIGNIFICANCE
-    assert stats.kstest(1.05 * noise.numpy(), "norm").pvalue < SIGNIFICANCE  # the test would see 5 %
+    # the test would see 5 %
+    assert stats.kstest(1.05 * noise.numpy(), "norm").pvalue < SIGNIFICANCE
 
 
 def test_groups_have_their_own_noise_and_the_smallest_is_charged():
     a, b = (nn.Parameter(torch.zeros(20_000, dtype=torch.float64)) for _ in range(2))
-    optimizer = bare([{"params": [a], "lr": 0.4}, {"params": [b]}], prior_std=math.inf, lr=0.1, expected_batch_size=5)
+    optimizer = bare(
+        [{"params": [a], "lr": 0.4}, {"params": [b]}],
+        prior_std=math.inf,
+        lr=0.1,
+        expected_batch_size=5,
+    )
     for p in (a, b):
         p.grad_sample = torch.zeros(3, 20_000, dtype=torch.float64)
     optimizer.step()
@@ -249,7 +299,11 @@ net = nn.Linear(4, 3)
 data = TensorDataset(torch.randn(40, 4), torch.randint(3, (40,)))
 loader = DataLoader(data, batch_size=8, generator=torch.Generator().manual_seed(11))
 net, opt, loader = dpb.PrivacyEngine().make_private(
-    module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.1, generator=torch.Generator().manual_seed(12)), data_loader=loader, max_grad_norm=1.0)
+    module=net,
+    optimizer=partial(dpb.optim.DPSGLD, lr=0.1, generator=torch.Generator().manual_seed(12)),
+    data_loader=loader,
+    max_grad_norm=1.0,
+)
 if first:
     saved = torch.load(path, weights_only=True)
     net.load_state_dict(saved["net"]); opt.load_state_dict(saved["opt"])
@@ -267,7 +321,16 @@ print(net.weight.double().sum().item().hex(), len(opt.accountant))
 
 def test_with_generators_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     def run(first, last, name):
-        command = [sys.executable, "-W", "ignore", "-c", RESUME, str(first), str(last), str(tmp_path / name)]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            RESUME,
+            str(first),
+            str(last),
+            str(tmp_path / name),
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
     whole = run(0, 12, "a")
@@ -278,11 +341,21 @@ def test_with_generators_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 def test_a_sum_over_very_many_records_moves_by_no_more_than_the_clip_bound(mode):
-    """All gradients in one direction: in float32 the sum of 200,000 rounds by a percent of C, differently for every number of records."""
+    """All gradients in one direction: in float32 the sum of 200,000 rounds by a percent of C,
+    differently for every number of records.
+    """
     records, net = 200_000, nn.Linear(1, 1)
     x = 1 + 0.1 * torch.rand(records, 1)
-    source = {"bookkeeping": BookkeepingGradientSource, "hooks": HooksGradientSource}[mode](net, loss_reduction="sum")
-    optimizer = bare(net.parameters(), num_data=records, expected_batch_size=records, sampling=None, prior_std=math.inf)
+    source = {"bookkeeping": BookkeepingGradientSource, "hooks": HooksGradientSource}[mode](
+        net, loss_reduction="sum"
+    )
+    optimizer = bare(
+        net.parameters(),
+        num_data=records,
+        expected_batch_size=records,
+        sampling=None,
+        prior_std=math.inf,
+    )
     optimizer._source, released = source, []
 
     def recording(layout, smallest, stream):
@@ -296,7 +369,7 @@ def test_a_sum_over_very_many_records_moves_by_no_more_than_the_clip_bound(mode)
     assert float((released[0] - released[1]).norm()) <= 1 + 1e-6
 
 
-# -- charges -----------------------------------------------------------------------------------------------------------------------
+# -- charges ---------------------------------------------------------------------------------------
 
 
 def test_epsilon_of_a_run_is_that_of_the_composed_event():
@@ -306,7 +379,10 @@ def test_epsilon_of_a_run_is_that_of_the_composed_event():
     for _ in range(3):
         z = optimizer.effective_noise_multiplier
         train(net, optimizer, loader, len(loader))
-        reference.compose(dp_accounting.PoissonSampledDpEvent(12 / 120, dp_accounting.GaussianDpEvent(float(z))), len(loader))
+        reference.compose(
+            dp_accounting.PoissonSampledDpEvent(12 / 120, dp_accounting.GaussianDpEvent(float(z))),
+            len(loader),
+        )
         schedule.step()
     truth = reference.get_epsilon(1e-5)
     assert truth * (1 - 1e-3) <= engine.accountant.get_epsilon(1e-5) <= truth * 1.02
@@ -329,7 +405,9 @@ def test_full_batches_are_recognised_and_their_length_is_checked(neighboring):
 
 def test_unknown_batches_are_charged_without_amplification_with_one_warning():
     p = nn.Parameter(torch.zeros(3))
-    optimizer = bare([p], sampling=None, accountant=dpb.PrivacyAccountant(neighboring="replace_one"))
+    optimizer = bare(
+        [p], sampling=None, accountant=dpb.PrivacyAccountant(neighboring="replace_one")
+    )
     p.grad_sample = torch.zeros(4, 3)
     with pytest.warns(UserWarning, match=r"make_private\(module=model, optimizer=partial\(DPSGLD"):
         optimizer.step()
@@ -346,25 +424,33 @@ def test_a_statement_about_batches_is_charged_at_twice_the_clip_norm_and_shown()
     optimizer = bare([p], sampling="recordwise", noise_multiplier=2.0, temperature=0.0)
     p.grad_sample = torch.zeros(4, 3)
     optimizer.step()
-    assert [charge.event for charge in optimizer.accountant.history] == [events.RecordwiseBatchGaussianDpEvent(2.0)]
+    assert [charge.event for charge in optimizer.accountant.history] == [
+        events.RecordwiseBatchGaussianDpEvent(2.0)
+    ]
     epsilon = dp_accounting.get_epsilon_gaussian(1.0, 1e-5)
     assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(epsilon, rel=1e-4)
     assert "rests on" in optimizer.accountant.summary()
 
 
 def one_record_more(records, weights):
-    """How far the first batch's clipped sum moves, in units of C, when a record without gradient joins, as a seeded loader draws it."""
+    """How far the first batch's clipped sum moves, in units of C, when a record without
+    gradient joins, as a seeded loader draws it.
+    """
     moved, seed = [], int(torch.randint(2**31, ()))
     for n in (records, records + 1):
         torch.manual_seed(seed)
         values = torch.cat([weights, torch.zeros(1)])[:n]
-        (batch,) = next(iter(DataLoader(TensorDataset(values), batch_size=records // 10, shuffle=True)))
+        (batch,) = next(
+            iter(DataLoader(TensorDataset(values), batch_size=records // 10, shuffle=True))
+        )
         moved.append(float(batch.sum()))
     return abs(moved[0] - moved[1])
 
 
 def test_a_seeded_shuffle_moves_the_sum_by_more_than_two_clip_norms():
-    """Why such batches are refused: the same program, with one record more, sums others. It is charged under replace-one, where it holds."""
+    """Why such batches are refused: the same program, with one record more, sums others. It
+    is charged under replace-one, where it holds.
+    """
     worst = max(one_record_more(1000, torch.randint(0, 2, (1000,)) * 2.0 - 1.0) for _ in range(20))
     assert worst > 2
 
@@ -398,7 +484,7 @@ def test_no_noise_is_charged_as_non_private_and_refused_with_a_budget():
     assert torch.equal(p.detach(), before)
 
 
-# -- torch's contract --------------------------------------------------------------------------------------------------------------
+# -- torch's contract ------------------------------------------------------------------------------
 
 
 def test_closures_hooks_schedulers_and_frozen_parameters():
@@ -445,7 +531,9 @@ def test_one_parameter_model_and_empty_batches():
 
     loader = DataLoader(TensorDataset(torch.ones(50, 1), torch.randn(50, 1)), batch_size=1)
     factory = partial(dpb.optim.DPSGLD, lr=0.1)
-    net, optimizer, loader = dpb.PrivacyEngine().make_private(module=Mean(), optimizer=factory, data_loader=loader, max_grad_norm=1.0)
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=Mean(), optimizer=factory, data_loader=loader, max_grad_norm=1.0
+    )
     sizes = []
     for x, y in loader:
         sizes.append(len(x))
@@ -499,12 +587,14 @@ def test_a_deep_copied_pair_needs_make_private_again():
         net2(x)
     loader = DataLoader(loader.dataset, batch_size=12)
     factory = partial(dpb.optim.DPSGLD, lr=0.05)
-    net2, optimizer2, loader = dpb.PrivacyEngine().make_private(module=net2, optimizer=factory, data_loader=loader, max_grad_norm=0.5)
+    net2, optimizer2, loader = dpb.PrivacyEngine().make_private(
+        module=net2, optimizer=factory, data_loader=loader, max_grad_norm=0.5
+    )
     train(net2, optimizer2, loader, 2)
     train(net, optimizer, optimizer_loader, 1)
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -595,7 +685,10 @@ def test_options_broken_later():
 
 def test_a_log_prior_that_does_not_work():
     p = nn.Parameter(torch.zeros(2))
-    for prior, message in ((lambda q: q["w"], "scalar"), (lambda q: (q["w"] / 0.0).sum(), "not finite")):
+    for prior, message in (
+        (lambda q: q["w"], "scalar"),
+        (lambda q: (q["w"] / 0.0).sum(), "not finite"),
+    ):
         optimizer = bare([("w", p)], log_prior=prior)
         p.grad_sample = torch.zeros(3, 2)
         stepping(optimizer, [p], ValueError, message)
@@ -652,7 +745,7 @@ def test_gradients_do_not_survive_a_closure_that_fails():
     assert all(p.grad is None and getattr(p, "grad_sample", None) is None for p in net.parameters())
 
 
-# -- one step on each draw ---------------------------------------------------------------------------------------------------------
+# -- one step on each draw -------------------------------------------------------------------------
 
 
 def one(net, optimizer, x, y):
@@ -670,7 +763,9 @@ def test_a_draw_is_used_once():
     assert len(optimizer.accountant) == 1
 
 
-@pytest.mark.parametrize("change", [lambda x: x[:-1], lambda x: torch.cat([x, x]), lambda x: x.repeat_interleave(2, 0)])
+@pytest.mark.parametrize(
+    "change", [lambda x: x[:-1], lambda x: torch.cat([x, x]), lambda x: x.repeat_interleave(2, 0)]
+)
 def test_a_draw_is_used_whole_and_every_record_once(change):
     _, net, optimizer, loader = private(batch_size=50)
     x, y = next(iter(loader))
@@ -701,7 +796,9 @@ def test_passes_without_steps_are_harmless():
 
 def test_parts_of_two_draws_never_mix():
     _, net, optimizer, loader = private(batch_size=30, temperature=0.0, prior_std=math.inf)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as parts:
         for x, y in parts:  # leave in the middle of a draw
             one(net, optimizer, x, y)
             break
@@ -716,12 +813,16 @@ def test_parts_of_two_draws_never_mix():
     out = [torch.zeros(p.numel()) for p in twin.parameters()]
     HooksGradientSource().add_clipped_sum(list(twin.named_parameters()), 0.5, out)
     for p, b, s in zip(net.parameters(), before, out):
-        torch.testing.assert_close(p.detach(), b - 0.05 / 30 * s.view(p.shape), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            p.detach(), b - 0.05 / 30 * s.view(p.shape), rtol=1e-4, atol=1e-7
+        )
 
 
 def test_a_skipped_part_is_refused():
     _, net, optimizer, loader = private(batch_size=30)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as parts:
         with pytest.raises(RuntimeError, match="got no step"):
             for i, (x, y) in enumerate(parts):
                 if i != 1:
@@ -740,7 +841,8 @@ def test_gradients_of_an_earlier_draw_do_not_pass_for_the_next():
     with pytest.raises(RuntimeError, match="backward"):
         optimizer.step()
     next(next(batches))
-    with pytest.raises((RuntimeError, ValueError, AttributeError)):  # the forward pass belongs to an earlier batch
+    # the forward pass belongs to an earlier batch
+    with pytest.raises((RuntimeError, ValueError, AttributeError)):
         late.backward()
         optimizer.step()
     assert len(optimizer.accountant) == 1
@@ -750,7 +852,9 @@ def test_rows_of_several_forward_passes_do_not_add_up():
     _, net, optimizer, loader = private(batch_size=60)
     other, labels = batch_for(net, 60)
     for mix in (
-        lambda x, y: nn.functional.cross_entropy(net(x), y) + nn.functional.cross_entropy(net(other), labels),
+        lambda x, y: (
+            nn.functional.cross_entropy(net(x), y) + nn.functional.cross_entropy(net(other), labels)
+        ),
         lambda x, y: (net(x) - net(x.roll(1, 0))).pow(2).sum(1).mean(),
     ):
         x, y = next(iter(loader))
@@ -776,7 +880,10 @@ def test_two_backward_passes_through_one_forward_pass():
 def test_an_optimizer_whose_model_was_made_private_again_is_dead():
     engine, net, old, loader = private()
     net, new, again = engine.make_private(
-        module=net, optimizer=partial(dpb.optim.DPSGLD, lr=0.05), data_loader=loader, max_grad_norm=0.5
+        module=net,
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.05),
+        data_loader=loader,
+        max_grad_norm=0.5,
     )
     batches, _ = iter(loader), next(iter(again))
     x, y = next(batches)
@@ -809,14 +916,28 @@ def test_draws_are_not_repeated_either():
     train(net, optimizer, loader, 2)
     with pytest.raises(ValueError, match="leave out generator="):
         optimizer.load_state_dict(state)
-    _, net, optimizer, loader = private(loader_options={"generator": torch.Generator().manual_seed(seed)})
+    _, net, optimizer, loader = private(
+        loader_options={"generator": torch.Generator().manual_seed(seed)}
+    )
     with pytest.raises(ValueError, match="a batch was already drawn"):
         train(net, optimizer, loader, 1)
 
 
-@pytest.mark.parametrize("other", [{}, {"lr": 0.3}, {"noise_multiplier": 9.0}, {"max_grad_norm": 2.0}, {"start": 1.0}, {"gradient": 1e-9}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"lr": 0.3},
+        {"noise_multiplier": 9.0},
+        {"max_grad_norm": 2.0},
+        {"start": 1.0},
+        {"gradient": 1e-9},
+    ],
+)
 def test_a_resumed_run_that_departs_from_the_first_gets_other_noise(monkeypatch, other):
-    """Equal noise under another lr, start or batch would be solved for the clipped sum; bit for bit is what is equal in everything."""
+    """Equal noise under another lr, start or batch would be solved for the clipped sum; bit
+    for bit is what is equal in everything.
+    """
     state = torch.Generator().manual_seed(torch.seed()).get_state()
     noise = []
     for options in ({}, other):
@@ -837,8 +958,11 @@ def test_a_resumed_run_that_departs_from_the_first_gets_other_noise(monkeypatch,
 
 
 def test_parts_are_used_whole_even_where_the_total_is_right():
-    _, net, optimizer, loader = private(batch_size=60)  # every draw is all 60 records, in parts of 20
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=20, optimizer=optimizer) as parts:
+    # every draw is all 60 records, in parts of 20
+    _, net, optimizer, loader = private(batch_size=60)
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=20, optimizer=optimizer
+    ) as parts:
         with pytest.raises(RuntimeError, match="do not belong to the batch"):
             for (x, y), factor in zip(parts, (0.5, 1.5, 1.0)):
                 rows = torch.arange(int(20 * factor)) % 20
@@ -857,6 +981,8 @@ def test_worker_processes_deliver_in_order():
     _, net, optimizer, loader = private(rows=200, batch_size=20, loader_options={"num_workers": 2})
     train(net, optimizer, loader, 2 * len(loader))
     assert len(optimizer.accountant) == 2 * len(loader)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as parts:
         with pytest.raises(RuntimeError, match="num_workers=0"):
             next(iter(parts))

@@ -1,4 +1,6 @@
-"""Models as torchvision and transformers publish them, with random weights: records apart by construction, sums as of records alone."""
+"""Models as torchvision and transformers publish them, with random weights: records apart by
+construction, sums as of records alone.
+"""
 
 import math
 from functools import partial
@@ -14,7 +16,12 @@ import torch_dpbayes as dpb
 
 transformers = pytest.importorskip("transformers")
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 
 
 class Padded(nn.Module):
@@ -38,13 +45,23 @@ class Images(nn.Module):
 
 
 def bert():
-    config = transformers.BertConfig(vocab_size=50, max_position_embeddings=16, num_labels=3, **SMALL)
+    config = transformers.BertConfig(
+        vocab_size=50, max_position_embeddings=16, num_labels=3, **SMALL
+    )
     return Padded(transformers.BertForSequenceClassification(config))
 
 
 def gpt2():
     config = transformers.GPT2Config(
-        n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, num_labels=3
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        vocab_size=50,
+        n_positions=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        num_labels=3,
     )
     return Padded(transformers.GPT2ForSequenceClassification(config))
 
@@ -95,8 +112,17 @@ def test_published_models_run_by_construction(name, mode):
     parameters = list(net.parameters())
     expected = torch.zeros(sum(p.numel() for p in parameters))
     for i in range(5):
-        found = torch.autograd.grad(F.cross_entropy(net(*(t[i : i + 1] for t in x)), y[i : i + 1]), parameters, allow_unused=True)
-        g = torch.cat([torch.zeros(p.numel()) if t is None else t.flatten() for t, p in zip(found, parameters)])
+        found = torch.autograd.grad(
+            F.cross_entropy(net(*(t[i : i + 1] for t in x)), y[i : i + 1]),
+            parameters,
+            allow_unused=True,
+        )
+        g = torch.cat(
+            [
+                torch.zeros(p.numel()) if t is None else t.flatten()
+                for t, p in zip(found, parameters)
+            ]
+        )
         expected += g * min(1.0, clip / float(g.norm()))
     net, optimizer, loader = dpb.PrivacyEngine().make_private(
         module=net,

@@ -37,10 +37,18 @@ class Positions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.position, self.last = nn.Linear(6, 4), nn.Embedding(5, 4), nn.Linear(4, 3)
+        self.embedding, self.position, self.last = (
+            nn.Linear(6, 4),
+            nn.Embedding(5, 4),
+            nn.Linear(4, 3),
+        )
 
     def forward(self, x):
-        return self.last(torch.tanh(self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))).mean(1))
+        return self.last(
+            torch.tanh(
+                self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
+            ).mean(1)
+        )
 
 
 class ClassToken(nn.Module):
@@ -112,7 +120,9 @@ class Fused(nn.Module):
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
-        y = F.scaled_dot_product_attention(q, k, v, mask) + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, mask) + F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )
         return self.head(y.transpose(1, 2).flatten(2).mean(1))
 
 
@@ -129,17 +139,28 @@ FLAT, SEQUENCE, IMAGE = (6,), (5, 6), (2, 4, 4)
 MODELS = {
     "mlp": (lambda: Call(torch.relu), FLAT),
     "one layer": (lambda: nn.Linear(6, 3), FLAT),
-    "one layer twice": (lambda: (lambda net: nn.Sequential(net, nn.Tanh(), net, nn.Linear(6, 3)))(nn.Linear(6, 6)), FLAT),
+    "one layer twice": (
+        lambda: (lambda net: nn.Sequential(net, nn.Tanh(), net, nn.Linear(6, 3)))(nn.Linear(6, 6)),
+        FLAT,
+    ),
     "layer norm": (lambda: Call(nn.LayerNorm(6)), FLAT),
     "rms norm": (lambda: Call(nn.RMSNorm(6)), FLAT),
     "convolutions": (
         lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2),
-            nn.Flatten(1), nn.Linear(16, 3),
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.InstanceNorm2d(4, affine=True),
+            nn.MaxPool2d(2),
+            nn.Flatten(1),
+            nn.Linear(16, 3),
         ),
         IMAGE,
     ),
-    "sequence convolution": (lambda: nn.Sequential(nn.Conv1d(5, 4, 3), nn.Flatten(1), nn.Linear(16, 3)), SEQUENCE),
+    "sequence convolution": (
+        lambda: nn.Sequential(nn.Conv1d(5, 4, 3), nn.Flatten(1), nn.Linear(16, 3)),
+        SEQUENCE,
+    ),
     "positions": (Positions, SEQUENCE),
     "class token": (ClassToken, SEQUENCE),
     "patches": (Patches, IMAGE),
@@ -148,7 +169,11 @@ MODELS = {
     "Opacus' attention": (Attention, SEQUENCE),
     "fused attention": (Fused, SEQUENCE),
     "torch's encoder": (
-        lambda: nn.Sequential(nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), nn.Flatten(1), nn.Linear(30, 3)),
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
+            nn.Flatten(1),
+            nn.Linear(30, 3),
+        ),
         SEQUENCE,
     ),
     "embedding": (Tokens, None),
@@ -175,13 +200,22 @@ def truth(net, x, y, clip):
     parameters = [p for p in net.parameters() if p.requires_grad]
     total = torch.cat([torch.zeros_like(p).flatten() for p in parameters])
     for i in range(len(x)):
-        g = torch.cat([t.flatten() for t in torch.autograd.grad(F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]), parameters)])
+        g = torch.cat(
+            [
+                t.flatten()
+                for t in torch.autograd.grad(
+                    F.cross_entropy(net(x[i : i + 1]), y[i : i + 1]), parameters
+                )
+            ]
+        )
         total += g * min(1.0, clip / float(g.norm()))
     return total
 
 
 def sources(net):
-    yield BookkeepingGradientSource(net, is_mapped=True, unrecorded=["embedding.weight"] if isinstance(net, ClassToken) else [])
+    yield BookkeepingGradientSource(
+        net, is_mapped=True, unrecorded=["embedding.weight"] if isinstance(net, ClassToken) else []
+    )
     yield IsolatedGradientSource(net)
 
 
@@ -194,7 +228,10 @@ def test_the_clipped_sum_is_that_of_records_run_by_themselves(name):
         found, n = clipped_sum(source, net, x, y, clip)
         source.remove()
         assert n == 7
-        assert torch.allclose(found, expected, atol=1e-5 * clip * 7), (type(source).__name__, (found - expected).abs().max())
+        assert torch.allclose(found, expected, atol=1e-5 * clip * 7), (
+            type(source).__name__,
+            (found - expected).abs().max(),
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -238,7 +275,7 @@ def test_make_private_keeps_records_apart_by_construction(name, mode):
         optimizer.step()
 
 
-# -- what mixes records on whole batches does not here --------------------------------------------------------------------------------
+# -- what mixes records on whole batches does not here ---------------------------------------------
 
 
 class Sorting(nn.Module):
@@ -274,7 +311,11 @@ def released(net, x, y, mode):
         optimizer.zero_grad()
         F.cross_entropy(net(a), b).backward()
         optimizer.step()
-    return torch.cat([(s - p.detach()).flatten() for s, p in zip(start, net.parameters())]) * len(x) / 0.05
+    return (
+        torch.cat([(s - p.detach()).flatten() for s, p in zip(start, net.parameters())])
+        * len(x)
+        / 0.05
+    )
 
 
 @BOTH
@@ -297,12 +338,16 @@ def test_one_record_moves_the_sum_of_a_sorting_model_by_its_own_gradient(make, s
 
 @BOTH
 def test_an_operation_outside_the_map_would_be_seen(mode, monkeypatch):
-    """The test above and the check itself, broken on purpose: one operation of the model sees the whole batch."""
+    """The test above and the check itself, broken on purpose: one operation of the model sees
+    the whole batch.
+    """
     inside = record_map.RecordMap.__call__
 
     def leaking(self, function, tensors):
         if len(tensors[0]) > 1:
-            tensors = [t - t.mean(0) if t.is_floating_point() and t.dim() == 3 else t for t in tensors]
+            tensors = [
+                t - t.mean(0) if t.is_floating_point() and t.dim() == 3 else t for t in tensors
+            ]
         return inside(self, function, tensors)
 
     monkeypatch.setattr(record_map.RecordMap, "__call__", leaking)
@@ -328,7 +373,7 @@ def test_a_model_that_is_another_one_for_single_records_is_refused(name, mode):
         make_private(Call(MIXING[name]), torch.randn(7, 6), torch.randint(3, (7,)), mode)
 
 
-# -- what does not stay inside -------------------------------------------------------------------------------------------------------
+# -- what does not stay inside ---------------------------------------------------------------------
 
 KEPT: list[torch.Tensor] = []
 
@@ -510,7 +555,9 @@ def test_hooks_on_saved_tensors_are_refused(make):
     source.remove()
 
 
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
 def test_a_backward_hook_would_not_run_and_is_refused(register):
     net = Call(torch.tanh)
     source = BookkeepingGradientSource(net, is_mapped=True)
@@ -542,17 +589,22 @@ def test_isolated_gradients_use_the_random_numbers_of_the_forward_pass():
     F.cross_entropy(out, y).backward()
     bias = source.per_record_gradients(net[2].bias)
     assert torch.allclose(bias, out.detach().softmax(1) - F.one_hot(y, 3), atol=1e-6)
-    hidden = source.per_record_gradients(net[2].weight)  # the outer product of that with what came through the dropout
-    restored = torch.stack([torch.linalg.lstsq(b[:, None], h).solution[0] for b, h in zip(bias, hidden)])
+    # the outer product of that with what came through the dropout
+    hidden = source.per_record_gradients(net[2].weight)
+    restored = torch.stack(
+        [torch.linalg.lstsq(b[:, None], h).solution[0] for b, h in zip(bias, hidden)]
+    )
     assert torch.allclose(restored @ net[2].weight.T + net[2].bias, out, atol=1e-4)
     source.remove()
 
 
-# -- the loss inside -----------------------------------------------------------------------------------------------------------------
+# -- the loss inside -------------------------------------------------------------------------------
 
 LOSSES = {
     "cross entropy": lambda out, y: F.cross_entropy(out, y),
-    "class weights": lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([1000.0, 1.0, 1.0]), reduction="sum"),
+    "class weights": lambda out, y: F.cross_entropy(
+        out, y, weight=torch.tensor([1000.0, 1.0, 1.0]), reduction="sum"
+    ),
     "without reduction": lambda out, y: F.cross_entropy(out, y, reduction="none"),
     "centred outputs": lambda out, y: F.cross_entropy(out - out.mean(0), y),
 }
@@ -563,7 +615,9 @@ LOSSES = {
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_that_was_given_runs_for_each_record_alone(name, mode, reduction):
     x, y, loss = torch.randn(7, 6), torch.randint(3, (7,)), LOSSES[name]
-    net, optimizer, loader = make_private(Call(torch.tanh), x, y, mode, loss=loss, clip=0.05, loss_reduction=reduction)
+    net, optimizer, loader = make_private(
+        Call(torch.tanh), x, y, mode, loss=loss, clip=0.05, loss_reduction=reduction
+    )
     parameters = list(net.parameters())
     net.eval()
     total = torch.zeros(sum(p.numel() for p in parameters))
@@ -624,7 +678,12 @@ def test_a_loss_that_the_model_computes(mode):
     factory = partial(dpb.optim.DPSGLD, lr=1.0, temperature=0.0, prior_std=float("inf"))
     loader = DataLoader(TensorDataset(x, y, torch.zeros(7)), batch_size=7)
     net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=net, optimizer=factory, data_loader=loader, max_grad_norm=0.05, noise_multiplier=1e-4, grad_sample_mode=mode
+        module=net,
+        optimizer=factory,
+        data_loader=loader,
+        max_grad_norm=0.05,
+        noise_multiplier=1e-4,
+        grad_sample_mode=mode,
     )
     start = torch.cat([p.detach().flatten().clone() for p in net.parameters()])
     for a, b, _ in loader:
@@ -638,7 +697,7 @@ def test_a_loss_that_the_model_computes(mode):
     assert torch.allclose(moved, expected, atol=0.05 * 2e-3)
 
 
-# -- what cannot be mapped -----------------------------------------------------------------------------------------------------------
+# -- what cannot be mapped -------------------------------------------------------------------------
 
 
 def test_a_model_that_cannot_be_mapped_is_tested_and_says_so(caplog):
@@ -652,12 +711,24 @@ def test_a_model_that_cannot_be_mapped_is_tested_and_says_so(caplog):
     with caplog.at_level(logging.WARNING, "torch_dpbayes"):
         _, optimizer, _ = make_private(net, torch.randn(7, 6), torch.randint(3, (7,)))
     assert optimizer.independence.startswith("tested on made-up records")
-    assert "module '1'" in optimizer.independence and "loss" in optimizer.independence and "module '1'" in caplog.text
+    assert (
+        "module '1'" in optimizer.independence
+        and "loss" in optimizer.independence
+        and "module '1'" in caplog.text
+    )
     with pytest.raises(ValueError, match="module '1'"):
-        make_private(nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3)), torch.randn(7, 6), torch.randint(3, (7,)), "isolated")
+        make_private(
+            nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3)),
+            torch.randn(7, 6),
+            torch.randint(3, (7,)),
+            "isolated",
+        )
     with pytest.raises(ValueError, match="loss="):
         make_private(
-            nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3)), torch.randn(7, 6), torch.randint(3, (7,)), loss=F.cross_entropy
+            nn.Sequential(nn.Linear(6, 6), Looks(), nn.Linear(6, 3)),
+            torch.randn(7, 6),
+            torch.randint(3, (7,)),
+            loss=F.cross_entropy,
         )
 
 
@@ -692,7 +763,9 @@ class CutsGradients(torch.autograd.Function):
 
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 def test_a_backward_pass_that_is_not_linear_sees_gradients_as_if_records_were_alone(mode):
-    """A mean loss hands every record a gradient divided by the number of records, which such a pass must not see."""
+    """A mean loss hands every record a gradient divided by the number of records, which such
+    a pass must not see.
+    """
     x, y = torch.randn(40, 6), torch.randint(3, (40,))
     first = Call(CutsGradients.apply)
     last = Call(CutsGradients.apply)
@@ -732,7 +805,11 @@ def test_empty_batches_give_noise_only(mode):
 def test_chunks_of_isolated_records_add_up(monkeypatch):
     from torch_dpbayes.clipping import isolated
 
-    net, x, y = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)), torch.randn(7, 6), torch.randint(3, (7,))
+    net, x, y = (
+        nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)),
+        torch.randn(7, 6),
+        torch.randint(3, (7,)),
+    )
     found = []
     for held in (2**24, 2 * sum(p.numel() for p in net.parameters())):
         monkeypatch.setattr(isolated, "_NUMBERS_HELD", held)
@@ -744,7 +821,10 @@ def test_chunks_of_isolated_records_add_up(monkeypatch):
 
 
 def test_nested_values_are_taken_apart_and_put_together():
-    value = ({"a": torch.ones(2), "b": [torch.zeros(2), 3, None]}, Output(torch.ones(1), torch.zeros(1)))
+    value = (
+        {"a": torch.ones(2), "b": [torch.zeros(2), 3, None]},
+        Output(torch.ones(1), torch.zeros(1)),
+    )
     nested = Nested(value)
     assert len(nested.tensors) == 4 and not nested.strangers
     again = nested.rebuilt([t + 1 for t in nested.tensors])
@@ -757,7 +837,11 @@ def test_nested_values_are_taken_apart_and_put_together():
 @pytest.mark.parametrize("name", MODELS)
 def test_the_clipped_sum_on_a_gpu(name):
     make, shape = MODELS[name]
-    net, x, y = make().cuda().double() if shape else make().cuda(), records(shape).cuda(), torch.randint(3, (7,)).cuda()
+    net, x, y = (
+        make().cuda().double() if shape else make().cuda(),
+        records(shape).cuda(),
+        torch.randint(3, (7,)).cuda(),
+    )
     x = x.double() if shape else x
     expected = truth(net, x, y, 0.3)
     for source in sources(net):

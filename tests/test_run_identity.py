@@ -1,4 +1,6 @@
-"""Whose releases a history holds: a run goes on only where its own are counted, whatever else is there."""
+"""Whose releases a history holds: a run goes on only where its own are counted, whatever else
+is there.
+"""
 
 import copy
 import json
@@ -73,7 +75,7 @@ def of_an_earlier_version(state):
     return state
 
 
-# --- other runs' releases never stand for this run's -----------------------------------------------------------------
+# --- other runs' releases never stand for this run's ----------------------------------------------
 
 
 @pytest.mark.parametrize("releases", [10, 25])
@@ -145,7 +147,9 @@ def test_a_copied_optimizer_is_charged_on_the_same_accountant(accountant):
     optimizer.load_state_dict(state)
     assert len(step(optimizer).accountant) == 6
     with pytest.raises(ValueError, match=REFUSED):
-        step(run_on(PrivacyAccountant()), 6).load_state_dict(saved(step(run_on(PrivacyAccountant()), 6)))
+        step(run_on(PrivacyAccountant()), 6).load_state_dict(
+            saved(step(run_on(PrivacyAccountant()), 6))
+        )
 
 
 def test_a_run_that_went_on_is_more_than_the_state_that_was_taken_over(accountant):
@@ -172,7 +176,7 @@ def test_two_branches_of_one_run_are_told_apart():
         run_on(accountant).load_state_dict(branches[1])
 
 
-# --- copies that cannot know of each other ---------------------------------------------------------------------------
+# --- copies that cannot know of each other --------------------------------------------------------
 
 
 def test_copies_in_memory_say_so_and_copies_with_a_ledger_are_counted(path, caplog):
@@ -202,7 +206,7 @@ def test_a_run_that_was_never_resumed_rests_on_nothing(accountant):
     assert step(optimizer).accountant.notes == ()
 
 
-# --- ledgers ---------------------------------------------------------------------------------------------------------
+# --- ledgers --------------------------------------------------------------------------------------
 
 
 def test_a_state_of_a_ledger_goes_on_with_that_file_only(path, tmp_path):
@@ -221,7 +225,9 @@ def test_a_state_of_a_ledger_goes_on_with_that_file_only(path, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 5, 20])
-def test_an_older_copy_of_a_ledger_is_refused_however_much_it_was_charged_since(path, tmp_path, steps):
+def test_an_older_copy_of_a_ledger_is_refused_however_much_it_was_charged_since(
+    path, tmp_path, steps
+):
     with PrivacyAccountant(path=path) as accountant:
         step(run_on(accountant), 3)
     shutil.copy(path, tmp_path / "backup.db")
@@ -249,7 +255,7 @@ def test_a_state_with_other_programs_charging_meanwhile(path):
     assert len(PrivacyAccountant(path=path)) == 20
 
 
-# --- what earlier versions wrote -------------------------------------------------------------------------------------
+# --- what earlier versions wrote ------------------------------------------------------------------
 
 
 def test_an_earlier_version_s_state_is_taken_over_by_an_empty_accountant_only(accountant):
@@ -282,7 +288,9 @@ def test_an_earlier_version_s_state_of_a_ledger_does_not_say_what_it_knows(path)
     with pytest.raises(ValueError, match=r"earlier version.*new optimizer"):
         optimizer.load_state_dict(of_an_earlier_version(saved(optimizer)))
     optimizer.load_state_dict(empty)
-    run_on(PrivacyAccountant()).load_state_dict(of_an_earlier_version(saved(run_on(PrivacyAccountant()))))
+    run_on(PrivacyAccountant()).load_state_dict(
+        of_an_earlier_version(saved(run_on(PrivacyAccountant())))
+    )
 
 
 def test_a_state_that_was_changed_is_refused():
@@ -302,7 +310,7 @@ def test_a_state_that_was_changed_is_refused():
         assert len(accountant) == 0
 
 
-# --- any sequence ----------------------------------------------------------------------------------------------------
+# --- any sequence ---------------------------------------------------------------------------------
 
 
 class Resuming(RuleBasedStateMachine):
@@ -386,7 +394,9 @@ class Resuming(RuleBasedStateMachine):
         return accountant
 
     def all_accountants(self):
-        return [value for value in self.names_to_values.values() if isinstance(value, PrivacyAccountant)]
+        return [
+            value for value in self.names_to_values.values() if isinstance(value, PrivacyAccountant)
+        ]
 
     @invariant()
     def every_release_counts_once(self):

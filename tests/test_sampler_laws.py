@@ -1,8 +1,11 @@
-"""What DP-SGHMC, DP-SGNHT and DP-SGFS sample, against closed forms; and that each published mistake would be seen.
+"""What DP-SGHMC, DP-SGNHT and DP-SGFS sample, against closed forms; and that each published mistake
+would be seen.
 
-Full batch and nothing clipped unless said otherwise. Replicas are coordinates of one parameter, so an estimate of a variance from R of them has a
-relative standard error of √(2/R). All tolerances are 5 of them, two-sided 6e-7 for each estimate, and there are about fifty of those. Where the law
-is exactly Gaussian, it is compared as a whole: Kolmogorov-Smirnov at 1e-6 for each of about thirty tests.
+Full batch and nothing clipped unless said otherwise. Replicas are coordinates of one parameter, so
+an estimate of a variance from R of them has a relative standard error of √(2/R). All tolerances are
+5 of them, two-sided 6e-7 for each estimate, and there are about fifty of those. Where the law is
+exactly Gaussian, it is compared as a whole: Kolmogorov-Smirnov at 1e-6 for each of about thirty
+tests.
 """
 
 import math
@@ -27,7 +30,9 @@ class GivenGradients(HooksGradientSource):
         super().__init__()
         self.sum_of_gradients, self.records = sum_of_gradients, records
 
-    def add_clipped_sum(self, named_parameters, max_grad_norm, out, *, scale=None, second_moment=None):
+    def add_clipped_sum(
+        self, named_parameters, max_grad_norm, out, *, scale=None, second_moment=None
+    ):
         for (_, p), o in zip(named_parameters, out):
             o.add_(self.sum_of_gradients(p).flatten())
         return self.records
@@ -36,8 +41,20 @@ class GivenGradients(HooksGradientSource):
         pass
 
 
-def sampled(kind, lr, *, curvatures=(1.0,), noise=1.0, temperature=1.0, steps=300, replicas=REPLICAS, **options):
-    """States after ``steps`` on U/N = Σ κ/2 θ², of shape (replicas, number of curvatures); ``noise`` in units of SGLD's own."""
+def sampled(
+    kind,
+    lr,
+    *,
+    curvatures=(1.0,),
+    noise=1.0,
+    temperature=1.0,
+    steps=300,
+    replicas=REPLICAS,
+    **options,
+):
+    """States after ``steps`` on U/N = Σ κ/2 θ², of shape (replicas, number of curvatures);
+    ``noise`` in units of SGLD's own.
+    """
     kappa = torch.tensor(curvatures, dtype=torch.float64)
     theta = nn.Parameter(torch.zeros(replicas, len(kappa), dtype=torch.float64))
     own = math.sqrt(2 * RECORDS * temperature / lr)  # z_L of SGLD at C = 1
@@ -67,25 +84,39 @@ def tolerance(number):
 
 
 def assert_normal(sample, variance):
-    """The whole law, N(0, variance), and its variance within five standard errors, at 40,000 replicas 3.5 %."""
+    """The whole law, N(0, variance), and its variance within five standard errors, at 40,000
+    replicas 3.5 %.
+    """
     assert abs(relative_error(sample, variance)) < tolerance(sample.numel())
-    assert scipy.stats.kstest(sample.flatten().numpy(), "norm", args=(0.0, math.sqrt(variance))).pvalue > 1e-6
+    assert (
+        scipy.stats.kstest(sample.flatten().numpy(), "norm", args=(0.0, math.sqrt(variance))).pvalue
+        > 1e-6
+    )
 
 
-# -- SGHMC ---------------------------------------------------------------------------------------------------------------------
+# -- SGHMC -----------------------------------------------------------------------------------------
 
 
 def assert_sghmc_law(kind, momentum, step, temperature=1.0, noise=None):
     """Theory: T/(κN) · 1/(1 − ηκ/(2(1+m)))."""
     own = math.sqrt(1 - momentum)
-    theta, optimizer = sampled(kind, step, noise=own if noise is None else noise * own, temperature=temperature, momentum=momentum)
+    theta, optimizer = sampled(
+        kind,
+        step,
+        noise=own if noise is None else noise * own,
+        temperature=temperature,
+        momentum=momentum,
+    )
     hotter = 1.0 if noise is None else noise**2
     assert optimizer.effective_temperature == pytest.approx(temperature * hotter)
     variance = temperature * hotter / RECORDS / (1 - step / (2 * (1 + momentum)))
     assert_normal(theta, variance)
 
 
-@pytest.mark.parametrize("momentum, step, temperature", [(0.0, 0.5, 1.0), (0.5, 0.5, 0.3), (0.9, 0.2, 1.0), (0.9, 1.5, 2.0)])
+@pytest.mark.parametrize(
+    "momentum, step, temperature",
+    [(0.0, 0.5, 1.0), (0.5, 0.5, 0.3), (0.9, 0.2, 1.0), (0.9, 1.5, 2.0)],
+)
 def test_sghmc_on_a_quadratic(momentum, step, temperature):
     assert_sghmc_law(DPSGHMC, momentum, step, temperature)
 
@@ -97,7 +128,8 @@ def test_sghmc_with_privacy_noise_above_its_own():
 def test_sghmc_noise_of_one_minus_m_squared_is_seen():
     class Published(DPSGHMC):
         def _group_langevin_noise_multiplier(self, group):
-            return super()._group_langevin_noise_multiplier(group) * math.sqrt(1 + self.momentum)  # 1 − m² for 2(1 − m), half too much
+            # 1 − m² for 2(1 − m), half too much
+            return super()._group_langevin_noise_multiplier(group) * math.sqrt(1 + self.momentum)
 
         def _group_temperature(self, group, noise_multiplier):
             return self.temperature
@@ -116,8 +148,12 @@ def test_matched_friction_holds_the_temperature(needed):
 
 
 def test_matched_friction_follows_the_step_size():
-    """Where η changes, velocities are rescaled: the law of θ is still right a few steps later, with b̂ = 0.02 far from relaxed."""
-    theta, optimizer = sampled(DPSGHMC, 0.02, noise=math.sqrt(0.02), momentum="matched", steps=2000, replicas=20_000)
+    """Where η changes, velocities are rescaled: the law of θ is still right a few steps
+    later, with b̂ = 0.02 far from relaxed.
+    """
+    theta, optimizer = sampled(
+        DPSGHMC, 0.02, noise=math.sqrt(0.02), momentum="matched", steps=2000, replicas=20_000
+    )
     optimizer.param_groups[0]["lr"] = 0.005
     velocity = optimizer.state[optimizer.param_groups[0]["params"][0]]["velocity"]
     assert float(velocity.square().mean()) * RECORDS / 0.02 == pytest.approx(1, abs=0.06)
@@ -141,11 +177,19 @@ def test_momentum_zero_is_sgld():
     assert sgld.langevin_noise_multiplier == pytest.approx(sghmc.langevin_noise_multiplier)
 
 
-# -- SGNHT ---------------------------------------------------------------------------------------------------------------------
+# -- SGNHT -----------------------------------------------------------------------------------------
 
 
 def sgnht(kind, needed, temperature=1.0, step=0.02, steps=1000, replicas=REPLICAS, momentum=0.99):
-    return sampled(kind, step, noise=math.sqrt(needed), temperature=temperature, momentum=momentum, steps=steps, replicas=replicas)
+    return sampled(
+        kind,
+        step,
+        noise=math.sqrt(needed),
+        temperature=temperature,
+        momentum=momentum,
+        steps=steps,
+        replicas=replicas,
+    )
 
 
 @pytest.mark.parametrize("needed, temperature", [(0.1, 1.0), (0.5, 0.3), (0.9, 1.0), (1.0, 2.0)])
@@ -157,7 +201,9 @@ def test_thermostat_holds_the_temperature_under_privacy_noise(needed, temperatur
 
 
 def test_friction_starts_where_it_is_needed():
-    _, optimizer = sampled(DPSGNHT, 0.02, noise=0.8, momentum=0.99, steps=1, replicas=10, thermostat_gain=1e-9)
+    _, optimizer = sampled(
+        DPSGNHT, 0.02, noise=0.8, momentum=0.99, steps=1, replicas=10, thermostat_gain=1e-9
+    )
     assert optimizer.friction == pytest.approx(0.64)
 
 
@@ -169,9 +215,13 @@ class EndStep(DPSGNHT):
         super()._update(parts)
         (part,) = parts
         velocity = self._kept(part, "velocity")[0]
-        kinetic = self.num_data * float(velocity.square().mean()) / (part.group["lr"] * self.temperature)
+        kinetic = (
+            self.num_data * float(velocity.square().mean()) / (part.group["lr"] * self.temperature)
+        )
         needed = self._needed_friction(part.group, part.noise_multiplier)
-        part.group["friction"] = (needed if before is None else before) + self.thermostat_gain * (kinetic - 1)
+        part.group["friction"] = (needed if before is None else before) + self.thermostat_gain * (
+            kinetic - 1
+        )
 
 
 def test_end_step_thermostat_is_seen():
@@ -181,7 +231,9 @@ def test_end_step_thermostat_is_seen():
 
 
 def test_thermostat_survives_a_start_far_from_the_posterior():
-    """30 posterior standard deviations away the drift's kinetic energy is a thousand times n: α must not leave the stable range."""
+    """30 posterior standard deviations away the drift's kinetic energy is a thousand times n:
+    α must not leave the stable range.
+    """
     x = torch.randn(1000, 10, dtype=torch.float64)
     y = x.sum(1)
     theta = nn.Parameter(torch.zeros(10, dtype=torch.float64))
@@ -194,14 +246,25 @@ def test_thermostat_survives_a_start_far_from_the_posterior():
 
 
 def test_thermostat_absorbs_isotropic_minibatch_noise():
-    """Noise that nobody declared, as large as the privacy noise: SGLD would sample 2T, the thermostat holds T."""
+    """Noise that nobody declared, as large as the privacy noise: SGLD would sample 2T, the
+    thermostat holds T.
+    """
     kappa, lr, replicas = 1.0, 0.02, 50_000
     theta = nn.Parameter(torch.zeros(replicas, dtype=torch.float64))
     z = 0.5 * math.sqrt(2 * RECORDS / lr)
     optimizer = DPSGNHT(
-        [theta], lr, num_data=RECORDS, expected_batch_size=RECORDS, max_grad_norm=1.0, prior_std=math.inf, noise_multiplier=z, momentum=0.99
+        [theta],
+        lr,
+        num_data=RECORDS,
+        expected_batch_size=RECORDS,
+        max_grad_norm=1.0,
+        prior_std=math.inf,
+        noise_multiplier=z,
+        momentum=0.99,
     )
-    optimizer._source = GivenGradients(lambda p: RECORDS * kappa * p + z * torch.randn_like(p), RECORDS)
+    optimizer._source = GivenGradients(
+        lambda p: RECORDS * kappa * p + z * torch.randn_like(p), RECORDS
+    )
     for _ in range(1500):
         optimizer.step()
     assert optimizer.friction == pytest.approx(2 * 0.25, rel=0.03)
@@ -213,9 +276,14 @@ def test_thermostat_of_several_groups():
     theta = [nn.Parameter(torch.zeros(40_000, dtype=torch.float64)) for _ in range(2)]
     lrs = (0.02, 0.01)
     optimizer = DPSGNHT(
-        [{"params": [p], "lr": lr} for p, lr in zip(theta, lrs)], 0.1, num_data=RECORDS, expected_batch_size=RECORDS, max_grad_norm=1.0,
-        prior_std=math.inf, momentum=0.7,
-    )  # fmt: skip
+        [{"params": [p], "lr": lr} for p, lr in zip(theta, lrs)],
+        0.1,
+        num_data=RECORDS,
+        expected_batch_size=RECORDS,
+        max_grad_norm=1.0,
+        prior_std=math.inf,
+        momentum=0.7,
+    )
     optimizer._source = GivenGradients(lambda p: RECORDS * p, RECORDS)
     for _ in range(1200):
         optimizer.step()
@@ -225,7 +293,7 @@ def test_thermostat_of_several_groups():
         assert_normal(p.detach(), 1 / RECORDS / (1 - lr / (2 * (2 - 0.3))))
 
 
-# -- SGFS ----------------------------------------------------------------------------------------------------------------------
+# -- SGFS ------------------------------------------------------------------------------------------
 
 
 def known_fisher(kind, information):
@@ -234,29 +302,50 @@ def known_fisher(kind, information):
     class Known(kind):
         def _update(self, parts):
             state = self.state[self._layout.parameters[0]]
-            state["fisher"], state["fisher_steps"], state["fisher_noise"] = information.clone(), 1, 0.0
+            state["fisher"], state["fisher_steps"], state["fisher_noise"] = (
+                information.clone(),
+                1,
+                0.0,
+            )
             super()._update(parts)
 
     return Known
 
 
 def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0, scale=None):
-    """Relative errors of the variance in three coordinates, records ±1/√κ so that the Fisher information is κ; real Poisson batches."""
+    """Relative errors of the variance in three coordinates, records ±1/√κ so that the Fisher
+    information is κ; real Poisson batches.
+    """
     kappa = torch.tensor([0.25, 1.0, 4.0], dtype=torch.float64).repeat(replicas, 1)
     prior_precision = records * 0.5
     theta = nn.Parameter(torch.zeros_like(kappa))
     batch = rate * records
-    clip = math.sqrt(records) * rate  # z = 1 puts the privacy noise at the curvature of the posterior
+    # z = 1 puts the privacy noise at the curvature of the posterior
+    clip = math.sqrt(records) * rate
     unit = kappa.flatten() if scale is None else kappa.flatten() / scale**2
     optimizer = known_fisher(kind, unit)(
-        [theta], 1.0, num_data=records, expected_batch_size=batch, max_grad_norm=clip, noise_multiplier=1.0, temperature=temperature,
-        prior_std=1 / math.sqrt(prior_precision), sampling="poisson", fisher="diagonal", fisher_share=1e6,
-        sensitivity_scale=None if scale is None else scale * torch.ones(kappa.numel(), dtype=torch.float64),
-    )  # fmt: skip
+        [theta],
+        1.0,
+        num_data=records,
+        expected_batch_size=batch,
+        max_grad_norm=clip,
+        noise_multiplier=1.0,
+        temperature=temperature,
+        prior_std=1 / math.sqrt(prior_precision),
+        sampling="poisson",
+        fisher="diagonal",
+        fisher_share=1e6,
+        sensitivity_scale=(
+            None if scale is None else scale * torch.ones(kappa.numel(), dtype=torch.float64)
+        ),
+    )
     half = torch.full_like(kappa, records / 2)
 
     def poisson_sum(p):
-        above, below = torch.binomial(half, half.new_tensor(rate)), torch.binomial(half, half.new_tensor(rate))
+        above, below = (
+            torch.binomial(half, half.new_tensor(rate)),
+            torch.binomial(half, half.new_tensor(rate)),
+        )
         total = kappa * ((above + below) * p.detach() - (above - below) / kappa.sqrt())
         return total if scale is None else total / scale
 
@@ -265,15 +354,26 @@ def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0,
     contractions = []
     for curvature in (0.25, 1.0, 4.0):
         weight = temperature * (curvature + 0.5)
-        contractions.append(abs(1 - 2 * weight / (weight + (1 - rate) / rate * curvature + (1 if scale is None else scale**2))))
+        contractions.append(
+            abs(
+                1
+                - 2
+                * weight
+                / (weight + (1 - rate) / rate * curvature + (1 if scale is None else scale**2))
+            )
+        )
     for _ in range(5 + math.ceil(4 / -math.log(max(contractions)))):
         optimizer.step()
     exact = temperature / (records * kappa[0] + prior_precision)
     whitened = theta.detach() / exact.sqrt()
-    return [relative_error(column, 1.0) for column in whitened.T], [scipy.stats.kstest(column.numpy(), "norm").pvalue for column in whitened.T]
+    return [relative_error(column, 1.0) for column in whitened.T], [
+        scipy.stats.kstest(column.numpy(), "norm").pvalue for column in whitened.T
+    ]
 
 
-@pytest.mark.parametrize("rate, temperature", [(0.05, 1.0), (0.3, 1.0), (1.0, 1.0), (0.3, 0.5), (1.0, 3.0)])
+@pytest.mark.parametrize(
+    "rate, temperature", [(0.05, 1.0), (0.3, 1.0), (1.0, 1.0), (0.3, 0.5), (1.0, 3.0)]
+)
 def test_fisher_scoring_samples_the_posterior_covariance(rate, temperature):
     errors, pvalues = sgfs_diagonal(DPSGFS, rate, temperature=temperature)
     assert max(map(abs, errors)) < tolerance(20_000), errors
@@ -328,10 +428,15 @@ def correlated(dimension):
 
 
 def test_one_full_step_is_the_formula():
-    """θ − 2T(T·A + K)⁻¹Nĝ with two groups, a non-flat prior and a triangular F, computed the long way round."""
+    """θ − 2T(T·A + K)⁻¹Nĝ with two groups, a non-flat prior and a triangular F, computed the
+    long way round.
+    """
     dimension, records, rate, temperature = 5, 300, 0.2, 0.7
     information = correlated(dimension)
-    theta = [nn.Parameter(torch.randn(2, dtype=torch.float64)), nn.Parameter(torch.randn(3, dtype=torch.float64))]
+    theta = [
+        nn.Parameter(torch.randn(2, dtype=torch.float64)),
+        nn.Parameter(torch.randn(3, dtype=torch.float64)),
+    ]
     before = torch.cat([p.detach().clone() for p in theta])
     scale = torch.randn(dimension, dimension, dtype=torch.float64)
     stds, lrs, clip = (0.3, 0.05), (0.1, 0.4), 3.0
@@ -339,9 +444,15 @@ def test_one_full_step_is_the_formula():
     inside = torch.linalg.solve(units, torch.linalg.solve(units, information).T)
     optimizer = known_fisher(DPSGFS, inside)(
         [{"params": [p], "lr": lr, "prior_std": std} for p, lr, std in zip(theta, lrs, stds)],
-        1.0, num_data=records, expected_batch_size=rate * records, max_grad_norm=clip, temperature=temperature, sampling="poisson",
-        fisher_share=1e9, sensitivity_scale=scale,
-    )  # fmt: skip
+        1.0,
+        num_data=records,
+        expected_batch_size=rate * records,
+        max_grad_norm=clip,
+        temperature=temperature,
+        sampling="poisson",
+        fisher_share=1e9,
+        sensitivity_scale=scale,
+    )
     released = []
     add_noise = optimizer._add_noise
 
@@ -355,59 +466,87 @@ def test_one_full_step_is_the_formula():
     optimizer.step()
     wanted = [60 / clip * math.sqrt(2 * temperature / (lr * records)) for lr in lrs]
     z = torch.tensor(wanted, dtype=torch.float64).repeat_interleave(torch.tensor([2, 3]))
-    precision = torch.tensor(stds, dtype=torch.float64).repeat_interleave(torch.tensor([2, 3])) ** -2
+    precision = (
+        torch.tensor(stds, dtype=torch.float64).repeat_interleave(torch.tensor([2, 3])) ** -2
+    )
     posterior = records * information + torch.diag(precision)
     noise = units @ torch.diag((z * clip / rate) ** 2) @ units.T
     covariance = (1 - rate) / rate * records * information + noise
     gradient = records * released[0] + precision * before
-    expected = before - 2 * temperature * torch.linalg.solve(temperature * posterior + covariance, gradient)
-    torch.testing.assert_close(torch.cat([p.detach() for p in theta]), expected, rtol=1e-6, atol=1e-9)
+    expected = before - 2 * temperature * torch.linalg.solve(
+        temperature * posterior + covariance, gradient
+    )
+    torch.testing.assert_close(
+        torch.cat([p.detach() for p in theta]), expected, rtol=1e-6, atol=1e-9
+    )
 
 
 def test_stationary_covariance_by_the_lyapunov_equation():
-    """With this step T·A⁻¹ solves Σ = (I − PA)Σ(I − PA)ᵀ + PKPᵀ exactly, for correlated A and any noise; with K left at (1+q)/q it does not."""
+    """With this step T·A⁻¹ solves Σ = (I − PA)Σ(I − PA)ᵀ + PKPᵀ exactly, for correlated A and
+    any noise; with K left at (1+q)/q it does not.
+    """
     for rate in (0.05, 0.4, 1.0):
         for temperature in (0.5, 2.0):
             posterior = 100 * correlated(6) + 30 * torch.eye(6, dtype=torch.float64)
-            covariance = (1 - rate) / rate * 100 * correlated(6) + 250 * torch.eye(6, dtype=torch.float64)
+            covariance = (1 - rate) / rate * 100 * correlated(6) + 250 * torch.eye(
+                6, dtype=torch.float64
+            )
             step = 2 * temperature * torch.linalg.inv(temperature * posterior + covariance)
             drift = torch.eye(6, dtype=torch.float64) - step @ posterior
             stationary = temperature * torch.linalg.inv(posterior)
-            torch.testing.assert_close(drift @ stationary @ drift.T + step @ covariance @ step.T, stationary)
+            torch.testing.assert_close(
+                drift @ stationary @ drift.T + step @ covariance @ step.T, stationary
+            )
 
 
 def fisher_scoring_chain(kind, steps, *, dimension=3, records=2000, z=3.0, **options):
-    """Covariance ratios along the principal axes of the posterior, from one chain on real per-record gradients of a Gaussian mean."""
+    """Covariance ratios along the principal axes of the posterior, from one chain on real
+    per-record gradients of a Gaussian mean.
+    """
     curvature = correlated(dimension)
     x = torch.randn(records, dimension, dtype=torch.float64)
     x -= x.mean(0)
-    x = torch.linalg.solve_triangular(torch.linalg.cholesky(x.T @ x / records), x.T, upper=False).T  # covariance exactly I
+    # covariance exactly I
+    x = torch.linalg.solve_triangular(torch.linalg.cholesky(x.T @ x / records), x.T, upper=False).T
     x = x @ torch.linalg.cholesky(torch.linalg.inv(curvature)).T
     clip = 1.2 * float((x @ curvature).norm(dim=1).max())
     theta = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
     optimizer = kind(
-        [theta], 1e4, num_data=records, expected_batch_size=records, max_grad_norm=clip, noise_multiplier=z, prior_std=0.03, **options
-    )  # fmt: skip
+        [theta],
+        1e4,
+        num_data=records,
+        expected_batch_size=records,
+        max_grad_norm=clip,
+        noise_multiplier=z,
+        prior_std=0.03,
+        **options,
+    )
     samples = []
     for _ in range(steps):
         theta.grad_sample = (theta.detach() - x) @ curvature
         optimizer.step()
         samples.append(theta.detach().clone())
     sample = torch.stack(samples[steps // 5 :])
-    values, vectors = torch.linalg.eigh(records * curvature + torch.eye(dimension, dtype=torch.float64) / 0.03**2)
+    values, vectors = torch.linalg.eigh(
+        records * curvature + torch.eye(dimension, dtype=torch.float64) / 0.03**2
+    )
     whitened = (sample @ vectors) * values.sqrt()
     return whitened.square().mean(0), whitened
 
 
 def effective_size(chain):
-    """Of an autoregressive chain's squares, from the first autocorrelation of each column: the smallest."""
+    """Of an autoregressive chain's squares, from the first autocorrelation of each column:
+    the smallest.
+    """
     centred = chain.square() - chain.square().mean(0)
     correlation = ((centred[1:] * centred[:-1]).mean(0) / centred.square().mean(0)).clamp(min=0)
     return len(chain) * float(((1 - correlation) / (1 + correlation)).min())
 
 
 def test_fisher_scoring_with_its_own_noisy_estimate():
-    """Covariance within 10 % of the posterior's once the estimate has settled, at privacy noise well above what the gradient is worth."""
+    """Covariance within 10 % of the posterior's once the estimate has settled, at privacy
+    noise well above what the gradient is worth.
+    """
     ratios, chain = fisher_scoring_chain(DPSGFS, 6000)
     assert float((ratios - 1).abs().max()) < 0.1 + tolerance(effective_size(chain))
 
@@ -434,8 +573,15 @@ def assert_fisher_noise(kind):
     dimension, z, clip, share = 40, 0.7, 1.5, 0.25
     theta = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
     optimizer = kind(
-        [theta], 1e9, num_data=10, expected_batch_size=10, max_grad_norm=clip, noise_multiplier=z, fisher_share=share, fisher_decay=0.0
-    )  # fmt: skip
+        [theta],
+        1e9,
+        num_data=10,
+        expected_batch_size=10,
+        max_grad_norm=clip,
+        noise_multiplier=z,
+        fisher_share=share,
+        fisher_decay=0.0,
+    )
     sums = []
     for step in range(30):
         theta.grad_sample = torch.zeros(10, dimension, dtype=torch.float64)
@@ -460,10 +606,20 @@ def test_a_fisher_noise_without_symmetry_is_seen():
 
 
 def test_the_fisher_estimate_starts_at_its_largest():
-    """Î of the first step is C²·I: the first step is θ − 2T(T·A + K)⁻¹Nĝ with it, and the estimate forgets it as 1/(t+2)."""
+    """Î of the first step is C²·I: the first step is θ − 2T(T·A + K)⁻¹Nĝ with it, and the
+    estimate forgets it as 1/(t+2).
+    """
     clip, records = 0.8, 50
     theta = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    optimizer = DPSGFS([theta], 0.1, num_data=records, expected_batch_size=records, max_grad_norm=clip, noise_multiplier=0.5, prior_std=math.inf)
+    optimizer = DPSGFS(
+        [theta],
+        0.1,
+        num_data=records,
+        expected_batch_size=records,
+        max_grad_norm=clip,
+        noise_multiplier=0.5,
+        prior_std=math.inf,
+    )
     optimizer._add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
     gradient = torch.full((records, 3), 0.1, dtype=torch.float64)
     theta.grad_sample = gradient
@@ -471,42 +627,76 @@ def test_the_fisher_estimate_starts_at_its_largest():
     optimizer.step()
     expected = -2 * records * 0.1 / (records * clip**2 + (z * clip) ** 2)
     torch.testing.assert_close(theta.detach(), torch.full_like(theta, expected))
-    moment, identity = torch.full((3, 3), 0.01, dtype=torch.float64), torch.eye(3, dtype=torch.float64)
+    moment, identity = (
+        torch.full((3, 3), 0.01, dtype=torch.float64),
+        torch.eye(3, dtype=torch.float64),
+    )
     torch.testing.assert_close(optimizer.state[theta]["fisher"], (clip**2 * identity + moment) / 2)
     theta.grad_sample = gradient
     optimizer.step()
-    torch.testing.assert_close(optimizer.state[theta]["fisher"], (clip**2 * identity + 2 * moment) / 3)
+    torch.testing.assert_close(
+        optimizer.state[theta]["fisher"], (clip**2 * identity + 2 * moment) / 3
+    )
 
 
 @pytest.mark.parametrize("fisher", ["full", "diagonal"])
 def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
-    """Eigenvalues below s√(2d), entries below s√2, are raised to it; s² follows the average: s² ← (1−β)²s² + β²(σ_F/B)²."""
+    """Eigenvalues below s√(2d), entries below s√2, are raised to it; s² follows the average:
+    s² ← (1−β)²s² + β²(σ_F/B)².
+    """
     dimension, records, clip, share, beta = 3, 50, 0.8, 0.5, 0.125
     theta = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
     optimizer = DPSGFS(
-        [theta], 0.1, num_data=records, expected_batch_size=records, max_grad_norm=clip, noise_multiplier=0.5, prior_std=math.inf, fisher=fisher,
-        fisher_share=share, fisher_decay=1 - beta,
-    )  # fmt: skip
+        [theta],
+        0.1,
+        num_data=records,
+        expected_batch_size=records,
+        max_grad_norm=clip,
+        noise_multiplier=0.5,
+        prior_std=math.inf,
+        fisher=fisher,
+        fisher_share=share,
+        fisher_decay=1 - beta,
+    )
     optimizer._add_noise = lambda layout, smallest, stream: layout.buffer.div_(records)
     left = 0.01
     level = left * math.sqrt(2 * dimension if fisher == "full" else 2)
     values = torch.tensor([-1.0, 0.5 * level, 3 * level], dtype=torch.float64)
-    rotation = torch.linalg.qr(torch.randn(dimension, dimension, dtype=torch.float64))[0] if fisher == "full" else torch.eye(3, dtype=torch.float64)
+    rotation = (
+        torch.linalg.qr(torch.randn(dimension, dimension, dtype=torch.float64))[0]
+        if fisher == "full"
+        else torch.eye(3, dtype=torch.float64)
+    )
     estimate = (rotation * values) @ rotation.T
-    state = {"fisher": estimate if fisher == "full" else values, "fisher_steps": 1000, "fisher_noise": left**2}
-    optimizer.state[theta].update({name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()})
+    state = {
+        "fisher": estimate if fisher == "full" else values,
+        "fisher_steps": 1000,
+        "fisher_noise": left**2,
+    }
+    optimizer.state[theta].update(
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
+    )
     theta.grad_sample = torch.full((records, dimension), 0.1, dtype=torch.float64)
     z = optimizer.effective_noise_multiplier
     optimizer.step()
     raised = (rotation / (records * values.clamp(min=level) + (z * clip) ** 2)) @ rotation.T
-    torch.testing.assert_close(theta.detach(), -2 * records * raised @ torch.full((dimension,), 0.1, dtype=torch.float64))
+    torch.testing.assert_close(
+        theta.detach(), -2 * records * raised @ torch.full((dimension,), 0.1, dtype=torch.float64)
+    )
     added = (z * clip**2 / math.sqrt(share) / records) ** 2
-    assert optimizer.state[theta]["fisher_noise"] == pytest.approx((1 - beta) ** 2 * left**2 + beta**2 * added)
+    assert optimizer.state[theta]["fisher_noise"] == pytest.approx(
+        (1 - beta) ** 2 * left**2 + beta**2 * added
+    )
 
 
 @pytest.mark.slow
 def test_the_floor_does_not_cool_the_samples():
-    """Where the noise of one M is four times the Fisher information. A floor there samples .66 of the variance."""
+    """Where the noise of one M is four times the Fisher information. A floor there samples
+    .66 of the variance.
+    """
     dimension, records, steps = 5, 1000, 20_000
     x = torch.randn(records, dimension, dtype=torch.float64)
     x *= math.sqrt(dimension) / x.norm(dim=1, keepdim=True)
@@ -514,14 +704,23 @@ def test_the_floor_does_not_cool_the_samples():
     curvature = x.T @ x
     mode = torch.linalg.solve(curvature, x.T @ y)
     theta = nn.Parameter(mode.clone())
-    optimizer = DPSGFS([theta], 0.3, num_data=records, expected_batch_size=records, max_grad_norm=12.0, prior_std=math.inf)
+    optimizer = DPSGFS(
+        [theta],
+        0.3,
+        num_data=records,
+        expected_batch_size=records,
+        max_grad_norm=12.0,
+        prior_std=math.inf,
+    )
     chain = torch.empty(steps, dimension, dtype=torch.float64)
     for t in range(steps):
         theta.grad_sample = x * (x @ theta.detach() - y)[:, None]
         optimizer.step()
         chain[t] = theta.detach() - mode
     whitened = chain[2000:] @ torch.linalg.cholesky(curvature)
-    assert abs(relative_error(whitened, 1.0)) < tolerance(dimension * effective_size(whitened)) < 0.2
+    assert (
+        abs(relative_error(whitened, 1.0)) < tolerance(dimension * effective_size(whitened)) < 0.2
+    )
 
 
 def test_fisher_scoring_at_small_lr_is_sgld():
@@ -530,7 +729,9 @@ def test_fisher_scoring_at_small_lr_is_sgld():
     moved = []
     for kind in (DPSGLD, DPSGFS):
         theta = nn.Parameter(torch.ones(4, dtype=torch.float64))
-        optimizer = kind([theta], lr, num_data=records, expected_batch_size=records, max_grad_norm=1.0)
+        optimizer = kind(
+            [theta], lr, num_data=records, expected_batch_size=records, max_grad_norm=1.0
+        )
         optimizer._add_noise = lambda layout, smallest, stream: layout.gradient.div_(records)
         theta.grad_sample = torch.full((records, 4), 0.25, dtype=torch.float64)
         optimizer.step()
@@ -539,41 +740,70 @@ def test_fisher_scoring_at_small_lr_is_sgld():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, momentum", [(DPSGLD, 0.0), (DPSGHMC, 0.9), (DPSGHMC, "matched"), (DPSGNHT, 0.7)])
+@pytest.mark.parametrize(
+    "kind, momentum", [(DPSGLD, 0.0), (DPSGHMC, 0.9), (DPSGHMC, "matched"), (DPSGNHT, 0.7)]
+)
 @pytest.mark.parametrize("dimension, condition", [(1, 1.0), (10, 10.0), (100, 100.0)])
-def test_up_to_a_hundred_dimensions_and_condition_number_hundred(kind, momentum, dimension, condition):
-    """Every variance is the closed form's, at a resolution where 5 standard errors are 2.99 %; curvatures 1/condition to 1."""
+def test_up_to_a_hundred_dimensions_and_condition_number_hundred(
+    kind, momentum, dimension, condition
+):
+    """Every variance is the closed form's, at a resolution where 5 standard errors are 2.99
+    %; curvatures 1/condition to 1.
+    """
     curvatures = torch.logspace(-math.log10(condition), 0, dimension, dtype=torch.float64)
     lr, replicas = 0.5, 56_000
     left = 0.7 if momentum == "matched" else momentum  # 1 - friction
     options = {} if kind is DPSGLD else {"momentum": momentum}
-    steps = (600 if kind is DPSGNHT else 50) + math.ceil(3.5 * condition * (1 - left) / lr)  # α settles in a few 1/gain
-    theta, _ = sampled(kind, lr, curvatures=curvatures.tolist(), noise=math.sqrt(1 - left), steps=steps, replicas=replicas, **options)
+    # α settles in a few 1/gain
+    steps = (600 if kind is DPSGNHT else 50) + math.ceil(3.5 * condition * (1 - left) / lr)
+    theta, _ = sampled(
+        kind,
+        lr,
+        curvatures=curvatures.tolist(),
+        noise=math.sqrt(1 - left),
+        steps=steps,
+        replicas=replicas,
+        **options,
+    )
     exact = 1 / (curvatures * RECORDS) / (1 - lr * curvatures / (2 * (1 + left)))
     errors = theta.square().mean(0) / exact - 1
     error = math.sqrt(2 / replicas)
-    print(f"{kind.__name__} {momentum} d = {dimension}, condition {condition:g}: largest error {float(errors.abs().max()):.4f} +- {error:.4f}")
+    print(
+        f"{kind.__name__} {momentum} d = {dimension}, condition {condition:g}: largest error"
+        f" {float(errors.abs().max()):.4f} +- {error:.4f}"
+    )
     assert float(errors.abs().max()) < SIGMAS * error < 0.03
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.05, 0.3, 1.0])
 def test_full_fisher_scoring_samples_the_posterior_covariance(rate):
-    """Correlated posterior, true Fisher information, a prior as strong as a fifth of the data, real Poisson batches: covariance within 5 %."""
+    """Correlated posterior, true Fisher information, a prior as strong as a fifth of the
+    data, real Poisson batches: covariance within 5 %.
+    """
     dimension, records, steps = 4, 400, 120_000
     information = correlated(dimension)
     root = torch.linalg.cholesky(information)
     x = torch.randn(records, dimension, dtype=torch.float64)
     x -= x.mean(0)
-    x = torch.linalg.solve_triangular(torch.linalg.cholesky(x.T @ x / records), x.T, upper=False).T  # Σ xxᵀ = N·I
+    # Σ xxᵀ = N·I
+    x = torch.linalg.solve_triangular(torch.linalg.cholesky(x.T @ x / records), x.T, upper=False).T
     pull = x @ torch.linalg.inv(root)  # records' means, which spread by the inverse information
     precision = records * 0.2
     theta = nn.Parameter(torch.zeros(dimension, dtype=torch.float64))
-    clip = math.sqrt(records) * rate  # z = 1 puts the privacy noise at the curvature of the posterior
+    # z = 1 puts the privacy noise at the curvature of the posterior
+    clip = math.sqrt(records) * rate
     optimizer = known_fisher(DPSGFS, information)(
-        [theta], 2 * rate**2 * records / clip**2, num_data=records, expected_batch_size=rate * records, max_grad_norm=clip, noise_multiplier=1.0,
-        prior_std=precision**-0.5, sampling="poisson", fisher_share=1e9,
-    )  # fmt: skip
+        [theta],
+        2 * rate**2 * records / clip**2,
+        num_data=records,
+        expected_batch_size=rate * records,
+        max_grad_norm=clip,
+        noise_multiplier=1.0,
+        prior_std=precision**-0.5,
+        sampling="poisson",
+        fisher_share=1e9,
+    )
 
     def poisson_sum(p):
         chosen = pull[torch.rand(records, dtype=torch.float64) < rate]
@@ -584,11 +814,16 @@ def test_full_fisher_scoring_samples_the_posterior_covariance(rate):
     for t in range(steps):
         optimizer.step()
         chain[t] = theta.detach()
-    values, vectors = torch.linalg.eigh(records * information + precision * torch.eye(dimension, dtype=torch.float64))
+    values, vectors = torch.linalg.eigh(
+        records * information + precision * torch.eye(dimension, dtype=torch.float64)
+    )
     whitened = (chain[1000:] @ vectors) * values.sqrt()
     covariance = whitened.T @ whitened / len(whitened)
     error = math.sqrt(2 / effective_size(whitened))
-    print(f"q = {rate}: largest entry of whitened covariance - I {float((covariance - torch.eye(dimension)).abs().max()):.4f} +- {error:.4f}")
+    print(
+        f"q = {rate}: largest entry of whitened covariance - I"
+        f" {float((covariance - torch.eye(dimension)).abs().max()):.4f} +- {error:.4f}"
+    )
     assert float((covariance - torch.eye(dimension)).abs().max()) < 0.05
     assert 4 * error < 0.05
 

@@ -1,4 +1,6 @@
-"""What all four samplers share: charges, reports, groups, schedules, resumption, split batches, dtypes, bad input."""
+"""What all four samplers share: charges, reports, groups, schedules, resumption, split
+batches, dtypes, bad input.
+"""
 
 import copy
 import io
@@ -34,13 +36,23 @@ every_sampler = pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS.
 
 def built(make, shapes=((3,), (2, 2)), dtype=torch.float64, **options):
     parameters = [nn.Parameter(0.1 * torch.randn(shape, dtype=dtype)) for shape in shapes]
-    options = {"num_data": 40, "expected_batch_size": 10, "max_grad_norm": 0.5, "sampling": "poisson", **options}
+    options = {
+        "num_data": 40,
+        "expected_batch_size": 10,
+        "max_grad_norm": 0.5,
+        "sampling": "poisson",
+        **options,
+    }
     return make(parameters, options.pop("lr", 0.01), **options), parameters
 
 
 def fill(parameters, records=10, value=None):
     for p in parameters:
-        p.grad_sample = torch.randn(records, *p.shape, dtype=p.dtype) if value is None else torch.full((records, *p.shape), value, dtype=p.dtype)
+        p.grad_sample = (
+            torch.randn(records, *p.shape, dtype=p.dtype)
+            if value is None
+            else torch.full((records, *p.shape), value, dtype=p.dtype)
+        )
 
 
 def private_model(make, *, batch=8, records=64, accountant=None, seed=None, noise_multiplier=1.0):
@@ -48,13 +60,21 @@ def private_model(make, *, batch=8, records=64, accountant=None, seed=None, nois
         return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
 
     data = TensorDataset(torch.randn(records, 4), torch.randint(3, (records,)))
-    loader = DataLoader(data, batch_size=batch, generator=None if seed is None else torch.Generator().manual_seed(seed))
+    loader = DataLoader(
+        data,
+        batch_size=batch,
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
+    )
     if seed is not None:
         make = partial(make, generator=torch.Generator().manual_seed(seed + 1))
     engine = dpb.PrivacyEngine(accountant)
     return engine.make_private(
-        module=net(), optimizer=partial(make, lr=0.05), data_loader=loader, max_grad_norm=1.0, noise_multiplier=noise_multiplier
-    )  # fmt: skip
+        module=net(),
+        optimizer=partial(make, lr=0.05),
+        data_loader=loader,
+        max_grad_norm=1.0,
+        noise_multiplier=noise_multiplier,
+    )
 
 
 def train(net, optimizer, loader, epochs=1):
@@ -65,7 +85,7 @@ def train(net, optimizer, loader, epochs=1):
             optimizer.step()
 
 
-# -- the charge and the noise ------------------------------------------------------------------------------------------------------
+# -- the charge and the noise ----------------------------------------------------------------------
 
 
 @every_sampler
@@ -78,11 +98,19 @@ def train(net, optimizer, loader, epochs=1):
 )
 @pytest.mark.filterwarnings("ignore:steps are charged at sensitivity 2C:UserWarning")
 def test_the_charge_is_the_noise_that_was_added(make, batches, neighboring):
-    """Measured: the standard deviation of S, and of M where there is one, against the event in the accountant."""
+    """Measured: the standard deviation of S, and of M where there is one, against the event
+    in the accountant.
+    """
     size, clip, z = 60, 0.5, 1.5
-    options = {"expected_batch_size": 40} if batches == "full" else {"sampling": None if batches == "unspecified" else batches}
+    options = (
+        {"expected_batch_size": 40}
+        if batches == "full"
+        else {"sampling": None if batches == "unspecified" else batches}
+    )
     accountant = dpb.PrivacyAccountant(neighboring=neighboring)
-    optimizer, (p,) = built(make, shapes=((size,),), noise_multiplier=z, lr=0.2, accountant=accountant, **options)
+    optimizer, (p,) = built(
+        make, shapes=((size,),), noise_multiplier=z, lr=0.2, accountant=accountant, **options
+    )
     wanted = optimizer.effective_noise_multiplier
     batch = optimizer.expected_batch_size
     noise = {"gradient": [], "moment": []}
@@ -108,8 +136,12 @@ def test_the_charge_is_the_noise_that_was_added(make, batches, neighboring):
     if len(moment):
         share = (measured / float(moment.square().mean().sqrt())) ** 2
         assert share == pytest.approx(0.5, rel=3 * tolerance)
-        # C and C² together under add or remove; 2C and at most √2·C², never both at once, for a swap
-        swap = (neighboring == "replace_one" and batches == "full") or batches in ("unspecified", "recordwise")
+        # C and C² together under add or remove; 2C and at most √2·C², never both at once, for a
+        # swap
+        swap = (neighboring == "replace_one" and batches == "full") or batches in (
+            "unspecified",
+            "recordwise",
+        )
         inverse_square *= 1.0 if swap else 1 + share
     charged = event.event if batches == "poisson" else event
     expected = {
@@ -127,28 +159,48 @@ def test_batches_of_which_nothing_is_known_are_refused_under_add_or_remove(make)
     optimizer, (p,) = built(make, shapes=((3,),), noise_multiplier=1.0, sampling=None)
     before = p.detach().clone()
     fill([p], records=10, value=1.0)
-    with pytest.raises(ValueError, match=r"make_private.*neighboring=\"replace_one\".*sampling=\"recordwise\""):
+    with pytest.raises(
+        ValueError, match=r"make_private.*neighboring=\"replace_one\".*sampling=\"recordwise\""
+    ):
         optimizer.step()
     assert len(optimizer.accountant) == 0 and torch.equal(p, before)
 
 
 def a_matrix(size):
-    return torch.randn(size, size, dtype=torch.float64).tril(-1) * 0.2 + torch.diag(torch.rand(size, dtype=torch.float64) + 0.5)
+    return torch.randn(size, size, dtype=torch.float64).tril(-1) * 0.2 + torch.diag(
+        torch.rand(size, dtype=torch.float64) + 0.5
+    )
 
 
 @pytest.mark.parametrize("share", [0.2, 2.0])
-@pytest.mark.parametrize("fisher, scale", [("full", None), ("full", "vector"), ("full", "matrix"), ("diagonal", "vector")])
+@pytest.mark.parametrize(
+    "fisher, scale",
+    [("full", None), ("full", "vector"), ("full", "matrix"), ("diagonal", "vector")],
+)
 def test_the_charge_of_fisher_scoring_with_groups_and_a_scale(share, fisher, scale):
-    """One record moves (S, M) by C and C² in units of F; the noise, measured in those units, is what the event says: smallest z of the groups."""
+    """One record moves (S, M) by C and C² in units of F; the noise, measured in those units,
+    is what the event says: smallest z of the groups.
+    """
     size, clip, records, steps = 40, 0.5, 40, 150
     ones = torch.eye(size, dtype=torch.float64)
-    units = {None: ones, "vector": torch.diag(torch.rand(size, dtype=torch.float64) + 0.1), "matrix": a_matrix(size)}[scale]
+    units = {
+        None: ones,
+        "vector": torch.diag(torch.rand(size, dtype=torch.float64) + 0.1),
+        "matrix": a_matrix(size),
+    }[scale]
     parameters = [nn.Parameter(torch.zeros(size // 2, dtype=torch.float64)) for _ in range(2)]
     optimizer = DPSGFS(
-        [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.2, 0.05))], 1.0, num_data=records, expected_batch_size=10, max_grad_norm=clip,
-        sampling="poisson", prior_std=math.inf, fisher=fisher, fisher_share=share,
+        [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.2, 0.05))],
+        1.0,
+        num_data=records,
+        expected_batch_size=10,
+        max_grad_norm=clip,
+        sampling="poisson",
+        prior_std=math.inf,
+        fisher=fisher,
+        fisher_share=share,
         sensitivity_scale={None: None, "vector": units.diagonal(), "matrix": units}[scale],
-    )  # fmt: skip
+    )
     moved, noise = [], {"gradient": [], "moment": []}
     add_noise = optimizer._add_noise
 
@@ -165,22 +217,35 @@ def test_the_charge_of_fisher_scoring_with_groups_and_a_scale(share, fisher, sca
         optimizer.step()
     for norms in moved:
         assert norms[0] == pytest.approx(clip, rel=1e-9)
-        assert norms[1] <= clip**2 * (1 + 1e-9) if fisher == "diagonal" else norms[1] == pytest.approx(clip**2, rel=1e-9)
+        assert (
+            norms[1] <= clip**2 * (1 + 1e-9)
+            if fisher == "diagonal"
+            else norms[1] == pytest.approx(clip**2, rel=1e-9)
+        )
     first, second = torch.stack(noise["gradient"]).split(size // 2, dim=1)
-    assert float((second.square().mean() / first.square().mean()).sqrt()) == pytest.approx(2.0, rel=10 / math.sqrt(2 * first.numel()))
+    assert float((second.square().mean() / first.square().mean()).sqrt()) == pytest.approx(
+        2.0, rel=10 / math.sqrt(2 * first.numel())
+    )
     moment = torch.cat(noise["moment"])
     inverse_square = 1 / float(first.square().mean()) + 1 / float(moment.square().mean())
     ((event, count, _, _),) = optimizer.accountant.history
     assert count == steps
-    assert event.event.noise_multiplier**-2 == pytest.approx(inverse_square, rel=10 / math.sqrt(2 * first.numel()))
+    assert event.event.noise_multiplier**-2 == pytest.approx(
+        inverse_square, rel=10 / math.sqrt(2 * first.numel())
+    )
 
 
 def test_joint_sensitivity_of_gradient_and_fisher():
-    """sup ‖a−b‖² + ϕ‖aaᵀ−bbᵀ‖² over the unit ball is what the events assume: searched at random, and attained."""
+    """sup ‖a−b‖² + ϕ‖aaᵀ−bbᵀ‖² over the unit ball is what the events assume: searched at
+    random, and attained.
+    """
     for share in (0.1, 0.5, 0.8, 3.0):
         bound = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
         a, b = (torch.randn(200_000, 2, dtype=torch.float64) for _ in range(2))
-        a, b = (x / x.norm(dim=1, keepdim=True) * torch.rand(len(x), 1, dtype=x.dtype).pow(0.1) for x in (a, b))
+        a, b = (
+            x / x.norm(dim=1, keepdim=True) * torch.rand(len(x), 1, dtype=x.dtype).pow(0.1)
+            for x in (a, b)
+        )
         a[::2] /= a[::2].norm(dim=1, keepdim=True)
         b[::2] /= b[::2].norm(dim=1, keepdim=True)
         moved = (a - b).square().sum(1)
@@ -189,7 +254,12 @@ def test_joint_sensitivity_of_gradient_and_fisher():
         assert float(found.max()) <= bound + 1e-9
         assert float(found.max()) > 0.999 * bound
         z = 1.7
-        optimizer, _ = built(DPSGFS, fisher_share=share, expected_batch_size=40, accountant=dpb.PrivacyAccountant(neighboring="replace_one"))
+        optimizer, _ = built(
+            DPSGFS,
+            fisher_share=share,
+            expected_batch_size=40,
+            accountant=dpb.PrivacyAccountant(neighboring="replace_one"),
+        )
         assert optimizer._event(z, None).noise_multiplier == pytest.approx(2 * z / math.sqrt(bound))
         optimizer, _ = built(DPSGFS, fisher_share=share, expected_batch_size=40)
         assert optimizer._event(z, None).noise_multiplier == pytest.approx(z / math.sqrt(1 + share))
@@ -202,7 +272,11 @@ def test_a_step_is_one_charge_and_a_refused_one_leaves_everything(make):
     steps = 0
     while True:
         fill(parameters)
-        before = copy.deepcopy([p.detach() for p in parameters]), copy.deepcopy(dict(optimizer.state)), len(accountant)
+        before = (
+            copy.deepcopy([p.detach() for p in parameters]),
+            copy.deepcopy(dict(optimizer.state)),
+            len(accountant),
+        )
         try:
             optimizer.step()
         except dpb.PrivacyBudgetExceeded:
@@ -229,7 +303,7 @@ def test_reports(make):
     assert at_free.effective_temperature == pytest.approx(1.0)
 
 
-# -- as torch optimizers -------------------------------------------------------------------------------------------------------------
+# -- as torch optimizers ---------------------------------------------------------------------------
 
 
 @every_sampler
@@ -264,7 +338,9 @@ def test_groups_have_their_own_lr_and_prior(make):
         {"params": parameters[1:2], "lr": 0.02, "prior_std": 0.1, "prior_mean": 2.0},
         {"params": parameters[2:]},
     ]
-    optimizer = make(groups, 0.05, num_data=40, expected_batch_size=10, max_grad_norm=0.5, sampling="poisson")
+    optimizer = make(
+        groups, 0.05, num_data=40, expected_batch_size=10, max_grad_norm=0.5, sampling="poisson"
+    )
     optimizer.param_groups[2]["lr"] = 0.0
     smallest = optimizer.effective_noise_multiplier
     fill(parameters)
@@ -294,7 +370,9 @@ def test_freezing_and_adding_parameters_on_the_way(make):
 
 @every_sampler
 def test_resume_is_bit_for_bit_with_generators(make):
-    """The state after three epochs in one go, and after one, save, load and two: equal, velocities, friction and Fisher estimate included."""
+    """The state after three epochs in one go, and after one, save, load and two: equal,
+    velocities, friction and Fisher estimate included.
+    """
     net, optimizer, loader = private_model(make, seed=int(torch.randint(2**40, ())))
     train(net, optimizer, loader)
     weights, file = copy.deepcopy(net.state_dict()), io.BytesIO()
@@ -346,7 +424,9 @@ def test_state_of_half_precision_parameters_is_resumed_exactly():
 @every_sampler
 def test_batch_memory_manager(make):
     net, optimizer, loader = private_model(make, batch=16)
-    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as parts:
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=5, optimizer=optimizer
+    ) as parts:
         train(net, optimizer, parts)
     assert len(optimizer.accountant) == len(loader)
 
@@ -367,7 +447,11 @@ def test_a_copy_shares_the_accountant_and_not_the_state(make):
     for p in parameters:
         for name, value in optimizer.state[p].items():
             if isinstance(value, torch.Tensor):
-                assert all(value.data_ptr() != twin.state[q][name].data_ptr() for q in copies if name in twin.state[q])
+                assert all(
+                    value.data_ptr() != twin.state[q][name].data_ptr()
+                    for q in copies
+                    if name in twin.state[q]
+                )
 
 
 @every_sampler
@@ -381,14 +465,16 @@ def test_whole_training_loop(make):
         train(net, optimizer, loader)
         schedule.step()
     share = math.sqrt(1 + getattr(optimizer, "fisher_share", 0.0))
-    charged = [(c.event.event.noise_multiplier * share, c.count) for c in optimizer.accountant.history]
+    charged = [
+        (c.event.event.noise_multiplier * share, c.count) for c in optimizer.accountant.history
+    ]
     merged: dict[float, int] = {}
     for z in expected:
         merged[round(z, 9)] = merged.get(round(z, 9), 0) + len(loader)
     assert {round(z, 9): n for z, n in charged} == merged
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -399,7 +485,11 @@ def test_whole_training_loop(make):
         (DPSGHMC, {"momentum": float("nan")}, r"\[0, 1\)"),
         (DPSGHMC, {"momentum": "adaptive"}, "matched"),
         (DPSGHMC, {"momentum": "matched"}, "noise_multiplier > 0"),
-        (DPSGHMC, {"momentum": "matched", "noise_multiplier": 1.0, "temperature": 0.0}, "temperature > 0"),
+        (
+            DPSGHMC,
+            {"momentum": "matched", "noise_multiplier": 1.0, "temperature": 0.0},
+            "temperature > 0",
+        ),
         (DPSGNHT, {"momentum": 1.0}, r"\[0, 1\)"),
         (DPSGNHT, {"temperature": 0.0}, "DPSGHMC"),
         (DPSGNHT, {"thermostat_gain": 0.0}, "positive"),
@@ -450,7 +540,9 @@ def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype):
     optimizer, parameters = built(make, lr=1e-3, prior_std=1e-4, dtype=dtype)
     with pytest.raises(FloatingPointError, match="smaller lr"):
         for _ in range(300):
-            states = [{name: v.clone() for name, v in optimizer.state[p].items()} for p in parameters]
+            states = [
+                {name: v.clone() for name, v in optimizer.state[p].items()} for p in parameters
+            ]
             groups = [dict(group) for group in optimizer.param_groups]
             before = [p.detach().clone() for p in parameters], states, len(optimizer.accountant)
             fill(parameters)
@@ -468,9 +560,14 @@ def test_a_step_that_overflows_is_undone_and_stays_charged(make, dtype):
 def test_a_log_prior_that_pulls_too_hard_is_undone():
     theta = nn.Parameter(torch.ones(2))
     optimizer = DPSGLD(
-        [("theta", theta)], 1e5, num_data=10, expected_batch_size=10, max_grad_norm=1.0, noise_multiplier=1.0,
+        [("theta", theta)],
+        1e5,
+        num_data=10,
+        expected_batch_size=10,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
         log_prior=lambda named: -1e36 * named["theta"].sum(),
-    )  # fmt: skip
+    )
     fill([theta])
     with pytest.raises(FloatingPointError):
         optimizer.step()
@@ -500,7 +597,11 @@ def test_no_sum_without_noise_is_left_behind(make):
 def test_a_refused_charge_uses_no_noise(make):
     """So that the step can be made when there is budget again, and the error is the same twice."""
     seed = int(torch.randint(2**40, ()))
-    optimizer, parameters = built(make, accountant=dpb.PrivacyAccountant(epsilon=1e-3, delta=1e-5), generator=torch.Generator().manual_seed(seed))
+    optimizer, parameters = built(
+        make,
+        accountant=dpb.PrivacyAccountant(epsilon=1e-3, delta=1e-5),
+        generator=torch.Generator().manual_seed(seed),
+    )
     for _ in range(2):
         fill(parameters)
         with pytest.raises(dpb.PrivacyBudgetExceeded):
@@ -530,9 +631,17 @@ def test_dtype_and_groups_may_change_between_steps(make):
     assert len(optimizer.accountant) == before
 
 
-@pytest.mark.parametrize("scale", [torch.tensor([1.0, 2.0, 4.0]), torch.tensor([[1.0, 0.0, 0.0], [0.5, 2.0, 0.0], [0.1, -1.0, 3.0]])])
+@pytest.mark.parametrize(
+    "scale",
+    [
+        torch.tensor([1.0, 2.0, 4.0]),
+        torch.tensor([[1.0, 0.0, 0.0], [0.5, 2.0, 0.0], [0.1, -1.0, 3.0]]),
+    ],
+)
 def test_the_fisher_estimate_survives_another_scale_and_a_resume(scale):
-    """Î in the units of the parameters is the same before and after; M in units of F is what it is without."""
+    """Î in the units of the parameters is the same before and after; M in units of F is what
+    it is without.
+    """
 
     def in_parameter_units(optimizer):
         f = optimizer.sensitivity_scale
@@ -542,12 +651,22 @@ def test_the_fisher_estimate_survives_another_scale_and_a_resume(scale):
 
     gradients = torch.randn(10, 3, dtype=torch.float64)
     estimates = []
-    options = {"shapes": ((3,),), "max_grad_norm": 100.0, "fisher_share": 1e14, "noise_multiplier": 1e-3, "lr": 1e9}
+    options = {
+        "shapes": ((3,),),
+        "max_grad_norm": 100.0,
+        "fisher_share": 1e14,
+        "noise_multiplier": 1e-3,
+        "lr": 1e9,
+    }
     for given in (None, scale.double()):
         optimizer, (p,) = built(DPSGFS, sensitivity_scale=given, **options)
         p.grad_sample = gradients.clone()
         optimizer.step()
-        estimates.append(in_parameter_units(optimizer) - (1e4 / 2) * (torch.eye(3, dtype=torch.float64) if given is None else torch.zeros(3, 3)))
+        estimates.append(
+            in_parameter_units(optimizer)
+            - (1e4 / 2)
+            * (torch.eye(3, dtype=torch.float64) if given is None else torch.zeros(3, 3))
+        )
         before = in_parameter_units(optimizer)
         optimizer.sensitivity_scale = 2 * scale.double()
         torch.testing.assert_close(in_parameter_units(optimizer), before)
@@ -555,7 +674,9 @@ def test_the_fisher_estimate_survives_another_scale_and_a_resume(scale):
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         torch.testing.assert_close(in_parameter_units(other), before)
     f = scale.double() if scale.dim() == 2 else torch.diag(scale.double())
-    torch.testing.assert_close(estimates[1] - 1e4 / 2 * f @ f.T, gradients.T @ gradients / 10 / 2, rtol=1e-3, atol=0.05)
+    torch.testing.assert_close(
+        estimates[1] - 1e4 / 2 * f @ f.T, gradients.T @ gradients / 10 / 2, rtol=1e-3, atol=0.05
+    )
     torch.testing.assert_close(estimates[0], gradients.T @ gradients / 10 / 2, rtol=1e-3, atol=0.05)
 
 

@@ -1,4 +1,6 @@
-"""Schedules against their formulas, and every scheduler of torch charged step by step at the z of the lr that was used."""
+"""Schedules against their formulas, and every scheduler of torch charged step by step at the
+z of the lr that was used.
+"""
 
 import math
 from fractions import Fraction
@@ -22,8 +24,16 @@ KINDS = {"sgld": DPSGLD, "sghmc": DPSGHMC, "sgnht": DPSGNHT, "sgfs": DPSGFS}
 
 def private(kind=DPSGLD, lr=0.4, groups=1, **options):
     parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(groups)]
-    options = {"num_data": N, "expected_batch_size": B, "max_grad_norm": C, "sampling": "poisson", **options}
-    return kind([{"params": [p], "lr": lr / (i + 1)} for i, p in enumerate(parameters)], lr, **options)
+    options = {
+        "num_data": N,
+        "expected_batch_size": B,
+        "max_grad_norm": C,
+        "sampling": "poisson",
+        **options,
+    }
+    return kind(
+        [{"params": [p], "lr": lr / (i + 1)} for i, p in enumerate(parameters)], lr, **options
+    )
 
 
 def step(optimizer):
@@ -40,7 +50,9 @@ def wanted_noise(kind, lr):
 
 
 def charged(optimizer):
-    """z of the Gaussian on the gradient, for each charge in order; SGFS releases its Fisher with it, at share 1/2."""
+    """z of the Gaussian on the gradient, for each charge in order; SGFS releases its Fisher
+    with it, at share 1/2.
+    """
     released_too = math.sqrt(1.5) if isinstance(optimizer, DPSGFS) else 1.0
     found = []
     for charge in optimizer.accountant.history:
@@ -61,12 +73,14 @@ def run(schedule, steps):
     return lrs, sampling
 
 
-# -- values ------------------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 @given(st.floats(0.5, 100), st.floats(0.1, 2), st.integers(1, 20))
 def test_polynomial_decay_is_a_times_b_plus_t_to_the_minus_gamma(offset, gamma, steps):
-    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.02)])
+    optimizer = torch.optim.SGD(
+        [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.4, 0.02)]
+    )
     schedule = PolynomialDecay(optimizer, offset, gamma)
     for t in range(steps):
         for group, first in zip(optimizer.param_groups, (0.4, 0.02)):
@@ -77,7 +91,9 @@ def test_polynomial_decay_is_a_times_b_plus_t_to_the_minus_gamma(offset, gamma, 
 
 
 @given(st.integers(1, 40), st.data(), st.integers(0, 99))
-def test_cyclical_is_the_papers_formula_and_collects_the_last_share_of_each_cycle(total, data, percent):
+def test_cyclical_is_the_papers_formula_and_collects_the_last_share_of_each_cycle(
+    total, data, percent
+):
     cycles = data.draw(st.integers(1, total))
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
     schedule = Cyclical(optimizer, total, cycles, exploration=percent / 100)
@@ -85,7 +101,9 @@ def test_cyclical_is_the_papers_formula_and_collects_the_last_share_of_each_cycl
     collected = []
     for k in range(1, 2 * total + 1):
         position = Fraction((k - 1) % length, length)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.15 * (math.cos(math.pi * position) + 1), rel=1e-12)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(
+            0.15 * (math.cos(math.pi * position) + 1), rel=1e-12
+        )
         assert optimizer.param_groups[0]["lr"] > 0
         is_last = (k - 1) % length == length - 1
         assert schedule.is_sampling == (position >= Fraction(percent, 100) or is_last)
@@ -122,22 +140,30 @@ def test_phase_transition_below_the_free_lr_changes_nothing_and_groups_meet_one_
     lrs, sampling = run(PhaseTransition(optimizer, offset=1), 5)
     assert lrs == [0.4] * 5 and sampling == [True] * 5
 
-    optimizer = private(groups=2, noise_multiplier=wanted_noise(DPSGLD, 0.1))  # free_lr = 0.1, lr = 0.4 and 0.2
+    # free_lr = 0.1, lr = 0.4 and 0.2
+    optimizer = private(groups=2, noise_multiplier=wanted_noise(DPSGLD, 0.1))
     schedule = PhaseTransition(optimizer, offset=1)
     seen = []
     for _ in range(5):
         seen.append(([group["lr"] for group in optimizer.param_groups], schedule.is_sampling))
         step(optimizer)
         schedule.step()
-    assert [lrs for lrs, _ in seen] == [pytest.approx([max(0.4 / (1 + t), 0.1), max(0.2 / (1 + t), 0.1)]) for t in range(5)]
+    assert [lrs for lrs, _ in seen] == [
+        pytest.approx([max(0.4 / (1 + t), 0.1), max(0.2 / (1 + t), 0.1)]) for t in range(5)
+    ]
     assert [sampling for _, sampling in seen] == [False, False, False, True, True]
 
 
 def test_samples_are_collected_in_the_sampling_phase_only():
     net = nn.Linear(2, 1)
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(40, 2), torch.randn(40, 1)), batch_size=10)
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.randn(40, 2), torch.randn(40, 1)), batch_size=10
+    )
     net, optimizer, loader = dpb.PrivacyEngine().make_private(
-        module=net, optimizer=lambda params, **given: DPSGLD(params, 0.1, **given), data_loader=loader, max_grad_norm=1.0
+        module=net,
+        optimizer=lambda params, **given: DPSGLD(params, 0.1, **given),
+        data_loader=loader,
+        max_grad_norm=1.0,
     )
     schedule = Cyclical(optimizer, total_steps=12, cycles=3, exploration=0.5)
     samples = dpb.PosteriorSamples()
@@ -150,10 +176,11 @@ def test_samples_are_collected_in_the_sampling_phase_only():
                 samples.collect(net)
             schedule.step()
     assert schedule.last_epoch == 12 and len(samples) == 6
-    assert sum(charge.count for charge in optimizer.accountant.history) == 12  # exploring steps are charged, too
+    # exploring steps are charged, too
+    assert sum(charge.count for charge in optimizer.accountant.history) == 12
 
 
-# -- resume ------------------------------------------------------------------------------------------------------------------------
+# -- resume ----------------------------------------------------------------------------------------
 
 OURS = {
     "polynomial": lambda o: PolynomialDecay(o, 3),
@@ -186,7 +213,7 @@ def test_resumed_schedule_goes_on_as_if_nothing_had_happened(make, at):
     assert run(name(third, *arguments, last_epoch=at - 1), 12 - at)[0] == lrs[at:]
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -223,7 +250,7 @@ def test_phase_transition_needs_both_noises():
             PhaseTransition(optimizer, 1)
 
 
-# -- torch's schedulers ------------------------------------------------------------------------------------------------------------
+# -- torch's schedulers ----------------------------------------------------------------------------
 
 STEPS = 14
 TORCH = {
@@ -237,15 +264,24 @@ TORCH = {
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=8, power=2.0),  # reaches 0
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=6),  # reaches 0
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.7)], milestones=[4]
+        o,
+        [lr_scheduler.ConstantLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.7)],
+        milestones=[4],
     ),
     "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)], optimizer=o
+        [lr_scheduler.ConstantLR(o, 0.5, total_iters=3), lr_scheduler.ExponentialLR(o, 0.9)],
+        optimizer=o,
     ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=2, factor=0.5),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.4, step_size_up=3, cycle_momentum=False),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3, T_mult=2),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.4, total_steps=STEPS + 1, cycle_momentum=False),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(
+        o, base_lr=0.01, max_lr=0.4, step_size_up=3, cycle_momentum=False
+    ),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(
+        o, T_0=3, T_mult=2
+    ),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
+        o, max_lr=0.4, total_steps=STEPS + 1, cycle_momentum=False
+    ),
     "SWALR": lambda o: SWALR(o, swa_lr=0.05, anneal_epochs=5),
     "sequence of ours": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.LinearLR(o, 0.2, total_iters=4), Cyclical(o, 10, 2)], milestones=[4]
@@ -255,7 +291,11 @@ TORCH = {
 
 
 def test_no_scheduler_of_torch_is_left_out():
-    public = {name for name, value in vars(lr_scheduler).items() if isinstance(value, type) and issubclass(value, lr_scheduler.LRScheduler)}
+    public = {
+        name
+        for name, value in vars(lr_scheduler).items()
+        if isinstance(value, type) and issubclass(value, lr_scheduler.LRScheduler)
+    }
     assert {name for name in public if not name.startswith("_")} - {"LRScheduler"} <= TORCH.keys()
 
 
@@ -275,7 +315,11 @@ def test_every_step_is_charged_at_the_noise_of_its_own_lr(kind, make):
         now = sorted(charged(optimizer))
         assert len(now) == len(known) + 1
         found.append(sum(now) - sum(known))
-        schedule.step(1.0) if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else schedule.step()
+        (
+            schedule.step(1.0)
+            if isinstance(schedule, lr_scheduler.ReduceLROnPlateau)
+            else schedule.step()
+        )
     assert found == pytest.approx(expected, rel=1e-9)
     assert len(set(expected)) > 1 or schedule.__class__ is PhaseTransition
     assert torch.isfinite(optimizer.param_groups[0]["params"][0]).all()
@@ -303,5 +347,11 @@ def test_epsilon_composes_the_schedule_as_dp_accounting_does():
     reference = PLDAccountant(value_discretization_interval=1e-4)
     for k in range(8):
         lr = 0.2 * (math.cos(math.pi * (k % 4) / 4) + 1)
-        reference.compose(dp_event.PoissonSampledDpEvent(B / N, dp_event.GaussianDpEvent(wanted_noise(DPSGLD, lr))))
-    assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=0.02)
+        reference.compose(
+            dp_event.PoissonSampledDpEvent(
+                B / N, dp_event.GaussianDpEvent(wanted_noise(DPSGLD, lr))
+            )
+        )
+    assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(
+        reference.get_epsilon(1e-5), rel=0.02
+    )

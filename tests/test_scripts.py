@@ -1,7 +1,8 @@
-"""scripts/demo and scripts/test on a small project of the same shape: real pip, real virtual environments, no network.
+"""scripts/demo and scripts/test on a small project of the same shape: real pip, real virtual
+environments, no network.
 
-The project builds itself (an in-tree build back end), has no dependencies, notes every build in builds.log, and brings
-a stand-in for pytest that prints its arguments.
+The project builds itself (an in-tree build back end), has no dependencies, notes every build in
+builds.log, and brings a stand-in for pytest that prints its arguments.
 """
 
 import os
@@ -27,7 +28,8 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
         "small.pth": f"{root}\\n",
         "small-1.dist-info/METADATA": "Metadata-Version: 2.1\\nName: small\\nVersion: 1\\n"
         "Provides-Extra: examples\\nProvides-Extra: test\\n",
-        "small-1.dist-info/WHEEL": "Wheel-Version: 1.0\\nGenerator: backend\\nRoot-Is-Purelib: true\\n"
+        "small-1.dist-info/WHEEL": "Wheel-Version: 1.0\\n"
+        "Generator: backend\\nRoot-Is-Purelib: true\\n"
         "Tag: py3-none-any\\n",
         "small-1.dist-info/RECORD": "",
     }
@@ -40,7 +42,9 @@ PRINT_ARGUMENTS = "import os, sys\nprint(os.path.realpath(sys.prefix), *sys.argv
 
 
 class Project:
-    """A checkout in a folder whose name has a space, and a PATH on which pyenv's kind of broken shim comes first."""
+    """A checkout in a folder whose name has a space, and a PATH on which pyenv's kind of
+    broken shim comes first.
+    """
 
     def __init__(self, folder: Path):
         self.root = folder / "a checkout"
@@ -56,7 +60,9 @@ class Project:
         (self.root / "backend.py").write_text(BACKEND)
         (self.root / "pytest.py").write_text(PRINT_ARGUMENTS)
         (self.root / "examples" / "private_bnn.py").write_text(PRINT_ARGUMENTS)
-        self.interpreter = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+        self.interpreter = Path(
+            sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}"
+        )
         self.tool(tools / "python3.13", "echo 'python3.13: command not found' >&2; exit 127")
         self.tool(tools / "python3.12", f'exec "{self.interpreter}" "$@"')
         self.environment = {
@@ -109,7 +115,10 @@ def wait_until(condition):
 def test_two_at_once_install_once_and_later_runs_install_nothing(tmp_path):
     project = Project(tmp_path)
     both = [project.start("demo", "--dataset", "two words"), project.start("test", "-k", "sgld")]
-    assert [project.finish(process) for process in both] == [["--dataset", "two words"], ["-n", "2", "-k", "sgld"]]
+    assert [project.finish(process) for process in both] == [
+        ["--dataset", "two words"],
+        ["-n", "2", "-k", "sgld"],
+    ]
     assert project.builds == 1
 
     with_python = project.environment["PATH"]
@@ -127,7 +136,8 @@ def test_two_at_once_install_once_and_later_runs_install_nothing(tmp_path):
 
 def test_interrupted_installation_is_done_again_and_one_that_goes_on_is_waited_for(tmp_path):
     project = Project(tmp_path)
-    subprocess.run([project.interpreter, "-m", "venv", project.root / ".venv"], check=True)  # one made by hand is kept
+    # one made by hand is kept
+    subprocess.run([project.interpreter, "-m", "venv", project.root / ".venv"], check=True)
     (project.root / ".venv" / "made by hand").touch()
     (project.root / "hang").touch()
     killed = project.start("demo")

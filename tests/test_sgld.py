@@ -1,4 +1,6 @@
-"""DP-SGLD against closed forms: theory of a linear-Gaussian target, and torch.optim.SGD at temperature 0."""
+"""DP-SGLD against closed forms: theory of a linear-Gaussian target, and torch.optim.SGD at
+temperature 0.
+"""
 
 import math
 
@@ -9,15 +11,24 @@ from torch import nn
 
 import torch_dpbayes as dpb
 
-REPLICAS = 200_000  # independent chains, one coordinate each; a variance estimate has relative standard error sqrt(2 / REPLICAS) = 0.3 %
+# independent chains, one coordinate each; a variance estimate has relative standard error sqrt(2 /
+# REPLICAS) = 0.3 %
+REPLICAS = 200_000
 SIGMAS = 5.0  # two-sided 6e-7 for each of the handful of estimates here
 
 
 def final_states(lr, *, curvature=1.0, records=4, steps=40, spread=0.3, **options):
-    """States after ``steps`` of full-batch DP-SGLD on U = Σ_i κ/2 (θ − x_i)² − log prior, in independent coordinates."""
+    """States after ``steps`` of full-batch DP-SGLD on U = Σ_i κ/2 (θ − x_i)² − log prior, in
+    independent coordinates.
+    """
     theta = nn.Parameter(torch.zeros(REPLICAS, dtype=torch.float64))
     x = spread * torch.arange(records, dtype=torch.float64)[:, None]
-    options = {"prior_std": math.inf, "max_grad_norm": 1e9, "expected_batch_size": records, **options}
+    options = {
+        "prior_std": math.inf,
+        "max_grad_norm": 1e9,
+        "expected_batch_size": records,
+        **options,
+    }
     optimizer = dpb.optim.DPSGLD([theta], lr, num_data=records, **options)
     for _ in range(steps):
         theta.grad_sample = curvature * (theta.detach() - x)
@@ -35,13 +46,17 @@ def assert_gaussian(sample, mean, variance):
 @pytest.mark.parametrize("step", [0.1, 0.8])  # ηκ
 def test_stationary_law_on_a_quadratic(step, temperature):
     curvature, records = 2.0, 4
-    sample, optimizer, mean = final_states(step / curvature, curvature=curvature, records=records, temperature=temperature, steps=150)
+    sample, optimizer, mean = final_states(
+        step / curvature, curvature=curvature, records=records, temperature=temperature, steps=150
+    )
     assert_gaussian(sample, mean, temperature / (curvature * records) / (1 - step / 2))
     assert optimizer.effective_temperature == pytest.approx(temperature)
 
 
 def test_the_published_noise_samples_half_the_temperature():
-    """Wang et al. (4.1) pair a drift of η with a noise variance of η/N: half of what is needed, and this test's tolerance sees it."""
+    """Wang et al. (4.1) pair a drift of η with a noise variance of η/N: half of what is
+    needed, and this test's tolerance sees it.
+    """
     sample, _, mean = final_states(0.2, temperature=0.5, steps=100)
     with pytest.raises(AssertionError):
         assert_gaussian(sample, mean, 1.0 / 4 / (1 - 0.1))
@@ -61,7 +76,9 @@ def test_privacy_noise_above_the_samplers_own_sets_the_temperature():
 
 def test_prior_is_exact():
     lr, records, curvature, std, prior_mean = 0.1, 4, 1.0, 0.5, -2.0
-    sample, _, data_mean = final_states(lr, curvature=curvature, records=records, prior_std=std, prior_mean=prior_mean, steps=150)
+    sample, _, data_mean = final_states(
+        lr, curvature=curvature, records=records, prior_std=std, prior_mean=prior_mean, steps=150
+    )
     precision = records * curvature + 1 / std**2
     mean = (records * curvature * data_mean + prior_mean / std**2) / precision
     assert_gaussian(sample, mean, 1 / precision / (1 - lr * precision / records / 2))
@@ -74,7 +91,12 @@ def test_log_prior_is_the_same_prior():
     records = 4
     theta = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     twin = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    common = {"num_data": records, "expected_batch_size": records, "max_grad_norm": 1.0, "temperature": 0.0}
+    common = {
+        "num_data": records,
+        "expected_batch_size": records,
+        "max_grad_norm": 1.0,
+        "temperature": 0.0,
+    }
     a = dpb.optim.DPSGLD([("theta", theta)], 0.1, log_prior=log_prior, **common)
     b = dpb.optim.DPSGLD([twin], 0.1, prior_std=0.5, prior_mean=-2.0, **common)
     for _ in range(5):
@@ -86,10 +108,19 @@ def test_log_prior_is_the_same_prior():
 
 
 def test_prior_mean_is_released_from_the_batch_size():
-    """The prior is divided by N and the clipped sum by the expected batch size, whatever batch came."""
+    """The prior is divided by N and the clipped sum by the expected batch size, whatever
+    batch came.
+    """
     theta = nn.Parameter(torch.full((2,), 3.0, dtype=torch.float64))
     optimizer = dpb.optim.DPSGLD(
-        [theta], 0.5, num_data=100, expected_batch_size=10, max_grad_norm=1e3, temperature=0.0, prior_std=2.0, sampling="poisson"
+        [theta],
+        0.5,
+        num_data=100,
+        expected_batch_size=10,
+        max_grad_norm=1e3,
+        temperature=0.0,
+        prior_std=2.0,
+        sampling="poisson",
     )
     theta.grad_sample = torch.ones(7, 2, dtype=torch.float64)
     optimizer.step()
@@ -99,12 +130,22 @@ def test_prior_mean_is_released_from_the_batch_size():
 
 def test_free_lr_is_where_both_noises_meet():
     theta = nn.Parameter(torch.zeros(2))
-    common = {"num_data": 1000, "expected_batch_size": 50, "max_grad_norm": 0.7, "noise_multiplier": 1.3, "temperature": 0.8}
+    common = {
+        "num_data": 1000,
+        "expected_batch_size": 50,
+        "max_grad_norm": 0.7,
+        "noise_multiplier": 1.3,
+        "temperature": 0.8,
+    }
     optimizer = dpb.optim.DPSGLD([theta], 0.1, **common)
     at_free = dpb.optim.DPSGLD([theta], optimizer.free_lr, **common)
     assert at_free.langevin_noise_multiplier == pytest.approx(1.3)
     assert optimizer.free_lr == pytest.approx(2 * 0.8 * 50**2 / (1000 * 0.7**2 * 1.3**2))
-    assert math.isinf(dpb.optim.DPSGLD([theta], 0.1, num_data=10, expected_batch_size=10, max_grad_norm=1.0).free_lr)
+    assert math.isinf(
+        dpb.optim.DPSGLD(
+            [theta], 0.1, num_data=10, expected_batch_size=10, max_grad_norm=1.0
+        ).free_lr
+    )
 
 
 def test_temperature_zero_is_torch_sgd_step_for_step():
@@ -116,7 +157,13 @@ def test_temperature_zero_is_torch_sgd_step_for_step():
         x, y = torch.randn(12, 5), torch.randint(3, (12,))
         hooked = GradSampleModule(net)
         ours = dpb.optim.DPSGLD(
-            net.parameters(), 0.3, num_data=12, expected_batch_size=12, max_grad_norm=1e6, temperature=0.0, prior_std=math.inf
+            net.parameters(),
+            0.3,
+            num_data=12,
+            expected_batch_size=12,
+            max_grad_norm=1e6,
+            temperature=0.0,
+            prior_std=math.inf,
         )
         theirs = torch.optim.SGD(twin.parameters(), 0.3)
         schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 20) for o in (ours, theirs)]
@@ -138,7 +185,13 @@ def test_weight_decay_is_a_prior():
     theta, twin = (nn.Parameter(torch.linspace(-1, 1, 4, dtype=torch.float64)) for _ in range(2))
     decay, records = 0.05, 8
     ours = dpb.optim.DPSGLD(
-        [theta], 0.2, num_data=records, expected_batch_size=records, max_grad_norm=1e6, temperature=0.0, prior_std=1 / math.sqrt(records * decay)
+        [theta],
+        0.2,
+        num_data=records,
+        expected_batch_size=records,
+        max_grad_norm=1e6,
+        temperature=0.0,
+        prior_std=1 / math.sqrt(records * decay),
     )
     theirs = torch.optim.SGD([twin], 0.2, weight_decay=decay)
     for _ in range(10):

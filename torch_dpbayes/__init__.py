@@ -1,6 +1,7 @@
 """Differentially private Bayesian deep learning for PyTorch.
 
-The public names are loaded on first use (PEP 562): ``import torch_dpbayes`` alone imports neither torch nor Opacus.
+The public names are loaded on first use (PEP 562): ``import torch_dpbayes`` alone imports neither
+torch nor Opacus.
 """
 
 from importlib import import_module
@@ -8,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# public name -> the module that defines it; a value equal to "" means that the name is a submodule itself
+# public name -> the module that defines it; a value equal to "" means that the name is a submodule
+# itself
 _HOME = {
     "optim": "",
     "mcmc": "",
@@ -45,7 +47,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOME[name]
-    value = getattr(import_module(f".{home}", __name__), name) if home else import_module(f".{name}", __name__)
+    value = (
+        getattr(import_module(f".{home}", __name__), name)
+        if home
+        else import_module(f".{name}", __name__)
+    )
     globals()[name] = value
     return value
 

@@ -1,4 +1,6 @@
-"""Two ways to choose a clip norm: a count on the private data that is paid for, and norms on public data that are free."""
+"""Two ways to choose a clip norm: a count on the private data that is paid for, and norms on
+public data that are free.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +28,20 @@ def private_clipped_fraction(
     max_grad_norm: float | None = None,
     criterion: Criterion = nn.functional.cross_entropy,
 ) -> float:
-    """Share of the records whose gradient is longer than the clip norm, at the current parameters; charged.
+    """Share of the records whose gradient is longer than the clip norm, at the current parameters;
+    charged.
 
-    One Poisson draw of the data is taken and ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B`` released, ξ ~ N(0, 1), clamped to [0, 1].
-    Its noise has the standard deviation z/(2B) and the size of the draw adds at most as much as the sampling of the records themselves.
+    One Poisson draw of the data is taken and ``½ + (Σ_i (1[‖g_i‖ > C] − ½) + z/2·ξ)/B`` released, ξ
+    ~ N(0, 1), clamped to [0, 1]. Its noise has the standard deviation z/(2B) and the size of the
+    draw adds at most as much as the sampling of the records themselves.
 
     Args:
-        module, optimizer, data_loader: as ``PrivacyEngine.make_private`` returned them. A batch is a tuple of the model's inputs and the target.
+        module, optimizer, data_loader: as ``PrivacyEngine.make_private`` returned them. A batch is
+            a tuple of the model's inputs and the target.
         noise_multiplier: z > 0.
         max_grad_norm: C to ask about; None asks about the optimizer's.
-        criterion: ``criterion(module(*inputs), target)`` reduces over the batch as the model was made private for.
+        criterion: ``criterion(module(*inputs), target)`` reduces over the batch as the model was
+            made private for.
 
     Returns:
         The noisy share, between 0 and 1.
@@ -44,26 +50,38 @@ def private_clipped_fraction(
         PrivacyBudgetExceeded: the count does not fit into the budget; nothing is released.
         ValueError: an argument is out of range, or the three do not belong together.
 
-    **Privacy.** A record contributes ±½, so the clip bound of the sum is ½: adding or removing a record moves it by ½, replacing one by
-    at most 1 = 2·½. Event: ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, on the optimizer's accountant.
+    **Privacy.** A record contributes ±½, so the clip bound of the sum is ½: adding or removing a
+    record moves it by ½, replacing one by at most 1 = 2·½. Event: ``PoissonSampledDpEvent(q,
+    GaussianDpEvent(z))``, on the optimizer's accountant.
     """
     source = GradientSource.attached_to(module)
-    together = isinstance(data_loader, PoissonLoader) and optimizer._sampler is data_loader.sampler_of_draws
+    together = (
+        isinstance(data_loader, PoissonLoader)
+        and optimizer._sampler is data_loader.sampler_of_draws
+    )
     if source is None or not together or optimizer._source is not source:
-        raise ValueError("pass the model, optimizer and loader that one PrivacyEngine.make_private call returned")
+        raise ValueError(
+            "pass the model, optimizer and loader that one PrivacyEngine.make_private call returned"
+        )
     noise_multiplier = events.gaussian_noise_multiplier(noise_multiplier)
     bound = optimizer.max_grad_norm if max_grad_norm is None else max_grad_norm
     if not 0 < bound < float("inf"):
         raise ValueError(f"max_grad_norm must be positive and finite, got {bound}")
     if optimizer._fixed is not None:
         optimizer._fixed.begin()
-    draw = data_loader.aside()  # a draw of its own: the caller's pass over the data goes on undisturbed
+    # a draw of its own: the caller's pass over the data goes on undisturbed
+    draw = data_loader.aside()
     norms = _norms(module, source, next(iter(draw)), criterion)
     if len(norms) != draw.sampler_of_draws.size:
-        raise ValueError("a record of the draw appears not exactly once in the gradients: pass each batch whole through the model once")
+        raise ValueError(
+            "a record of the draw appears not exactly once in the gradients: pass each batch whole"
+            " through the model once"
+        )
     total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
     hides = (repr((bound, noise_multiplier)), norms)
-    noise = optimizer._noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
+    noise = optimizer._noise.standard_normal(
+        1, dtype=torch.float64, device=norms.device, hides=hides
+    )
     rate = optimizer.expected_batch_size / optimizer.num_data
     gaussian = events.GaussianDpEvent(float(noise_multiplier))
     event = gaussian if rate == 1.0 else events.PoissonSampledDpEvent(rate, gaussian)
@@ -74,24 +92,32 @@ def private_clipped_fraction(
 
 
 def simulate_gradient_norms(
-    module: nn.Module, public_or_synthetic_loader: Iterable[Any], *, criterion: Criterion = nn.functional.cross_entropy
+    module: nn.Module,
+    public_or_synthetic_loader: Iterable[Any],
+    *,
+    criterion: Criterion = nn.functional.cross_entropy,
 ) -> Tensor:
-    """Every record's gradient norm on data that is nobody's secret: pick a clip norm near the median.
+    """Every record's gradient norm on data that is nobody's secret: pick a clip norm near the
+    median.
 
     Args:
         module: the model, in training mode, private already or not; it is left as it was.
         public_or_synthetic_loader: batches as tuples of the model's inputs and the target.
-        criterion: ``criterion(module(*inputs), target)``, the mean over the batch unless the model was made private for sums.
+        criterion: ``criterion(module(*inputs), target)``, the mean over the batch unless the model
+            was made private for sums.
 
     Returns:
         ‖g_i‖₂ of all records, a float32 tensor.
 
     Raises:
-        ValueError: the loader is a private one, reads a private data set, or hands out batches of one.
+        ValueError: the loader is a private one, reads a private data set, or hands out batches of
+            one.
 
-    **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged. Refused are Poisson-sampling loaders, data sets and
-    tensors that a private loader of this process was made over or handed out, and what holds one of them among its attributes. Copies of
-    private records are not recognised: clones, slices, records that were picked out of a data set, and data sets that are read again.
+    **Privacy.** Free, if the records are public or made up, and only then. Nothing is charged.
+    Refused are Poisson-sampling loaders, data sets and tensors that a private loader of this
+    process was made over or handed out, and what holds one of them among its attributes. Copies of
+    private records are not recognised: clones, slices, records that were picked out of a data set,
+    and data sets that are read again.
     """
     _refuse_private(public_or_synthetic_loader)
     attached = GradientSource.attached_to(module)
@@ -110,8 +136,9 @@ def simulate_gradient_norms(
 def _refuse_private(item: Any) -> None:
     if is_private(item):
         raise ValueError(
-            "this loader reads a data set that was made private: gradient norms of its records are private data. Use "
-            "private_clipped_fraction, or a loader over public or made-up records."
+            "this loader reads a data set that was made private: gradient norms of its records are"
+            " private data. Use private_clipped_fraction, or a loader over public or made-up"
+            " records."
         )
 
 

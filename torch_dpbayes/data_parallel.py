@@ -1,11 +1,14 @@
 """What the ranks of a process group tell each other, so that they take every private step together.
 
-The ranks work for one data holder: each may read every record, and clipped sums travel between them without noise. What leaves them all is
-the same release as that of one process: every record belongs to one rank, the ranks add up their clipped sums, and rank 0 adds the one Gaussian
-to its own before they do. A step has two messages: a few numbers from every rank, which say that all stand at the same place and none has
-failed, before anything is charged; then the sum, which is as long as the parameters, whatever the number of records.
+The ranks work for one data holder: each may read every record, and clipped sums travel between them
+without noise. What leaves them all is the same release as that of one process: every record belongs
+to one rank, the ranks add up their clipped sums, and rank 0 adds the one Gaussian to its own before
+they do. A step has two messages: a few numbers from every rank, which say that all stand at the
+same place and none has failed, before anything is charged; then the sum, which is as long as the
+parameters, whatever the number of records.
 
-An error on one rank is an error on all of them. Whoever fails says so in the next message that the others wait for.
+An error on one rank is an error on all of them. Whoever fails says so in the next message that the
+others wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 from .accounting.accountant import PrivacyBudgetExceeded
 
 _WIDTH = 12  # numbers in a message
-_PLACES = ("an error", "make_private", "the calibration of make_private_with_epsilon", "optimizer.step()")
+_PLACES = (
+    "an error",
+    "make_private",
+    "the calibration of make_private_with_epsilon",
+    "optimizer.step()",
+)
 FAILED, MAKE_PRIVATE, CALIBRATION, STEP = range(4)
 _KNOWN = "_dpbayes_known_to_all_ranks"
 
@@ -35,29 +43,42 @@ class RankError(RuntimeError):
 
 
 def require_alone() -> None:
-    """Raise where this process is one of several, which would each take steps that the others know nothing of."""
+    """Raise where this process is one of several, which would each take steps that the others
+    know nothing of.
+    """
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and nothing was said about the others: every rank would add its own "
-            "noise, and charge its own accountant for records that the others use as well. To train one model on all ranks, whose records each of "
-            "them may read: PrivacyEngine(process_group=torch.distributed.group.WORLD).make_private(...). For a model of this rank's "
-            "own: PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0]), with one ledger for all ranks that read the same records "
-            "(PrivacyAccountant(path=...))."
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and nothing was"
+            " said about the others: every rank would add its own noise, and charge its own"
+            " accountant for records that the others use as well. To train one model on all ranks,"
+            " whose records each of them may read:"
+            " PrivacyEngine(process_group=torch.distributed.group.WORLD).make_private(...). For a"
+            " model of this rank's own:"
+            " PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0]), with one ledger"
+            " for all ranks that read the same records (PrivacyAccountant(path=...))."
         )
 
 
 def refuse_wrapped(module: nn.Module) -> None:
     """Raise where another library adds up gradients of this model over ranks."""
     for name, part in module.named_modules():
-        if isinstance(part, DistributedDataParallel) or type(part).__name__ == "FullyShardedDataParallel":
+        if (
+            isinstance(part, DistributedDataParallel)
+            or type(part).__name__ == "FullyShardedDataParallel"
+        ):
             where = "the module" if not name else f"module {name!r}"
             raise TypeError(
-                f"{where} is wrapped in {type(part).__name__}, which would average gradients that are neither clipped nor noisy. Pass the bare "
-                "module to PrivacyEngine(process_group=torch.distributed.group.WORLD).make_private: its optimizer adds up clipped sums over ranks."
+                f"{where} is wrapped in {type(part).__name__}, which would average gradients that"
+                " are neither clipped nor noisy. Pass the bare module to"
+                " PrivacyEngine(process_group=torch.distributed.group.WORLD).make_private: its"
+                " optimizer adds up clipped sums over ranks."
             )
     for name, p in module.named_parameters():
         if hasattr(p, "device_mesh"):
-            raise TypeError(f"parameter {name!r} is sharded over ranks; a record's norm needs all of its gradient on one: keep whole parameters")
+            raise TypeError(
+                f"parameter {name!r} is sharded over ranks; a record's norm needs all of its"
+                " gradient on one: keep whole parameters"
+            )
 
 
 class Ranks:
@@ -70,33 +91,45 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
-            raise ValueError("this process is not in process_group: build the engine on the group's ranks only")
+            raise ValueError(
+                "this process is not in process_group: build the engine on the group's ranks only"
+            )
         self._group = group
         self._is_broken = False
         self._timeout: timedelta | None = None
         self._talk = group
         backends = dist.get_backend_config(group)
-        if "cuda:nccl" in backends and torch.cuda.is_available():  # by itself it waits on the GPU, and ends the process in the end
+        # by itself it waits on the GPU, and ends the process in the end
+        if "cuda:nccl" in backends and torch.cuda.is_available():
             self._timeout = group._get_backend(torch.device("cuda")).options._timeout
-        if "cpu:" not in backends:  # messages are read on the host, and a rank that died must not hang a GPU
+        # messages are read on the host, and a rank that died must not hang a GPU
+        if "cpu:" not in backends:
             members = dist.get_process_group_ranks(group)
-            talk = dist.new_group(members, timeout=self._timeout, backend="gloo", use_local_synchronization=True)
+            talk = dist.new_group(
+                members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+            )
             assert isinstance(talk, dist.ProcessGroup)  # this process is in it
             self._talk = talk
 
     def require_backend_for(self, device: torch.device) -> None:
-        """Raise if the group cannot add up tensors there, which steps would find out after they are charged."""
+        """Raise if the group cannot add up tensors there, which steps would find out after
+        they are charged.
+        """
         backends = dist.get_backend_config(self._group)
         if f"{device.type}:" not in backends:
             raise ValueError(
-                f"the parameters are on {device.type}, where the process group cannot add up ({backends}): move the model, or call "
+                f"the parameters are on {device.type}, where the process group cannot add up"
+                f" ({backends}): move the model, or call "
                 f'init_process_group("{"nccl" if device.type == "cuda" else "gloo"}").'
             )
 
-    # -- messages ------------------------------------------------------------------------------------------------------------
+    # -- messages ----------------------------------------------------------------------------------
 
-    def agree(self, place: int, numbers: Mapping[str, int], *, compare: int, norm: float = 0.0) -> list[list[int]]:
-        """Exchange ``numbers``; raises on every rank if one failed, is at another place, or differs in the first ``compare`` of them.
+    def agree(
+        self, place: int, numbers: Mapping[str, int], *, compare: int, norm: float = 0.0
+    ) -> list[list[int]]:
+        """Exchange ``numbers``; raises on every rank if one failed, is at another place, or differs
+        in the first ``compare`` of them.
 
         Args:
             place: where this rank is, a position in ``_PLACES``.
@@ -111,18 +144,29 @@ class Ranks:
             self.raise_together(None)
         for rank, row in enumerate(rows):
             if row[0] != rows[0][0]:
-                self._raise(RankError(f"rank {rank} is in {_PLACES[row[0]]}, rank 0 in {_PLACES[rows[0][0]]}: every rank must make the same calls."))
+                self._raise(
+                    RankError(
+                        f"rank {rank} is in {_PLACES[row[0]]}, rank 0 in {_PLACES[rows[0][0]]}:"
+                        " every rank must make the same calls."
+                    )
+                )
         for rank, row in enumerate(rows):
-            different = [name for name, a, b in zip(list(numbers)[:compare], row[2:], rows[0][2:], strict=False) if a != b]
+            different = [
+                name
+                for name, a, b in zip(list(numbers)[:compare], row[2:], rows[0][2:], strict=False)
+                if a != b
+            ]
             if not math.isclose(_float(row[1]), _float(rows[0][1]), rel_tol=1e-5):
                 different.append("the parameters of the model")
             if different:
                 self._raise(
                     RankError(
-                        f"rank {rank} and rank 0 differ in {' and in '.join(different)}: all ranks must take the same steps with the same settings "
-                        "on the same model, each on its part of one draw. Nothing was charged for this step. Change settings, parameters and the "
-                        "accountant on all ranks alike, iterate all loaders alike, and load one checkpoint everywhere; make_private brings draws "
-                        "together again."
+                        f"rank {rank} and rank 0 differ in {' and in '.join(different)}: all ranks"
+                        " must take the same steps with the same settings on the same model, each"
+                        " on its part of one draw. Nothing was charged for this step. Change"
+                        " settings, parameters and the accountant on all ranks alike, iterate all"
+                        " loaders alike, and load one checkpoint everywhere; make_private brings"
+                        " draws together again."
                     )
                 )
         return [row[2:] for row in rows]
@@ -135,11 +179,15 @@ class Ranks:
             for name, value in theirs.items():
                 expected = everyone[0].get(name)
                 if value != expected:
-                    shown = f" ({value}, on rank 0 {expected})" if len(value) + len(str(expected)) < 200 else ""
+                    shown = (
+                        f" ({value}, on rank 0 {expected})"
+                        if len(value) + len(str(expected)) < 200
+                        else ""
+                    )
                     self._raise(
                         RankError(
-                            f"rank {rank} and rank 0 differ in {name}{shown}: all ranks train one model on one data set with the same settings. "
-                            "Nothing was charged."
+                            f"rank {rank} and rank 0 differ in {name}{shown}: all ranks train one"
+                            " model on one data set with the same settings. Nothing was charged."
                         )
                     )
 
@@ -154,7 +202,9 @@ class Ranks:
         try:
             work = dist.all_reduce(buffer, group=self._group, async_op=True)
             if work is not None:
-                work.wait(*(() if self._timeout is None or not buffer.is_cuda else (self._timeout,)))
+                work.wait(
+                    *(() if self._timeout is None or not buffer.is_cuda else (self._timeout,))
+                )
         except RuntimeError as error:
             self._lost(error)
 
@@ -180,7 +230,7 @@ class Ranks:
         rows: list[list[int]] = everyone.view(self.size, _WIDTH).tolist()
         return rows
 
-    # -- errors --------------------------------------------------------------------------------------------------------------
+    # -- errors ------------------------------------------------------------------------------------
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -196,14 +246,20 @@ class Ranks:
             raise
 
     def raise_together(self, error: Exception | None) -> NoReturn:
-        """All ranks know already that one failed: each raises its own error, or that of the first which has one."""
+        """All ranks know already that one failed: each raises its own error, or that of the
+        first which has one.
+        """
         texts = self.gather(None if error is None else _text(error))
         if error is not None:
             self._raise(error)
-        rank, (name, text) = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        rank, (name, text) = next(
+            (rank, text) for rank, text in enumerate(texts) if text is not None
+        )
         if name == PrivacyBudgetExceeded.__name__:
             self._raise(PrivacyBudgetExceeded(text))
-        self._raise(RankError(f"rank {rank} failed, so no rank takes this step. {name} there: {text}"))
+        self._raise(
+            RankError(f"rank {rank} failed, so no rank takes this step. {name} there: {text}")
+        )
 
     @staticmethod
     def _raise(error: Exception) -> NoReturn:
@@ -213,14 +269,18 @@ class Ranks:
     def _lost(self, error: Exception) -> NoReturn:
         self._is_broken = True
         raise RankError(
-            f"rank {self.rank} of {self.size}: another rank died, or did not answer within the timeout of the process group. No step was taken; "
-            "what was charged stays charged. Save what you need (state_dict() works without the others), and start all ranks again, as many as you "
-            "like, from a checkpoint."
+            f"rank {self.rank} of {self.size}: another rank died, or did not answer within the"
+            " timeout of the process group. No step was taken; what was charged stays charged."
+            " Save what you need (state_dict() works without the others), and start all ranks"
+            " again, as many as you like, from a checkpoint."
         ) from error
 
     def _require_working(self) -> None:
         if self._is_broken:
-            raise RankError("a rank of this process group was lost before: start all ranks again from a checkpoint. Nothing was charged now.")
+            raise RankError(
+                "a rank of this process group was lost before: start all ranks again from a"
+                " checkpoint. Nothing was charged now."
+            )
 
 
 def _text(error: Exception) -> tuple[str, str]:

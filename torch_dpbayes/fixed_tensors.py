@@ -1,7 +1,7 @@
 """A model's buffers and frozen parameters, which training must leave as they are.
 
-What the model or its training loop writes there depends on the records and carries no noise, yet it steers later gradients and is saved with the
-model's state. Clipping does not see it.
+What the model or its training loop writes there depends on the records and carries no noise, yet it
+steers later gradients and is saved with the model's state. Clipping does not see it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from torch import Tensor, nn
 _LONGEST_WAIT = 64  # steps
 
 CHANGED = (
-    "{!r} changed while training: what is written into a buffer or a frozen parameter may depend on the records and carries no noise, yet it steers "
-    "later gradients and leaves with model.state_dict(). Nothing was charged for this step. Keep statistics of the data out of the module (GroupNorm "
-    "in place of BatchNorm), or make them of public data before make_private and leave them fixed; keep counters and schedules outside the "
-    "model, in plain Python numbers. The model may hold data now: load a state of before, or build it again."
+    "{!r} changed while training: what is written into a buffer or a frozen parameter may depend on"
+    " the records and carries no noise, yet it steers later gradients and leaves with"
+    " model.state_dict(). Nothing was charged for this step. Keep statistics of the data out of the"
+    " module (GroupNorm in place of BatchNorm), or make them of public data before make_private and"
+    " leave them fixed; keep counters and schedules outside the model, in plain Python numbers. The"
+    " model may hold data now: load a state of before, or build it again."
 )
 
 
 class FixedTensors:
     """Buffers and frozen parameters of a module as they were, and whether they still are.
 
-    A look compares identities and torch's version counters. Writes past the counters (``.data``, the running statistics of ``batch_norm``) show in
-    the values, which are compared at look 1, 2, 4, … 64, then at every 64th, and wherever identity or version differ: a tensor with equal
-    values, moved to another device or dtype or not, is unchanged. Until the first batch is delivered anything may be loaded.
+    A look compares identities and torch's version counters. Writes past the counters (``.data``,
+    the running statistics of ``batch_norm``) show in the values, which are compared at look 1, 2,
+    4, … 64, then at every 64th, and wherever identity or version differ: a tensor with equal
+    values, moved to another device or dtype or not, is unchanged. Until the first batch is
+    delivered anything may be loaded.
 
     Args:
         module: the model.
@@ -55,19 +59,28 @@ class FixedTensors:
     def changed(self) -> str | None:
         """Name of a tensor that is not what it was."""
         self._looks += 1
-        if self._is_known and sum(map(len, self._homes)) == self._places and all(home.get(name) is None for home, name in self._empty):
+        if (
+            self._is_known
+            and sum(map(len, self._homes)) == self._places
+            and all(home.get(name) is None for home, name in self._empty)
+        ):
             for home, name, t, version, _ in self._cells:
                 if t._version != version or home.get(name) is not t:
                     break
             else:
-                if (self._looks % _LONGEST_WAIT and self._looks & (self._looks - 1)) or self._has_same_values():
+                if (
+                    self._looks % _LONGEST_WAIT and self._looks & (self._looks - 1)
+                ) or self._has_same_values():
                     return None
         return self._changed_value()
 
     def _has_same_values(self) -> bool:
         if self._count() != self._number:
             return False
-        return all(t.dtype is copy.dtype and t.device == copy.device and torch.equal(t, copy) for _, _, t, _, copy in self._cells)
+        return all(
+            t.dtype is copy.dtype and t.device == copy.device and torch.equal(t, copy)
+            for _, _, t, _, copy in self._cells
+        )
 
     def _record(self) -> None:
         self.values.clear()
@@ -78,19 +91,35 @@ class FixedTensors:
 
     def _watch(self) -> None:
         copies = {id(t): self.values[name] for name, t in _fixed(self._module).items()}
-        self._homes = [home for layer in self._module.modules() for home in (layer._buffers, layer._parameters)]
+        self._homes = [
+            home for layer in self._module.modules() for home in (layer._buffers, layer._parameters)
+        ]
         self._number = self._count()
         self._places = sum(map(len, self._homes))
-        self._empty = [(home, name) for home in self._homes for name, t in home.items() if t is None]
-        cells = [(home, name, t) for home in self._homes for name, t in home.items() if t is not None and id(t) in copies]
+        self._empty = [
+            (home, name) for home in self._homes for name, t in home.items() if t is None
+        ]
+        cells = [
+            (home, name, t)
+            for home in self._homes
+            for name, t in home.items()
+            if t is not None and id(t) in copies
+        ]
         self._is_known = not any(t.is_inference() for _, _, t in cells)  # which have no version
-        self._cells = [(home, name, t, t._version, copies[id(t)]) for home, name, t in cells] if self._is_known else []
+        self._cells = (
+            [(home, name, t, t._version, copies[id(t)]) for home, name, t in cells]
+            if self._is_known
+            else []
+        )
 
     def _count(self) -> int:
         return sum(t is not None for home in self._homes for t in home.values())
 
     def _changed_value(self) -> str | None:
-        now, parameters = _fixed(self._module), dict(self._module.named_parameters(remove_duplicate=False))
+        now, parameters = (
+            _fixed(self._module),
+            dict(self._module.named_parameters(remove_duplicate=False)),
+        )
         for name in self.values.keys() - now.keys():
             if name not in parameters:
                 return name
@@ -137,20 +166,28 @@ def forward_passes_leave_buffers(module: nn.Module) -> Iterator[None]:
     if changed:
         owner = changed.rpartition(".")[0] or type(module).__name__
         raise ValueError(
-            f"module {owner!r} changes its buffer {changed!r} when gradients are wanted: statistics of the records would leave without noise. Keep "
-            "them out of the module, or make them of public data and leave them fixed."
+            f"module {owner!r} changes its buffer {changed!r} when gradients are wanted: statistics"
+            " of the records would leave without noise. Keep them out of the module, or make them"
+            " of public data and leave them fixed."
         )
 
 
 def same_values(before: Tensor, now: Tensor) -> bool:
-    """Whether two tensors hold the same numbers, NaN among them, in the device and dtype of the second."""
+    """Whether two tensors hold the same numbers, NaN among them, in the device and dtype of
+    the second.
+    """
     if before.shape != now.shape:
         return False
     before = before.to(now)
-    return torch.equal(before, now) or bool(((before == now) | ((before != before) & (now != now))).all())
+    return torch.equal(before, now) or bool(
+        ((before == now) | ((before != before) & (now != now))).all()
+    )
 
 
 def _fixed(module: nn.Module) -> dict[str, Tensor]:
     """Under all names of each, which moving the model may turn to tensors of their own."""
     parameters = module.named_parameters(remove_duplicate=False)
-    return {**dict(module.named_buffers(remove_duplicate=False)), **{name: p for name, p in parameters if not p.requires_grad}}
+    return {
+        **dict(module.named_buffers(remove_duplicate=False)),
+        **{name: p for name, p in parameters if not p.requires_grad},
+    }

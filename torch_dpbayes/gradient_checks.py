@@ -60,13 +60,17 @@ class Trial:
 
 
 class HookWatch(TorchFunctionMode):
-    """Finds hooks that a forward pass registers on tensors; those of this library are no such hooks."""
+    """Finds hooks that a forward pass registers on tensors; those of this library are no such
+    hooks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: str | None = None
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             hook = args[1] if len(args) > 1 else next(iter((kwargs or {}).values()), None)
             owner = type(getattr(hook, "__self__", None)).__module__
@@ -110,7 +114,8 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
     parameters = [p for _, p in named]
     keep = trial.keep
     generator = torch.Generator().manual_seed(trial.seed)
-    weights: list[tuple[Tensor, Tensor]] = []  # for each output, those of the first and second batch
+    # for each output, those of the first and second batch
+    weights: list[tuple[Tensor, Tensor]] = []
 
     def loss(arguments: tuple[Any, ...], which: int, row: int | None = None) -> Tensor:
         with trial.draws():

@@ -1,11 +1,12 @@
-"""How good predictions and their uncertainties are: plain functions of predictions and targets, each returning a float.
+"""How good predictions and their uncertainties are: plain functions of predictions and targets,
+each returning a float.
 
-``probabilities`` is ``[n, classes]``, rows summing to one, as ``PosteriorSamples.predict`` returns it; ``labels`` is
-``[n]``, integers from 0 to ``classes - 1``.
+``probabilities`` is ``[n, classes]``, rows summing to one, as ``PosteriorSamples.predict`` returns
+it; ``labels`` is ``[n]``, integers from 0 to ``classes - 1``.
 
-**Privacy**: a metric is an exact function of the records that it is evaluated on. On private records it is a release
-with no noise and no charge; evaluate on public or held-out records whose disclosure is accepted, and do not tune
-on a metric of the training set.
+**Privacy**: a metric is an exact function of the records that it is evaluated on. On private
+records it is a release with no noise and no charge; evaluate on public or held-out records whose
+disclosure is accepted, and do not tune on a metric of the training set.
 """
 
 import math
@@ -19,7 +20,8 @@ from torch import Tensor
 def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
     r"""Mean of :math:`-\log p_{i, y_i}`, in nats.
 
-    A probability that underflowed to zero counts as the smallest normal number of its dtype, so the result is finite.
+    A probability that underflowed to zero counts as the smallest normal number of its dtype, so the
+    result is finite.
     """
     _check_classification(probabilities, labels)
     chosen = probabilities.gather(1, labels.long()[:, None])
@@ -35,20 +37,28 @@ def accuracy(probabilities: Tensor, labels: Tensor) -> float:
 def brier_score(probabilities: Tensor, labels: Tensor) -> float:
     r"""Mean of :math:`\sum_c (p_{ic} - 1[y_i = c])^2`, from 0 to 2 (Brier, 1950)."""
     _check_classification(probabilities, labels)
-    errors = probabilities.double() - torch.nn.functional.one_hot(labels.long(), probabilities.shape[1])
+    errors = probabilities.double() - torch.nn.functional.one_hot(
+        labels.long(), probabilities.shape[1]
+    )
     return float(errors.square().sum(1).mean())
 
 
 class ReliabilityCurve(NamedTuple):
-    """Per bin of confidence: mean confidence, accuracy and number of records; the means of an empty bin are NaN."""
+    """Per bin of confidence: mean confidence, accuracy and number of records; the means of an
+    empty bin are NaN.
+    """
 
     confidence: Tensor
     accuracy: Tensor
     num_records: Tensor
 
 
-def reliability_curve(probabilities: Tensor, labels: Tensor, num_bins: int = 15) -> ReliabilityCurve:
-    """Accuracy against confidence, the largest probability, in bins of equal width ((b-1)/num_bins, b/num_bins]."""
+def reliability_curve(
+    probabilities: Tensor, labels: Tensor, num_bins: int = 15
+) -> ReliabilityCurve:
+    """Accuracy against confidence, the largest probability, in bins of equal width
+    ((b-1)/num_bins, b/num_bins].
+    """
     _check_classification(probabilities, labels)
     if num_bins < 1:
         raise ValueError(f"num_bins must be at least 1, got {num_bins}.")
@@ -65,7 +75,8 @@ def reliability_curve(probabilities: Tensor, labels: Tensor, num_bins: int = 15)
 
 
 def expected_calibration_error(probabilities: Tensor, labels: Tensor, num_bins: int = 15) -> float:
-    r"""Mean gap of confidence and accuracy over the bins of :func:`reliability_curve`, weighted by their records.
+    r"""Mean gap of confidence and accuracy over the bins of :func:`reliability_curve`, weighted by
+    their records.
 
     :math:`\sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|` (Guo et al., 2017, equation 3).
     """
@@ -75,15 +86,21 @@ def expected_calibration_error(probabilities: Tensor, labels: Tensor, num_bins: 
 
 
 def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> float:
-    """Probability that a record from outside scores higher than one from inside, ties counting half.
+    """Probability that a record from outside scores higher than one from inside, ties counting
+    half.
 
     Args:
-        in_distribution, out_of_distribution: one-dimensional scores, higher meaning more unlike the training data:
-            predictive entropy or mutual information.
+        in_distribution, out_of_distribution: one-dimensional scores, higher meaning more unlike the
+            training data: predictive entropy or mutual information.
     """
-    for name, scores in (("in_distribution", in_distribution), ("out_of_distribution", out_of_distribution)):
+    for name, scores in (
+        ("in_distribution", in_distribution),
+        ("out_of_distribution", out_of_distribution),
+    ):
         if scores.dim() != 1 or len(scores) == 0 or bool(scores.isnan().any()):
-            raise ValueError(f"{name} must be a one-dimensional tensor of at least one score, without NaN.")
+            raise ValueError(
+                f"{name} must be a one-dimensional tensor of at least one score, without NaN."
+            )
     scores = torch.cat([out_of_distribution.double().cpu(), in_distribution.double().cpu()])
     outside, inside = len(out_of_distribution), len(in_distribution)
     rank_sum = float(rankdata(scores.numpy())[:outside].sum())  # the Mann-Whitney statistic
@@ -91,21 +108,29 @@ def area_under_roc(in_distribution: Tensor, out_of_distribution: Tensor) -> floa
 
 
 def root_mean_squared_error(predictions: Tensor, targets: Tensor) -> float:
-    """Square root of the mean squared difference, in the targets' units. Both tensors have the same shape."""
+    """Square root of the mean squared difference, in the targets' units. Both tensors have
+    the same shape.
+    """
     _check_same_shape("predictions", predictions, targets)
     return float((predictions - targets).double().square().mean().sqrt())
 
 
-def gaussian_mixture_negative_log_likelihood(means: Tensor, targets: Tensor, noise_std: float) -> float:
-    r"""Mean of :math:`-\log \frac1S \sum_s N(y; \mu_s, \sigma^2)` over the targets, each predicted on its own.
+def gaussian_mixture_negative_log_likelihood(
+    means: Tensor, targets: Tensor, noise_std: float
+) -> float:
+    r"""Mean of :math:`-\log \frac1S \sum_s N(y; \mu_s, \sigma^2)` over the targets, each predicted
+    on its own.
 
     Args:
         means: ``[samples, n, ...]``, as ``PosteriorSamples.outputs`` returns it.
         targets: ``[n, ...]``.
-        noise_std: standard deviation σ of the likelihood: ``math.sqrt(0.5)`` for a model trained with ``MSELoss``.
+        noise_std: standard deviation σ of the likelihood: ``math.sqrt(0.5)`` for a model trained
+            with ``MSELoss``.
     """
     if means.dim() == 0 or len(means) == 0:
-        raise ValueError("means must have a first dimension over posterior samples, and at least one of them.")
+        raise ValueError(
+            "means must have a first dimension over posterior samples, and at least one of them."
+        )
     _check_same_shape("each sample's means", means[0], targets)
     if not (math.isfinite(noise_std) and noise_std > 0):
         raise ValueError(f"noise_std must be positive and finite, got {noise_std}.")
@@ -115,7 +140,9 @@ def gaussian_mixture_negative_log_likelihood(means: Tensor, targets: Tensor, noi
 
 
 def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
-    """Share of targets inside their interval, bounds included: near 0.9 for a good 90 % interval."""
+    """Share of targets inside their interval, bounds included: near 0.9 for a good 90 %
+    interval.
+    """
     _check_same_shape("lower", lower, targets)
     _check_same_shape("upper", upper, targets)
     return float(((lower <= targets) & (targets <= upper)).double().mean())
@@ -123,8 +150,15 @@ def interval_coverage(lower: Tensor, upper: Tensor, targets: Tensor) -> float:
 
 def _check_classification(probabilities: Tensor, labels: Tensor) -> None:
     if probabilities.dim() != 2 or not probabilities.is_floating_point():
-        raise ValueError(f"probabilities must be floating point, [n, classes]; got shape {list(probabilities.shape)}.")
-    if labels.dtype == torch.bool or labels.is_floating_point() or labels.shape != probabilities.shape[:1]:
+        raise ValueError(
+            "probabilities must be floating point, [n, classes]; got shape"
+            f" {list(probabilities.shape)}."
+        )
+    if (
+        labels.dtype == torch.bool
+        or labels.is_floating_point()
+        or labels.shape != probabilities.shape[:1]
+    ):
         raise ValueError(
             f"labels must be integers of shape {list(probabilities.shape[:1])}; "
             f"got {labels.dtype} of shape {list(labels.shape)}."
@@ -132,15 +166,26 @@ def _check_classification(probabilities: Tensor, labels: Tensor) -> None:
     if len(labels) == 0:
         raise ValueError("There are no records to evaluate.")
     if bool((labels < 0).any()) or bool((labels >= probabilities.shape[1]).any()):
-        raise ValueError(f"labels must be between 0 and {probabilities.shape[1] - 1}, the number of classes minus one.")
+        raise ValueError(
+            f"labels must be between 0 and {probabilities.shape[1] - 1}, the number of classes"
+            " minus one."
+        )
     # low-precision rows sum to one only roughly; scores never do in every row
-    if not bool((probabilities >= 0).all()) or not bool(((probabilities.sum(1) - 1).abs() < 0.01).all()):
-        raise ValueError("Rows of probabilities must be non-negative and sum to one: apply softmax to scores first.")
+    if not bool((probabilities >= 0).all()) or not bool(
+        ((probabilities.sum(1) - 1).abs() < 0.01).all()
+    ):
+        raise ValueError(
+            "Rows of probabilities must be non-negative and sum to one: apply softmax to scores"
+            " first."
+        )
 
 
 def _check_same_shape(name: str, values: Tensor, targets: Tensor) -> None:
     # broadcasting [n, 1] against [n] would compare every record with every other
     if values.shape != targets.shape:
-        raise ValueError(f"{name} and targets must have one shape, got {list(values.shape)} and {list(targets.shape)}.")
+        raise ValueError(
+            f"{name} and targets must have one shape, got {list(values.shape)} and"
+            f" {list(targets.shape)}."
+        )
     if targets.numel() == 0:
         raise ValueError("There are no targets to evaluate.")

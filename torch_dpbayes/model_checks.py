@@ -1,7 +1,8 @@
 """Does a model treat every record by itself? Found out on made-up records; no data is touched.
 
-A clip bound limits what one record does to *its own* gradient. It says nothing where another record's gradient depends on it as well, or where
-per-record gradients miss a part of the real one. Both are tested here by running the model, not by its list of layers.
+A clip bound limits what one record does to *its own* gradient. It says nothing where another
+record's gradient depends on it as well, or where per-record gradients miss a part of the real one.
+Both are tested here by running the model, not by its list of layers.
 """
 
 from __future__ import annotations
@@ -39,26 +40,35 @@ from .gradient_checks import (
 from .model_state import KEPT, ModelAsChecked
 
 _FIX = (
-    "Replace it by a layer that treats each record by itself: opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and "
-    "untracks InstanceNorm."
+    "Replace it by a layer that treats each record by itself:"
+    " opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and untracks"
+    " InstanceNorm."
 )
 _ALONE = (
-    "Compute what is needed from each record alone, or from public data before training, and keep it constant. (For BatchNorm: "
-    "opacus.validators.ModuleValidator.fix(model) turns it into GroupNorm.)"
+    "Compute what is needed from each record alone, or from public data before training, and keep"
+    " it constant. (For BatchNorm: opacus.validators.ModuleValidator.fix(model) turns it into"
+    " GroupNorm.)"
 )
-_TIME_FIRST = "It takes dimension 0, which is that of the records, for time: build it with batch_first=True, or transpose its input and output."
+_TIME_FIRST = (
+    "It takes dimension 0, which is that of the records, for time: build it with batch_first=True,"
+    " or transpose its input and output."
+)
 _ATTENTION = (
-    "Take opacus.layers.DPMultiheadAttention, or write attention with nn.Linear layers for queries, keys and values and "
-    "torch.nn.functional.scaled_dot_product_attention."
+    "Take opacus.layers.DPMultiheadAttention, or write attention with nn.Linear layers for queries,"
+    " keys and values and torch.nn.functional.scaled_dot_product_attention."
 )
 
 
 def made_up_inputs(batch: Any) -> tuple[Any, ...]:
-    """Arguments for two made-up records, with the shapes and types of ``batch`` and none of its values.
+    """Arguments for two made-up records, with the shapes and types of ``batch`` and none of its
+    values.
 
-    A tuple or list is taken as the model's inputs followed by the target; anything else as the one input.
+    A tuple or list is taken as the model's inputs followed by the target; anything else as the one
+    input.
     """
-    inputs = (batch[:-1] if len(batch) > 1 else batch) if isinstance(batch, (tuple, list)) else (batch,)
+    inputs = (
+        (batch[:-1] if len(batch) > 1 else batch) if isinstance(batch, (tuple, list)) else (batch,)
+    )
     generator = torch.Generator().manual_seed(17)
     for _ in range(64):
         made = tuple(_map(lambda t: _values_like(t, 2, 2, generator), inputs))
@@ -72,37 +82,49 @@ def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
 
     Args:
         module: the model, before any hooks are attached.
-        is_mapped: the model will run for each record alone, where torch's own attention is no obstacle.
+        is_mapped: the model will run for each record alone, where torch's own attention is no
+            obstacle.
 
     Raises:
         ValueError: with the layer's name and the remedy.
     """
     if not module.training:
-        raise ValueError("the model is in eval mode, in which no per-record gradients are recorded: call model.train() first")
+        raise ValueError(
+            "the model is in eval mode, in which no per-record gradients are recorded: call"
+            " model.train() first"
+        )
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
             raise ValueError(
-                f"module {name!r} renormalises rows of its weight in the forward pass (max_norm), which tells without noise which ones the batch "
-                "uses. Leave out max_norm."
+                f"module {name!r} renormalises rows of its weight in the forward pass (max_norm),"
+                " which tells without noise which ones the batch uses. Leave out max_norm."
             )
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.scale_grad_by_freq:
             raise ValueError(
-                f"module {name!r} divides gradients by how often a token occurs in the batch (scale_grad_by_freq), which depends on the other "
-                "records. Leave it out."
+                f"module {name!r} divides gradients by how often a token occurs in the batch"
+                " (scale_grad_by_freq), which depends on the other records. Leave it out."
             )
         if is_mapped and isinstance(layer, nn.MultiheadAttention):
             continue
         validate = ModuleValidator.VALIDATORS.get(type(layer))
-        errors = validate(layer) if validate is not None and any(p.requires_grad for p in layer.parameters()) else []
+        errors = (
+            validate(layer)
+            if validate is not None and any(p.requires_grad for p in layer.parameters())
+            else []
+        )
         if errors:
             fix = _ATTENTION if isinstance(layer, nn.MultiheadAttention) else _FIX
-            raise ValueError(f"module {name or type(module).__name__!r} cannot be trained privately: {errors[0]} {fix}")
+            raise ValueError(
+                f"module {name or type(module).__name__!r} cannot be trained privately: {errors[0]}"
+                f" {fix}"
+            )
 
 
 def _require_different(inputs: tuple[Any, ...]) -> None:
     if _are_equal_records(inputs):
         raise ValueError(
-            "example_inputs holds two equal records, on which mixing does not show: pass two that differ, made up and not from the data."
+            "example_inputs holds two equal records, on which mixing does not show: pass two that"
+            " differ, made up and not from the data."
         )
 
 
@@ -110,21 +132,29 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
     """Raise unless per-record gradients of ``module`` are what clipping takes them for.
 
     Args:
-        module: the model, with ``source``'s hooks attached. It is left as it was found, buffers and ``p.grad`` included.
+        module: the model, with ``source``'s hooks attached. It is left as it was found, buffers and
+            ``p.grad`` included.
         source: its gradient source.
-        inputs: positional arguments of ``module`` for two records, records in dimension 0. Larger batches repeat them, or are made up from their
-            shapes, with outliers, missing values, zeros at the end, ties, codes and every size of integers that the model takes.
+        inputs: positional arguments of ``module`` for two records, records in dimension 0. Larger
+            batches repeat them, or are made up from their shapes, with outliers, missing values,
+            zeros at the end, ties, codes and every size of integers that the model takes.
 
     Raises:
-        ValueError: a record's output, or what a layer makes of it, depends on another record, on their number or on its place among them;
-            per-record gradients are not the gradients of the records; a buffer changed; or the forward pass cannot take an empty batch. The
+        ValueError: a record's output, or what a layer makes of it, depends on another record, on
+            their number or on its place among them; per-record gradients are not the gradients of
+            the records; a buffer changed; or the forward pass cannot take an empty batch. The
             message names the module and the remedy.
 
-    **Privacy.** A test, not a proof: a way of mixing records that neither these values nor batches of 33 nor 64 seeds bring about goes unseen.
+    **Privacy.** A test, not a proof: a way of mixing records that neither these values nor batches
+    of 33 nor 64 seeds bring about goes unseen.
     """
     _require_different(inputs)
     require_no_hooks(module)
-    with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
+    with (
+        _left_as_found(module),
+        torch.random.fork_rng(devices=_cuda_devices(module)),
+        _other_generators_left_as_found(),
+    ):
         as_checked, axes, is_aligned = _check_independence(module, source, inputs)
         for seed in range(1, _ATTEMPTS):
             if _check_gradients(module, source, inputs):
@@ -149,21 +179,28 @@ class Unrecorded(Exception):
 def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     """Raise unless ``module``, run for each record alone, is the model that it is on whole batches.
 
-    Privacy does not rest on this: what runs for one record alone cannot see another. A model that comes out differently was meant to mix
-    records, and would be trained as something else.
+    Privacy does not rest on this: what runs for one record alone cannot see another. A model that
+    comes out differently was meant to mix records, and would be trained as something else.
 
     Args:
-        module: the model, whose forward pass ``source`` maps over records. It is left as it was found.
+        module: the model, whose forward pass ``source`` maps over records. It is left as it was
+            found.
         source: its gradient source.
         inputs: as in :func:`check_model`.
 
     Raises:
         CannotBeMapped: the program cannot be run for one record; the message names the module.
-        Unrecorded: parameters are used outside their layers, and must take part in the map themselves.
-        ValueError: records are mixed, gradients are not those of the records, a tensor is kept between passes, or an empty batch fails.
+        Unrecorded: parameters are used outside their layers, and must take part in the map
+            themselves.
+        ValueError: records are mixed, gradients are not those of the records, a tensor is kept
+            between passes, or an empty batch fails.
     """
     _require_different(inputs)
-    with _left_as_found(module), torch.random.fork_rng(devices=_cuda_devices(module)), _other_generators_left_as_found():
+    with (
+        _left_as_found(module),
+        torch.random.fork_rng(devices=_cuda_devices(module)),
+        _other_generators_left_as_found(),
+    ):
         as_checked = _check_map(module, source, inputs)
         for seed in range(1, _ATTEMPTS):
             if _check_mapped_gradients(module, source, inputs):
@@ -176,16 +213,23 @@ def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[
             raise ValueError(KEPT.format(what))
 
 
-def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> ModelAsChecked:
+def _check_map(
+    module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]
+) -> ModelAsChecked:
     """Returns the model's state after its first passes, which may have filled caches."""
     as_checked: ModelAsChecked | None = None
     parameters = [p for p in module.parameters() if p.requires_grad]
-    before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
+    before = {
+        name: t.detach().clone()
+        for name, t in [*module.named_buffers(), *module.named_parameters()]
+    }
     middle = _sizes(inputs)[len(_sizes(inputs)) // 2]
     with source.paused():
         limits = _integer_limits(module, inputs)
     given = [_given(inputs, [i % 2 for i in range(rows)]) for rows in (1, *_sizes(inputs))]
-    others = [_neighbours(inputs, middle, kind, limits, seed)[0] for seed, kind in enumerate(_OTHER_KINDS)]
+    others = [
+        _neighbours(inputs, middle, kind, limits, seed)[0] for seed, kind in enumerate(_OTHER_KINDS)
+    ]
     start = time.thread_time()
     for place, batch in enumerate([*given, *others]):
         is_given, rows = place < len(given), len(next(_tensors(batch)))
@@ -214,27 +258,38 @@ def _check_map(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...
             for p in parameters:
                 p.grad = None
         _require_unchanged(module, before)
-        as_checked = as_checked or ModelAsChecked(module, source.passing_attributes, watch_passes=False)
-        if any(t.dim() == 0 for t in mapped):  # a loss, of which the batched one may be another mean
+        as_checked = as_checked or ModelAsChecked(
+            module, source.passing_attributes, watch_passes=False
+        )
+        # a loss, of which the batched one may be another mean
+        if any(t.dim() == 0 for t in mapped):
             continue
-        if is_given and not all(bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()):
+        if is_given and not all(
+            bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()
+        ):
             raise ValueError(_NOT_FINITE)
         mapped = [t.detach() for t in mapped]
         if _same_outputs(mapped, batched, torch.ones(rows, dtype=torch.bool), is_same_size=False):
             continue
         _check_independence(module, source, inputs)
-        if rows > 1 and draws.is_random:  # its draws come in another order; one record alone was the same
+        # its draws come in another order; one record alone was the same
+        if rows > 1 and draws.is_random:
             break
         raise ValueError(
-            f"the forward pass of {type(module).__name__!r} gives other outputs where every record runs alone than on a batch of {rows}: it mixes "
-            f"records, or depends on their number. {_ALONE}"
+            f"the forward pass of {type(module).__name__!r} gives other outputs where every record"
+            f" runs alone than on a batch of {rows}: it mixes records, or depends on their number."
+            f" {_ALONE}"
         )
     assert as_checked is not None
     return as_checked
 
 
-def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> bool:
-    """Raise unless recorded gradients are those of each record by itself. Returns whether there was any to compare."""
+def _check_mapped_gradients(
+    module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]
+) -> bool:
+    """Raise unless recorded gradients are those of each record by itself. Returns whether
+    there was any to compare.
+    """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
     generator, weights = torch.Generator().manual_seed(1), dict[int, Tensor]()
@@ -267,7 +322,12 @@ def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: t
             loss = loss_per_record(_given(inputs, [k])).sum()
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         is_used = [used or g is not None for used, g in zip(is_used, found, strict=True)]
-        truth.append([torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)])
+        truth.append(
+            [
+                torch.zeros_like(p) if g is None else g.to_dense()
+                for p, g in zip(parameters, found, strict=True)
+            ]
+        )
     largest = max(float(g.norm()) for gradients in truth for g in gradients)
     for k, ((name, p), records) in enumerate(zip(named, recorded, strict=True)):
         true = torch.stack([gradients[k] for gradients in truth])
@@ -276,18 +336,30 @@ def _check_mapped_gradients(module: nn.Module, source: GradientSource, inputs: t
         if records is None:
             raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
         tolerance = 1e-2 if p.dtype in (torch.float16, torch.bfloat16) else 1e-3
-        if records.shape != true.shape or not float((records - true).norm()) <= tolerance * max(float(true.norm()), 1e-3 * largest):
-            raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
+        if records.shape != true.shape or not float((records - true).norm()) <= tolerance * max(
+            float(true.norm()), 1e-3 * largest
+        ):
+            raise ValueError(
+                _wrong_gradient(
+                    name, "got per-record gradients that are not the gradients of the records"
+                )
+            )
     if largest > 0:
         with draws():
-            check_clipped_sum(named, source, [torch.stack(gradients).flatten(1) for gradients in zip(*truth, strict=True)])
+            check_clipped_sum(
+                named,
+                source,
+                [torch.stack(gradients).flatten(1) for gradients in zip(*truth, strict=True)],
+            )
     source.discard(parameters)
     return largest > 0
 
 
 @contextmanager
 def _blamed(module: nn.Module) -> Iterator[None]:
-    """An error inside is a reason why the model cannot be mapped, with the innermost module in which it came up."""
+    """An error inside is a reason why the model cannot be mapped, with the innermost module
+    in which it came up.
+    """
     running: list[str] = []
 
     def leave(*_: Any) -> None:
@@ -304,7 +376,10 @@ def _blamed(module: nn.Module) -> Iterator[None]:
     except CannotBeMapped as error:
         raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error
     except Exception as error:
-        raise CannotBeMapped(f"module {_name_of(module, running)!r}: {str(error).splitlines()[0] if str(error) else repr(error)}") from error
+        raise CannotBeMapped(
+            f"module {_name_of(module, running)!r}:"
+            f" {str(error).splitlines()[0] if str(error) else repr(error)}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -314,22 +389,27 @@ def _name_of(module: nn.Module, running: list[str]) -> str:
     return (running[-1] if running else "") or type(module).__name__
 
 
-# -- does a record's output depend on other records? --------------------------------------------------------------------------------
+# -- does a record's output depend on other records? -----------------------------------------------
 
 _MANY = 100_000
 _NOT_USED = (
-    "parameter {!r} is not used by the forward pass: it would be given noise only. Use it, or freeze it with requires_grad_(False)."
+    "parameter {!r} is not used by the forward pass: it would be given noise only. Use it, or"
+    " freeze it with requires_grad_(False)."
 )
 _OTHER_KINDS = ("outliers", "plain", "short")
 _NO_GRADIENT = (
-    "no parameter has a gradient on made-up records, so that per-record gradients cannot be checked: the output is saturated or cut off "
-    "for them. Pass example_inputs=, made-up records to which the model responds."
+    "no parameter has a gradient on made-up records, so that per-record gradients cannot be"
+    " checked: the output is saturated or cut off for them. Pass example_inputs=, made-up records"
+    " to which the model responds."
 )
 _CANNOT_BE_RUN = (
-    "the model cannot be run on two made-up records of shapes {}: {}. Pass example_inputs=, the positional arguments of the "
-    "model for two made-up records (no real ones)."
+    "the model cannot be run on two made-up records of shapes {}: {}. Pass example_inputs=, the"
+    " positional arguments of the model for two made-up records (no real ones)."
 )
-_NOT_FINITE = "the model's output on made-up records is not finite: pass example_inputs=, made-up records that the model can take"
+_NOT_FINITE = (
+    "the model's output on made-up records is not finite: pass example_inputs=, made-up records"
+    " that the model can take"
+)
 
 _ATTEMPTS = 20  # parameters at which the gradients of a model with dead outputs are looked for
 _SIZES = (2, 5, 33)
@@ -339,14 +419,17 @@ _FEWEST_TRIALS = 3
 _OTHER_SEEDS = 2**20
 _SECONDS = 0.4  # of this thread, on optional comparisons and again on seeds
 _ENTRIES = 1024  # of what a layer takes or gives, compared for each record
-_CALLS = 8  # of a layer in one pass that are compared: cells of recurrent layers have one for each position
+# of a layer in one pass that are compared: cells of recurrent layers have one for each position
+_CALLS = 8
 
 # each number from one place of the arguments alone, or from one row
 _SAMPLERS = frozenset(
-    "bernoulli binomial multinomial normal poisson native_dropout rrelu_with_noise rrelu_with_noise_ _standard_gamma _sample_dirichlet".split()
+    "bernoulli binomial multinomial normal poisson native_dropout rrelu_with_noise"
+    " rrelu_with_noise_ _standard_gamma _sample_dirichlet".split()
 )
 
-_Key = tuple[str, int, bool, int]  # module, which of its calls, whether it is an output, place among the tensors
+# module, which of its calls, whether it is an output, place among the tensors
+_Key = tuple[str, int, bool, int]
 
 
 @dataclass
@@ -355,7 +438,8 @@ class _Forward:
 
     outputs: list[Tensor]
     trained: frozenset[str] = frozenset()  # modules with trainable parameters of their own
-    notes: dict[_Key, list[Tensor]] = field(default_factory=dict)  # in the order in which modules finish
+    # in the order in which modules finish
+    notes: dict[_Key, list[Tensor]] = field(default_factory=dict)
     shapes: dict[_Key, torch.Size] = field(default_factory=dict)
 
 
@@ -365,10 +449,14 @@ def _check_independence(
     """Raise if a record's output depends on others.
 
     Returns:
-        The model's state after its first pass, which may have filled caches; for each draw of random numbers the dimension of the records; and
-        whether records draw in a batch what they would draw alone.
+        The model's state after its first pass, which may have filled caches; for each draw of
+        random numbers the dimension of the records; and whether records draw in a batch what they
+        would draw alone.
     """
-    before = {name: t.detach().clone() for name, t in [*module.named_buffers(), *module.named_parameters()]}
+    before = {
+        name: t.detach().clone()
+        for name, t in [*module.named_buffers(), *module.named_parameters()]
+    }
     with source.paused():
         try:
             first = _run(module, inputs, _SeededDraws(0)).outputs
@@ -381,15 +469,23 @@ def _check_independence(
         _require_unchanged(module, before)
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
-                "the model's output must be a tensor with one row per record in dimension 0 (a loss computed inside the model mixes records)"
+                "the model's output must be a tensor with one row per record in dimension 0 (a loss"
+                " computed inside the model mixes records)"
             )
         if not all(bool(torch.isfinite(t).all()) for t in first if t.is_floating_point()):
             raise ValueError(_NOT_FINITE)
-        if not _same_outputs(first, _run(module, inputs, _SeededDraws(0)).outputs, torch.ones(2, dtype=torch.bool), is_same_size=False):
+        if not _same_outputs(
+            first,
+            _run(module, inputs, _SeededDraws(0)).outputs,
+            torch.ones(2, dtype=torch.bool),
+            is_same_size=False,
+        ):
             raise ValueError(
-                "the model gives another output when it is run again on the same records: it remembers earlier batches, or draws from a generator "
-                "that torch.manual_seed, random.seed and numpy.random.seed do not set. Nobody can tell then whether it mixes records. Keep nothing "
-                "between forward passes, and draw with torch's own generator."
+                "the model gives another output when it is run again on the same records: it"
+                " remembers earlier batches, or draws from a generator that torch.manual_seed,"
+                " random.seed and numpy.random.seed do not set. Nobody can tell then whether it"
+                " mixes records. Keep nothing between forward passes, and draw with torch's own"
+                " generator."
             )
         draws = _SeededDraws(0)
         try:
@@ -397,13 +493,19 @@ def _check_independence(
         except MixedRecordsError:
             raise
         except Exception as error:
-            raise ValueError(f"the model fails on a batch of one record, which Poisson sampling delivers: {error}. {_FIX}") from error
+            raise ValueError(
+                "the model fails on a batch of one record, which Poisson sampling delivers:"
+                f" {error}. {_FIX}"
+            ) from error
         several = _SeededDraws(0)
         rows = _sizes(inputs)[-1]
         _run_given(module, inputs, rows, several)
-        axes = None  # in what is drawn, the dimension of the records; None: they draw one after another
+        # in what is drawn, the dimension of the records; None: they draw one after another
+        axes = None
         if len(draws.shapes) == len(several.shapes):
-            axes = [_record_axis(s, t, rows) for s, t in zip(draws.shapes, several.shapes, strict=True)]
+            axes = [
+                _record_axis(s, t, rows) for s, t in zip(draws.shapes, several.shapes, strict=True)
+            ]
         is_aligned = axes is not None and not several.is_elsewhere
         _require_unmoved(module, inputs, alone, axes or [], is_aligned)
         _require_same_alone(module, inputs, axes or [], is_aligned)
@@ -416,48 +518,89 @@ def _require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:
         if name in before and torch.equal(t, before[name]):
             continue
         owner = name.rpartition(".")[0]
-        what = f"module {owner or type(module).__name__!r} changes its buffer or parameter {name!r} in the forward pass"
+        what = (
+            f"module {owner or type(module).__name__!r} changes its buffer or parameter {name!r} in"
+            " the forward pass"
+        )
         layer = module.get_submodule(owner)
-        if any(type(part).__name__ in ("SpectralNorm", "_SpectralNorm") for part in [layer, *layer._forward_pre_hooks.values()]):
+        if any(
+            type(part).__name__ in ("SpectralNorm", "_SpectralNorm")
+            for part in [layer, *layer._forward_pre_hooks.values()]
+        ):
             raise ValueError(
-                f"{what}: the power iteration of spectral_norm, which moves on at every call; a weight computed from another one has no per-record "
-                "gradients either. Take it off (torch.nn.utils.remove_spectral_norm, torch.nn.utils.parametrize.remove_parametrizations). To bound a "
-                "weight, divide it by its largest singular value after optimizer.step(), which costs no privacy."
+                f"{what}: the power iteration of spectral_norm, which moves on at every call; a"
+                " weight computed from another one has no per-record gradients either. Take it off"
+                " (torch.nn.utils.remove_spectral_norm,"
+                " torch.nn.utils.parametrize.remove_parametrizations). To bound a weight, divide"
+                " it by its largest singular value after optimizer.step(), which costs no privacy."
             )
-        raise ValueError(f"{what}: statistics of the records would leave without noise. Keep them out of the module. {_FIX}")
+        raise ValueError(
+            f"{what}: statistics of the records would leave without noise. Keep them out of the"
+            f" module. {_FIX}"
+        )
 
 
-def _require_same_alone(module: nn.Module, inputs: tuple[Any, ...], axes: list[int | None], is_aligned: bool) -> None:
-    """Raise if a record's output depends on how many others there are or on its place among them. All records draw the same random numbers here.
+def _require_same_alone(
+    module: nn.Module, inputs: tuple[Any, ...], axes: list[int | None], is_aligned: bool
+) -> None:
+    """Raise if a record's output depends on how many others there are or on its place among them.
+    All records draw the same random numbers here.
 
     Args:
         axes: for each draw, the dimension of the records.
         is_aligned: records after the first one draw what they would alone.
     """
-    singles = [_run(module, _given(inputs, [k]), _SeededDraws(0, axes, are_alike=True)) for k in range(2)]
+    singles = [
+        _run(module, _given(inputs, [k]), _SeededDraws(0, axes, are_alike=True)) for k in range(2)
+    ]
     for rows in _sizes(inputs):
-        together = _run_given(module, inputs, rows, _SeededDraws(0, axes, are_alike=True), singles[0])
+        together = _run_given(
+            module, inputs, rows, _SeededDraws(0, axes, are_alike=True), singles[0]
+        )
         places = torch.arange(rows)
         for k, single in enumerate(singles[: 2 if is_aligned else 1]):
-            expected = _Forward([t.expand(rows, *t.shape[1:]) for t in single.outputs], single.trained, shapes=together.shapes)
+            expected = _Forward(
+                [t.expand(rows, *t.shape[1:]) for t in single.outputs],
+                single.trained,
+                shapes=together.shapes,
+            )
             for key in together.notes.keys() & single.notes.keys():
                 whole = single.notes[key][0]
                 axis = _record_axis(whole.shape, together.shapes[key], rows)
                 if axis is not None:
-                    expected.notes[key] = [note.expand(rows, -1) for note in _by_record(whole, axis, 1)]
+                    expected.notes[key] = [
+                        note.expand(rows, -1) for note in _by_record(whole, axis, 1)
+                    ]
             keep = places % 2 == k if is_aligned else places == 0
-            _require_same(module, expected, together, keep, "the number of records in the batch, or on its place among them", is_same_size=False)
+            _require_same(
+                module,
+                expected,
+                together,
+                keep,
+                "the number of records in the batch, or on its place among them",
+                is_same_size=False,
+            )
 
 
 def _require_unmoved(
-    module: nn.Module, inputs: tuple[Any, ...], alone: _Forward, axes: list[int | None], is_aligned: bool
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    alone: _Forward,
+    axes: list[int | None],
+    is_aligned: bool,
 ) -> None:
-    """Raise if other values of the other records move what happens to a record, under the same random numbers, or other numbers of theirs."""
+    """Raise if other values of the other records move what happens to a record, under the
+    same random numbers, or other numbers of theirs.
+    """
     limits, on_cpu = _integer_limits(module, inputs), _on_cpu(module)
     start, spent, is_random = time.thread_time(), 0, False
 
-    def compare(rows: int, kind: str, seed: int, kept: list[Tensor], is_by_record: bool = False) -> None:
-        """One batch, in which those in each of ``kept`` stay and all others are exchanged, with what they draw where records draw apart."""
+    def compare(
+        rows: int, kind: str, seed: int, kept: list[Tensor], is_by_record: bool = False
+    ) -> None:
+        """One batch, in which those in each of ``kept`` stay and all others are exchanged,
+        with what they draw where records draw apart.
+        """
         nonlocal spent, is_random
         base, others = _neighbours(inputs, rows, kind, limits, seed)
         draws = _SeededDraws(seed, axes, by_record=is_by_record)
@@ -469,19 +612,31 @@ def _require_unmoved(
             raise
         except Exception as error:
             if kind in ("given", "copies"):
-                raise ValueError(f"the model fails on a batch of {rows} made-up records: {error}") from error
+                raise ValueError(
+                    f"the model fails on a batch of {rows} made-up records: {error}"
+                ) from error
             return  # it may refuse such values
         for keep in kept:
             mixed = _exchanged(base, others, keep)
             try:
                 if on_cpu:
                     _tried(module, mixed, on_cpu)
-                second = _run(module, mixed, _SeededDraws(seed, axes, by_record=is_by_record, others=~keep if is_by_record else None), alone, rows)
+                second = _run(
+                    module,
+                    mixed,
+                    _SeededDraws(
+                        seed, axes, by_record=is_by_record, others=~keep if is_by_record else None
+                    ),
+                    alone,
+                    rows,
+                )
             except MixedRecordsError:
                 raise
             except Exception:
                 continue
-            _require_same(module, first, second, keep, "another record in the batch", is_same_size=True)
+            _require_same(
+                module, first, second, keep, "another record in the batch", is_same_size=True
+            )
         spent += rows * (1 + len(kept))
         is_random |= draws.is_random
 
@@ -501,7 +656,13 @@ def _require_unmoved(
         if seed >= _FEWEST_SEEDS and time.thread_time() - start > _SECONDS:
             return
         rows, is_by_record = (2, middle)[seed // 2 % 2], is_aligned and seed // 2 % 2 == 1
-        compare(rows, kinds[seed % 2], len(groups) + seed, [_kept(rows)[seed // 4 % len(_kept(rows))]], is_by_record)
+        compare(
+            rows,
+            kinds[seed % 2],
+            len(groups) + seed,
+            [_kept(rows)[seed // 4 % len(_kept(rows))]],
+            is_by_record,
+        )
 
 
 def _exchanged(base: tuple[Any, ...], others: tuple[Any, ...], keep: Tensor) -> tuple[Any, ...]:
@@ -522,30 +683,47 @@ def _kept(rows: int) -> list[Tensor]:
     return [places == 0, places == rows - 1, *([places == rows // 2, half] if rows > 2 else [])]
 
 
-def _neighbours(inputs: tuple[Any, ...], rows: int, kind: str, limits: list[int], seed: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _neighbours(
+    inputs: tuple[Any, ...], rows: int, kind: str, limits: list[int], seed: int
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Made-up records and others that may take their places."""
     generator = torch.Generator().manual_seed(seed)
-    pairs = [_neighbours_like(t, rows, kind, limit, generator) for t, limit in zip(_tensors(inputs), limits, strict=True)]
+    pairs = [
+        _neighbours_like(t, rows, kind, limit, generator)
+        for t, limit in zip(_tensors(inputs), limits, strict=True)
+    ]
     bases, others = iter(pairs), iter(pairs)
-    return tuple(_map(lambda _: next(bases)[0], inputs)), tuple(_map(lambda _: next(others)[1], inputs))
+    return tuple(_map(lambda _: next(bases)[0], inputs)), tuple(
+        _map(lambda _: next(others)[1], inputs)
+    )
 
 
-def _neighbours_like(t: Tensor, rows: int, kind: str, limit: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _neighbours_like(
+    t: Tensor, rows: int, kind: str, limit: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     def chance(probability: float) -> Tensor:
         return (torch.rand(made.shape, generator=generator) < probability).to(t.device)
 
     made, other = _values_like(t, rows, limit, generator), _values_like(t, rows, limit, generator)
     if kind == "given":
-        return t[torch.arange(rows, device=t.device) % 2], other * 4 + 3 if t.is_floating_point() else other
+        return t[torch.arange(rows, device=t.device) % 2], (
+            other * 4 + 3 if t.is_floating_point() else other
+        )
     if kind == "copies":
         return t[:1].repeat_interleave(rows, 0), t[1:2].repeat_interleave(rows, 0)
     if kind in ("plain", "holes") and t.is_floating_point():
-        made = torch.rand(made.shape, generator=generator).to(t.dtype).to(t.device) if kind == "plain" else made
+        made = (
+            torch.rand(made.shape, generator=generator).to(t.dtype).to(t.device)
+            if kind == "plain"
+            else made
+        )
         return made, other * 300 if kind == "plain" else other.masked_fill(chance(0.25), math.nan)
     if kind == "ties":
         return _tied(made, 0), _tied(other, 1)
     if kind == "codes":  # categories and counts, whatever their type
-        codes = torch.randint(3 if t.is_floating_point() else min(limit, 3), (2, *made.shape), generator=generator).to(t)
+        codes = torch.randint(
+            3 if t.is_floating_point() else min(limit, 3), (2, *made.shape), generator=generator
+        ).to(t)
         return codes[0], codes[1]
     if kind == "outliers":
         if not t.is_floating_point():
@@ -553,7 +731,9 @@ def _neighbours_like(t: Tensor, rows: int, kind: str, limit: int, generator: tor
         made[[0, rows // 2, rows - 1]] *= 20
         return made, other * 300
     if kind == "missing" and t.is_floating_point():
-        return made.masked_fill(chance(0.25), math.nan), other.masked_fill(chance(0.25), math.nan).masked_fill(chance(0.05), math.inf)
+        return made.masked_fill(chance(0.25), math.nan), other.masked_fill(
+            chance(0.25), math.nan
+        ).masked_fill(chance(0.05), math.inf)
     if kind == "short" and t.dim() > 1:
         made, other = made.masked_fill(made == 0, 1), other.masked_fill(other == 0, 1)
         lengths = torch.randint(1, t.shape[1] // 2 + 2, (rows, 1), generator=generator)
@@ -562,7 +742,9 @@ def _neighbours_like(t: Tensor, rows: int, kind: str, limit: int, generator: tor
 
 
 def _tied(made: Tensor, shift: int) -> Tensor:
-    """Records that tie in some keys and not in others: of the same entries in another order, of opposite signs, with the same first entry."""
+    """Records that tie in some keys and not in others: of the same entries in another order,
+    of opposite signs, with the same first entry.
+    """
     for k in range(len(made)):
         which = (k + shift) % 4
         if which == 1:
@@ -586,17 +768,29 @@ def _values_like(t: Tensor, rows: int, limit: int, generator: torch.Generator) -
 
 
 def _integer_limits(module: nn.Module, inputs: tuple[Any, ...]) -> list[int]:
-    """For each tensor, the number below which the model takes any integer; 2 where integers would be out of place."""
-    tables = {layer.num_embeddings for layer in module.modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))}
-    candidates = sorted({100_001, 256, *tables, *(n for t in _tensors(inputs) for n in t.shape[1:])}, reverse=True)
+    """For each tensor, the number below which the model takes any integer; 2 where integers
+    would be out of place.
+    """
+    tables = {
+        layer.num_embeddings
+        for layer in module.modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+    }
+    candidates = sorted(
+        {100_001, 256, *tables, *(n for t in _tensors(inputs) for n in t.shape[1:])}, reverse=True
+    )
     on_cpu = _on_cpu(module)
 
     def takes(place: int, limit: int) -> bool:
         places = itertools.count()
-        trial = tuple(_map(lambda t: torch.full_like(t, limit - 1) if next(places) == place else t, inputs))
+        trial = tuple(
+            _map(lambda t: torch.full_like(t, limit - 1) if next(places) == place else t, inputs)
+        )
         try:
             outputs = _tried(module, trial, on_cpu)
-            return all(bool(torch.isfinite(t).all()) for t in _tensors(outputs) if t.is_floating_point())
+            return all(
+                bool(torch.isfinite(t).all()) for t in _tensors(outputs) if t.is_floating_point()
+            )
         except Exception:
             return False
 
@@ -609,13 +803,26 @@ def _integer_limits(module: nn.Module, inputs: tuple[Any, ...]) -> list[int]:
 
 
 def _on_cpu(module: nn.Module) -> dict[str, Tensor]:
-    """What a model on a GPU has, on the CPU: there an index that is too large is an ordinary exception, and does not end the use of the GPU."""
-    return {name: t.detach().cpu() for name, t in [*module.named_parameters(), *module.named_buffers()]} if _cuda_devices(module) else {}
+    """What a model on a GPU has, on the CPU: there an index that is too large is an ordinary
+    exception, and does not end the use of the GPU.
+    """
+    return (
+        {
+            name: t.detach().cpu()
+            for name, t in [*module.named_parameters(), *module.named_buffers()]
+        }
+        if _cuda_devices(module)
+        else {}
+    )
 
 
 def _tried(module: nn.Module, arguments: tuple[Any, ...], on_cpu: dict[str, Tensor]) -> Any:
     with torch.no_grad(), _SeededDraws(0):
-        return torch.func.functional_call(module, on_cpu, _map(lambda t: t.cpu(), arguments)) if on_cpu else module(*arguments)
+        return (
+            torch.func.functional_call(module, on_cpu, _map(lambda t: t.cpu(), arguments))
+            if on_cpu
+            else module(*arguments)
+        )
 
 
 def _sizes(inputs: tuple[Any, ...]) -> list[int]:
@@ -627,27 +834,41 @@ def _given(inputs: tuple[Any, ...], places: list[int]) -> tuple[Any, ...]:
     return tuple(_map(lambda t: t[torch.tensor(places, device=t.device)], inputs))
 
 
-def _run_given(module: nn.Module, inputs: tuple[Any, ...], rows: int, draws: _SeededDraws, alone: _Forward | None = None) -> _Forward:
+def _run_given(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    rows: int,
+    draws: _SeededDraws,
+    alone: _Forward | None = None,
+) -> _Forward:
     try:
         return _run(module, _given(inputs, [i % 2 for i in range(rows)]), draws, alone, rows)
     except MixedRecordsError:
         raise
     except Exception as error:
-        raise ValueError(f"the model fails on a batch of {rows} made-up records: {error}") from error
+        raise ValueError(
+            f"the model fails on a batch of {rows} made-up records: {error}"
+        ) from error
 
 
-# -- are recorded gradients those of the records? ----------------------------------------------------------------------------------
+# -- are recorded gradients those of the records? --------------------------------------------------
 
 
 def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> bool:
-    """Raise unless recorded gradients are those of the records. Returns whether there was any to compare."""
+    """Raise unless recorded gradients are those of the records. Returns whether there was any
+    to compare.
+    """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     parameters = [p for _, p in named]
     weights: list[Tensor] = []
 
     def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
         with _SeededDraws(0):
-            outputs = [t.float().reshape(len(t), -1) for t in _tensors(module(*arguments)) if t.is_floating_point()]
+            outputs = [
+                t.float().reshape(len(t), -1)
+                for t in _tensors(module(*arguments))
+                if t.is_floating_point()
+            ]
         if not weights:
             generator = torch.Generator().manual_seed(1)
             weights.extend(torch.randn(t.shape, generator=generator).to(t.device) for t in outputs)
@@ -665,8 +886,9 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
         (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
     except Exception as error:
         raise ValueError(
-            f"per-record gradients of this model cannot be computed: {error}. Where this comes from a parameter that stands beside other layers (a "
-            "position or class token), give it a small module of its own; otherwise replace the layer."
+            f"per-record gradients of this model cannot be computed: {error}. Where this comes from"
+            " a parameter that stands beside other layers (a position or class token), give it a"
+            " small module of its own; otherwise replace the layer."
         ) from error
     recorded = [source.per_record_gradients(p) for p in parameters]
     with source.paused():
@@ -683,15 +905,26 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
             raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
         if records.shape[1:] == true.shape[1:] and len(records) != len(true):
             raise ValueError(
-                f"parameter {name!r} got {len(records)} per-record gradients for two records: its module sees another first dimension. Keep records "
-                "in dimension 0 of every layer's input (for positions, .expand(len(x), -1))."
+                f"parameter {name!r} got {len(records)} per-record gradients for two records: its"
+                " module sees another first dimension. Keep records in dimension 0 of every"
+                " layer's input (for positions, .expand(len(x), -1))."
             )
         if records.shape != true.shape:
-            raise ValueError(_wrong_gradient(name, f"got per-record gradients of shape {tuple(records.shape)}, expected {tuple(true.shape)}"))
+            raise ValueError(
+                _wrong_gradient(
+                    name,
+                    f"got per-record gradients of shape {tuple(records.shape)}, expected"
+                    f" {tuple(true.shape)}",
+                )
+            )
         tolerance = 1e-2 if p.dtype in (torch.float16, torch.bfloat16) else 1e-3
         scale = max(float(true.norm()), 1e-3 * largest)  # a gradient that cancels is rounding error
         if not float((records - true).norm()) <= tolerance * scale:
-            raise ValueError(_wrong_gradient(name, "got per-record gradients that are not the gradients of the records"))
+            raise ValueError(
+                _wrong_gradient(
+                    name, "got per-record gradients that are not the gradients of the records"
+                )
+            )
     if largest > 0:
         check_clipped_sum(named, source, true_gradients)
     source.discard(parameters)
@@ -699,9 +932,15 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
 
 
 def _check_gradients_unmoved(
-    module: nn.Module, source: GradientSource, inputs: tuple[Any, ...], axes: list[int | None], is_aligned: bool
+    module: nn.Module,
+    source: GradientSource,
+    inputs: tuple[Any, ...],
+    axes: list[int | None],
+    is_aligned: bool,
 ) -> None:
-    """Raise if a record's gradient depends on others: made-up records of every kind, output gradients of every order of magnitude."""
+    """Raise if a record's gradient depends on others: made-up records of every kind, output
+    gradients of every order of magnitude.
+    """
     kinds = ("ties", "codes", "given", "short", "outliers", "plain")
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     middle, large = _sizes(inputs)[len(_sizes(inputs)) // 2], _sizes(inputs)[-1]
@@ -713,7 +952,10 @@ def _check_gradients_unmoved(
             required = seconds
         if seed >= _FEWEST_TRIALS and seconds - required + required / _FEWEST_TRIALS > _SECONDS:
             return
-        rows, are_alike = rows_for(named, large if seed % 4 == 3 else middle), is_aligned and seed % 2 == 0
+        rows, are_alike = (
+            rows_for(named, large if seed % 4 == 3 else middle),
+            is_aligned and seed % 2 == 0,
+        )
         keep = _kept(rows)[(seed + 1) % len(_kept(rows))]
         base, others = _neighbours(inputs, rows, kinds[seed % len(kinds)], limits, seed)
         mixed = _exchanged(base, others, keep)
@@ -730,7 +972,9 @@ def _check_gradients_unmoved(
             raise
         except Exception as error:
             if kinds[seed % len(kinds)] == "given":
-                raise ValueError(f"the model's gradients cannot be computed on {rows} made-up records: {error}") from error
+                raise ValueError(
+                    f"the model's gradients cannot be computed on {rows} made-up records: {error}"
+                ) from error
 
 
 def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
@@ -743,7 +987,10 @@ def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[
             outputs = [t for t in Nested(module(*empty)).tensors if t.requires_grad]
             torch.stack([t.float().sum() for t in outputs]).sum().backward()
             if any(source.per_record_gradients(p) is None for p in parameters):
-                raise ValueError("it leaves parameters without gradients; no shortcut for empty inputs may leave the forward pass early")
+                raise ValueError(
+                    "it leaves parameters without gradients; no shortcut for empty inputs may leave"
+                    " the forward pass early"
+                )
             if len(source.norms(named)) > 0:
                 raise ValueError("it comes out as a record")
         finally:
@@ -759,19 +1006,26 @@ def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[
             run()
         except Exception as error:
             raise ValueError(
-                f"the model cannot take an empty batch, which Poisson sampling delivers now and then and which must get its noise too: {error}. "
-                "A record of ones in its place does not pass either. Write x.flatten(1) instead of x.view(len(x), -1), and replace layers that "
-                "fail on zero rows."
+                "the model cannot take an empty batch, which Poisson sampling delivers now and"
+                f" then and which must get its noise too: {error}. A record of ones in its place"
+                " does not pass either. Write x.flatten(1) instead of x.view(len(x), -1), and"
+                " replace layers that fail on zero rows."
             ) from error
 
 
-# -- running and comparing ---------------------------------------------------------------------------------------------------------
+# -- running and comparing -------------------------------------------------------------------------
 
 
 def _run(
-    module: nn.Module, arguments: tuple[Any, ...], draws: _SeededDraws, alone: _Forward | None = None, rows: int = 1
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    draws: _SeededDraws,
+    alone: _Forward | None = None,
+    rows: int = 1,
 ) -> _Forward:
-    """Run, and note what modules take and give: whole where ``alone``, the run of one record, is None, otherwise by record."""
+    """Run, and note what modules take and give: whole where ``alone``, the run of one record,
+    is None, otherwise by record.
+    """
     found = _Forward([], _trained(module))
     calls: Counter[str] = Counter()
 
@@ -781,17 +1035,24 @@ def _run(
             return
         for is_output, value in enumerate((given, output)):
             for place, t in enumerate(_tensors(value)):
-                if not t.is_floating_point() or t.numel() == 0:  # sorted indices may change, as long as sorted values do not
+                # sorted indices may change, as long as sorted values do not
+                if not t.is_floating_point() or t.numel() == 0:
                     continue
                 key = (name, calls[name], bool(is_output), place)
                 if alone is None:
                     found.notes[key] = [t.detach().clone()]
-                elif key in alone.notes and (axis := _record_axis(alone.notes[key][0].shape, t.shape, rows)) is not None:
+                elif (
+                    key in alone.notes
+                    and (axis := _record_axis(alone.notes[key][0].shape, t.shape, rows)) is not None
+                ):
                     found.notes[key] = _by_record(t.detach(), axis, rows)
                 found.shapes[key] = t.shape
 
     handles = [
-        layer.register_forward_hook(lambda _, given, named, output, name=name: note(name, (given, named), output), with_kwargs=True)
+        layer.register_forward_hook(
+            lambda _, given, named, output, name=name: note(name, (given, named), output),
+            with_kwargs=True,
+        )
         for name, layer in module.named_modules()
         if layer is not module
     ]
@@ -803,7 +1064,11 @@ def _run(
         for handle in handles:
             handle.remove()
         if watch.found is not None:
-            raise MixedRecordsError(HOOKED.format(f"the forward pass of {type(module).__name__!r}", f"Tensor.{watch.found}"))
+            raise MixedRecordsError(
+                HOOKED.format(
+                    f"the forward pass of {type(module).__name__!r}", f"Tensor.{watch.found}"
+                )
+            )
     return found
 
 
@@ -816,7 +1081,9 @@ def _record_axis(one: Sequence[int], several: Sequence[int], rows: int) -> int |
 
 
 def _by_record(t: Tensor, axis: int, rows: int) -> list[Tensor]:
-    """Some entries of ``t`` as (records, entries); in both orders where a record has several places in the dimension."""
+    """Some entries of ``t`` as (records, entries); in both orders where a record has several
+    places in the dimension.
+    """
     t = t.movedim(axis, 0)
     places = len(t) // rows
     found = []
@@ -829,56 +1096,85 @@ def _by_record(t: Tensor, axis: int, rows: int) -> list[Tensor]:
     return found
 
 
-def _require_same(module: nn.Module, first: _Forward, second: _Forward, keep: Tensor, on_what: str, *, is_same_size: bool) -> None:
+def _require_same(
+    module: nn.Module,
+    first: _Forward,
+    second: _Forward,
+    keep: Tensor,
+    on_what: str,
+    *,
+    is_same_size: bool,
+) -> None:
     """Raise, and say where, unless the records in ``keep`` fare the same in both runs."""
     where, fix = f"the forward pass of {type(module).__name__!r}", _ALONE
     if is_same_size and (name := _unlike(first, second)) is not None:
         raise ValueError(
-            f"module {name!r} sees a number of rows that depends on the records: one record would decide whether others' gradients are taken. Run it "
-            "on all records, and choose among its outputs with a mask."
+            f"module {name!r} sees a number of rows that depends on the records: one record would"
+            " decide whether others' gradients are taken. Run it on all records, and choose among"
+            " its outputs with a mask."
         )
     for key, notes in first.notes.items():
         others = second.notes.get(key, [])
-        if len(notes) != len(others) or first.shapes[key] != second.shapes[key]:  # another way through the model, which its output decides upon
+        # another way through the model, which its output decides upon
+        if len(notes) != len(others) or first.shapes[key] != second.shapes[key]:
             continue
         name, _, is_output, _ = key
         if any(_same_there(a, b, keep, is_same_size) for a, b in zip(notes, others, strict=True)):
             continue
-        if any(_same_somewhere(a, b, keep, is_same_size) for a, b in zip(notes, others, strict=True)):
+        if any(
+            _same_somewhere(a, b, keep, is_same_size) for a, b in zip(notes, others, strict=True)
+        ):
             if name not in first.trained:
                 continue
             raise ValueError(
-                f"module {name!r} sees rows in another order than the model, or mixed ones, so that a record's gradients depend on {on_what}. Leave "
-                "the rows in their places, and use a mask for what concerns some of them."
+                f"module {name!r} sees rows in another order than the model, or mixed ones, so that"
+                f" a record's gradients depend on {on_what}. Leave the rows in their places, and"
+                " use a mask for what concerns some of them."
             )
         if not is_output:
-            where = f"the forward pass of {name.rpartition('.')[0] or type(module).__name__!r}, before module {name!r},"
+            where = (
+                f"the forward pass of {name.rpartition('.')[0] or type(module).__name__!r}, before"
+                f" module {name!r},"
+            )
         else:
             where = f"module {name!r}"
-            if any(getattr(part, "batch_first", None) is False for part in module.get_submodule(name).modules()):
+            if any(
+                getattr(part, "batch_first", None) is False
+                for part in module.get_submodule(name).modules()
+            ):
                 fix = _TIME_FIRST
         break
     else:
         if _same_outputs(first.outputs, second.outputs, keep, is_same_size=is_same_size):
             return
     raise ValueError(
-        f"{where} makes a record's output depend on {on_what}: clipping each record's gradient does not bound what one record does. {fix}"
+        f"{where} makes a record's output depend on {on_what}: clipping each record's gradient does"
+        f" not bound what one record does. {fix}"
     )
 
 
-def _same_outputs(first: list[Tensor], second: list[Tensor], keep: Tensor, *, is_same_size: bool) -> bool:
+def _same_outputs(
+    first: list[Tensor], second: list[Tensor], keep: Tensor, *, is_same_size: bool
+) -> bool:
     return len(first) == len(second) and all(
-        s.shape == t.shape and bool(_same_rows(s.reshape(len(s), -1), t.reshape(len(t), -1), is_same_size)[keep].all())
+        s.shape == t.shape
+        and bool(_same_rows(s.reshape(len(s), -1), t.reshape(len(t), -1), is_same_size)[keep].all())
         for s, t in zip(first, second, strict=True)
     )
 
 
 def _trained(module: nn.Module) -> frozenset[str]:
-    return frozenset(name for name, layer in module.named_modules() if any(p is not None and p.requires_grad for p in layer._parameters.values()))
+    return frozenset(
+        name
+        for name, layer in module.named_modules()
+        if any(p is not None and p.requires_grad for p in layer._parameters.values())
+    )
 
 
 def _unlike(first: _Forward, second: _Forward) -> str | None:
-    """A trainable module that runs in one of two batches of the same size only, or on another number of rows."""
+    """A trainable module that runs in one of two batches of the same size only, or on another
+    number of rows.
+    """
     for key in first.shapes.keys() | second.shapes.keys():
         name, call, is_output, _ = key
         if name in first.trained and is_output and call == 1:
@@ -893,19 +1189,26 @@ def _same_there(a: Tensor, b: Tensor, keep: Tensor, is_same_size: bool) -> bool:
 
 
 def _same_somewhere(a: Tensor, b: Tensor, keep: Tensor, is_same_size: bool) -> bool:
-    """Whether as many rows are the same as are kept: a layer without trainable parameters may take records in another order."""
-    return sum(bool(_same_rows(row.expand_as(b), b, is_same_size).any()) for row in a) >= int(keep.sum())
+    """Whether as many rows are the same as are kept: a layer without trainable parameters may
+    take records in another order.
+    """
+    return sum(bool(_same_rows(row.expand_as(b), b, is_same_size).any()) for row in a) >= int(
+        keep.sum()
+    )
 
 
 def _same_rows(a: Tensor, b: Tensor, is_same_size: bool) -> Tensor:
-    """For each record whether its row is the same, up to rounding: next to none in batches of the same size, which run the same kernels."""
+    """For each record whether its row is the same, up to rounding: next to none in batches of
+    the same size, which run the same kernels.
+    """
     eps = torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
     a, b = a.double(), b.double()
     finite = a.nan_to_num(0.0, 0.0, 0.0)
     if is_same_size:
         spreads = [(t - t.mean(0)).abs().mean(0) for t in (finite, b.nan_to_num(0.0, 0.0, 0.0))]
         smaller, larger = torch.minimum(*spreads), torch.maximum(*spreads)
-        is_spread = smaller > 16 * eps * finite.abs().amax(0)  # more than equal records differ by rounding
+        # more than equal records differ by rounding
+        is_spread = smaller > 16 * eps * finite.abs().amax(0)
         tolerance = 16 * eps * finite.abs() + 1e-4 * torch.where(is_spread, smaller, larger)
     else:
         tolerance = 1e-3 * finite.abs() + 1e-5 + 1e-4 * finite.abs().amax(1, keepdim=True)
@@ -919,8 +1222,9 @@ def _like(mask: Tensor, t: Tensor) -> Tensor:
 
 def _wrong_gradient(name: str, what: str) -> str:
     return (
-        f"parameter {name!r} {what}: clipping would miss a part of what a record contributes. Use every parameter through the forward pass "
-        "of the module that owns it, not through torch.nn.functional, and change nothing in place."
+        f"parameter {name!r} {what}: clipping would miss a part of what a record contributes. Use"
+        " every parameter through the forward pass of the module that owns it, not through"
+        " torch.nn.functional, and change nothing in place."
     )
 
 
@@ -944,14 +1248,18 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
 
 
 def _vary(module: nn.Module, seed: int) -> None:
-    """Move the parameters; with a seed other than 0, also change the signs of half of the tensors, which revives a dead output every other time."""
+    """Move the parameters; with a seed other than 0, also change the signs of half of the
+    tensors, which revives a dead output every other time.
+    """
     generator = torch.Generator().manual_seed(17 + seed)
     with torch.no_grad():
         for p in module.parameters():
             if p.is_floating_point():
                 scale = 0.5 / math.sqrt(p[0].numel()) if p.dim() > 1 else 0.1
                 sign = -1 if seed and bool(torch.rand((), generator=generator) < 0.5) else 1
-                p.mul_(sign).add_(torch.randn(p.shape, generator=generator).to(p.dtype).to(p.device) * scale)
+                p.mul_(sign).add_(
+                    torch.randn(p.shape, generator=generator).to(p.dtype).to(p.device) * scale
+                )
 
 
 def _map(function: Any, value: Any) -> Any:
@@ -966,7 +1274,8 @@ def _map(function: Any, value: Any) -> Any:
 
 
 class _SeededDraws(TorchDispatchMode):
-    """Random numbers that depend on ``seed``, on the operation and on which of its calls with such shapes it is, on nothing else.
+    """Random numbers that depend on ``seed``, on the operation and on which of its calls with such
+    shapes it is, on nothing else.
 
     Args:
         seed: of torch's generators, Python's and NumPy's.
@@ -990,7 +1299,8 @@ class _SeededDraws(TorchDispatchMode):
         self._by_record, self._others = by_record, others
         self._calls: Counter[str] = Counter()
         self.shapes: list[torch.Size] = []
-        self.is_elsewhere = False  # random numbers of Python, of NumPy, or within an operation that may mix records
+        # random numbers of Python, of NumPy, or within an operation that may mix records
+        self.is_elsewhere = False
 
     @property
     def is_random(self) -> bool:
@@ -1006,7 +1316,9 @@ class _SeededDraws(TorchDispatchMode):
         super().__exit__(*error)
         self.is_elsewhere |= self._before != _other_states()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not _is_random(function, args, kwargs):
             return function(*args, **kwargs)
@@ -1022,20 +1334,38 @@ class _SeededDraws(TorchDispatchMode):
         samples = function.overloadpacket.__name__ in _SAMPLERS
         is_for_each = samples or not _reads_values(function)
         self.is_elsewhere |= not is_for_each
-        # a record's values decide how many random numbers a sampler takes for it, and so where those of the next record start
-        if axis is None or axis >= len(shape) or not (samples or (is_for_each and (self._are_alike or self._by_record))):
+        # a record's values decide how many random numbers a sampler takes for it, and so where
+        # those of the next record start
+        if (
+            axis is None
+            or axis >= len(shape)
+            or not (samples or (is_for_each and (self._are_alike or self._by_record)))
+        ):
             return drawn
-        others = self._others if self._others is not None and len(self._others) == shape[axis] else None
+        others = (
+            self._others if self._others is not None and len(self._others) == shape[axis] else None
+        )
         one = [*shape[:axis], 1, *shape[axis + 1 :]]
         for k in range(shape[axis]):
             parts = [
-                a.narrow(axis, k, 1) if isinstance(a, Tensor) and a.dim() == len(shape) and a.shape[axis] == shape[axis]
-                else one if isinstance(a, list) and a == list(shape)
-                else a
+                (
+                    a.narrow(axis, k, 1)
+                    if isinstance(a, Tensor)
+                    and a.dim() == len(shape)
+                    and a.shape[axis] == shape[axis]
+                    else one
+                    if isinstance(a, list) and a == list(shape)
+                    else a
+                )
                 for a in args
             ]
             is_other = others is not None and bool(others[k])
-            part = _drawn(seed if self._are_alike else seed + k + _OTHER_SEEDS * is_other, function, parts, kwargs)
+            part = _drawn(
+                seed if self._are_alike else seed + k + _OTHER_SEEDS * is_other,
+                function,
+                parts,
+                kwargs,
+            )
             for whole, slice_ in zip(_tensors(drawn), _tensors(part), strict=True):
                 if whole.shape == shape and list(slice_.shape) == one:
                     whole.narrow(axis, k, 1).copy_(slice_)
@@ -1050,20 +1380,26 @@ def _is_random(function: Any, args: Any, kwargs: Any) -> bool:
     if "dropout_p" not in names:
         return True
     place = names.index("dropout_p")
-    given = args[place] if len(args) > place else kwargs.get("dropout_p", function._schema.arguments[place].default_value)
+    given = (
+        args[place]
+        if len(args) > place
+        else kwargs.get("dropout_p", function._schema.arguments[place].default_value)
+    )
     return bool(given != 0)
 
 
 def _reads_values(function: Any) -> bool:
     return "_like" not in function.name() and any(
-        isinstance(a.type, torch.TensorType) and not (a.alias_info and a.alias_info.is_write) for a in function._schema.arguments
+        isinstance(a.type, torch.TensorType) and not (a.alias_info and a.alias_info.is_write)
+        for a in function._schema.arguments
     )
 
 
 def _drawn(seed: int, function: Any, args: Any, kwargs: Any) -> Any:
     generator = kwargs.get("generator")
     if generator is None:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed notes a stack trace at every call while CUDA is not in use
+        # torch.manual_seed notes a stack trace at every call while CUDA is not in use
+        torch.default_generator.manual_seed(seed)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
         return function(*args, **kwargs)

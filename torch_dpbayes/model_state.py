@@ -47,7 +47,16 @@ _HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_LAZY = frozenset({"__slotnames__", "__annotations__", "__doc__", "_abc_impl", "__weakref__", "__annotations_cache__"})
+_LAZY = frozenset(
+    {
+        "__slotnames__",
+        "__annotations__",
+        "__doc__",
+        "_abc_impl",
+        "__weakref__",
+        "__annotations_cache__",
+    }
+)
 _NUMBERS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, slice, range)
 _ATOMS = frozenset({bool, int, float, str, type(None)})
 _COMPARED = (*_NUMBERS, tuple, list, frozenset)
@@ -187,9 +196,10 @@ class ModelAsChecked:
         ]
         self._empty = [home for home in [*hooks, *global_hooks().values()] if not home]
         self._empty += [layer._modules for layer in self._layers if not layer._modules]
-        self._homes, self._copies = homes, [
-            {k: v for k, v in home.items() if not self._is_passing(k)} for home in homes
-        ]
+        self._homes, self._copies = (
+            homes,
+            [{k: v for k, v in home.items() if not self._is_passing(k)} for home in homes],
+        )
         self._tensors = [
             (t, t._version)
             for layer in self._layers

@@ -1,10 +1,12 @@
 """Where Gaussian noise comes from: the only module that draws it.
 
-A noise vector that is used twice protects nothing: subtracting the two releases removes it. A :class:`GaussianNoise` therefore
-draws from a stream of its own. By default that is seeded with the full state from the operating system; torch's own
-``Generator.seed()`` keeps 32 bits on the CPU, few enough to try them all. A generator of the caller's gives a key for each release, and the
-noise comes from a hash of the key and of what it is to hide (as the nonces of RFC 6979 do): a run that is repeated is the same bit for bit,
-a run that departs from it in anything gets independent noise. In one process every position of such a generator is used at most once.
+A noise vector that is used twice protects nothing: subtracting the two releases removes it. A
+:class:`GaussianNoise` therefore draws from a stream of its own. By default that is seeded with the
+full state from the operating system; torch's own ``Generator.seed()`` keeps 32 bits on the CPU, few
+enough to try them all. A generator of the caller's gives a key for each release, and the noise
+comes from a hash of the key and of what it is to hide (as the nonces of RFC 6979 do): a run that is
+repeated is the same bit for bit, a run that departs from it in anything gets independent noise. In
+one process every position of such a generator is used at most once.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-# Positions of callers' streams from which something was already drawn in this process: (what, digest).
+# Positions of callers' streams from which something was already drawn in this process: (what,
+# digest).
 _used_positions: set[tuple[str, bytes]] = set()
 
-_CPU_STATE_BYTES = 5056  # torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
+# torch's serialised Mersenne Twister: seed, position, 624 words of state in 64 bits each, caches
+_CPU_STATE_BYTES = 5056
 _PIECE = 2**16  # numbers; 256 kB of float32
 _TAIL = 5.0
 _BEYOND_TAIL = float(torch.special.ndtr(torch.tensor(-_TAIL, dtype=torch.float64)))  # on one side
@@ -28,7 +32,9 @@ _ENTROPY_BYTES = 8 + 4 * 624
 
 
 def stream_position(generator: torch.Generator) -> bytes:
-    """Digest of where ``generator`` stands in its stream; equal digests mean equal numbers to come."""
+    """Digest of where ``generator`` stands in its stream; equal digests mean equal numbers to
+    come.
+    """
     state = generator.get_state()
     if state.numel() == _CPU_STATE_BYTES:
         state = state[8:]  # the seed as given, of which the stream uses 32 bits only
@@ -45,7 +51,9 @@ def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generat
     generator.manual_seed(int.from_bytes(entropy[:8], "little", signed=True))
     state = generator.get_state()
     if state.numel() == _CPU_STATE_BYTES:
-        words = torch.frombuffer(bytearray(entropy[8:]), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+        words = (
+            torch.frombuffer(bytearray(entropy[8:]), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+        )
         state[_CPU_WORDS] = words.view(torch.uint8)
         generator.set_state(state)
     return generator
@@ -55,14 +63,14 @@ class GaussianNoise:
     """Independent standard Gaussian vectors, none of them ever drawn twice.
 
     Args:
-        generator: the caller's source of randomness, for runs that can be repeated bit for bit. None: fresh entropy from the operating
-            system, on the device where the noise is needed.
+        generator: the caller's source of randomness, for runs that can be repeated bit for bit.
+            None: fresh entropy from the operating system, on the device where the noise is needed.
 
     Raises:
         ValueError: the generator stands where this process already drew noise from an equal one.
 
-    **Privacy.** Nothing is released here. Whoever knows the seed of a generator of the caller's can subtract the noise: treat the seed as
-    secret, or leave it out.
+    **Privacy.** Nothing is released here. Whoever knows the seed of a generator of the caller's can
+    subtract the noise: treat the seed as secret, or leave it out.
     """
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
@@ -72,7 +80,14 @@ class GaussianNoise:
         if generator is not None:
             _refuse_used("noise", stream_position(generator))
 
-    def standard_normal(self, size: int, *, dtype: torch.dtype, device: torch.device, hides: Iterable[Tensor | str] = ()) -> Tensor:
+    def standard_normal(
+        self,
+        size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        hides: Iterable[Tensor | str] = (),
+    ) -> Tensor:
         """A fresh N(0, I) vector of length ``size``; ``hides`` as in :meth:`next_stream`."""
         vector = torch.zeros(size, dtype=dtype, device=device)
         add_gaussian(vector, 1.0, 1.0, self.next_stream(device, hides))
@@ -84,17 +99,22 @@ class GaussianNoise:
             return
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "this noise generator was made in another process: a forked copy draws the same noise as its parent, and the "
-                "difference of two releases then has none. Build the optimizer inside the worker, or leave out generator=."
+                "this noise generator was made in another process: a forked copy draws the same"
+                " noise as its parent, and the difference of two releases then has none. Build the"
+                " optimizer inside the worker, or leave out generator=."
             )
         if self.generator.device.type != device.type:
-            raise ValueError(f"generator= lives on {self.generator.device}, the parameters on {device}: pass torch.Generator(device={str(device)!r})")
+            raise ValueError(
+                f"generator= lives on {self.generator.device}, the parameters on {device}: pass"
+                f" torch.Generator(device={str(device)!r})"
+            )
         _refuse_used("noise", stream_position(self.generator))
 
     def next_stream(self, device: torch.device, hides: Iterable[Tensor | str]) -> torch.Generator:
         """Where the noise of the next release is drawn from.
 
-        ``hides`` is all that the release is made of: with a generator of the caller's, streams are equal only where all of it is.
+        ``hides`` is all that the release is made of: with a generator of the caller's, streams are
+        equal only where all of it is.
         """
         self.require_usable(device)
         if self.generator is None:
@@ -102,13 +122,19 @@ class GaussianNoise:
                 self._own, self._pid = fresh_generator(device), os.getpid()
             return self._own
         use_position("noise", self.generator)
-        key = torch.randint(-(2**63), 2**63 - 1, (4,), generator=self.generator, device=self.generator.device)
+        key = torch.randint(
+            -(2**63), 2**63 - 1, (4,), generator=self.generator, device=self.generator.device
+        )
         digest = hashlib.shake_256(key.cpu().numpy().tobytes())
         for part in hides:
             if isinstance(part, str):
                 digest.update(hashlib.blake2b(part.encode()).digest())
             else:
-                digest.update(hashlib.blake2b(part.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data).digest())
+                digest.update(
+                    hashlib.blake2b(
+                        part.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+                    ).digest()
+                )
         return _generator_from(digest.digest(_ENTROPY_BYTES), device)
 
 
@@ -127,22 +153,30 @@ def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Gener
 def _normal_(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
     """N(0, std²I) in place, with its tails.
 
-    Torch makes single precision normals of uniforms of 24 bits on the CPU, 32 on a GPU, so they end at √(2·24·log 2) = 5.77 or 6.7: where a record
-    moves a sum by one standard deviation, one result in a million would tell it for certain. What lies beyond 5, six in ten million, is drawn again
+    Torch makes single precision normals of uniforms of 24 bits on the CPU, 32 on a GPU, so they end
+    at √(2·24·log 2) = 5.77 or 6.7: where a record moves a sum by one standard deviation, one result
+    in a million would tell it for certain. What lies beyond 5, six in ten million, is drawn again
     there, by the inverse of the distribution function in double precision, which ends at 9.8.
     """
     vector.normal_(0.0, std, generator=stream)
-    if vector.dtype == torch.float64 or not len(vector) or max(float(end.abs()) for end in torch.aminmax(vector)) <= _TAIL * std:
+    if (
+        vector.dtype == torch.float64
+        or not len(vector)
+        or max(float(end.abs()) for end in torch.aminmax(vector)) <= _TAIL * std
+    ):
         return vector
     (beyond,) = torch.where(vector.abs() > _TAIL * std)
-    share = 1 - torch.rand(len(beyond), dtype=torch.float64, device=vector.device, generator=stream)  # in (0, 1]
+    # in (0, 1]
+    share = 1 - torch.rand(len(beyond), dtype=torch.float64, device=vector.device, generator=stream)
     lengths = -std * torch.special.ndtri(share * _BEYOND_TAIL)
     vector[beyond] = torch.copysign(lengths.to(vector.dtype), vector[beyond])
     return vector
 
 
 def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Vectors of one length by pieces on which several operations in a row run in the cache; on a GPU as they are."""
+    """Vectors of one length by pieces on which several operations in a row run in the cache;
+    on a GPU as they are.
+    """
     if vectors[0].device.type == "cpu" and len(vectors[0]) > _PIECE:
         yield from zip(*(vector.split(_PIECE) for vector in vectors), strict=True)
     else:
@@ -150,7 +184,9 @@ def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def use_position(what: str, generator: torch.Generator) -> None:
-    """Note that ``what`` is drawn from where a caller's generator stands, or refuse because it was before, in this process."""
+    """Note that ``what`` is drawn from where a caller's generator stands, or refuse because
+    it was before, in this process.
+    """
     position = stream_position(generator)
     _refuse_used(what, position)
     _used_positions.add((what, position))
@@ -159,6 +195,7 @@ def use_position(what: str, generator: torch.Generator) -> None:
 def _refuse_used(what: str, position: bytes) -> None:
     if (what, position) in _used_positions:
         raise ValueError(
-            f"{what} was already drawn from a generator in this very state in this process. The same noise in two releases cancels in their "
-            "difference; the same batches are not the independent draws that are accounted. Leave out generator=, or seed it differently."
+            f"{what} was already drawn from a generator in this very state in this process. The"
+            " same noise in two releases cancels in their difference; the same batches are not the"
+            " independent draws that are accounted. Leave out generator=, or seed it differently."
         )

@@ -1,4 +1,6 @@
-"""Posterior samples of a network: collect them during training, predict with all of them, keep them in a file."""
+"""Posterior samples of a network: collect them during training, predict with all of them,
+keep them in a file.
+"""
 
 import itertools
 import math
@@ -24,10 +26,11 @@ _Sample = dict[str, Tensor]
 _FILE_FORMAT = "torch_dpbayes.PosteriorSamples"
 _FILE_VERSION = 1
 
-# How rows and samples are grouped for prediction, by the bytes of the largest tensor. Measured on MLPs and CNNs on a
-# CPU: vmap saves the fixed cost of a forward pass (up to three times faster) while its tensors stay in the cache, and
-# is up to four times slower than a loop beyond; stacking the parameters for it pays from about eight samples on. Large
-# batches are faster in chunks. The figure for accelerators bounds memory and is not tuned.
+# How rows and samples are grouped for prediction, by the bytes of the largest tensor. Measured on
+# MLPs and CNNs on a CPU: vmap saves the fixed cost of a forward pass (up to three times faster)
+# while its tensors stay in the cache, and is up to four times slower than a loop beyond; stacking
+# the parameters for it pays from about eight samples on. Large batches are faster in chunks. The
+# figure for accelerators bounds memory and is not tuned.
 _VMAP_BYTES = 2**20
 _CHUNK_BYTES = 4 * 2**20
 _ACCELERATOR_BYTES = 256 * 2**20
@@ -42,29 +45,33 @@ def softmax(output: Tensor) -> Tensor:
         output: floating-point tensor ``[n, ..., classes]`` with at least two classes.
 
     Raises:
-        ValueError: the output has no class dimension, or one class only, whose softmax is 1 whatever the score.
+        ValueError: the output has no class dimension, or one class only, whose softmax is 1
+            whatever the score.
     """
     if output.dim() < 2 or output.shape[-1] < 2:
         raise ValueError(
-            f"softmax needs an output of shape [n, ..., classes] with at least two classes, got {list(output.shape)}. "
-            "Pass transform=None for regression, or transform=torch.sigmoid where one logit stands for two classes."
+            "softmax needs an output of shape [n, ..., classes] with at least two classes, got"
+            f" {list(output.shape)}. Pass transform=None for regression, or transform=torch.sigmoid"
+            " where one logit stands for two classes."
         )
     return torch.softmax(output, dim=-1)
 
 
 class PosteriorSamples:
-    r"""A bounded set of posterior samples :math:`\theta_1, \dots, \theta_S` of a network, and what it predicts.
+    r"""A bounded set of posterior samples :math:`\theta_1, \dots, \theta_S` of a network, and what
+    it predicts.
 
     The posterior predictive distribution of a record :math:`x` is the average over the samples,
 
     .. math:: p(y \mid x) = \frac1S \sum_{s=1}^{S} p(y \mid x, \theta_s).
 
-    A sample is a copy of every trainable parameter. Frozen parameters and buffers are not part of it: they are taken
-    from the model that is passed to :meth:`predict`.
+    A sample is a copy of every trainable parameter. Frozen parameters and buffers are not part of
+    it: they are taken from the model that is passed to :meth:`predict`.
 
-    Calls of :meth:`collect` are counted. The first ``burn_in`` are discarded, then every ``thin``-th is kept, beginning
-    with the first. When ``max_samples`` are kept and another one is due, every second of them is dropped and ``thin``
-    doubles, so the samples stay evenly spaced over the whole chain however long it runs, whatever the data.
+    Calls of :meth:`collect` are counted. The first ``burn_in`` are discarded, then every
+    ``thin``-th is kept, beginning with the first. When ``max_samples`` are kept and another one is
+    due, every second of them is dropped and ``thin`` doubles, so the samples stay evenly spaced
+    over the whole chain however long it runs, whatever the data.
 
     Args:
         burn_in: number of ``collect`` calls discarded at the beginning.
@@ -74,17 +81,25 @@ class PosteriorSamples:
     Raises:
         ValueError: an argument is out of range.
 
-    **Privacy**: the iterates of a private sampler are already paid for, all of them, and copying, averaging, saving or
-    publishing them is post-processing: nothing here is charged, and the number of samples and of predictions is free.
-    This holds for what the optimizer released, the trainable parameters. A buffer that training changes (the running
-    statistics of BatchNorm) carries the records without noise, so :meth:`collect` refuses a model whose buffers
-    changed. Predictions at private test inputs reveal those inputs: they are covered by no guarantee of the training.
+    **Privacy**: the iterates of a private sampler are already paid for, all of them, and copying,
+    averaging, saving or publishing them is post-processing: nothing here is charged, and the number
+    of samples and of predictions is free. This holds for what the optimizer released, the trainable
+    parameters. A buffer that training changes (the running statistics of BatchNorm) carries the
+    records without noise, so :meth:`collect` refuses a model whose buffers changed. Predictions at
+    private test inputs reveal those inputs: they are covered by no guarantee of the training.
     """
 
     def __init__(self, burn_in: int = 0, thin: int = 1, max_samples: int = 100) -> None:
-        for name, value, smallest in (("burn_in", burn_in, 0), ("thin", thin, 1), ("max_samples", max_samples, 2)):
+        for name, value, smallest in (
+            ("burn_in", burn_in, 0),
+            ("thin", thin, 1),
+            ("max_samples", max_samples, 2),
+        ):
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise ValueError(f"{name} must be an integer, at least {smallest} (collect() calls), got {value!r}.")
+                raise ValueError(
+                    f"{name} must be an integer, at least {smallest} (collect() calls), got"
+                    f" {value!r}."
+                )
         self.burn_in = burn_in
         self.thin = thin
         self.max_samples = max_samples
@@ -107,26 +122,30 @@ class PosteriorSamples:
         """How often :meth:`collect` was called, discarded calls included."""
         return self._num_collected
 
-    # ------------------------------------------------------------------------------------------------- collecting
+    # -- collecting --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def collect(self, model: nn.Module) -> None:
-        """Counts a call and, if it is due, keeps a copy of the model's trainable parameters (same device and dtype).
+        """Counts a call and, if it is due, keeps a copy of the model's trainable parameters (same
+        device and dtype).
 
         Args:
             model: the network, in the state that the optimizer's last step left.
 
         Raises:
-            ValueError: the model has no trainable parameter, has other ones than at the first call, has a non-finite
-                one, or has a buffer that changed. The call is then not counted.
+            ValueError: the model has no trainable parameter, has other ones than at the first call,
+                has a non-finite one, or has a buffer that changed. The call is then not counted.
 
-        **Privacy**: post-processing of the released iterate, no charge. Buffers are compared with those of a private
-        model when its loader delivered the first batch, or else with those of the first call.
+        **Privacy**: post-processing of the released iterate, no charge. Buffers are compared with
+        those of a private model when its loader delivered the first batch, or else with those of
+        the first call.
         """
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shapes = {name: p.shape for name, p in parameters.items()}
         if not parameters:
-            raise ValueError("The model has no trainable parameter, so there is no posterior sample to collect.")
+            raise ValueError(
+                "The model has no trainable parameter, so there is no posterior sample to collect."
+            )
         if self._shapes is not None and shapes != self._shapes:
             raise ValueError(
                 "This model's trainable parameters are not those of the model collected before: "
@@ -135,9 +154,9 @@ class PosteriorSamples:
         for name, p in parameters.items():
             if not torch.isfinite(p).all():
                 raise ValueError(
-                    f"Parameter {name!r} has non-finite values: the chain diverged, most often because lr is too "
-                    "large for the noise and the prior. This sample was not collected; restart from finite parameters "
-                    "with a smaller lr."
+                    f"Parameter {name!r} has non-finite values: the chain diverged, most often"
+                    " because lr is too large for the noise and the prior. This sample was not"
+                    " collected; restart from finite parameters with a smaller lr."
                 )
         self._check_buffers(model)
 
@@ -161,37 +180,44 @@ class PosteriorSamples:
             if self._buffers is None:
                 self._buffers = {name: b.detach().clone() for name, b in buffers.items()}
             before, since = self._buffers, "the first collect()"
-        now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}  # make_private notes frozen parameters as well
+        # make_private notes frozen parameters as well
+        now = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
         for name in sorted(before.keys() | buffers.keys()):
             if name not in before or name not in now or not same_values(before[name], now[name]):
                 raise ValueError(
-                    f"Buffer {name!r} changed since {since}. What a forward pass writes into a buffer or a frozen parameter depends on the "
-                    "private records and carries no noise, so a sample of this model would not be private. Use a layer "
-                    "that keeps no statistics: opacus.validators.ModuleValidator.fix(model) replaces BatchNorm by "
-                    "GroupNorm; InstanceNorm needs track_running_stats=False."
+                    f"Buffer {name!r} changed since {since}. What a forward pass writes into a"
+                    " buffer or a frozen parameter depends on the private records and carries no"
+                    " noise, so a sample of this model would not be private. Use a layer that"
+                    " keeps no statistics: opacus.validators.ModuleValidator.fix(model) replaces"
+                    " BatchNorm by GroupNorm; InstanceNorm needs track_running_stats=False."
                 )
 
-    # ------------------------------------------------------------------------------------------------- predicting
+    # -- predicting --------------------------------------------------------------------------------
 
     def predict(self, model: nn.Module, x: Tensor, transform: Transform | None = softmax) -> Tensor:
         r"""The posterior average :math:`\frac1S\sum_s \mathrm{transform}(f(x; \theta_s))`.
 
-        The model is evaluated in eval mode without gradients, then put back as it was; its parameters are not touched.
+        The model is evaluated in eval mode without gradients, then put back as it was; its
+        parameters are not touched.
 
         Args:
-            model: a network with the parameters that were collected. Its frozen parameters and buffers are used.
-            x: ``[n, ...]``, one row a record. Rows are predicted independently and in chunks: the model must not mix
-                them, and the first dimension must be the record. Moved to the model's device if it is elsewhere.
-            transform: applied to one sample's output ``[rows, ...]`` before averaging, keeping the first dimension:
-                softmax over the last dimension by default; ``torch.exp`` for log-probabilities; ``None`` for
-                regression.
+            model: a network with the parameters that were collected. Its frozen parameters and
+                buffers are used.
+            x: ``[n, ...]``, one row a record. Rows are predicted independently and in chunks: the
+                model must not mix them, and the first dimension must be the record. Moved to the
+                model's device if it is elsewhere.
+            transform: applied to one sample's output ``[rows, ...]`` before averaging, keeping the
+                first dimension: softmax over the last dimension by default; ``torch.exp`` for
+                log-probabilities; ``None`` for regression.
 
         Returns:
-            The average, ``[n, ...]``, on the model's device, in the dtype of the transformed output.
+            The average, ``[n, ...]``, on the model's device, in the dtype of the transformed
+            output.
 
         Raises:
             RuntimeError: no sample is kept yet.
-            ValueError: the model has other parameters than the samples; the output does not have one row a record.
+            ValueError: the model has other parameters than the samples; the output does not have
+                one row a record.
             TypeError: ``x`` or the model's output is not a tensor.
 
         **Privacy**: post-processing; see the class about private test inputs.
@@ -201,29 +227,40 @@ class PosteriorSamples:
             total, dtype = torch.zeros(()), torch.get_default_dtype()
             for group in groups:
                 dtype = group.dtype if group.is_floating_point() or group.is_complex() else dtype
-                # at least single precision: a sum of many half-precision values would lose its small terms
-                total = total.to(group.device) + group.sum(0, dtype=torch.promote_types(group.dtype, torch.float32))
+                # at least single precision: a sum of many half-precision values would lose its
+                # small terms
+                total = total.to(group.device) + group.sum(
+                    0, dtype=torch.promote_types(group.dtype, torch.float32)
+                )
             return (total / len(self)).to(dtype)
 
         return torch.cat(self._evaluate(model, x, transform, average))
 
     def outputs(self, model: nn.Module, x: Tensor, transform: Transform | None = None) -> Tensor:
-        """The output under every sample, ``[samples, n, ...]`` in the order of collection: draws of the function.
+        """The output under every sample, ``[samples, n, ...]`` in the order of collection: draws of
+        the function.
 
         Args:
-            model, x, transform: as in :meth:`predict`; here the output is not transformed by default.
+            model, x, transform: as in :meth:`predict`; here the output is not transformed by
+                default.
 
         Raises:
             RuntimeError, ValueError, TypeError: as :meth:`predict`.
 
         **Privacy**: post-processing.
         """
-        return torch.cat(self._evaluate(model, x, transform, lambda groups: torch.cat(list(groups))), dim=1)
+        return torch.cat(
+            self._evaluate(model, x, transform, lambda groups: torch.cat(list(groups))), dim=1
+        )
 
-    def predictive_entropy(self, model: nn.Module, x: Tensor, transform: Transform | None = softmax) -> Tensor:
-        r"""Entropy of the posterior predictive distribution, :math:`H[\frac1S\sum_s p(y\mid x,\theta_s)]`, in nats.
+    def predictive_entropy(
+        self, model: nn.Module, x: Tensor, transform: Transform | None = softmax
+    ) -> Tensor:
+        r"""Entropy of the posterior predictive distribution, :math:`H[\frac1S\sum_s p(y\mid
+        x,\theta_s)]`, in nats.
 
-        The total uncertainty of a prediction: noise in the label as well as doubt about the parameters.
+        The total uncertainty of a prediction: noise in the label as well as doubt about the
+        parameters.
 
         Args:
             model, x: as in :meth:`predict`.
@@ -233,20 +270,25 @@ class PosteriorSamples:
             ``[n, ...]``, the output's shape without its last dimension.
 
         Raises:
-            RuntimeError, ValueError, TypeError: as :meth:`predict`; a ``ValueError`` too if the transformed output is
-                not a probability distribution over its last dimension.
+            RuntimeError, ValueError, TypeError: as :meth:`predict`; a ``ValueError`` too if the
+                transformed output is not a probability distribution over its last dimension.
 
         **Privacy**: post-processing.
         """
-        return torch.cat(self._evaluate(model, x, transform, lambda groups: self._entropies(groups)[0]))
+        return torch.cat(
+            self._evaluate(model, x, transform, lambda groups: self._entropies(groups)[0])
+        )
 
-    def mutual_information(self, model: nn.Module, x: Tensor, transform: Transform | None = softmax) -> Tensor:
+    def mutual_information(
+        self, model: nn.Module, x: Tensor, transform: Transform | None = softmax
+    ) -> Tensor:
         r"""Mutual information of label and parameters, in nats: what the samples disagree about.
 
         .. math:: I[y; \theta \mid x] = H\Big[\frac1S\sum_s p(y\mid x,\theta_s)\Big]
                   - \frac1S\sum_s H[p(y\mid x,\theta_s)] \ge 0
 
-        (Houlsby et al., 2011, "Bayesian active learning for classification and preference learning", equation 2).
+        (Houlsby et al., 2011, "Bayesian active learning for classification and preference
+        learning", equation 2).
 
         Args, returns, raises: as :meth:`predictive_entropy`.
 
@@ -266,8 +308,9 @@ class PosteriorSamples:
             group = group.to(torch.promote_types(group.dtype, torch.float32))
             if not ((group.sum(-1) - 1).abs() < 0.01).all() or not (group >= 0).all():
                 raise ValueError(
-                    "The transformed output is not a probability distribution over its last dimension. Pass a "
-                    "transform that makes it one: softmax (the default) for scores, torch.exp for log-probabilities."
+                    "The transformed output is not a probability distribution over its last"
+                    " dimension. Pass a transform that makes it one: softmax (the default) for"
+                    " scores, torch.exp for log-probabilities."
                 )
             average = average.to(group.device) + group.sum(0) / len(self)
             entropy = entropy.to(group.device) + torch.special.entr(group).sum((0, -1)) / len(self)
@@ -280,30 +323,36 @@ class PosteriorSamples:
 
         With outputs :math:`\mu_s = f(x;\theta_s)` the predictive distribution is the mixture
         :math:`\frac1S\sum_s N(\mu_s, \sigma^2)`; a quantile solves
-        :math:`\frac1S\sum_s \Phi((y-\mu_s)/\sigma) = q`, by bisection between the components' own quantiles.
+        :math:`\frac1S\sum_s \Phi((y-\mu_s)/\sigma) = q`, by bisection between the components' own
+        quantiles.
 
         Args:
             model, x: as in :meth:`predict`. The output is the mean of the target.
-            quantiles: probabilities strictly between 0 and 1; ``(0.05, 0.95)`` bounds a 90 % interval.
-            noise_std: standard deviation σ of the likelihood, in the units of the target. It is the one that the
-                training loss states: ``MSELoss`` as −log p per record means variance 1/2, so
-                ``noise_std=math.sqrt(0.5)``; ``MSELoss() / (2 * s**2)`` means ``noise_std=s``.
+            quantiles: probabilities strictly between 0 and 1; ``(0.05, 0.95)`` bounds a 90 %
+                interval.
+            noise_std: standard deviation σ of the likelihood, in the units of the target. It is the
+                one that the training loss states: ``MSELoss`` as −log p per record means variance
+                1/2, so ``noise_std=math.sqrt(0.5)``; ``MSELoss() / (2 * s**2)`` means
+                ``noise_std=s``.
 
         Returns:
             ``[len(quantiles), n, ...]`` in the order given.
 
         Raises:
-            RuntimeError, ValueError, TypeError: as :meth:`predict`; a ``ValueError`` too for a quantile outside (0, 1)
-                or a noise standard deviation that is not positive and finite.
+            RuntimeError, ValueError, TypeError: as :meth:`predict`; a ``ValueError`` too for a
+                quantile outside (0, 1) or a noise standard deviation that is not positive and
+                finite.
 
         **Privacy**: post-processing.
         """
         if not quantiles or not all(0 < q < 1 for q in quantiles):
-            raise ValueError(f"quantiles must be probabilities strictly between 0 and 1, got {list(quantiles)}.")
+            raise ValueError(
+                f"quantiles must be probabilities strictly between 0 and 1, got {list(quantiles)}."
+            )
         if not (math.isfinite(noise_std) and noise_std > 0):
             raise ValueError(
-                f"noise_std must be positive and finite, got {noise_std}. It is the standard deviation of the "
-                "likelihood: math.sqrt(0.5) for a model trained with MSELoss."
+                f"noise_std must be positive and finite, got {noise_std}. It is the standard"
+                " deviation of the likelihood: math.sqrt(0.5) for a model trained with MSELoss."
             )
 
         def solve(groups: Iterator[Tensor]) -> Tensor:
@@ -319,22 +368,29 @@ class PosteriorSamples:
         transform: Transform | None,
         reduce: Callable[[Iterator[Tensor]], Tensor],
     ) -> list[Tensor]:
-        """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each chunk of rows."""
+        """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each
+        chunk of rows.
+        """
         if not self._samples:
             raise RuntimeError(
-                f"There is no posterior sample yet: collect() was called {self._num_collected} times and "
-                f"burn_in={self.burn_in} of them are discarded. Call collect(model) after burn-in, before predicting."
+                f"There is no posterior sample yet: collect() was called {self._num_collected}"
+                f" times and burn_in={self.burn_in} of them are discarded. Call collect(model)"
+                " after burn-in, before predicting."
             )
         if not isinstance(x, Tensor) or x.dim() == 0:
             raise TypeError("x must be a tensor whose first dimension is the record.")
         parameters = dict(model.named_parameters())
         shapes = {name: s.shape for name, s in self._samples[0].items()}
-        # A model may be frozen after training; what was frozen during training cannot be trainable now.
-        of_model = {name: p.shape for name, p in parameters.items() if p.requires_grad or name in shapes}
+        # A model may be frozen after training; what was frozen during training cannot be trainable
+        # now.
+        of_model = {
+            name: p.shape for name, p in parameters.items() if p.requires_grad or name in shapes
+        }
         if of_model != shapes:
             raise ValueError(
-                "The model's trainable parameters are not those of the samples: "
-                f"{_difference(shapes, of_model)}. Pass the model that was collected, or one built and frozen like it."
+                "The model's trainable parameters are not those of the samples:"
+                f" {_difference(shapes, of_model)}. Pass the model that was collected, or one built"
+                " and frozen like it."
             )
         device = parameters[next(iter(shapes))].device
         x = x.to(device)
@@ -346,15 +402,19 @@ class PosteriorSamples:
             output = functional_call(model, sample, (rows,))
             if not isinstance(output, Tensor):
                 raise TypeError(
-                    f"The model returned a {type(output).__name__}; predictions need one tensor with a row a record. "
-                    "Wrap the model in a module that returns that tensor."
+                    f"The model returned a {type(output).__name__}; predictions need one tensor"
+                    " with a row a record. Wrap the model in a module that returns that tensor."
                 )
             result = output if transform is None else transform(output)
-            if not isinstance(result, Tensor) or result.dim() == 0 or result.shape[0] != rows.shape[0]:
+            if (
+                not isinstance(result, Tensor)
+                or result.dim() == 0
+                or result.shape[0] != rows.shape[0]
+            ):
                 shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
                 raise ValueError(
-                    f"{rows.shape[0]} records went in and {shape} came out: model and transform must return a tensor "
-                    "with one row a record in its first dimension."
+                    f"{rows.shape[0]} records went in and {shape} came out: model and transform"
+                    " must return a tensor with one row a record in its first dimension."
                 )
             return result
 
@@ -362,97 +422,130 @@ class PosteriorSamples:
             start = 0
             while size > 1 and start < len(self):
                 samples = self._samples[start : start + size]
-                stacked = {name: torch.stack([on_model(name, s[name]) for s in samples]) for name in shapes}
+                stacked = {
+                    name: torch.stack([on_model(name, s[name]) for s in samples]) for name in shapes
+                }
                 result = _try_vmap(forward, stacked, rows)
                 if result is None:
                     break
                 yield result
                 start += len(samples)
             for sample in self._samples[start:]:
-                yield forward({name: on_model(name, s) for name, s in sample.items()}, rows).unsqueeze(0)
+                yield forward(
+                    {name: on_model(name, s) for name, s in sample.items()}, rows
+                ).unsqueeze(0)
 
         with _evaluation_mode(model), torch.no_grad():
             probe = {name: on_model(name, s) for name, s in self._samples[0].items()}
             chunk, size = _group_sizes(lambda rows: forward(probe, rows), x, self._samples)
             return [reduce(groups(rows, size)) for rows in x.split(chunk)]
 
-    # ------------------------------------------------------------------------------------------------ diagnostics
+    # -- diagnostics -------------------------------------------------------------------------------
 
     def to_arviz(self, *other_chains: "PosteriorSamples") -> Any:
-        r"""The samples as ArviZ's data structure, for effective sample size, :math:`\hat R`, trace pictures and the rest of ArviZ::
+        r"""The samples as ArviZ's data structure, for effective sample size, :math:`\hat R`, trace
+        pictures and the rest of ArviZ::
 
             data = first.to_arviz(second, third)
-            arviz.summary(data)        # a row a parameter: mean, standard deviation, ESS (bulk and tail), R-hat
+            arviz.summary(data)  # a row a parameter: mean, standard deviation, ESS, R-hat
             arviz.ess(data)            # or one figure alone; arviz.rhat(data)
             arviz.plot_trace(data, var_names=["2.bias"])
 
-        Each parameter is a variable of the group ``posterior`` under its own name, ``[chain, draw, ...]``. ArviZ's functions work on every scalar
-        on its own: give ``var_names`` if the network is large. :math:`\hat R` (Vehtari et al., 2021, "Rank-normalization, folding, and localization:
-        an improved R-hat", section 4) compares chains that were started and run independently, and needs at least two. Parameters of a network
-        that only permute its hidden units count as different for it; the predictions, :meth:`outputs`, do not.
+        Each parameter is a variable of the group ``posterior`` under its own name, ``[chain, draw,
+        ...]``. ArviZ's functions work on every scalar on its own: give ``var_names`` if the network
+        is large. :math:`\hat R` (Vehtari et al., 2021, "Rank-normalization, folding, and
+        localization: an improved R-hat", section 4) compares chains that were started and run
+        independently, and needs at least two. Parameters of a network that only permute its hidden
+        units count as different for it; the predictions, :meth:`outputs`, do not.
 
         Args:
-            other_chains: samples of the same parameters from other runs: as many of them, collected with the same ``thin``.
+            other_chains: samples of the same parameters from other runs: as many of them, collected
+                with the same ``thin``.
 
         Returns:
-            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``. On the CPU; half precision becomes single.
+            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``. On the CPU; half precision
+            becomes single.
 
         Raises:
             ModuleNotFoundError: ArviZ is not installed.
             RuntimeError: a chain has no sample yet.
             TypeError: a chain is not a ``PosteriorSamples``.
-            ValueError: the chains have other parameters, lengths or spacings, or one of them is there twice; a parameter of the model itself is
-                called ``chain`` or ``draw``.
+            ValueError: the chains have other parameters, lengths or spacings, or one of them is
+                there twice; a parameter of the model itself is called ``chain`` or ``draw``.
 
-        **Privacy**: post-processing, no charge. The chains are not free: each is a training run of its own that reads the data again, and pays for
-        itself on the accountant (``PrivacyEngine(accountant=...)``: one for all of them). Whether to run longer, decided by looking at these
-        figures, is an adaptive choice in the sense of :class:`~torch_dpbayes.PrivacyAccountant`.
+        **Privacy**: post-processing, no charge. The chains are not free: each is a training run of
+        its own that reads the data again, and pays for itself on the accountant
+        (``PrivacyEngine(accountant=...)``: one for all of them). Whether to run longer, decided by
+        looking at these figures, is an adaptive choice in the sense of
+        :class:`~torch_dpbayes.PrivacyAccountant`.
         """
         try:
             import arviz
         except ModuleNotFoundError as error:
             if error.name != "arviz":
                 raise
-            raise ModuleNotFoundError("to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz") from error
+            raise ModuleNotFoundError(
+                "to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz"
+            ) from error
         chains = (self, *other_chains)
         for number, chain in enumerate(chains, 1):
             if not isinstance(chain, PosteriorSamples):
-                raise TypeError(f"chain {number} is a {type(chain).__name__}: pass PosteriorSamples one by one, first.to_arviz(second, third).")
+                raise TypeError(
+                    f"chain {number} is a {type(chain).__name__}: pass PosteriorSamples one by one,"
+                    " first.to_arviz(second, third)."
+                )
             if not chain._samples:
-                raise RuntimeError(f"Chain {number} holds no sample yet: {chain!r}. Collect after burn-in, before the export.")
+                raise RuntimeError(
+                    f"Chain {number} holds no sample yet: {chain!r}. Collect after burn-in, before"
+                    " the export."
+                )
         shapes = {name: s.shape for name, s in self._samples[0].items()}
         if taken := shapes.keys() & {"chain", "draw"}:
-            raise ValueError(f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and drops: rename it in the model.")
+            raise ValueError(
+                f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and"
+                " drops: rename it in the model."
+            )
         for number, chain in enumerate(other_chains, 2):
             others = {name: s.shape for name, s in chain._samples[0].items()}
             if others != shapes:
                 raise ValueError(
-                    f"Chain {number} samples other parameters than the first one: {_difference(shapes, others)}. Chains are compared parameter by "
-                    "parameter: pass runs of the same model with the same parameters frozen."
+                    f"Chain {number} samples other parameters than the first one:"
+                    f" {_difference(shapes, others)}. Chains are compared parameter by parameter:"
+                    " pass runs of the same model with the same parameters frozen."
                 )
             if (len(chain), chain.thin) != (len(self), self.thin):
                 raise ValueError(
-                    f"Chain {number} holds {len(chain)} samples with thin={chain.thin}, the first one {len(self)} with thin={self.thin}: ESS and "
-                    "R-hat are defined for chains of one length and spacing. Collect all with the same burn_in, thin and max_samples, as often."
+                    f"Chain {number} holds {len(chain)} samples with thin={chain.thin}, the first"
+                    f" one {len(self)} with thin={self.thin}: ESS and R-hat are defined for chains"
+                    " of one length and spacing. Collect all with the same burn_in, thin and"
+                    " max_samples, as often."
                 )
-        posterior = {name: np.stack([np.stack([_array(s[name]) for s in chain._samples]) for chain in chains]) for name in shapes}
+        posterior = {
+            name: np.stack(
+                [np.stack([_array(s[name]) for s in chain._samples]) for chain in chains]
+            )
+            for name in shapes
+        }
         for i, j in itertools.combinations(range(len(chains)), 2):
             if all(np.array_equal(of_chain[i], of_chain[j]) for of_chain in posterior.values()):
                 raise ValueError(
-                    f"Chains {i + 1} and {j + 1} are the same samples: counted twice, they would look converged and worth twice as many draws. "
-                    "Pass runs of their own, each with a PosteriorSamples of its own."
+                    f"Chains {i + 1} and {j + 1} are the same samples: counted twice, they would"
+                    " look converged and worth twice as many draws. Pass runs of their own, each"
+                    " with a PosteriorSamples of its own."
                 )
         if int(arviz.__version__.split(".")[0]) < 1:
             return arviz.from_dict(posterior=posterior)
         return arviz.from_dict({"posterior": posterior})
 
-    # ----------------------------------------------------------------------------------------------------- saving
+    # -- saving ------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the samples to a file of tensors and plain numbers, which ``torch.load(weights_only=True)`` can read.
+        """Writes the samples to a file of tensors and plain numbers, which
+        ``torch.load(weights_only=True)`` can read.
 
-        The file is written beside ``path`` and then moved there: if writing fails, an older file stays as it was.
-        Frozen parameters and buffers are not in it; save the model's own ``state_dict`` too if it has any.
+        The file is written beside ``path`` and then moved there: if writing fails, an older file
+        stays as it was. Frozen parameters and buffers are not in it; save the model's own
+        ``state_dict`` too if it has any.
 
         Args:
             path: where to write.
@@ -484,10 +577,12 @@ class PosteriorSamples:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "PosteriorSamples":
-        """Reads what :meth:`save` wrote; collecting can go on from there. No code in the file is run.
+        """Reads what :meth:`save` wrote; collecting can go on from there. No code in the file is
+        run.
 
         Args:
-            path: the file. Its tensors are read to the CPU; predictions move them to the model's device.
+            path: the file. Its tensors are read to the CPU; predictions move them to the model's
+                device.
 
         Raises:
             OSError: the file cannot be read.
@@ -499,14 +594,20 @@ class PosteriorSamples:
             content = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception as error:  # the unpickler meets broken bytes with whatever error they lead to
-            raise ValueError(f"{os.fspath(path)} is damaged or was not written by PosteriorSamples.save.") from error
+        # the unpickler meets broken bytes with whatever error they lead to
+        except Exception as error:
+            raise ValueError(
+                f"{os.fspath(path)} is damaged or was not written by PosteriorSamples.save."
+            ) from error
         if not isinstance(content, dict) or content.get("format") != _FILE_FORMAT:
-            raise ValueError(f"{os.fspath(path)} holds something else: it was not written by PosteriorSamples.save.")
+            raise ValueError(
+                f"{os.fspath(path)} holds something else: it was not written by"
+                " PosteriorSamples.save."
+            )
         if content["version"] != _FILE_VERSION:
             raise ValueError(
-                f"{os.fspath(path)} is of format version {content['version']}; this release of torch_dpbayes reads "
-                f"version {_FILE_VERSION}. Install a later release."
+                f"{os.fspath(path)} is of format version {content['version']}; this release of"
+                f" torch_dpbayes reads version {_FILE_VERSION}. Install a later release."
             )
         loaded = cls(content["burn_in"], content["thin"], content["max_samples"])
         loaded._num_collected = content["num_collected"]
@@ -530,8 +631,12 @@ class _LargestTensor(TorchDispatchMode):
         return result
 
 
-def _group_sizes(forward: Callable[[Tensor], Tensor], x: Tensor, samples: list[_Sample]) -> tuple[int, int]:
-    """Rows a chunk, and samples a vmapped group (1: a loop), from shapes alone: the same call takes the same way."""
+def _group_sizes(
+    forward: Callable[[Tensor], Tensor], x: Tensor, samples: list[_Sample]
+) -> tuple[int, int]:
+    """Rows a chunk, and samples a vmapped group (1: a loop), from shapes alone: the same call
+    takes the same way.
+    """
     rows = x[:2]
     with _LargestTensor() as largest:
         forward(rows)
@@ -543,17 +648,22 @@ def _group_sizes(forward: Callable[[Tensor], Tensor], x: Tensor, samples: list[_
     size = min(len(samples), (_VMAP_BYTES if on_cpu else _ACCELERATOR_BYTES) // sample_bytes)
     if size < _SMALLEST_VMAP:
         return chunk, 1
-    return chunk, math.ceil(len(samples) / math.ceil(len(samples) / size))  # groups of nearly equal size
+    # groups of nearly equal size
+    return chunk, math.ceil(len(samples) / math.ceil(len(samples) / size))
 
 
-def _try_vmap(forward: Callable[[_Sample, Tensor], Tensor], stacked: _Sample, rows: Tensor) -> Tensor | None:
+def _try_vmap(
+    forward: Callable[[_Sample, Tensor], Tensor], stacked: _Sample, rows: Tensor
+) -> Tensor | None:
     """The outputs ``[samples, rows, ...]``, or ``None`` where vmap cannot run this model."""
     try:
         with warnings.catch_warnings():
-            # vmap runs an operation without a batching rule in a slow loop of its own: ours is faster
+            # vmap runs an operation without a batching rule in a slow loop of its own: ours is
+            # faster
             warnings.filterwarnings("error", message="There is a performance drop")
             return vmap(forward, in_dims=(0, None))(stacked, rows)
-    except Exception:  # in-place writes, control flow on values, numpy; if the error is real, the loop raises it again
+    # in-place writes, control flow on values, numpy; if the error is real, the loop raises it again
+    except Exception:
         return None
 
 
@@ -572,7 +682,9 @@ def _mixture_quantiles(means: Tensor, quantiles: Sequence[float], noise_std: flo
     lowest, highest = means.amin(0), means.amax(0)
     solved = []
     for q in quantiles:
-        own = noise_std * torch.special.ndtri(torch.tensor(q, dtype=means.dtype, device=means.device))
+        own = noise_std * torch.special.ndtri(
+            torch.tensor(q, dtype=means.dtype, device=means.device)
+        )
         low, high = lowest + own, highest + own
         for _ in range(50):  # double precision of any spread below 10⁵ noise standard deviations
             middle = (low + high) / 2

@@ -112,11 +112,13 @@ class DrawsByRecord(TorchDispatchMode):
         drawn = self._drawn("all", function, args, kwargs)
         for k, record in enumerate(self._records):
             part = [
-                a.narrow(0, k, 1)
-                if isinstance(a, Tensor) and a.dim() > 0 and len(a) == n
-                else [1, *a[1:]]
-                if isinstance(a, list) and a[:1] == [n]
-                else a
+                (
+                    a.narrow(0, k, 1)
+                    if isinstance(a, Tensor) and a.dim() > 0 and len(a) == n
+                    else [1, *a[1:]]
+                    if isinstance(a, list) and a[:1] == [n]
+                    else a
+                )
                 for a in args
             ]
             one = self._drawn(record, function, part, kwargs)
@@ -825,8 +827,10 @@ class Search:
             mixing, mixing_refused = t.models - t.free_models, t.refused - t.free_refused
             lines += [
                 f"{mode}: {t.models} models in {t.seconds:.0f} s",
-                f"  refused: {t.free_refused} of {t.free_models} free models, "
-                f"{mixing_refused} of {mixing} others",
+                (
+                    f"  refused: {t.free_refused} of {t.free_models} free models, "
+                    f"{mixing_refused} of {mixing} others"
+                ),
                 f"  accepted pairs: {t.pairs}, {t.free_pairs} of them of free models",
                 f"  largest movement: {t.largest:.4g} C, of free models {t.largest_of_free:.4g} C",
                 f"  models with a finding: {t.findings}",

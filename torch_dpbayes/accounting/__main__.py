@@ -34,7 +34,11 @@ def report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict
         "path": str(accountant.path),
         "neighboring": accountant.neighboring,
         "method": accountant.method,
-        "budget": None if accountant.epsilon is None else {"epsilon": accountant.epsilon, "delta": accountant.delta},
+        "budget": (
+            None
+            if accountant.epsilon is None
+            else {"epsilon": accountant.epsilon, "delta": accountant.delta}
+        ),
         "guarantee": accountant.guarantee,
         "rests_on": list(accountant.notes),
         "epsilon": _finite(upper),
@@ -45,13 +49,26 @@ def report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict
             {"label": label, "releases": count, "share": None if share is None else round(share, 6)}
             for label, (share, count) in accountant.shares(delta).items()
         ],
-        "remaining": [
-            {"label": label or None, "event": _short(event), "steps": _finite(accountant.remaining(event))} for label, event in reversed(last.items())
-        ]
-        if accountant.epsilon is not None
-        else [],
+        "remaining": (
+            [
+                {
+                    "label": label or None,
+                    "event": _short(event),
+                    "steps": _finite(accountant.remaining(event)),
+                }
+                for label, event in reversed(last.items())
+            ]
+            if accountant.epsilon is not None
+            else []
+        ),
         "open_blocks": [
-            {"time": row.time, "label": row.label, "event": _short(row.event), "count": row.count, "writer": row.writer.partition(" ")[2]}
+            {
+                "time": row.time,
+                "label": row.label,
+                "event": _short(row.event),
+                "count": row.count,
+                "writer": row.writer.partition(" ")[2],
+            }
             for row in open_blocks(rows)
         ],
         "first": rows[0].time if rows else None,
@@ -64,14 +81,23 @@ def text(found: dict[str, Any], summary: str) -> str:
     lines = summary.splitlines()
     if found["first"]:
         jobs = f"{found['jobs']} job{'s' * (found['jobs'] != 1)}"
-        lines.insert(5, f"  written     {_minute(found['first'])} to {_minute(found['last'])} UTC, by {jobs}")
+        lines.insert(
+            5, f"  written     {_minute(found['first'])} to {_minute(found['last'])} UTC, by {jobs}"
+        )
     if found["remaining"]:
         lines.append("left for a new job")
-        lines += [f"  {_number(entry['steps'])} x {entry['event']}  ({entry['label'] or 'no label'})" for entry in found["remaining"]]
-    if found["open_blocks"]:
-        lines.append("open blocks: reserved by a running process, or left behind by one that died, and charged in full")
         lines += [
-            f"  {_minute(block['time'])}  {block['count']} x {block['event']}  ({block['label'] or 'no label'}, {block['writer']})"
+            f"  {_number(entry['steps'])} x {entry['event']}  ({entry['label'] or 'no label'})"
+            for entry in found["remaining"]
+        ]
+    if found["open_blocks"]:
+        lines.append(
+            "open blocks: reserved by a running process, or left behind by one that died, and"
+            " charged in full"
+        )
+        lines += [
+            f"  {_minute(block['time'])}  {block['count']} x {block['event']} "
+            f" ({block['label'] or 'no label'}, {block['writer']})"
             for block in found["open_blocks"]
         ]
     return "\n".join(lines)
@@ -90,9 +116,19 @@ def plot(accountant: PrivacyAccountant, rows: list[Row], delta: float, path: str
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.step(dates.date2num(times), epsilons, where="post", label=f"charged, at δ = {delta:g}")
     if accountant.epsilon is not None and delta == accountant.delta:
-        axes.axhline(accountant.epsilon, color="black", linestyle="--", linewidth=1, label=f"budget ε = {accountant.epsilon:g}")
+        axes.axhline(
+            accountant.epsilon,
+            color="black",
+            linestyle="--",
+            linewidth=1,
+            label=f"budget ε = {accountant.epsilon:g}",
+        )
     if accountant.guarantee == "filter":
-        axes.set_title("The guarantee is the budget; the curve is what the same releases cost if fixed in advance.", fontsize=9)
+        axes.set_title(
+            "The guarantee is the budget; the curve is what the same releases cost if fixed in"
+            " advance.",
+            fontsize=9,
+        )
     axes.xaxis_date()
     axes.set_ylim(bottom=0)
     axes.set_ylabel("ε")
@@ -104,10 +140,20 @@ def plot(accountant: PrivacyAccountant, rows: list[Row], delta: float, path: str
     figure.savefig(path, dpi=150)
 
 
-def spent(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> tuple[list[datetime], list[float]]:
-    """Moments, and epsilon of what stood in the ledger then. Rows are in the order in which they were written, whatever the clocks said."""
-    charged = [row for row in rows if row.kind in ("charge", "block", "return") and row.event is not None]
-    ends = [i for i in range(len(charged)) if i + 1 == len(charged) or charged[i + 1].time != charged[i].time]
+def spent(
+    accountant: PrivacyAccountant, rows: list[Row], delta: float
+) -> tuple[list[datetime], list[float]]:
+    """Moments, and epsilon of what stood in the ledger then. Rows are in the order in which
+    they were written, whatever the clocks said.
+    """
+    charged = [
+        row for row in rows if row.kind in ("charge", "block", "return") and row.event is not None
+    ]
+    ends = [
+        i
+        for i in range(len(charged))
+        if i + 1 == len(charged) or charged[i + 1].time != charged[i].time
+    ]
     chosen = set(ends[:: max(1, len(ends) // _POINTS)]) | set(ends[-1:])
     times: list[datetime] = []
     epsilons: list[float] = []
@@ -130,7 +176,10 @@ def spent(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> tuple
 
 def _short(event: events.DpEvent | None) -> str:
     if isinstance(event, events.PoissonSampledDpEvent):
-        return f"Poisson q = {event.sampling_probability:.6g}, Gaussian z = {event.event.noise_multiplier:.6g}"
+        return (
+            f"Poisson q = {event.sampling_probability:.6g}, Gaussian z ="
+            f" {event.event.noise_multiplier:.6g}"
+        )
     if isinstance(event, events.GaussianDpEvent):
         return f"Gaussian z = {event.noise_multiplier:.6g}"
     return str(event)
@@ -149,9 +198,16 @@ def _minute(time: str) -> str:
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m torch_dpbayes.accounting", description="Prints what a ledger holds, and what is left of its budget.")
+    parser = argparse.ArgumentParser(
+        "python -m torch_dpbayes.accounting",
+        description="Prints what a ledger holds, and what is left of its budget.",
+    )
     parser.add_argument("file", help="the ledger, as in PrivacyAccountant(path=...)")
-    parser.add_argument("--delta", type=float, help="report epsilon at this delta (default: that of the budget, else 1e-5)")
+    parser.add_argument(
+        "--delta",
+        type=float,
+        help="report epsilon at this delta (default: that of the budget, else 1e-5)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw epsilon over time")
     given = parser.parse_args(None if arguments is None else list(arguments))

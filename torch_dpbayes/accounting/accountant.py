@@ -19,7 +19,13 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from . import events, privacy_loss, renyi
 from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, filter_code
-from .choices import Method, Neighboring, NeighboringRelation, accounting_method, neighboring_relation
+from .choices import (
+    Method,
+    Neighboring,
+    NeighboringRelation,
+    accounting_method,
+    neighboring_relation,
+)
 from .events import (
     ComposedDpEvent,
     DpEvent,
@@ -35,14 +41,16 @@ __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceede
 
 _KNOWN_EVENTS = 4096
 _IN_THE_MIDDLE = (
-    "this accountant was called from within one of its own charges, which only a signal handler can do: what it would read or write is not "
-    "known yet. Let the handler raise (SystemExit, KeyboardInterrupt): reserved steps are returned at the end of the program."
+    "this accountant was called from within one of its own charges, which only a signal handler can"
+    " do: what it would read or write is not known yet. Let the handler raise (SystemExit,"
+    " KeyboardInterrupt): reserved steps are returned at the end of the program."
 )
 
 _PROGRAM = uuid.uuid4().hex  # the same in forked children
 
 _RESUMED = (
-    "resumed from a saved state: nothing was released after it was saved, nor from another copy of it"
+    "resumed from a saved state: nothing was released after it was saved, nor from another copy"
+    " of it"
 )
 _RECORDWISE = "RecordwiseBatchGaussianDpEvent: who is in a batch does not depend on other records"
 
@@ -62,53 +70,67 @@ _Line = tuple[DpEvent, int, str | None, Flag, str]  # event, count, label, flag,
 
 
 class EpsilonBounds(NamedTuple):
-    """``upper`` is the guarantee; ``lower`` is what no accountant that knows only the events can go below."""
+    """``upper`` is the guarantee; ``lower`` is what no accountant that knows only the events
+    can go below.
+    """
 
     lower: float
     upper: float
 
 
 class PrivacyAccountant:
-    r"""Records releases, and says what they cost together: epsilon such that for all neighbours D, D' and all S
+    r"""Records releases, and says what they cost together: epsilon such that for all neighbours D,
+    D' and all S
 
     .. math:: \Pr[M(D) \in S] \le e^\varepsilon \Pr[M(D') \in S] + \delta.
 
-    With a budget it also refuses: a charge that would pass the budget raises :class:`PrivacyBudgetExceeded` and leaves
-    the accountant as it was. Charge first, release second.
+    With a budget it also refuses: a charge that would pass the budget raises
+    :class:`PrivacyBudgetExceeded` and leaves the accountant as it was. Charge first, release
+    second.
 
     Args:
         epsilon: the budget's epsilon. ``None``: no limit, or, with ``path``, that of the file.
         delta: the budget's delta, also the default of :meth:`get_epsilon`. At least 1e-10.
-        method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi curves: 3 to 15 percent
-            above, and knows zero-concentrated releases.
-        neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that member of
-            ``dp_accounting.NeighboringRelation``.
-        path: a SQLite file on a local disk that keeps the history, made if there is none. Processes share it: the accountant may be forked, copied
-            and sent to multiprocessing workers, and other programs may open the same path, or a pickle, as new jobs. Close it (``with``,
-            :meth:`close`, or the end of the program), so that steps reserved ahead are given back. Back it up while no program uses it, or
-            together with the file ending in ``-wal``, which has the newest charges.
+        method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi
+            curves: 3 to 15 percent above, and knows zero-concentrated releases.
+        neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that
+            member of ``dp_accounting.NeighboringRelation``.
+        path: a SQLite file on a local disk that keeps the history, made if there is none. Processes
+            share it: the accountant may be forked, copied and sent to multiprocessing workers, and
+            other programs may open the same path, or a pickle, as new jobs. Close it (``with``,
+            :meth:`close`, or the end of the program), so that steps reserved ahead are given back.
+            Back it up while no program uses it, or together with the file ending in ``-wal``, which
+            has the newest charges.
 
     Raises:
         ValueError: a setting is out of range, or is not the one that the file was made with.
         LedgerError: the file cannot be used.
 
-    **Privacy.** Every number returned is an upper bound, discretisation and round-off included. What it is a bound for, :meth:`summary` says:
+    **Privacy.** Every number returned is an upper bound, discretisation and round-off included.
+    What it is a bound for, :meth:`summary` says:
 
-    * *Fixed.* Releases whose parameters and number were fixed before the first of them (``method="rdp"``: likewise, because the best order is chosen
-      afterwards). That is one job, or several that all opened an empty file.
-    * *Registered.* With :meth:`register` before the first release: any selection of the registered releases, in any order, by any jobs, chosen in any
-      way.
-      Reason: the expected excess E[(1 - e^(epsilon - L))_+] of a set of independent losses does not depend on the order in which they are added, and
-      adding one to it never lowers it; so by induction no adaptive choice of the next one gains anything over taking them all.
-    * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the first charge on, or a job that opens a file which
-      holds charges already. Then the Renyi divergence at one order (or, if declared with a Gaussian first charge, mu^2) of everything in the file
-      stays below a limit; both follow from the budget and the first charge alone, so they were fixed before the first release (Feldman, Zrnic 2021;
-      Smith, Thakurta 2022). The guarantee is the budget, however much of it is used. Where a later job makes an undeclared file turn to its filter,
-      everything charged before counts against the filter's limit from the start, and the file is refused to later jobs if that exceeds the limit
-      already. This is (epsilon, delta) provided that whether there would be later jobs was not decided from outputs. If it was, the two ways in which
-      the file could have gone on, each of them (epsilon, delta), split the outputs between them, and together they are (epsilon, 2 delta). Declare or
-      register to be free of the condition.
-    * *None.* Later jobs in a file without a budget: no limit was fixed in advance, so epsilon is infinite.
+    * *Fixed.* Releases whose parameters and number were fixed before the first of them
+      (``method="rdp"``: likewise, because the best order is chosen afterwards). That is one job, or
+      several that all opened an empty file.
+    * *Registered.* With :meth:`register` before the first release: any selection of the registered
+      releases, in any order, by any jobs, chosen in any way. Reason: the expected excess E[(1 -
+      e^(epsilon - L))_+] of a set of independent losses does not depend on the order in which they
+      are added, and adding one to it never lowers it; so by induction no adaptive choice of the
+      next one gains anything over taking them all.
+    * *Filter.* Parameters chosen from earlier outputs: ``compose(..., adaptive=True)`` from the
+      first charge on, or a job that opens a file which holds charges already. Then the Renyi
+      divergence at one order (or, if declared with a Gaussian first charge, mu^2) of everything in
+      the file stays below a limit; both follow from the budget and the first charge alone, so they
+      were fixed before the first release (Feldman, Zrnic 2021; Smith, Thakurta 2022). The guarantee
+      is the budget, however much of it is used. Where a later job makes an undeclared file turn to
+      its filter, everything charged before counts against the filter's limit from the start, and
+      the file is refused to later jobs if that exceeds the limit already. This is (epsilon, delta)
+      provided that whether there would be later jobs was not decided from outputs. If it was, the
+      two ways in which the file could have gone on, each of them (epsilon, delta), split the
+      outputs between them, and together they are (epsilon, 2 delta). Declare or register to be free
+      of the condition.
+    * *None.* Later jobs in a file without a budget: no limit was fixed in advance, so epsilon is
+      infinite.
     """
 
     def __init__(
@@ -124,12 +146,21 @@ class PrivacyAccountant:
         if epsilon is not None:
             epsilon = check_epsilon(epsilon)
             if delta is None:
-                raise ValueError("a budget needs both numbers: PrivacyAccountant(epsilon=3.0, delta=1e-5).")
+                raise ValueError(
+                    "a budget needs both numbers: PrivacyAccountant(epsilon=3.0, delta=1e-5)."
+                )
         delta = None if delta is None else check_delta(delta)
-        settings = {"epsilon": epsilon, "delta": delta, "method": method, "neighboring": neighboring}
+        settings = {
+            "epsilon": epsilon,
+            "delta": delta,
+            "method": method,
+            "neighboring": neighboring,
+        }
         self._set_up(settings, None if path is None else Ledger(path, settings, create=True))
 
-    def _set_up(self, settings: Mapping[str, Any], ledger: Ledger | None, job: str = "", later: bool = False) -> None:
+    def _set_up(
+        self, settings: Mapping[str, Any], ledger: Ledger | None, job: str = "", later: bool = False
+    ) -> None:
         if ledger is not None:
             settings = ledger.settings
         self._epsilon: float | None = settings["epsilon"]
@@ -145,18 +176,22 @@ class PrivacyAccountant:
         self._memory: dict[float, float] = {}
         self._memory_of = 0
         self._notes: dict[str, None] = {}  # without a ledger
-        # Of a history in memory: the job that charges here, and what was taken over of earlier ones.
-        # Nothing else charges under this name, so who holds as many of its releases holds the same.
+        # Of a history in memory: the job that charges here, and what was taken over of earlier
+        # ones. Nothing else charges under this name, so who holds as many of its releases holds the
+        # same.
         self._job = job or uuid.uuid4().hex
         self._earlier: dict[str, Counter[DpEvent]] = {}
         self._open_book(None if ledger is None else Session(ledger, self._job, later))
         if self._book.session is not None and not job:
             self._book.session.later = bool(self._book.counts)
-        util.register_after_fork(self, PrivacyAccountant._settle_at_exit)  # what was unpickled in a fork server's worker before it forgets finalizers
+        # what was unpickled in a fork server's worker before it forgets finalizers
+        util.register_after_fork(self, PrivacyAccountant._settle_at_exit)
         _accountants.add(self)
 
     def _open_book(self, session: Session | None) -> None:
-        budget = None if self._epsilon is None or self._delta is None else (self._epsilon, self._delta)
+        budget = (
+            None if self._epsilon is None or self._delta is None else (self._epsilon, self._delta)
+        )
         self._run = None
         self._book = Book(Settings(budget, self._method, self._neighboring), session)
         self._book.refresh()
@@ -168,16 +203,19 @@ class PrivacyAccountant:
             util.Finalize(self, _settle_quietly, (self._book.session, self._lock), exitpriority=100)
 
     def _current(self, *, charging: bool = False) -> Book:
-        """What is known of the history; begun anew from the file in a forked child, and after an interruption."""
+        """What is known of the history; begun anew from the file in a forked child, and after
+        an interruption.
+        """
         book = self._book
         if os.getpid() == book.process and not book.stale:
             return book
         if book.session is None:
             if charging:
                 raise RuntimeError(
-                    "this accountant was forked into another process, where a charge would be lost to its parent: one "
-                    "budget would be spent twice. Make it with PrivacyAccountant(..., path='budget.db'), which processes share, or give "
-                    "every process an accountant with a share of the budget."
+                    "this accountant was forked into another process, where a charge would be lost"
+                    " to its parent: one budget would be spent twice. Make it with"
+                    " PrivacyAccountant(..., path='budget.db'), which processes share, or give"
+                    " every process an accountant with a share of the budget."
                 )
             return book
         book.settle()
@@ -197,7 +235,9 @@ class PrivacyAccountant:
         return book
 
     def _change(self, change: Callable[[Book], T], *, charging: bool = True) -> T:
-        """One change at a time: threads wait for each other, and what a signal handler starts in the middle of one is refused."""
+        """One change at a time: threads wait for each other, and what a signal handler starts
+        in the middle of one is refused.
+        """
         with self._lock:
             if self._changing:
                 raise RuntimeError(_IN_THE_MIDDLE)
@@ -210,7 +250,7 @@ class PrivacyAccountant:
             finally:
                 self._changing = False
 
-    # --- reading -----------------------------------------------------------------------------------------------------
+    # --- reading ----------------------------------------------------------------------------------
 
     @property
     def epsilon(self) -> float | None:
@@ -239,28 +279,39 @@ class PrivacyAccountant:
 
     @property
     def guarantee(self) -> Guarantee:
-        """``"fixed"``, ``"registered"``, ``"filter"`` or ``"none"``: what :meth:`get_epsilon` is a bound for; see the class."""
+        """``"fixed"``, ``"registered"``, ``"filter"`` or ``"none"``: what :meth:`get_epsilon`
+        is a bound for; see the class.
+        """
         with self._lock:
             return self._read().guarantee
 
     @property
     def is_later_job(self) -> bool:
-        """Whether this job began after others had charged the ledger: what it charges is held by a filter, or by the registered schedule."""
+        """Whether this job began after others had charged the ledger: what it charges is held
+        by a filter, or by the registered schedule.
+        """
         return self._book.is_later
 
     @property
     def history(self) -> tuple[Charge, ...]:
-        """What was charged, equal charges added up, in the order of their first occurrence. A copy."""
+        """What was charged, equal charges added up, in the order of their first occurrence. A
+        copy.
+        """
         with self._lock:
             found: dict[tuple[DpEvent, str | None, bool], int] = {}
             for (event, label, flag), count in self._read().charges.items():
                 key = event, label, flag == "adaptive"
                 found[key] = found.get(key, 0) + count
-            return tuple(Charge(event, count, label, adaptive) for (event, label, adaptive), count in found.items())
+            return tuple(
+                Charge(event, count, label, adaptive)
+                for (event, label, adaptive), count in found.items()
+            )
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """On what the guarantee rests: what :meth:`note` was told, and what charged events state."""
+        """On what the guarantee rests: what :meth:`note` was told, and what charged events
+        state.
+        """
         with self._lock:
             return tuple(self._statements(self._read()))
 
@@ -288,24 +339,34 @@ class PrivacyAccountant:
             return sum(self._read().charges.values())
 
     def __bool__(self) -> bool:
-        # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would drop a budget.
+        # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would
+        # drop a budget.
         return True
 
     def __repr__(self) -> str:
         place = "" if self._ledger is None else f", path={str(self._ledger.path)!r}"
-        releases = sum(self._book.charges.values()) + (self._run.taken if self._run is not None else 0)
+        releases = sum(self._book.charges.values()) + (
+            self._run.taken if self._run is not None else 0
+        )
         return (
-            f"PrivacyAccountant(epsilon={self._epsilon}, delta={self._delta}, method={self._method!r}, "
-            f"neighboring={self._neighboring!r}{place}): {releases} releases"
+            f"PrivacyAccountant(epsilon={self._epsilon}, delta={self._delta},"
+            f" method={self._method!r}, neighboring={self._neighboring!r}{place}): {releases}"
+            " releases"
         )
 
     @overload
-    def get_epsilon(self, delta: float | None = None, return_bounds: Literal[False] = False) -> float: ...
+    def get_epsilon(
+        self, delta: float | None = None, return_bounds: Literal[False] = False
+    ) -> float: ...
 
     @overload
-    def get_epsilon(self, delta: float | None = None, *, return_bounds: Literal[True]) -> EpsilonBounds: ...
+    def get_epsilon(
+        self, delta: float | None = None, *, return_bounds: Literal[True]
+    ) -> EpsilonBounds: ...
 
-    def get_epsilon(self, delta: float | None = None, return_bounds: bool = False) -> float | EpsilonBounds:
+    def get_epsilon(
+        self, delta: float | None = None, return_bounds: bool = False
+    ) -> float | EpsilonBounds:
         """Epsilon of everything charged so far.
 
         Args:
@@ -313,17 +374,22 @@ class PrivacyAccountant:
             return_bounds: also return a lower bound, to see how tight the guarantee is.
 
         Returns:
-            An upper bound on epsilon; infinite where releases that may fail outright use all of ``delta``, which
-            :meth:`summary` then says. Under a filter it is what the filter guarantees, spent or not: a run that may stop
-            depending on its outputs has no smaller guarantee. With a registered schedule it is, from the first release
-            on, that of the whole schedule, for the same reason.
+            An upper bound on epsilon; infinite where releases that may fail outright use all of
+            ``delta``, which :meth:`summary` then says. Under a filter it is what the filter
+            guarantees, spent or not: a run that may stop depending on its outputs has no smaller
+            guarantee. With a registered schedule it is, from the first release on, that of the
+            whole schedule, for the same reason.
         """
         delta = self._default_delta(delta)
         with self._lock:
             upper = self._upper(self._read(), delta)
             if not return_bounds:
                 return upper
-            known: dict[Pair, int] = {pair: n for pair, n in self._book.counts.items() if not isinstance(pair, Concentrated)}
+            known: dict[Pair, int] = {
+                pair: n
+                for pair, n in self._book.counts.items()
+                if not isinstance(pair, Concentrated)
+            }
             lower = privacy_loss.lower_epsilon(known, delta) if known else 0.0
             return EpsilonBounds(min(lower, upper), upper)
 
@@ -345,11 +411,13 @@ class PrivacyAccountant:
             return privacy_loss.upper_delta(book.guaranteed(), epsilon)
 
     def remaining(self, event: DpEvent) -> int | float:
-        """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it costs nothing.
+        """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
+        costs nothing.
 
-        Exact for one process without open blocks of others; what others have reserved may come back. A job that opened a file which held charges
-        already gets the number that its filter lets through; before a first charge with ``adaptive=True`` it is not yet that. Of an event with
-        several parts, what a registered schedule would cover is left out.
+        Exact for one process without open blocks of others; what others have reserved may come
+        back. A job that opened a file which held charges already gets the number that its filter
+        lets through; before a first charge with ``adaptive=True`` it is not yet that. Of an event
+        with several parts, what a registered schedule would cover is left out.
         """
         need: dict[Pair, int] = {}
         for _, times, pair in self._parts(event, 1):
@@ -362,7 +430,9 @@ class PrivacyAccountant:
         if delta is not None:
             return check_delta(delta)
         if self._delta is None:
-            raise ValueError("delta is needed, as this accountant has no budget: get_epsilon(delta=1e-5).")
+            raise ValueError(
+                "delta is needed, as this accountant has no budget: get_epsilon(delta=1e-5)."
+            )
         return self._delta
 
     def _upper(self, book: Book, delta: float) -> float:
@@ -377,12 +447,13 @@ class PrivacyAccountant:
         if delta not in self._memory:
             value = book.price(book.guaranteed(), delta)
             if self._epsilon is not None and delta == self._delta:
-                # What is recorded was admitted by a bound on more releases than these, which kept the budget.
+                # What is recorded was admitted by a bound on more releases than these, which kept
+                # the budget.
                 value = min(value, self._epsilon)
             self._memory[delta] = value
         return self._memory[delta]
 
-    # --- charging ----------------------------------------------------------------------------------------------------
+    # --- charging ---------------------------------------------------------------------------------
 
     def compose(
         self, event: DpEvent, count: int = 1, label: str | None = None, adaptive: bool = False
@@ -393,10 +464,11 @@ class PrivacyAccountant:
             event: see :mod:`torch_dpbayes.accounting.events`.
             count: how often.
             label: what :meth:`summary` adds up the shares by.
-            adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then a filter: a limit
-                on a Renyi divergence at one order, or on mu^2 if the first charge is a Gaussian, derived from the
-                budget and the first charge alone. It needs a budget, and must be in force from the first charge. What a registered schedule covers
-                needs no filter.
+            adaptive: the parameters of this charge depend on earlier outputs. The guarantee is then
+                a filter: a limit on a Renyi divergence at one order, or on mu^2 if the first charge
+                is a Gaussian, derived from the budget and the first charge alone. It needs a
+                budget, and must be in force from the first charge. What a registered schedule
+                covers needs no filter.
 
         Raises:
             PrivacyBudgetExceeded: the charge would pass the budget. Nothing may be released.
@@ -404,12 +476,24 @@ class PrivacyAccountant:
             ValueError: the event gives no guarantee here; the message says what to use instead.
         """
         run = self._run
-        same = run is not None and type(count) is int and count == 1 and label == run.label and adaptive is run.adaptive
+        same = (
+            run is not None
+            and type(count) is int
+            and count == 1
+            and label == run.label
+            and adaptive is run.adaptive
+        )
         if run is not None and same and (event is run.event or event == run.event):
             with self._lock:
                 process, book = os.getpid(), self._book
                 # No call from here on, so no signal handler: what is checked holds when it is used.
-                if run is self._run and run.block.left > 0 and run.block.open and process == book.process and not (book.stale or self._changing):
+                if (
+                    run is self._run
+                    and run.block.left > 0
+                    and run.block.open
+                    and process == book.process
+                    and not (book.stale or self._changing)
+                ):
                     run.block.left -= 1
                     run.taken += 1
                     return self
@@ -422,10 +506,15 @@ class PrivacyAccountant:
             self._change(lambda book: self._charge(book, event, parts, label, bool(adaptive)))
         return self
 
-    def _charge(self, book: Book, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
+    def _charge(
+        self, book: Book, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool
+    ) -> None:
         book.charge(parts, label, adaptive)
         # Known events, whose numbers cannot change, are one object each time.
-        repeated, self._last = len(parts) == 1 and parts[0][1] == 1 and parts[0][0] is self._last, parts[0][0]
+        repeated, self._last = (
+            len(parts) == 1 and parts[0][1] == 1 and parts[0][0] is self._last,
+            parts[0][0],
+        )
         if repeated:
             self._run = book.run(event, parts[0], label, adaptive)
 
@@ -452,15 +541,22 @@ class PrivacyAccountant:
         The caller asserts Poisson sampling.
         """
         rate = events.sampling_rate(sample_rate)
-        self.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))))
+        self.compose(
+            PoissonSampledDpEvent(
+                rate, GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
+            )
+        )
 
     def register(self, schedule: Iterable[tuple[DpEvent, int]]) -> PrivacyAccountant:
-        """Fixes, before the first release, all that jobs may release without a filter: events and how often each.
+        """Fixes, before the first release, all that jobs may release without a filter: events and
+        how often each.
 
-        A charge is then taken out of the schedule if it has at least as much noise and at most the sampling rate of an event that is left there, and
-        is recorded as that event. Jobs may come and go, in any order, and choose from the schedule as they like, also after seeing outputs. What is
-        not in it is adaptive. Calling it again with the same schedule does nothing, so that every worker can. Where every step has another noise,
-        register a few levels below it: with ``path``, each different event is reserved, and written, by itself.
+        A charge is then taken out of the schedule if it has at least as much noise and at most the
+        sampling rate of an event that is left there, and is recorded as that event. Jobs may come
+        and go, in any order, and choose from the schedule as they like, also after seeing outputs.
+        What is not in it is adaptive. Calling it again with the same schedule does nothing, so that
+        every worker can. Where every step has another noise, register a few levels below it: with
+        ``path``, each different event is reserved, and written, by itself.
 
         Args:
             schedule: pairs (event, count).
@@ -469,16 +565,22 @@ class PrivacyAccountant:
             PrivacyBudgetExceeded: the schedule costs more than the budget. Nothing was registered.
             ValueError: something was charged or registered before, or there is no budget.
 
-        **Privacy.** Releases nothing. The guarantee for any releases from the schedule is the price of the schedule; see the class.
+        **Privacy.** Releases nothing. The guarantee for any releases from the schedule is the price
+        of the schedule; see the class.
         """
-        parts = [part for event, count in schedule for part in self._parts(event, events.positive_count(count))]
+        parts = [
+            part
+            for event, count in schedule
+            for part in self._parts(event, events.positive_count(count))
+        ]
         self._change(lambda book: book.register(parts))
         return self
 
     def _parts(self, event: DpEvent, count: int) -> list[Part]:
         try:
             known = self._known.get(event)
-        except TypeError:  # an event that cannot be hashed; the checks below say what is wrong with it
+        # an event that cannot be hashed; the checks below say what is wrong with it
+        except TypeError:
             known = None
         if known is not None:
             return [(known[0], count, known[2])]
@@ -491,11 +593,14 @@ class PrivacyAccountant:
         if len(parts) == 1 and parts[0][0] == event:
             if len(self._known) >= _KNOWN_EVENTS:
                 self._known.clear()
-            self._known[parts[0][0]] = parts[0]  # not under ``event``, whose numbers may be arrays that change
+            # not under ``event``, whose numbers may be arrays that change
+            self._known[parts[0][0]] = parts[0]
         return parts
 
     def close(self) -> None:
-        """Returns to the file what is reserved and was not used. The accountant can still be used; without ``path`` nothing happens."""
+        """Returns to the file what is reserved and was not used. The accountant can still be
+        used; without ``path`` nothing happens.
+        """
         self._change(Book.settle, charging=False)
 
     def __enter__(self) -> PrivacyAccountant:
@@ -504,27 +609,41 @@ class PrivacyAccountant:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- handing on --------------------------------------------------------------------------------------------------
+    # --- handing on -------------------------------------------------------------------------------
 
     def to_dp_event(self) -> ComposedDpEvent:
         """The history as one event, for any dp_accounting accountant that knows its parts."""
-        return ComposedDpEvent([SelfComposedDpEvent(charge.event, charge.count) for charge in self.history])
+        return ComposedDpEvent(
+            [SelfComposedDpEvent(charge.event, charge.count) for charge in self.history]
+        )
 
     def summary(self) -> str:
-        """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, and the
-        shares of each label."""
+        """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, and
+        the shares of each label.
+        """
         with self._lock:
             delta = self._delta if self._delta is not None else 1e-5
             bounds = self.get_epsilon(delta, return_bounds=True)
             lines = [
-                f"Privacy accountant: neighbouring data sets differ by {self._neighboring}, method {self._method}",
+                (
+                    f"Privacy accountant: neighbouring data sets differ by {self._neighboring},"
+                    f" method {self._method}"
+                ),
                 "  budget      "
-                + ("none" if self._epsilon is None else f"epsilon = {self._epsilon:g} at delta = {self._delta:g}"),
-                f"  spent       epsilon <= {bounds.upper:.5g} at delta = {delta:g} (and >= {bounds.lower:.5g}), "
-                f"{sum(self._book.charges.values())} releases",
+                + (
+                    "none"
+                    if self._epsilon is None
+                    else f"epsilon = {self._epsilon:g} at delta = {self._delta:g}"
+                ),
+                (
+                    f"  spent       epsilon <= {bounds.upper:.5g} at delta = {delta:g} (and >="
+                    f" {bounds.lower:.5g}), {sum(self._book.charges.values())} releases"
+                ),
                 f"  guarantee   {self._describe(self._book, delta)}",
             ]
-            if math.isinf(bounds.upper) and (why := privacy_loss.without_delta(self._book.guaranteed(), delta)):
+            if math.isinf(bounds.upper) and (
+                why := privacy_loss.without_delta(self._book.guaranteed(), delta)
+            ):
                 lines.insert(3, f"              {why}")
             if self._ledger is not None:
                 lines.append(f"  ledger      {self._ledger.path}")
@@ -540,27 +659,41 @@ class PrivacyAccountant:
     def _describe(self, book: Book, delta: float) -> str:
         if book.guarantee == "none":
             return (
-                "none for jobs that began after others had charged: there is no budget that a filter could keep. Had all parameters been fixed "
-                f"before the first release, epsilon <= {book.price(book.counts, delta):.5g} at delta = {delta:g}"
+                "none for jobs that began after others had charged: there is no budget that a"
+                " filter could keep. Had all parameters been fixed before the first release,"
+                f" epsilon <= {book.price(book.counts, delta):.5g} at delta = {delta:g}"
             )
         if book.guarantee == "registered":
             left = sum(book.open_registered().values())
             return (
-                f"upper bound for the schedule that was registered before the first release, whoever releases what of it; {left} "
-                "releases of it are left"
+                "upper bound for the schedule that was registered before the first release,"
+                f" whoever releases what of it; {left} releases of it are left"
             )
         if book.guarantee == "fixed" or book.filter is None:
-            kind = "privacy loss distributions" if self._method == "pld" else "Renyi curves, at the best order"
+            kind = (
+                "privacy loss distributions"
+                if self._method == "pld"
+                else "Renyi curves, at the best order"
+            )
             return f"upper bound by {kind}; valid for parameters fixed before the first release"
-        text = f"filter on {book.filter.describe()}, valid for parameters chosen from earlier outputs; {book.used_share():.1%} of it used"
+        text = (
+            f"filter on {book.filter.describe()}, valid for parameters chosen from earlier outputs;"
+            f" {book.used_share():.1%} of it used"
+        )
         if not book.declared:
             doubled = 2 * (self._delta or 0.0)
-            text += f"; in force since a second job began: if outputs decided whether there would be one, the guarantee is delta = {doubled:g}"
+            text += (
+                "; in force since a second job began: if outputs decided whether there would be"
+                f" one, the guarantee is delta = {doubled:g}"
+            )
         return text
 
     def shares(self, delta: float | None = None) -> dict[str | None, tuple[float | None, int]]:
-        """Of each label the share of the cost, and the releases. The cost that adds up is the Renyi divergence at the order which decides epsilon at
-        ``delta``; the share is ``None`` if something was released without noise. What fails outright with some probability is not in it."""
+        """Of each label the share of the cost, and the releases. The cost that adds up is the Renyi
+        divergence at the order which decides epsilon at ``delta``; the share is ``None`` if
+        something was released without noise. What fails outright with some probability is not in
+        it.
+        """
         delta = self._default_delta(delta)
         with self._lock:
             book = self._read()
@@ -580,15 +713,19 @@ class PrivacyAccountant:
         if not 0 < total[best] < math.inf:
             return {label: (None, sum(group.values())) for label, group in labels.items()}
         return {
-            label: (float(renyi.curve(privacy_loss.apart(group)[1])[best] / total[best]), sum(group.values())) for label, group in labels.items()
+            label: (
+                float(renyi.curve(privacy_loss.apart(group)[1])[best] / total[best]),
+                sum(group.values()),
+            )
+            for label, group in labels.items()
         }
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the settings, as strings, numbers, lists and dicts.
 
-        Each release has a name: that of the job which made it, one accountant in memory. With ``path``
-        the state says instead which file it is and how far it was read; what was used of open blocks is
-        written down first.
+        Each release has a name: that of the job which made it, one accountant in memory. With
+        ``path`` the state says instead which file it is and how far it was read; what was used of
+        open blocks is written down first.
         """
 
         def saved(book: Book) -> dict[str, Any]:
@@ -599,10 +736,22 @@ class PrivacyAccountant:
             return {
                 "method": self._method,
                 "neighboring": self._neighboring,
-                "filter": filter_code(book.filter) if book.filter is not None and not book.plan else "",
-                "budget": [b for b in (self._epsilon, self._delta) if b is not None] if self._epsilon else [],
-                "history": [[events.encode(event), float(count), label or "", flag] for (event, label, flag), count in book.charges.items()],
-                "registered": [[events.encode(event), float(count)] for (event, _, _), count in book.plan.items()],
+                "filter": (
+                    filter_code(book.filter) if book.filter is not None and not book.plan else ""
+                ),
+                "budget": (
+                    [b for b in (self._epsilon, self._delta) if b is not None]
+                    if self._epsilon
+                    else []
+                ),
+                "history": [
+                    [events.encode(event), float(count), label or "", flag]
+                    for (event, label, flag), count in book.charges.items()
+                ],
+                "registered": [
+                    [events.encode(event), float(count)]
+                    for (event, _, _), count in book.plan.items()
+                ],
                 "ledger": "" if self._ledger is None else self._ledger.id,
                 "place": [] if self._ledger is None else self._ledger.place,
                 "jobs": {
@@ -615,20 +764,24 @@ class PrivacyAccountant:
         return self._change(saved, charging=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over a saved history, and its notes. This accountant must be empty, of the same method and relation; its own budget
-        holds, and must be the saved one if the history is adaptive.
+        """Takes over a saved history, and its notes. This accountant must be empty, of the same
+        method and relation; its own budget holds, and must be the saved one if the history is
+        adaptive.
 
-        A state that was saved from a file belongs to that file, which went on counting: loading it there
-        checks that the file holds what was saved, and charges nothing; anywhere else it is refused.
+        A state that was saved from a file belongs to that file, which went on counting: loading it
+        there checks that the file holds what was saved, and charges nothing; anywhere else it is
+        refused.
 
-        Accountants in memory cannot know of each other. If the saved accountant, or another copy of its
-        state, goes on releasing, that is not counted here: once this accountant is charged,
-        :meth:`summary` says that the guarantee rests on nobody doing so. With ``path`` all are counted.
+        Accountants in memory cannot know of each other. If the saved accountant, or another copy of
+        its state, goes on releasing, that is not counted here: once this accountant is charged,
+        :meth:`summary` says that the guarantee rests on nobody doing so. With ``path`` all are
+        counted.
 
         Raises:
-            PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is loaded.
-            ValueError: this accountant is not empty, has other settings, or is not the file that the
-                state belongs to.
+            PrivacyBudgetExceeded: the history does not fit this accountant's budget. Nothing is
+                loaded.
+            ValueError: this accountant is not empty, has other settings, or is not the file that
+                the state belongs to.
         """
         lines, jobs = self._checked_state(state_dict)
 
@@ -639,10 +792,12 @@ class PrivacyAccountant:
                 return
             if book.counts or book.plan:
                 raise ValueError(
-                    "this accountant is not empty: loading would forget or double what it holds. Load into a new "
-                    "PrivacyAccountant."
+                    "this accountant is not empty: loading would forget or double what it holds."
+                    " Load into a new PrivacyAccountant."
                 )
-            own = [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
+            own = (
+                [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
+            )
             same = list(state_dict["budget"]) == own
             plan: dict[Key, int] = {
                 (events.recorded(code, self._neighboring), None, "registered"): int(count)
@@ -650,11 +805,13 @@ class PrivacyAccountant:
             }
             if not same and (plan or any(flag == "adaptive" for _, _, _, flag, _ in lines)):
                 raise ValueError(
-                    f"the saved history is adaptive or follows a registered schedule, which is private only against the limit {state_dict['budget']} "
-                    f"that was fixed at its start; this accountant's is {own}."
+                    "the saved history is adaptive or follows a registered schedule, which is"
+                    f" private only against the limit {state_dict['budget']} that was fixed at its"
+                    f" start; this accountant's is {own}."
                 )
             rule = book.saved_filter(state_dict["filter"])
-            # A history that was admitted under the same budget may be priced a hair above it by another discretisation.
+            # A history that was admitted under the same budget may be priced a hair above it by
+            # another discretisation.
             slack = 1.0 if not same else 1.001 if self._method == "pld" else 1 + 1e-9
             parts = [
                 (part, label, flag, job)
@@ -672,15 +829,16 @@ class PrivacyAccountant:
             self.note(statement)
 
     def resume(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on with a saved run: an empty accountant takes its history over, any other has to hold it.
+        """Goes on with a saved run: an empty accountant takes its history over, any other has to
+        hold it.
 
-        The accountant that the state was saved from holds it ever after, and so does one that took it
-        over. Releases of other runs never stand for it, equal ones included. Optimizers call this when
-        they load a state.
+        The accountant that the state was saved from holds it ever after, and so does one that took
+        it over. Releases of other runs never stand for it, equal ones included. Optimizers call
+        this when they load a state.
 
         Raises:
-            ValueError: this accountant does not hold what was saved; or it is not empty, and the state, of
-                an earlier version, does not say whose releases it holds.
+            ValueError: this accountant does not hold what was saved; or it is not empty, and the
+                state, of an earlier version, does not say whose releases it holds.
         """
         if state_dict.get("ledger") or not len(self):
             self.load_state_dict(state_dict)
@@ -688,8 +846,9 @@ class PrivacyAccountant:
         lines, jobs = self._checked_state(state_dict)
         if lines and "jobs" not in state_dict:
             raise ValueError(
-                "this state, saved by an earlier version, does not say whose releases it holds, and the "
-                "accountant is not empty: resume with an empty one, which takes them over, and save again."
+                "this state, saved by an earlier version, does not say whose releases it holds, and"
+                " the accountant is not empty: resume with an empty one, which takes them over, and"
+                " save again."
             )
         with self._lock:
             book = self._read()
@@ -699,8 +858,9 @@ class PrivacyAccountant:
                 held = {job: self._ledger.charged_by(job) for job in jobs}
         if any(counts - held.get(job, Counter()) for job, counts in jobs.items()):
             raise ValueError(
-                "this accountant does not know the releases of the saved run, and resuming would forget "
-                "them: resume with that run's own accountant, or an empty one, which takes them over."
+                "this accountant does not know the releases of the saved run, and resuming would"
+                " forget them: resume with that run's own accountant, or an empty one, which takes"
+                " them over."
             )
         for statement in state_dict.get("notes", []):
             self.note(statement)
@@ -708,15 +868,20 @@ class PrivacyAccountant:
     def _checked_state(
         self, state_dict: Mapping[str, Any]
     ) -> tuple[list[_Line], dict[str, Counter[DpEvent]]]:
-        """The lines of a saved history, each with the job that charged it, and what each job charged."""
+        """The lines of a saved history, each with the job that charged it, and what each job
+        charged.
+        """
         missing = {"method", "neighboring", "filter", "budget", "history"} - set(state_dict)
         if missing:
-            raise ValueError(f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing.")
+            raise ValueError(
+                f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing."
+            )
         for name in ("method", "neighboring"):
             if state_dict[name] != getattr(self, name):
                 raise ValueError(
-                    f"the saved accountant has {name}={state_dict[name]!r}, this one {getattr(self, name)!r}: "
-                    "their numbers mean different things. Make this accountant with the saved setting."
+                    f"the saved accountant has {name}={state_dict[name]!r}, this one"
+                    f" {getattr(self, name)!r}: their numbers mean different things. Make this"
+                    " accountant with the saved setting."
                 )
         decode = partial(events.recorded, neighboring=self._neighboring)
         lines: list[_Line] = [
@@ -725,7 +890,8 @@ class PrivacyAccountant:
         ]
         if state_dict.get("ledger"):
             return lines, {}
-        # In a state of an earlier version the releases are nobody's: of a job that no other state names.
+        # In a state of an earlier version the releases are nobody's: of a job that no other state
+        # names.
         nobody = {uuid.uuid4().hex: [line[:2] for line in state_dict["history"]]}
         saved = state_dict.get("jobs", nobody)
         jobs: dict[str, Counter[DpEvent]] = {}
@@ -745,26 +911,25 @@ class PrivacyAccountant:
             nobodys += count
         if nobodys or any(counts.total() for counts in left.values()):
             raise ValueError(
-                "this state's history is not the sum of what its jobs charged: it was changed. Load it as "
-                "it was saved."
+                "this state's history is not the sum of what its jobs charged: it was changed. Load"
+                " it as it was saved."
             )
         return shares, jobs
 
-    def _check_same_ledger(
-        self, home: str, place: list[Any] | None, lines: list[_Line]
-    ) -> None:
+    def _check_same_ledger(self, home: str, place: list[Any] | None, lines: list[_Line]) -> None:
         if self._ledger is None or self._ledger.id != home:
             raise ValueError(
-                "the saved history belongs to a ledger file, which goes on counting: a copy of it here would let one budget be spent twice. Open "
-                "that file, PrivacyAccountant(path=...), and hand it to whatever resumes."
+                "the saved history belongs to a ledger file, which goes on counting: a copy of it"
+                " here would let one budget be spent twice. Open that file,"
+                " PrivacyAccountant(path=...), and hand it to whatever resumes."
             )
         if not lines:
             return
         if place is None:
             raise ValueError(
-                "this state, saved by an earlier version, does not say how far the ledger "
-                f"{self.path} was read. If the file was never restored from a copy, go on from the saved "
-                "parameters with a new optimizer."
+                "this state, saved by an earlier version, does not say how far the ledger"
+                f" {self.path} was read. If the file was never restored from a copy, go on from the"
+                " saved parameters with a new optimizer."
             )
         saved: Counter[DpEvent] = Counter()
         for event, count, *_ in lines:
@@ -772,22 +937,31 @@ class PrivacyAccountant:
         held = self._ledger.charged_until(place)
         if held is None or saved - held:
             raise ValueError(
-                f"the ledger {self.path} holds less than the saved run was charged for: it was restored from an older copy. Resuming would "
-                "forget what came after it."
+                f"the ledger {self.path} holds less than the saved run was charged for: it was"
+                " restored from an older copy. Resuming would forget what came after it."
             )
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         session = self._book.session
         if session is None:
             raise TypeError(
-                "a PrivacyAccountant in memory cannot be copied or sent to another process: both copies would spend the same budget. "
-                "Make it with PrivacyAccountant(..., path='budget.db'), which copies and processes share; or pass the object itself on, or "
-                "save state_dict() and load it into a new accountant when this one is gone."
+                "a PrivacyAccountant in memory cannot be copied or sent to another process: both"
+                " copies would spend the same budget. Make it with PrivacyAccountant(...,"
+                " path='budget.db'), which copies and processes share; or pass the object itself"
+                " on, or save state_dict() and load it into a new accountant when this one is gone."
             )
         starting_worker = get_spawning_popen() is not None  # which alone will read this
-        return _open_again, (str(session.ledger.path), session.ledger.id, session.job, session.later, starting_worker, _PROGRAM, os.getpid())
+        return _open_again, (
+            str(session.ledger.path),
+            session.ledger.id,
+            session.job,
+            session.later,
+            starting_worker,
+            _PROGRAM,
+            os.getpid(),
+        )
 
-    # --- what Opacus asks of an accountant ---------------------------------------------------------------------------
+    # --- what Opacus asks of an accountant --------------------------------------------------------
 
     @classmethod
     def mechanism(cls) -> str:
@@ -801,19 +975,22 @@ class PrivacyAccountant:
             ValueError: Opacus was told ``poisson_sampling=False``.
         """
         rate = events.sampling_rate(sample_rate)
-        # Opacus asks in the same words whether it samples or not; the answer stands in the call that asks
+        # Opacus asks in the same words whether it samples or not; the answer stands in the call
+        # that asks
         if not sys._getframe(1).f_locals.get("poisson_sampling", True):
             raise ValueError(
-                "poisson_sampling=False: every step would be charged as a Poisson draw, which costs far less than these batches. Leave it at True, "
-                "Opacus' default, or take torch_dpbayes.PrivacyEngine, which samples itself."
+                "poisson_sampling=False: every step would be charged as a Poisson draw, which costs"
+                " far less than these batches. Leave it at True, Opacus' default, or take"
+                " torch_dpbayes.PrivacyEngine, which samples itself."
             )
 
         def hook(optimizer: Any) -> None:
             if optimizer.accumulated_iterations != 1:
                 raise RuntimeError(
-                    f"Opacus summed {optimizer.accumulated_iterations} batches before one step. A record drawn in more "
-                    "than one of them counts more than once, which no charge of this library covers. Use Opacus' "
-                    "BatchMemoryManager for batches that do not fit into memory, and step after every batch."
+                    f"Opacus summed {optimizer.accumulated_iterations} batches before one step. A"
+                    " record drawn in more than one of them counts more than once, which no charge"
+                    " of this library covers. Use Opacus' BatchMemoryManager for batches that do"
+                    " not fit into memory, and step after every batch."
                 )
             self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
 
@@ -824,7 +1001,8 @@ _accountants: weakref.WeakSet[PrivacyAccountant] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    # A lock that another thread held at the moment of the fork would never be released in the child.
+    # A lock that another thread held at the moment of the fork would never be released in the
+    # child.
     for accountant in _accountants:
         accountant._lock, accountant._changing = threading.RLock(), False
 
@@ -834,7 +1012,9 @@ if hasattr(os, "register_at_fork"):  # else there is no fork
 
 
 def _settle_quietly(session: Session, lock: AbstractContextManager[Any]) -> None:
-    """At the end of the program, or of the accountant, where an error could only be printed: what is not returned stays charged."""
+    """At the end of the program, or of the accountant, where an error could only be printed:
+    what is not returned stays charged.
+    """
     with lock:
         try:
             session.settle()
@@ -842,8 +1022,12 @@ def _settle_quietly(session: Session, lock: AbstractContextManager[Any]) -> None
             pass
 
 
-def _open_again(path: str, identity: str, job: str, later: bool, starting_worker: bool, program: str, maker: int) -> PrivacyAccountant:
-    """The accountant of the same job, in the program that sent it or in a worker of that; anywhere else, as if kept until tomorrow, of a new job."""
+def _open_again(
+    path: str, identity: str, job: str, later: bool, starting_worker: bool, program: str, maker: int
+) -> PrivacyAccountant:
+    """The accountant of the same job, in the program that sent it or in a worker of that;
+    anywhere else, as if kept until tomorrow, of a new job.
+    """
     parent = parent_process()
     same = starting_worker or program == _PROGRAM or (parent is not None and maker == parent.pid)
     ledger = Ledger(path, {"id": identity})
@@ -853,7 +1037,9 @@ def _open_again(path: str, identity: str, job: str, later: bool, starting_worker
 
 
 def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]:
-    """A ledger as it is, and its rows, without writing anything; the accountant is that of a new job."""
+    """A ledger as it is, and its rows, without writing anything; the accountant is that of a
+    new job.
+    """
     rows = (ledger := Ledger(path, {}, read_only=True)).read()
     accountant = PrivacyAccountant.__new__(PrivacyAccountant)
     accountant._set_up({}, Ledger(ledger.path, {}, read_only=True))
@@ -864,7 +1050,9 @@ def check_epsilon(epsilon: Any) -> float:
     """``epsilon`` as a positive finite ``float``."""
     value = float(epsilon)
     if not 0 < value < math.inf:
-        raise ValueError(f"epsilon must be positive and finite, got {epsilon!r}. No limit is epsilon=None.")
+        raise ValueError(
+            f"epsilon must be positive and finite, got {epsilon!r}. No limit is epsilon=None."
+        )
     return value
 
 
@@ -872,11 +1060,14 @@ def check_delta(delta: Any) -> float:
     """``delta`` as a ``float`` in [1e-10, 1)."""
     value = float(delta)
     if not 0 < value < 1:
-        raise ValueError(f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of records.")
+        raise ValueError(
+            f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of"
+            " records."
+        )
     if value < SMALLEST_DELTA:
         raise ValueError(
-            f"delta = {value:g} is below {SMALLEST_DELTA:g}, where round-off and truncated tails of the "
-            "floating-point computation are no longer negligible: the epsilon would not be a proven bound. Use "
-            "delta >= 1e-10."
+            f"delta = {value:g} is below {SMALLEST_DELTA:g}, where round-off and truncated tails of"
+            " the floating-point computation are no longer negligible: the epsilon would not be a"
+            " proven bound. Use delta >= 1e-10."
         )
     return value

@@ -1,4 +1,6 @@
-"""What one process knows of a history, and how it charges: in memory, or against a file that others charge too."""
+"""What one process knows of a history, and how it charges: in memory, or against a file that
+others charge too.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from .privacy_loss import Failure, Gaussian, NonPrivate, Pair, added
 
 _LARGEST_BLOCK = 8192  # steps
 _GROWTH = 4
-_SECONDS = (1.0, 10.0)  # how long a block should last: what a crash costs, against what a commit costs
+# how long a block should last: what a crash costs, against what a commit costs
+_SECONDS = (1.0, 10.0)
 _SHARE = 8  # a block takes at most one part in so many of what is left
 
 Guarantee = Literal["fixed", "registered", "filter", "none"]
@@ -38,12 +41,30 @@ class Settings(NamedTuple):
 
 
 class Run:
-    """Repetitions of one charge that need no decision any more: what they are taken out of, and how many are not in the book yet."""
+    """Repetitions of one charge that need no decision any more: what they are taken out of,
+    and how many are not in the book yet.
+    """
 
     __slots__ = ("adaptive", "block", "event", "flag", "label", "part", "taken")
 
-    def __init__(self, event: DpEvent, part: Part, label: str | None, adaptive: bool, flag: Flag, block: Block) -> None:
-        self.event, self.part, self.label, self.adaptive, self.flag, self.block, self.taken = event, part, label, adaptive, flag, block, 0
+    def __init__(
+        self,
+        event: DpEvent,
+        part: Part,
+        label: str | None,
+        adaptive: bool,
+        flag: Flag,
+        block: Block,
+    ) -> None:
+        self.event, self.part, self.label, self.adaptive, self.flag, self.block, self.taken = (
+            event,
+            part,
+            label,
+            adaptive,
+            flag,
+            block,
+            0,
+        )
 
 
 class Book:
@@ -64,15 +85,22 @@ class Book:
         self.declared = False  # the filter was there before the first release
         self.later_jobs = False  # a job charged that began after others had
         self.changes = 0
-        self.stale = False  # what is known may differ from the file, since reading or writing it was interrupted: begin anew
+        # what is known may differ from the file, since reading or writing it was interrupted: begin
+        # anew
+        self.stale = False
         self._plan_left: dict[Pair, int] = {}
         self._first: dict[Pair, int] = {}
-        self._headroom = None if settings.budget is None else Headroom(*settings.budget, settings.method)
-        self._blocks: dict[type, tuple[int, float]] = {}  # of each kind of event how large the last one was, and when it was opened
+        self._headroom = (
+            None if settings.budget is None else Headroom(*settings.budget, settings.method)
+        )
+        # of each kind of event how large the last one was, and when it was opened
+        self._blocks: dict[type, tuple[int, float]] = {}
 
     @property
     def guarantee(self) -> Guarantee:
-        if self.filter is not None and (not self.plan or any(flag == "adaptive" for _, _, flag in self.charges)):
+        if self.filter is not None and (
+            not self.plan or any(flag == "adaptive" for _, _, flag in self.charges)
+        ):
             return "filter"
         if self.plan:
             return "registered"
@@ -93,7 +121,9 @@ class Book:
         return privacy_loss.upper_epsilon(counts, delta)
 
     def guaranteed(self) -> Mapping[Pair, int]:
-        """What the guarantee has to cover: what was charged, or all that is registered, for which part was taken may depend on outputs."""
+        """What the guarantee has to cover: what was charged, or all that is registered, for
+        which part was taken may depend on outputs.
+        """
         return self._planned() if self.plan else self.counts
 
     def used_share(self) -> float:
@@ -102,7 +132,9 @@ class Book:
         return self.filter.cost(self._committed()) / self.filter.limit
 
     def open_registered(self) -> dict[Pair, int]:
-        """What is left of the registered schedule for this process, its own open blocks included."""
+        """What is left of the registered schedule for this process, its own open blocks
+        included.
+        """
         left = dict(self._plan_left)
         for block in self.session.blocks if self.session is not None else []:
             if block.key[2] == "registered" and block.open:
@@ -133,14 +165,15 @@ class Book:
         """What was charged, and what is registered and was not charged yet."""
         return added(self.counts, self.open_registered())
 
-    # --- charging ----------------------------------------------------------------------------------------------------
+    # --- charging ---------------------------------------------------------------------------------
 
     def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
         """Records the parts, or raises before anything is recorded."""
         flag: Flag = "adaptive" if adaptive or self.is_later else "fixed"
         if self.session is not None:
             if adaptive and not self.is_later:
-                self._rule(_need(parts), adaptive)  # refuses where a filter cannot begin, whatever open blocks would cover
+                # refuses where a filter cannot begin, whatever open blocks would cover
+                self._rule(_need(parts), adaptive)
             while not self._take_from_blocks(self.session, parts, label, flag):
                 self._reserve(self.session, parts, label, flag)
             return
@@ -148,7 +181,9 @@ class Book:
         if need := _need(rest):
             flag = "adaptive" if self.plan else flag
             with self._provisionally(self._rule(need, adaptive)):
-                if self._headroom is not None and not self._headroom.admits(self._committed() if self.plan else self.counts, need):
+                if self._headroom is not None and not self._headroom.admits(
+                    self._committed() if self.plan else self.counts, need
+                ):
                     self._refuse(need)
         for event, times, pair in registered:
             self._plan_left[pair] -= times
@@ -159,17 +194,31 @@ class Book:
             self._keep(event, label, flag, times, pair)
 
     def run(self, event: DpEvent, part: Part, label: str | None, adaptive: bool) -> Run | None:
-        """What the next charges like this one may be taken out of, if it is worth it. Any other charge ends it."""
+        """What the next charges like this one may be taken out of, if it is worth it. Any
+        other charge ends it.
+        """
         flag: Flag = "adaptive" if adaptive or self.is_later else "fixed"
         if self.session is not None:
             block = self._covering(self.session, part[2], {})
         else:
-            certain = 0 if self.plan else _LARGEST_BLOCK if self._headroom is None else self._headroom.certain(part[2])
+            certain = (
+                0
+                if self.plan
+                else _LARGEST_BLOCK
+                if self._headroom is None
+                else self._headroom.certain(part[2])
+            )
             block = Block(0, (part[0], label, flag), certain)
-        return Run(event, part, label, adaptive, flag, block) if block is not None and block.left >= _SHARE else None
+        return (
+            Run(event, part, label, adaptive, flag, block)
+            if block is not None and block.left >= _SHARE
+            else None
+        )
 
     def enter(self, run: Run) -> None:
-        """Records what was taken. An interruption must not lose it: then the file tells, or in memory it is recorded twice."""
+        """Records what was taken. An interruption must not lose it: then the file tells, or
+        in memory it is recorded twice.
+        """
         event, _, pair = run.part
         if run.taken and self.session is not None:
             taken, was_stale = run.taken, self.stale
@@ -189,8 +238,12 @@ class Book:
         self.counts[pair] = self.counts.get(pair, 0) + count
         self.changes += 1
 
-    def _split(self, parts: Iterable[Part], left: Mapping[Pair, int]) -> tuple[list[Part], list[Part]]:
-        """The parts that what is left of the registered schedule covers, as the events registered there, and the others."""
+    def _split(
+        self, parts: Iterable[Part], left: Mapping[Pair, int]
+    ) -> tuple[list[Part], list[Part]]:
+        """The parts that what is left of the registered schedule covers, as the events
+        registered there, and the others.
+        """
         if not self.plan:
             return [], list(parts)
         left = dict(left)
@@ -211,34 +264,46 @@ class Book:
         assert self.settings.budget is not None and self._headroom is not None
         if any(isinstance(pair, NonPrivate) for pair in need):
             raise PrivacyBudgetExceeded(
-                "a release without noise (z = 0) has no finite epsilon and fits no budget. Use a positive noise "
-                "multiplier, or an accountant without a budget. Nothing was recorded; release nothing."
+                "a release without noise (z = 0) has no finite epsilon and fits no budget. Use a"
+                " positive noise multiplier, or an accountant without a budget. Nothing was"
+                " recorded; release nothing."
             )
         if self.filter is not None and any(isinstance(pair, Failure) for pair in need):
             raise PrivacyBudgetExceeded(
-                f"a release that may fail outright fits no filter: {self.filter.describe()}, which holds what was declared adaptive, what is not "
-                "registered and what later jobs charge, is infinite for it. Charge it to an accountant of its own, or register it "
-                "(PrivacyAccountant.register) before the first release. Nothing was recorded; release nothing."
+                f"a release that may fail outright fits no filter: {self.filter.describe()}, which"
+                " holds what was declared adaptive, what is not registered and what later jobs"
+                " charge, is infinite for it. Charge it to an accountant of its own, or register"
+                " it (PrivacyAccountant.register) before the first release. Nothing was recorded;"
+                " release nothing."
             )
-        if why := privacy_loss.without_delta(added(self._committed(), need), self.settings.budget[1]):
+        if why := privacy_loss.without_delta(
+            added(self._committed(), need), self.settings.budget[1]
+        ):
             raise PrivacyBudgetExceeded(f"{why} Nothing was recorded; release nothing.")
         times = sum(need.values())
         fit = "not one more fits"
         if times > 1:
-            fit = f"{self._headroom.remaining(self._committed(), dict.fromkeys(need, 1))} of these would still fit"
+            fit = (
+                f"{self._headroom.remaining(self._committed(), dict.fromkeys(need, 1))} of these"
+                " would still fit"
+            )
         why = ""
         if self.filter is not None:
-            why = f" What counts is {self.filter.describe()}, of which {self.used_share():.1%} is used: "
+            why = (
+                f" What counts is {self.filter.describe()}, of which {self.used_share():.1%} is"
+                " used: "
+            )
             why += "the charges were declared adaptive." if self.declared else _LATER
         epsilon, delta = self.settings.budget
         raise PrivacyBudgetExceeded(
-            f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon = {epsilon:g} at "
-            f"delta = {delta:g} ({sum(self.charges.values())} releases so far); {fit}. "
-            "Nothing was recorded; release nothing. Stop here, or plan the next run with fewer steps, a larger noise "
-            f"multiplier or a smaller sampling rate (torch_dpbayes.get_noise_multiplier).{why}"
+            f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon ="
+            f" {epsilon:g} at delta = {delta:g} ({sum(self.charges.values())} releases so far);"
+            f" {fit}. Nothing was recorded; release nothing. Stop here, or plan the next run with"
+            " fewer steps, a larger noise multiplier or a smaller sampling rate"
+            f" (torch_dpbayes.get_noise_multiplier).{why}"
         )
 
-    # --- filters and registered schedules ----------------------------------------------------------------------------
+    # --- filters and registered schedules ---------------------------------------------------------
 
     def _rule(self, need: Mapping[Pair, int], adaptive: bool) -> Filter | None:
         """The filter that this charge puts into force, or ``None``."""
@@ -251,29 +316,36 @@ class Book:
             if (cost := rule.cost(self.counts)) > rule.limit:
                 assert self.session is not None
                 raise PrivacyBudgetExceeded(
-                    f"the ledger {self.session.ledger.path} holds a job that used more than later jobs may find there ({rule.describe()} is "
-                    f"{cost / rule.limit:.1%} of its limit). That job is private because its schedule was fixed in advance; a later one, "
-                    "which may depend on its outputs, would not be. Nothing was recorded; release nothing. In a new ledger, "
-                    "register the schedule of all jobs (PrivacyAccountant.register), or charge with adaptive=True from the start."
+                    f"the ledger {self.session.ledger.path} holds a job that used more than later"
+                    f" jobs may find there ({rule.describe()} is {cost / rule.limit:.1%} of its"
+                    " limit). That job is private because its schedule was fixed in advance; a"
+                    " later one, which may depend on its outputs, would not be. Nothing was"
+                    " recorded; release nothing. In a new ledger, register the schedule of all"
+                    " jobs (PrivacyAccountant.register), or charge with adaptive=True from the"
+                    " start."
                 )
             return rule
         if self.settings.budget is None:
             raise ValueError(
-                "adaptive=True needs a budget: parameters chosen from earlier outputs are private only against a limit "
-                "that was fixed before. Make the accountant with PrivacyAccountant(epsilon=..., delta=...)."
+                "adaptive=True needs a budget: parameters chosen from earlier outputs are private"
+                " only against a limit that was fixed before. Make the accountant with"
+                " PrivacyAccountant(epsilon=..., delta=...)."
             )
         if self.counts:
             raise ValueError(
-                "this accountant already holds charges that were not adaptive. Whether to become adaptive would itself "
-                "be a choice made after seeing outputs, which neither guarantee covers. Charge with adaptive=True from "
-                "the first charge on, in a new accountant."
+                "this accountant already holds charges that were not adaptive. Whether to become"
+                " adaptive would itself be a choice made after seeing outputs, which neither"
+                " guarantee covers. Charge with adaptive=True from the first charge on, in a new"
+                " accountant."
             )
         if all(isinstance(pair, Gaussian) for pair in need):
             return Filter.gaussian(*self.settings.budget)
         return Filter.renyi(*self.settings.budget, need)
 
     def _filter_of_budget(self) -> Filter:
-        """The filter for later jobs: a function of the budget and of the first release, which were there before any output."""
+        """The filter for later jobs: a function of the budget and of the first release, which
+        were there before any output.
+        """
         assert self.settings.budget is not None
         return Filter.renyi(*self.settings.budget, self._first)
 
@@ -311,16 +383,25 @@ class Book:
                 return
             if self.plan or self.counts or self.filter is not None:
                 what = "another schedule is registered" if self.plan else "something was charged"
-                raise ValueError(f"{what} already, and a schedule has to be fixed before the first release. Register it in a new accountant.")
+                raise ValueError(
+                    f"{what} already, and a schedule has to be fixed before the first release."
+                    " Register it in a new accountant."
+                )
             if self.settings.budget is None:
-                raise ValueError("a schedule is registered against a budget: PrivacyAccountant(epsilon=..., delta=...).")
+                raise ValueError(
+                    "a schedule is registered against a budget: PrivacyAccountant(epsilon=...,"
+                    " delta=...)."
+                )
             epsilon, delta = self.settings.budget
             if (cost := self.price(_need(parts), delta)) > epsilon:
                 if math.isinf(cost) and (why := privacy_loss.without_delta(_need(parts), delta)):
-                    raise PrivacyBudgetExceeded(f"the schedule costs more than the budget. {why} Nothing was registered.")
+                    raise PrivacyBudgetExceeded(
+                        f"the schedule costs more than the budget. {why} Nothing was registered."
+                    )
                 raise PrivacyBudgetExceeded(
-                    f"the schedule costs epsilon = {cost:.4g} at delta = {delta:g}, more than the budget {epsilon:g}. Nothing was registered. "
-                    "Register fewer steps, or more noise (torch_dpbayes.get_noise_multiplier)."
+                    f"the schedule costs epsilon = {cost:.4g} at delta = {delta:g}, more than the"
+                    f" budget {epsilon:g}. Nothing was registered. Register fewer steps, or more"
+                    " noise (torch_dpbayes.get_noise_multiplier)."
                 )
             if self.session is None or self._write(self.session, _plan_entries(plan)):
                 self._adopt(plan)
@@ -329,10 +410,11 @@ class Book:
     def _adopt(self, plan: Mapping[Key, int]) -> None:
         self.plan = dict(plan)
         self._plan_left = self._planned()
-        if self.settings.budget is not None:  # whatever is not registered has to fit a filter beside all that is
+        # whatever is not registered has to fit a filter beside all that is
+        if self.settings.budget is not None:
             self._start(Filter.renyi(*self.settings.budget, self._planned()), declared=True)
 
-    # --- the file ----------------------------------------------------------------------------------------------------
+    # --- the file ---------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Takes in what other processes charged."""
@@ -379,8 +461,12 @@ class Book:
             return Filter.gaussian(*self.settings.budget)
         return Filter.at(float(code.removeprefix("renyi ")), *self.settings.budget)
 
-    def _take_from_blocks(self, session: Session, parts: list[Part], label: str | None, flag: Flag) -> bool:
-        """Takes the charge out of open blocks if they cover it: nothing is written, nothing is composed."""
+    def _take_from_blocks(
+        self, session: Session, parts: list[Part], label: str | None, flag: Flag
+    ) -> bool:
+        """Takes the charge out of open blocks if they cover it: nothing is written, nothing
+        is composed.
+        """
         taken: list[tuple[Block, Part]] = []
         chosen: dict[Block, int] = {}
         for event, times, pair in parts:
@@ -410,7 +496,9 @@ class Book:
         self._keep(event, label, flag, times, pair)
 
     def _covering(self, session: Session, pair: Pair, taken: Mapping[Block, int]) -> Block | None:
-        """A block with something left for ``pair``: its own rather than one that merely dominates it."""
+        """A block with something left for ``pair``: its own rather than one that merely
+        dominates it.
+        """
         found = None
         for block in session.blocks:
             if block.open and block.left > taken.get(block, 0):
@@ -432,15 +520,33 @@ class Book:
         while not committed:
             self.refresh()
             pairs = [pair for _, _, pair in parts]
-            finished = [block for block in session.blocks if block.key[2] == "registered" or self._is_finished(block, pairs)]
+            finished = [
+                block
+                for block in session.blocks
+                if block.key[2] == "registered" or self._is_finished(block, pairs)
+            ]
             left = self.open_registered()  # for that blocks are given back
             registered, rest = self._split(parts, left)
             wanted = self._sized(session, registered, label, "registered", finished, left)
             rule = self._rule(_need(rest), flag == "adaptive") if rest else None
-            also = [] if rule is None else [Entry("filter", filter_code(rule), None, 0, "fixed" if self.is_later else "adaptive")]
+            also = (
+                []
+                if rule is None
+                else [
+                    Entry(
+                        "filter",
+                        filter_code(rule),
+                        None,
+                        0,
+                        "fixed" if self.is_later else "adaptive",
+                    )
+                ]
+            )
             try:
                 with self._provisionally(rule):
-                    wanted += self._sized(session, rest, label, "adaptive" if self.plan else flag, finished, left)
+                    wanted += self._sized(
+                        session, rest, label, "adaptive" if self.plan else flag, finished, left
+                    )
                     self.stale = True
                     committed = session.commit(wanted, finished, also)
                     if not committed:
@@ -463,7 +569,10 @@ class Book:
     def _is_finished(self, block: Block, pairs: Iterable[Pair]) -> bool:
         """Used up, or left behind: noise fell below what the block covers."""
         kept = self._block_pair(block)
-        return block.left == 0 or (any(covers(pair, kept) for pair in pairs) and not any(covers(kept, pair) for pair in pairs))
+        return block.left == 0 or (
+            any(covers(pair, kept) for pair in pairs)
+            and not any(covers(kept, pair) for pair in pairs)
+        )
 
     def _is_settled(self, block: Block) -> None:
         pair = self._block_pair(block)
@@ -473,9 +582,17 @@ class Book:
             self._headroom.reserved(pair, fell_through=block.left > 0)
 
     def _sized(
-        self, session: Session, parts: list[Part], label: str | None, flag: Flag, finished: list[Block], left: Mapping[Pair, int]
+        self,
+        session: Session,
+        parts: list[Part],
+        label: str | None,
+        flag: Flag,
+        finished: list[Block],
+        left: Mapping[Pair, int],
     ) -> list[tuple[Key, int]]:
-        """Blocks for ``parts`` that last for seconds, but are a small share of what is left. May add to ``finished`` what has to be given back."""
+        """Blocks for ``parts`` that last for seconds, but are a small share of what is left.
+        May add to ``finished`` what has to be given back.
+        """
         if not parts:
             return []
         need = _need(parts)
@@ -493,11 +610,18 @@ class Book:
             fit = 0
             counts = self._committed() if self.plan else self.counts
             while not fit:
-                others = [block for block in session.blocks if block not in finished and block.left and block.key[2] != "registered"]
+                others = [
+                    block
+                    for block in session.blocks
+                    if block not in finished and block.left and block.key[2] != "registered"
+                ]
                 reserved: dict[Pair, int] = {}
                 for block in others:
                     reserved = added(reserved, {self._block_pair(block): block.left})
-                lowered = [(self._lowered(event, pair, self._headroom), count) for event, count, pair in parts]
+                lowered = [
+                    (self._lowered(event, pair, self._headroom), count)
+                    for event, count, pair in parts
+                ]
                 lower = [(event, count, self.pair(event)) for event, count in lowered]
                 if fit := self._headroom.room(counts, reserved, _need(lower), _SHARE * size):
                     parts = lower
@@ -534,32 +658,50 @@ class Book:
                 self._plan_left[self._block_pair(block)] += block.left
         self.stale = was_stale
 
-    # --- saved histories ---------------------------------------------------------------------------------------------
+    # --- saved histories --------------------------------------------------------------------------
 
-    def load(self, parts: list[tuple[Part, str | None, Flag, str]], plan: dict[Key, int], rule: Filter | None, slack: float) -> None:
-        """Takes over a history, into an empty book: parts with their label, flag and job (empty: this one).
+    def load(
+        self,
+        parts: list[tuple[Part, str | None, Flag, str]],
+        plan: dict[Key, int],
+        rule: Filter | None,
+        slack: float,
+    ) -> None:
+        """Takes over a history, into an empty book: parts with their label, flag and job (empty:
+        this one).
 
         ``slack``: the ratio by which it may pass the budget.
         """
         counts = _need(part for part, *_ in parts)
         if self.settings.budget is not None and counts and not plan:
             epsilon, delta = self.settings.budget
-            fits = self.price(counts, delta) <= epsilon * slack if rule is None else rule.cost(counts) <= rule.limit * (1 + 1e-9)
+            fits = (
+                self.price(counts, delta) <= epsilon * slack
+                if rule is None
+                else rule.cost(counts) <= rule.limit * (1 + 1e-9)
+            )
             if not fits:
                 raise PrivacyBudgetExceeded(
-                    f"the saved history costs more than this accountant's budget, epsilon = {epsilon:g} at "
-                    f"delta = {delta:g}. Nothing was loaded. Load it into an accountant with the budget that "
-                    "it was made with."
+                    "the saved history costs more than this accountant's budget, epsilon ="
+                    f" {epsilon:g} at delta = {delta:g}. Nothing was loaded. Load it into an"
+                    " accountant with the budget that it was made with."
                 )
         if self.session is not None:
             entries = _plan_entries(plan)
-            entries += [Entry("filter", filter_code(rule), None, 0, "adaptive")] if rule is not None else []
+            entries += (
+                [Entry("filter", filter_code(rule), None, 0, "adaptive")]
+                if rule is not None
+                else []
+            )
             entries += [
                 Entry("charge", label, event, count, flag, job=job)
                 for (event, count, _), label, flag, job in parts
             ]
             if not self._write(self.session, entries):
-                raise ValueError("another process charged this ledger in the meantime: it is not empty any more, so nothing was loaded.")
+                raise ValueError(
+                    "another process charged this ledger in the meantime: it is not empty any more,"
+                    " so nothing was loaded."
+                )
         if plan:
             self._adopt(plan)
         for (event, count, pair), label, flag, _ in parts:
@@ -573,7 +715,10 @@ class Book:
             self._headroom.restart(self._committed())
 
 
-_LATER = "this job or another began after others had charged, and may depend on their outputs (PrivacyAccountant.register avoids that)."
+_LATER = (
+    "this job or another began after others had charged, and may depend on their outputs"
+    " (PrivacyAccountant.register avoids that)."
+)
 
 
 class _Outrun(Exception):
@@ -586,7 +731,9 @@ def filter_code(rule: Filter) -> str:
 
 
 def _plan_entries(plan: Mapping[Key, int]) -> list[Entry]:
-    return [Entry("plan", None, event, count, "registered") for (event, _, _), count in plan.items()]
+    return [
+        Entry("plan", None, event, count, "registered") for (event, _, _), count in plan.items()
+    ]
 
 
 def _need(parts: Iterable[Part]) -> dict[Pair, int]:

@@ -8,7 +8,13 @@ from typing import Any
 
 from . import events, privacy_loss, renyi
 from .accountant import check_delta, check_epsilon
-from .choices import Method, Neighboring, NeighboringRelation, accounting_method, neighboring_relation
+from .choices import (
+    Method,
+    Neighboring,
+    NeighboringRelation,
+    accounting_method,
+    neighboring_relation,
+)
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .headroom import largest
 from .privacy_loss import Pair
@@ -27,7 +33,8 @@ def noise_multiplier_for(
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> float:
-    """The smallest noise multiplier z such that ``history`` and ``steps`` times ``make_event(z)`` meet the target.
+    """The smallest noise multiplier z such that ``history`` and ``steps`` times ``make_event(z)``
+    meet the target.
 
     Args:
         make_event: from a noise multiplier to what one step charges.
@@ -55,7 +62,9 @@ def calibrated(
     history: Iterable[tuple[Any, ...]],
     method: Method,
 ) -> float:
-    """:func:`noise_multiplier_for` an accountant of this method: ``"rdp"`` reports more, and wants a little more noise for it."""
+    """:func:`noise_multiplier_for` an accountant of this method: ``"rdp"`` reports more, and
+    wants a little more noise for it.
+    """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     steps = events.positive_count(steps, "steps")
     neighboring, method = neighboring_relation(neighboring), accounting_method(method)
@@ -63,10 +72,12 @@ def calibrated(
     price = renyi.upper_epsilon if method == "rdp" else privacy_loss.upper_epsilon
     if before and price(before, delta) > epsilon:
         if why := privacy_loss.without_delta(before, delta):
-            raise ValueError(f"what was charged before costs more than epsilon = {epsilon:g} alone. {why}")
+            raise ValueError(
+                f"what was charged before costs more than epsilon = {epsilon:g} alone. {why}"
+            )
         raise ValueError(
-            f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g} alone: no noise is "
-            "large enough for another step."
+            f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g}"
+            " alone: no noise is large enough for another step."
         )
 
     def excess(log_noise: float) -> float:
@@ -84,8 +95,9 @@ def _counts(history: Iterable[tuple[Any, ...]], neighboring: Neighboring) -> dic
     for event, count, *rest in history:
         if len(rest) > 1 and rest[1]:
             raise ValueError(
-                "the history holds adaptive charges, whose guarantee is their accountant's budget as a whole: no target below it can be "
-                "calibrated for. Choose the noise multiplier yourself and charge with adaptive=True."
+                "the history holds adaptive charges, whose guarantee is their accountant's budget"
+                " as a whole: no target below it can be calibrated for. Choose the noise multiplier"
+                " yourself and charge with adaptive=True."
             )
         _add(counts, event, events.positive_count(count), neighboring)
     return counts
@@ -98,7 +110,9 @@ def _add(counts: dict[Pair, int], event: DpEvent, count: int, neighboring: Neigh
 
 
 def _smallest(excess: Callable[[float], float]) -> float:
-    """Where the falling function turns non-positive, within ``_PRECISION`` above: false position, safe end returned."""
+    """Where the falling function turns non-positive, within ``_PRECISION`` above: false
+    position, safe end returned.
+    """
     low, high = 0.0, 0.0
     above = below = excess(0.0)
     step = 0.7
@@ -107,8 +121,8 @@ def _smallest(excess: Callable[[float], float]) -> float:
         high, step = high + step, 2 * step
         if high > math.log(_LARGEST_NOISE):
             raise ValueError(
-                f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a smaller "
-                "sampling rate, or a larger epsilon."
+                f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
+                " smaller sampling rate, or a larger epsilon."
             )
         below = excess(high)
     while above <= 0:
@@ -119,7 +133,8 @@ def _smallest(excess: Callable[[float], float]) -> float:
         above = excess(low)
     kept = 0
     while high - low > _PRECISION:
-        # Illinois variant of false position; aims a little to the safe side, so that the bracket closes from both ends.
+        # Illinois variant of false position; aims a little to the safe side, so that the bracket
+        # closes from both ends.
         share = above / (above - below) if math.isfinite(above) and kept < 3 else 0.5
         middle = low + (high - low) * share + 0.3 * _PRECISION
         middle = min(max(middle, low + 0.02 * (high - low)), high - 0.02 * (high - low))
@@ -142,18 +157,21 @@ def get_noise_multiplier(
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> float:
-    """The smallest noise multiplier at which ``steps`` Poisson-sampled steps, after ``history``, meet the target.
+    """The smallest noise multiplier at which ``steps`` Poisson-sampled steps, after ``history``,
+    meet the target.
 
     Args:
         target_epsilon: for everything together.
         target_delta: likewise.
         sample_rate: expected batch size / number of records; 1 for full batches.
         steps: how many steps are planned.
-        neighboring: ``"add_or_remove_one"`` or ``"replace_one"``, as :class:`PrivacyAccountant` takes it.
+        neighboring: ``"add_or_remove_one"`` or ``"replace_one"``, as :class:`PrivacyAccountant`
+            takes it.
         history: what was charged before: ``accountant.history``, or pairs (event, count).
 
     Returns:
-        Noise standard deviation / clip bound, at most 0.05 percent above the smallest that meets the target.
+        Noise standard deviation / clip bound, at most 0.05 percent above the smallest that meets
+        the target.
     """
     rate = events.sampling_rate(sample_rate)
     return noise_multiplier_for(
@@ -175,13 +193,15 @@ def get_num_steps(
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> int:
-    """The largest number of Poisson-sampled steps that, after ``history``, meets the target; 0 if not one does.
+    """The largest number of Poisson-sampled steps that, after ``history``, meets the target; 0 if
+    not one does.
 
     Args: as in :func:`get_noise_multiplier`.
     """
     epsilon, delta = check_epsilon(target_epsilon), check_delta(target_delta)
     event = PoissonSampledDpEvent(
-        events.sampling_rate(sample_rate), GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier))
+        events.sampling_rate(sample_rate),
+        GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier)),
     )
     neighboring = neighboring_relation(neighboring)
     before = _counts(history, neighboring)

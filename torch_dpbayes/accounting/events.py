@@ -1,8 +1,9 @@
 """What can be charged: the vocabulary of releases.
 
-dp_accounting's event classes are used where they exist; the ones it lacks stand beside them in the same frozen form.
-An event describes one release and nothing else. ``noise_multiplier`` is **noise standard deviation / clip bound**
-everywhere; the neighbouring relation belongs to the accountant, which turns the clip bound into a sensitivity.
+dp_accounting's event classes are used where they exist; the ones it lacks stand beside them in the
+same frozen form. An event describes one release and nothing else. ``noise_multiplier`` is **noise
+standard deviation / clip bound** everywhere; the neighbouring relation belongs to the accountant,
+which turns the clip bound into a sensitivity.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ __all__ = [
     "ZCDpEvent",
 ]
 
-_LEAST, _LARGEST = 1e-50, 1e50  # of the numbers in events: squares of them, and of many together, are floats
+# of the numbers in events: squares of them, and of many together, are floats
+_LEAST, _LARGEST = 1e-50, 1e50
 _GRID = 1.005  # ratio of the noise multipliers that reserves are rounded down to
 
 
@@ -53,8 +55,8 @@ class UnspecifiedBatchGaussianDpEvent(DpEvent):
     """A Gaussian sum over a batch of which no more is known than a shuffled loader tells.
 
     Valid under replace-one only, where one member may turn into another: sensitivity 2C, no
-    amplification. What the records hold must not decide who is in a batch. Under add-or-remove-one one
-    record more may change the batch altogether (a seeded shuffle does), so there it is refused.
+    amplification. What the records hold must not decide who is in a batch. Under add-or-remove-one
+    one record more may change the batch altogether (a seeded shuffle does), so there it is refused.
     """
 
     noise_multiplier: float
@@ -62,12 +64,13 @@ class UnspecifiedBatchGaussianDpEvent(DpEvent):
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class RecordwiseBatchGaussianDpEvent(DpEvent):
-    """A Gaussian sum over a batch; the caller states that who is in it does not depend on other records.
+    """A Gaussian sum over a batch; the caller states that who is in it does not depend on other
+    records.
 
     That is, whether a record is in the batch is a function of this record, of public things, and of
     chance that has nothing to do with other records: not of its position, of how many records there
-    are, or of what they hold. A batch chosen by a hash of the record's name or by its date is one; a
-    shuffled or a sorted loader's is not. Charged at sensitivity 2C under both relations, without
+    are, or of what they hold. A batch chosen by a hash of the record's name or by its date is one;
+    a shuffled or a sorted loader's is not. Charged at sensitivity 2C under both relations, without
     amplification, which also covers a record that takes another's place.
     ``PrivacyAccountant.summary()`` shows the statement.
     """
@@ -79,9 +82,10 @@ class RecordwiseBatchGaussianDpEvent(DpEvent):
 class ShuffledEpochDpEvent(DpEvent):
     """One pass over an ordinary shuffled loader, in which every record is used at most once.
 
-    Valid under replace-one only: the replaced record moves one batch sum by at most 2C, the other batches not at all.
-    Under add-or-remove-one an added record displaces others from their batches. A started epoch counts as a whole, so
-    charge the event when the epoch begins, with the smallest noise multiplier that the epoch will use.
+    Valid under replace-one only: the replaced record moves one batch sum by at most 2C, the other
+    batches not at all. Under add-or-remove-one an added record displaces others from their batches.
+    A started epoch counts as a whole, so charge the event when the epoch begins, with the smallest
+    noise multiplier that the epoch will use.
     """
 
     noise_multiplier: float
@@ -89,32 +93,40 @@ class ShuffledEpochDpEvent(DpEvent):
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class MuGaussianDpEvent(DpEvent):
-    """A release that is mu-Gaussian differentially private (Dong, Roth, Su 2022) under the accountant's relation."""
+    """A release that is mu-Gaussian differentially private (Dong, Roth, Su 2022) under the
+    accountant's relation.
+    """
 
     mu: float
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class PureDpEvent(DpEvent):
-    """A release that is epsilon-differentially private, delta = 0, under the accountant's relation."""
+    """A release that is epsilon-differentially private, delta = 0, under the accountant's
+    relation.
+    """
 
     epsilon: float
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class BoundedRangeDpEvent(DpEvent):
-    """A release whose log-likelihood ratios span at most ``epsilon``: the exponential mechanism (Dong, Durfee, Rogers
-    2020). It is epsilon-differentially private under the accountant's relation, and composes better than that."""
+    """A release whose log-likelihood ratios span at most ``epsilon``: the exponential mechanism
+    (Dong, Durfee, Rogers 2020). It is epsilon-differentially private under the accountant's
+    relation, and composes better than that.
+    """
 
     epsilon: float
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
 class FailureDpEvent(DpEvent):
-    """A release that fails with probability ``delta``, 0 < delta < 1: then it reveals everything, else nothing, under the accountant's relation.
+    """A release that fails with probability ``delta``, 0 < delta < 1: then it reveals everything,
+    else nothing, under the accountant's relation.
 
-    An (epsilon, delta)-differentially private release is dominated exactly by ``ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])``
-    (Kairouz, Oh, Viswanath 2015, Theorem 3.3). At a total delta below that of the failures epsilon is infinite.
+    An (epsilon, delta)-differentially private release is dominated exactly by
+    ``ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])`` (Kairouz, Oh, Viswanath 2015,
+    Theorem 3.3). At a total delta below that of the failures epsilon is infinite.
     """
 
     delta: float
@@ -133,12 +145,13 @@ def gaussian_noise_multiplier(value: Any, what: str = "noise_multiplier") -> flo
     multiplier = _real(value, what)
     if multiplier == 0:
         raise ValueError(
-            f"{what} is 0: a sum without noise is not private at any epsilon. Charge NonPrivateDpEvent() (epsilon "
-            "becomes infinite), or use a positive noise multiplier."
+            f"{what} is 0: a sum without noise is not private at any epsilon. Charge"
+            " NonPrivateDpEvent() (epsilon becomes infinite), or use a positive noise multiplier."
         )
     if not _LEAST <= multiplier <= _LARGEST:
         raise ValueError(
-            f"{what} must be positive and finite (noise standard deviation / clip bound), between {_LEAST:g} and {_LARGEST:g}: got {value!r}."
+            f"{what} must be positive and finite (noise standard deviation / clip bound), between"
+            f" {_LEAST:g} and {_LARGEST:g}: got {value!r}."
         )
     return multiplier
 
@@ -148,7 +161,8 @@ def sampling_rate(value: Any, what: str = "sample_rate") -> float:
     rate = _real(value, what)
     if not 0 < rate <= 1:
         raise ValueError(
-            f"{what} must lie in (0, 1] (it is expected batch size / number of records, both public), got {value!r}."
+            f"{what} must lie in (0, 1] (it is expected batch size / number of records, both"
+            f" public), got {value!r}."
         )
     return rate
 
@@ -158,12 +172,15 @@ def positive_count(value: Any, what: str = "count") -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"{what} must be a positive whole number, got {value!r}.")
     if int(value) > 2**53:
-        raise ValueError(f"{what} must be at most 2**53, up to which it can be saved exactly, got {value!r}.")
+        raise ValueError(
+            f"{what} must be at most 2**53, up to which it can be saved exactly, got {value!r}."
+        )
     return int(value)
 
 
 def _real(value: Any, what: str) -> float:
-    # float(): dp_accounting drops multipliers that are not Python floats when they stand inside a composed event.
+    # float(): dp_accounting drops multipliers that are not Python floats when they stand inside a
+    # composed event.
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -171,21 +188,28 @@ def _real(value: Any, what: str) -> float:
 
 
 def _non_negative(value: Any, what: str) -> float:
-    """``value`` as 0 or a ``float`` that can be squared. A smaller one is rounded up, which costs no more than it can be told apart."""
+    """``value`` as 0 or a ``float`` that can be squared. A smaller one is rounded up, which
+    costs no more than it can be told apart.
+    """
     number = _real(value, what)
     if not 0 <= number <= _LARGEST:
-        raise ValueError(f"{what} must be at least 0 and at most {_LARGEST:g}, beyond which nothing is private: got {value!r}.")
+        raise ValueError(
+            f"{what} must be at least 0 and at most {_LARGEST:g}, beyond which nothing is private:"
+            f" got {value!r}."
+        )
     return max(number, _LEAST) if number else 0.0
 
 
 def _sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
     if type(event) is NonPrivateDpEvent:
-        raise TypeError(f"{sampler} of a non-private release is not private: charge NonPrivateDpEvent() itself.")
+        raise TypeError(
+            f"{sampler} of a non-private release is not private: charge NonPrivateDpEvent() itself."
+        )
     if type(event) is not GaussianDpEvent:
         raise TypeError(
-            f"{sampler} must hold one GaussianDpEvent, got {event!r}. Amplification by sampling is proved for a single "
-            "Gaussian sum per drawn batch; for k releases from one batch charge one Gaussian with multiplier "
-            "1 / sqrt(sum of 1 / z_i^2)."
+            f"{sampler} must hold one GaussianDpEvent, got {event!r}. Amplification by sampling is"
+            " proved for a single Gaussian sum per drawn batch; for k releases from one batch"
+            " charge one Gaussian with multiplier 1 / sqrt(sum of 1 / z_i^2)."
         )
     return GaussianDpEvent(gaussian_noise_multiplier(event.noise_multiplier))
 
@@ -209,7 +233,10 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
     elif isinstance(event, SelfComposedDpEvent):
         if event.count != 0:
             times = count * positive_count(event.count, "SelfComposedDpEvent.count")
-            yield from elementary(event.event, positive_count(times, "the number of releases in a SelfComposedDpEvent"))
+            yield from elementary(
+                event.event,
+                positive_count(times, "the number of releases in a SelfComposedDpEvent"),
+            )
     elif kind is NonPrivateDpEvent:
         yield event, count
     elif isinstance(event, _NOISE_ONLY):
@@ -236,8 +263,8 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
         delta = _real(event.delta, "delta")
         if not 0 < delta < 1:
             raise ValueError(
-                f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. What never fails needs no such event, and what always "
-                "fails is NonPrivateDpEvent()."
+                f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. What never"
+                " fails needs no such event, and what always fails is NonPrivateDpEvent()."
             )
         yield FailureDpEvent(delta), count
     elif isinstance(event, ZCDpEvent):
@@ -246,17 +273,21 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
             yield ZCDpEvent(rho, xi), count
     elif isinstance(event, DpEvent):
         raise TypeError(
-            f"{kind.__name__} is not accounted for here. If the release is epsilon-differentially private under the "
-            "accountant's neighbouring relation (Laplace noise is, with epsilon = sensitivity / scale) charge "
-            "PureDpEvent(epsilon); if it is mu-Gaussian differentially private charge MuGaussianDpEvent(mu); if it is "
-            "(epsilon, delta)-differentially private charge ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])."
+            f"{kind.__name__} is not accounted for here. If the release is epsilon-differentially"
+            " private under the accountant's neighbouring relation (Laplace noise is, with epsilon"
+            " = sensitivity / scale) charge PureDpEvent(epsilon); if it is mu-Gaussian"
+            " differentially private charge MuGaussianDpEvent(mu); if it is (epsilon,"
+            " delta)-differentially private charge ComposedDpEvent([PureDpEvent(epsilon),"
+            " FailureDpEvent(delta)])."
         )
     else:
         raise TypeError(f"an event from torch_dpbayes.accounting.events is needed, got {event!r}.")
 
 
 def lowered(event: DpEvent, slack: float) -> DpEvent:
-    """An elementary event that dominates ``event`` and all those with up to ``slack`` times less noise, on a grid of ratio 1.005."""
+    """An elementary event that dominates ``event`` and all those with up to ``slack`` times
+    less noise, on a grid of ratio 1.005.
+    """
 
     def down(noise: float) -> float:
         return min(_GRID ** math.floor(math.log(noise / slack) / math.log(_GRID)), noise / slack)
@@ -264,7 +295,9 @@ def lowered(event: DpEvent, slack: float) -> DpEvent:
     if isinstance(event, PoissonSampledDpEvent):
         return PoissonSampledDpEvent(event.sampling_probability, lowered(event.event, slack))
     if isinstance(event, SampledWithoutReplacementDpEvent):
-        return SampledWithoutReplacementDpEvent(event.source_dataset_size, event.sample_size, lowered(event.event, slack))
+        return SampledWithoutReplacementDpEvent(
+            event.source_dataset_size, event.sample_size, lowered(event.event, slack)
+        )
     if isinstance(event, _NOISE_ONLY):
         return type(event)(down(event.noise_multiplier))
     if isinstance(event, MuGaussianDpEvent):
@@ -275,7 +308,10 @@ def lowered(event: DpEvent, slack: float) -> DpEvent:
 def encode(event: DpEvent) -> list[Any]:
     """An event as a list of its class name and its numbers, which JSON keeps exactly."""
     values = (getattr(event, field.name) for field in attr.fields(type(event)))
-    return [type(event).__name__, *(encode(v) if isinstance(v, DpEvent) else float(v) for v in values)]
+    return [
+        type(event).__name__,
+        *(encode(v) if isinstance(v, DpEvent) else float(v) for v in values),
+    ]
 
 
 def decode(code: Any) -> DpEvent:

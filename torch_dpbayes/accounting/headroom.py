@@ -1,13 +1,17 @@
 """What still fits a budget, decided by the cheapest bound that can decide it.
 
-1. *An additive bound.* Renyi divergences at a few orders add up, and a budget allows each order a divergence that follows from the budget alone. A
-   charge fits if one order keeps its limit. That costs microseconds: the divergence of a release is computed once for each cell of a geometric grid
-   of noise multipliers (rounded down) and sampling rates (rounded up). Nothing that is reported is computed from these roundings.
-2. *A certificate.* Near the limit a composition shows that so many more releases of some kinds fit together. Charges that they dominate are taken
-   out of it.
-3. *A composition.* Only it refuses, so that no charge is refused that the reported epsilon would have allowed.
+1. *An additive bound.* Renyi divergences at a few orders add up, and a budget allows each order a
+   divergence that follows from the budget alone. A charge fits if one order keeps its limit. That
+   costs microseconds: the divergence of a release is computed once for each cell of a geometric
+   grid of noise multipliers (rounded down) and sampling rates (rounded up). Nothing that is
+   reported is computed from these roundings.
+2. *A certificate.* Near the limit a composition shows that so many more releases of some kinds fit
+   together. Charges that they dominate are taken out of it.
+3. *A composition.* Only it refuses, so that no charge is refused that the reported epsilon would
+   have allowed.
 
-A filter (see :class:`Filter`) takes the place of all three where parameters may depend on earlier outputs: one order, one limit.
+A filter (see :class:`Filter`) takes the place of all three where parameters may depend on earlier
+outputs: one order, one limit.
 """
 
 from __future__ import annotations
@@ -34,9 +38,11 @@ _COARSE = 1.02  # ratio within which a first, cheap composition of many levels m
 
 
 class Filter(NamedTuple):
-    """A limit on an additive cost, fixed before the first release, so that it holds however the charges are chosen.
+    """A limit on an additive cost, fixed before the first release, so that it holds however the
+    charges are chosen.
 
-    kind "renyi": the Renyi divergence at one order (Feldman, Zrnic 2021, Theorem 4.3); kind "gaussian": mu^2 (Smith, Thakurta 2022).
+    kind "renyi": the Renyi divergence at one order (Feldman, Zrnic 2021, Theorem 4.3); kind
+    "gaussian": mu^2 (Smith, Thakurta 2022).
     """
 
     kind: Literal["gaussian", "renyi"]
@@ -50,7 +56,9 @@ class Filter(NamedTuple):
 
     @classmethod
     def renyi(cls, epsilon: float, delta: float, first: Mapping[Pair, int]) -> Filter:
-        """The filter of a budget at the order that lets ``first`` happen most often: what is released first, which no output can have decided."""
+        """The filter of a budget at the order that lets ``first`` happen most often: what is
+        released first, which no output can have decided.
+        """
         orders = _orders(epsilon, delta, 0.05, 2, 60)
         limits = renyi.allowed(epsilon, delta, orders)
         best = int(np.argmax(limits / np.maximum(renyi.curve(first, orders), 1e-300)))
@@ -63,7 +71,9 @@ class Filter(NamedTuple):
 
     def cost(self, counts: Mapping[Pair, int]) -> float:
         if self.kind == "gaussian":
-            return math.fsum(count * privacy_loss.dominating_mu(pair) ** 2 for pair, count in counts.items())
+            return math.fsum(
+                count * privacy_loss.dominating_mu(pair) ** 2 for pair, count in counts.items()
+            )
         return float(renyi.curve(counts, [self.order])[0])
 
     def epsilon(self, delta: float) -> float:
@@ -77,11 +87,15 @@ class Filter(NamedTuple):
         return renyi.delta(np.array([self.limit]), epsilon, [self.order])
 
     def describe(self) -> str:
-        return "mu^2" if self.kind == "gaussian" else f"the Renyi divergence of order {self.order:.3g}"
+        return (
+            "mu^2" if self.kind == "gaussian" else f"the Renyi divergence of order {self.order:.3g}"
+        )
 
 
 class _Family:
-    """Releases that differ in their noise only: what was seen of them lately, to guess what comes next."""
+    """Releases that differ in their noise only: what was seen of them lately, to guess what
+    comes next.
+    """
 
     __slots__ = ("falling", "last", "slack", "used")
 
@@ -89,7 +103,9 @@ class _Family:
         self.last, self.used, self.falling, self.slack = last, 0, False, _SLACK
 
     def floor(self, pair: Pair) -> Pair:
-        """What to reserve so that the next releases are covered too. While noise falls, a little less of it."""
+        """What to reserve so that the next releases are covered too. While noise falls, a
+        little less of it.
+        """
         return weaker(pair, self.slack) if self.falling else pair
 
     def fell_through(self) -> None:
@@ -108,7 +124,9 @@ class Headroom:
         filter: the rule for parameters that may depend on earlier outputs, or ``None``.
     """
 
-    def __init__(self, epsilon: float, delta: float, method: Method, filter: Filter | None = None) -> None:
+    def __init__(
+        self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
+    ) -> None:
         self._epsilon, self._delta, self._method, self._filter = epsilon, delta, method, filter
         if filter is None:
             self._orders = _orders(epsilon, delta, 0.15, 1.6, 12)
@@ -125,7 +143,7 @@ class Headroom:
         self._guess = 0
         self._spent = np.zeros(len(self._limits))
 
-    # --- keeping up ----------------------------------------------------------------------------------------------------
+    # --- keeping up -------------------------------------------------------------------------------
 
     def restart(self, counts: Mapping[Pair, int]) -> None:
         """What was charged is ``counts``, whatever was said before."""
@@ -144,10 +162,16 @@ class Headroom:
         family.used += count
 
     def others_spent(self, counts: Mapping[Pair, int], net: Mapping[Pair, int]) -> None:
-        """Other processes charged ``net``, which is negative where they gave something back; ``counts`` is the sum of everything."""
+        """Other processes charged ``net``, which is negative where they gave something back;
+        ``counts`` is the sum of everything.
+        """
         freed = {pair: -count for pair, count in net.items() if count < 0}
         certificate = self._certificate.copy()
-        covered = all(take(freed, p, count) or take(certificate, p, count) for p, count in net.items() if count > 0)
+        covered = all(
+            take(freed, p, count) or take(certificate, p, count)
+            for p, count in net.items()
+            if count > 0
+        )
         if freed:
             self.restart(counts)
         else:
@@ -167,19 +191,23 @@ class Headroom:
         return family
 
     def slack(self, pair: Pair) -> float:
-        """By how much the noise of a reserve should be lower than that of ``pair``: 1 unless noise is falling."""
+        """By how much the noise of a reserve should be lower than that of ``pair``: 1 unless
+        noise is falling.
+        """
         family = self._family(pair)
         return family.slack if family.falling else 1.0
 
     def reserved(self, pair: Pair, fell_through: bool) -> None:
-        """A reserve for the family of ``pair`` ended: because noise fell below it, or because it was used up."""
+        """A reserve for the family of ``pair`` ended: because noise fell below it, or because
+        it was used up.
+        """
         family = self._family(pair)
         if fell_through:
             family.fell_through()
         else:
             family.used_up()
 
-    # --- deciding ------------------------------------------------------------------------------------------------------
+    # --- deciding ---------------------------------------------------------------------------------
 
     def admits(self, counts: Mapping[Pair, int], need: Mapping[Pair, int]) -> bool:
         """Whether ``need`` fits after ``counts``."""
@@ -193,8 +221,16 @@ class Headroom:
             return True
         return self._certify(counts, need)
 
-    def room(self, counts: Mapping[Pair, int], reserved: Mapping[Pair, int], unit: Mapping[Pair, int], wanted: int) -> int:
-        """How many times ``unit`` fits after ``counts`` and ``reserved``: exact if 0, else perhaps less, and at most ``wanted``."""
+    def room(
+        self,
+        counts: Mapping[Pair, int],
+        reserved: Mapping[Pair, int],
+        unit: Mapping[Pair, int],
+        wanted: int,
+    ) -> int:
+        """How many times ``unit`` fits after ``counts`` and ``reserved``: exact if 0, else
+        perhaps less, and at most ``wanted``.
+        """
         cheap = self._cheap(reserved, unit)
         if cheap >= min(wanted, _FAR_FROM_EDGE):
             return min(cheap, wanted)
@@ -243,7 +279,12 @@ class Headroom:
         if not possible.any():
             return 0
         with np.errstate(over="ignore"):
-            return int(min(np.max(left[possible] / np.maximum(each[possible], 1e-300)) * (1 - 1e-12), _MOST_STEPS))
+            return int(
+                min(
+                    np.max(left[possible] / np.maximum(each[possible], 1e-300)) * (1 - 1e-12),
+                    _MOST_STEPS,
+                )
+            )
 
     def _cost(self, pair: Pair) -> Array:
         if isinstance(pair, Gaussian):
@@ -252,7 +293,9 @@ class Headroom:
         cost = self._costs.get(key)
         if cost is None and isinstance(pair, Sampled) and len(self._costs) >= _EXACT_COSTS:
             cell = math.floor(math.log(pair.noise) / math.log(_GRID))
-            rate = min(_GRID ** math.ceil(math.log(pair.rate) / math.log(_GRID)) * (1 + 1e-12), 1 - 1e-12)
+            rate = min(
+                _GRID ** math.ceil(math.log(pair.rate) / math.log(_GRID)) * (1 + 1e-12), 1 - 1e-12
+            )
             rate = max(rate, pair.rate)
             key = (pair.kind, rate, cell)
             cost = self._costs.get(key)
@@ -268,7 +311,14 @@ class Headroom:
         return cost
 
     def _certified(self, unit: Mapping[Pair, int]) -> int:
-        return min((max((left for p, left in self._certificate.items() if covers(p, pair)), default=0) // n for pair, n in unit.items()), default=0)
+        return min(
+            (
+                max((left for p, left in self._certificate.items() if covers(p, pair)), default=0)
+                // n
+                for pair, n in unit.items()
+            ),
+            default=0,
+        )
 
     def _take_certified(self, need: Mapping[Pair, int], times: int) -> bool:
         if len(need) == 1:
@@ -298,7 +348,9 @@ class Headroom:
             family.used = 0
         least = min(expected.values())
         unit = {pair: max(1, min(round(used / least), 1000)) for pair, used in expected.items()}
-        self._guess = self._guess // _SHRINK or max(sum(base.values()) // (_SHRINK * sum(unit.values())), 1)
+        self._guess = self._guess // _SHRINK or max(
+            sum(base.values()) // (_SHRINK * sum(unit.values())), 1
+        )
         steps = self._steps(base, unit)
         self._certificate = {pair: steps * count for pair, count in unit.items() if steps > 0}
         self._guess = max(steps, 1)
@@ -316,7 +368,9 @@ class Headroom:
                 return steps - 1 - steps // 500
             return largest(excess, start=max(steps, 1)) if excess(0) <= 0 else -1
         if self._fine is None:
-            price = privacy_loss.Extension(base, unit, self._delta, self._guess, _COARSE, accuracy=1e-3)
+            price = privacy_loss.Extension(
+                base, unit, self._delta, self._guess, _COARSE, accuracy=1e-3
+            )
             steps = largest(lambda n: price(n) - self._epsilon, start=self._guess)
             if steps > 16:
                 return steps
@@ -337,28 +391,46 @@ class Headroom:
         return excess
 
     def _fine_excess(self, base: dict[Pair, int], unit: dict[Pair, int]) -> Callable[[int], float]:
-        """A composition of many levels at full resolution, which is kept and extended by what was charged since."""
+        """A composition of many levels at full resolution, which is kept and extended by what
+        was charged since.
+        """
         if self._fine is not None:
             known, price = self._fine
-            since = {pair: count - known.get(pair, 0) for pair, count in base.items() if count != known.get(pair, 0)}
+            since = {
+                pair: count - known.get(pair, 0)
+                for pair, count in base.items()
+                if count != known.get(pair, 0)
+            }
             if all(count > 0 for count in since.values()) and all(pair in base for pair in known):
                 price.extend(since, unit)
             else:
                 self._fine = None
         if self._fine is None:
-            price = privacy_loss.Extension(base, unit, self._delta, max(self._guess, sum(base.values()) // 50))
+            price = privacy_loss.Extension(
+                base, unit, self._delta, max(self._guess, sum(base.values()) // 50)
+            )
         self._fine = (base, price)
         return lambda steps: price(steps) - self._epsilon
 
 
-def _orders(epsilon: float, delta: float, low: float, high: float, number: int) -> tuple[float, ...]:
-    """Orders around the one that lasts longest for Gaussians, and below it, where sampling makes large orders explode."""
-    orders = np.minimum(1 + (renyi.filter_order(epsilon, delta) - 1) * np.geomspace(low, high, number), renyi.ORDERS[-1])
-    return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))  # of a whole order sampling has a closed form
+def _orders(
+    epsilon: float, delta: float, low: float, high: float, number: int
+) -> tuple[float, ...]:
+    """Orders around the one that lasts longest for Gaussians, and below it, where sampling
+    makes large orders explode.
+    """
+    orders = np.minimum(
+        1 + (renyi.filter_order(epsilon, delta) - 1) * np.geomspace(low, high, number),
+        renyi.ORDERS[-1],
+    )
+    # of a whole order sampling has a closed form
+    return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))
 
 
 def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:
-    """Takes ``count`` of what covers ``pair`` out of ``tokens``, and says what that was; ``None``: nothing does."""
+    """Takes ``count`` of what covers ``pair`` out of ``tokens``, and says what that was;
+    ``None``: nothing does.
+    """
     left = tokens.get(pair, 0)
     if left < count:
         found = next((p for p, n in tokens.items() if n >= count and covers(p, pair)), None)
@@ -370,7 +442,9 @@ def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:
 
 
 def largest(excess: Callable[[int], float], *, start: int = 1) -> int:
-    """The largest n >= 1 at which the increasing function is at most 0, or 0: bracketing, then false position."""
+    """The largest n >= 1 at which the increasing function is at most 0, or 0: bracketing,
+    then false position.
+    """
     low, high = 0, 0
     below, above = -math.inf, math.inf
     n = max(start, 1)
@@ -405,9 +479,13 @@ def largest(excess: Callable[[int], float], *, start: int = 1) -> int:
 
 
 def covers(reserve: Pair, pair: Pair) -> bool:
-    """Whether ``reserve`` dominates ``pair``: less noise and a larger sampling rate are less private."""
+    """Whether ``reserve`` dominates ``pair``: less noise and a larger sampling rate are less
+    private.
+    """
     if isinstance(reserve, Sampled) and isinstance(pair, Sampled):
-        return reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
+        return (
+            reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
+        )
     if isinstance(reserve, Gaussian) and isinstance(pair, Gaussian):
         return reserve.mu >= pair.mu
     return reserve == pair

@@ -1,21 +1,26 @@
 """A history that outlives its process: one SQLite file that many processes charge.
 
-The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which count as spent for all the others), or the *return*
-of what a block did not use. Rows are numbered without gaps, and each carries a digest of itself and of the row before, the first one of the
-settings, so that the last digest is a version: a row that was changed, lost or brought back from a copy is noticed.
-The *seal* repeats the last digest (that of the settings where there is no row), so that missing ends are noticed too.
+The file only grows. A row is a charge, a *block* (releases reserved ahead by one process, which
+count as spent for all the others), or the *return* of what a block did not use. Rows are numbered
+without gaps, and each carries a digest of itself and of the row before, the first one of the
+settings, so that the last digest is a version: a row that was changed, lost or brought back from a
+copy is noticed. The *seal* repeats the last digest (that of the settings where there is no row), so
+that missing ends are noticed too.
 
-How a process charges: it reads what is new, decides outside of any transaction whether a block fits, and commits the block in ``BEGIN IMMEDIATE``
-only if the version is still the one it decided on; otherwise it decides again. Steps are then taken out of the block in memory. What was released is
-therefore on disk before it is released, whatever becomes of the process:
+How a process charges: it reads what is new, decides outside of any transaction whether a block
+fits, and commits the block in ``BEGIN IMMEDIATE`` only if the version is still the one it decided
+on; otherwise it decides again. Steps are then taken out of the block in memory. What was released
+is therefore on disk before it is released, whatever becomes of the process:
 
 * killed: the whole block stays charged, which is more than was released, never less;
-* closed (``close()``, the end of a ``with`` block or of the program, also by Ctrl-C): the rest is returned, once, which a unique index enforces;
+* closed (``close()``, the end of a ``with`` block or of the program, also by Ctrl-C): the rest is
+  returned, once, which a unique index enforces;
 * forked: the child starts afresh from the file and never returns a block of its parent;
-* a commit that was interrupted, so that nobody knows whether it reached the disk: its block is not used, and is returned once the file can be read.
+* a commit that was interrupted, so that nobody knows whether it reached the disk: its block is not
+  used, and is returned once the file can be read.
 
-A connection lives as long as one transaction, and a fork waits for its end, so that none is ever inherited by a child or writes into a file that was
-deleted or replaced.
+A connection lives as long as one transaction, and a fork waits for its end, so that none is ever
+inherited by a child or writes into a file that was deleted or replaced.
 """
 
 from __future__ import annotations
@@ -48,12 +53,17 @@ _UNSEALED = 1  # the format before the seal, which is read and written as it was
 _APPLICATION = 0x64706279
 _SEAL = "seal"
 
-# Held while a connection is open, also by who forks: SQLite keeps a process' locks in its memory, where a child would find those of a connection that
-# it does not have. It would wait for them in vain, or read without any.
+# Held while a connection is open, also by who forks: SQLite keeps a process' locks in its memory,
+# where a child would find those of a connection that it does not have. It would wait for them in
+# vain, or read without any.
 _connections = threading.RLock()
 _being_written: set[str] = set()  # names, whose hash no signal handler can interrupt
 if hasattr(os, "register_at_fork"):  # else there is no fork
-    os.register_at_fork(before=_connections.acquire, after_in_parent=_connections.release, after_in_child=_connections.release)
+    os.register_at_fork(
+        before=_connections.acquire,
+        after_in_parent=_connections.release,
+        after_in_child=_connections.release,
+    )
 
 T = TypeVar("T")
 
@@ -64,8 +74,12 @@ Key = tuple[DpEvent, str | None, Flag]
 _COLUMNS = "seq, time, job, writer, later, kind, label, event, count, flag, block"
 _TABLES = (
     "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE rows (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, job TEXT NOT NULL, writer TEXT NOT NULL, later INTEGER NOT NULL, "
-    "kind TEXT NOT NULL, label TEXT, event TEXT NOT NULL, count INTEGER NOT NULL, flag TEXT NOT NULL, block INTEGER NOT NULL, digest TEXT NOT NULL)",
+    (
+        "CREATE TABLE rows (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, job TEXT NOT NULL, writer"
+        " TEXT NOT NULL, later INTEGER NOT NULL, kind TEXT NOT NULL, label TEXT, event TEXT NOT"
+        " NULL, count INTEGER NOT NULL, flag TEXT NOT NULL, block INTEGER NOT NULL, digest TEXT NOT"
+        " NULL)"
+    ),
     "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
 )
 _NOTES = (  # made when first needed: files of earlier versions have none
@@ -133,7 +147,14 @@ class Ledger:
         LedgerError: the file is not a ledger, is damaged, or cannot be used.
     """
 
-    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any], *, create: bool = False, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        settings: Mapping[str, Any],
+        *,
+        create: bool = False,
+        read_only: bool = False,
+    ) -> None:
         self.path = _plain_path(path)
         self._read_only = read_only
         self.version, self._digest = 0, ""
@@ -151,8 +172,9 @@ class Ledger:
         for name, value in settings.items():
             if value is not None and found.get(name) != value:
                 raise ValueError(
-                    f"the ledger {self.path} was made with {name} = {found.get(name)!r}, not {value!r}. These are fixed at its creation, for what "
-                    "is in it was charged under them: open it with its own, or make another file."
+                    f"the ledger {self.path} was made with {name} = {found.get(name)!r}, not"
+                    f" {value!r}. These are fixed at its creation, for what is in it was charged"
+                    " under them: open it with its own, or make another file."
                 )
 
     @property
@@ -164,20 +186,26 @@ class Ledger:
         if not self.path.exists():
             return True
         end = time.monotonic() + MAKING_SECONDS
-        while self.path.is_file() and (not self.path.stat().st_size or self._connected("read", _has_no_tables)):
+        while self.path.is_file() and (
+            not self.path.stat().st_size or self._connected("read", _has_no_tables)
+        ):
             if self._making.exists():
                 return True
             if time.monotonic() > end:
                 raise LedgerError(
-                    f"{self.path} is empty. If it was a ledger, what was charged is lost (a full disk?), and beginning anew would spend the budget "
-                    "twice: restore it. If it never was one, remove it."
+                    f"{self.path} is empty. If it was a ledger, what was charged is lost (a full"
+                    " disk?), and beginning anew would spend the budget twice: restore it. If it"
+                    " never was one, remove it."
                 )
             time.sleep(0.01)  # another process may be making it
         return False
 
     def _create(self, settings: Mapping[str, Any]) -> None:
         if not self.path.parent.is_dir():
-            raise LedgerError(f"there is no folder {self.path.parent} for the ledger {self.path.name}: make it first.")
+            raise LedgerError(
+                f"there is no folder {self.path.parent} for the ledger {self.path.name}: make it"
+                " first."
+            )
         written = {**settings, "id": uuid.uuid4().hex, "created": _now()}
         self._is_being_made(True)
 
@@ -199,32 +227,43 @@ class Ledger:
             try:
                 return self._connected("create", create)
             except LedgerError as error:  # SQLite does not wait where two turn a new file to WAL
-                if getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                if (
+                    getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY
+                    or time.monotonic() > end
+                ):
                     raise
                 time.sleep(0.01)
 
     def _is_being_made(self, answer: bool) -> None:
-        """Notes beside an empty file that it never held a charge; no other empty file may be begun anew. Every process takes the note away before it
-        charges anything."""
+        """Notes beside an empty file that it never held a charge; no other empty file may be begun
+        anew. Every process takes the note away before it charges anything.
+        """
         try:
             self._making.touch() if answer else self._making.unlink(missing_ok=True)
         except OSError as error:
-            raise LedgerError(f"the ledger {self.path} cannot be made: {error}. Nothing may be released.") from error
+            raise LedgerError(
+                f"the ledger {self.path} cannot be made: {error}. Nothing may be released."
+            ) from error
 
     def _checked_settings(self, connection: sqlite3.Connection) -> dict[str, Any]:
         connection.execute("BEGIN")  # settings, seal and first row of one moment
         if connection.execute("PRAGMA application_id").fetchone()[0] != _APPLICATION:
-            raise LedgerError(f"{self.path} is an SQLite file, but not a ledger of torch_dpbayes. Give another path.")
+            raise LedgerError(
+                f"{self.path} is an SQLite file, but not a ledger of torch_dpbayes. Give another"
+                " path."
+            )
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version not in (_UNSEALED, FORMAT):
             raise LedgerError(
-                f"the ledger {self.path} has format {version}, this torch_dpbayes reads format {FORMAT}. Use the version that wrote it; "
-                "nothing was changed."
+                f"the ledger {self.path} has format {version}, this torch_dpbayes reads format"
+                f" {FORMAT}. Use the version that wrote it; nothing was changed."
             )
         (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
         if verdict != "ok":
             raise LedgerError(_damaged(self.path, verdict))
-        if not {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master")}.issuperset(_TABLES):
+        if not {sql for (sql,) in connection.execute("SELECT sql FROM sqlite_master")}.issuperset(
+            _TABLES
+        ):
             raise LedgerError(_damaged(self.path, "its tables are not those that were made"))
         try:
             saved = dict(connection.execute("SELECT name, value FROM settings").fetchall())
@@ -232,13 +271,17 @@ class Ledger:
             expected = saved.pop(_SEAL) if self._is_sealed else None
             found = _settings(saved)
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise LedgerError(_damaged(self.path, f"its settings are not what was written: {error!r}")) from error
+            raise LedgerError(
+                _damaged(self.path, f"its settings are not what was written: {error!r}")
+            ) from error
         digest = _first_digest(found)
         first = connection.execute(f"SELECT {_COLUMNS}, digest FROM rows WHERE seq = 1").fetchone()
         if first is not None:
             digest, expected = _digest(digest, list(first[:-1])), first[-1]
         if digest != expected and (self._is_sealed or first is not None):
-            raise LedgerError(_damaged(self.path, "its settings or its first row are not what was written"))
+            raise LedgerError(
+                _damaged(self.path, "its settings or its first row are not what was written")
+            )
         return found
 
     def read(self) -> list[Row]:
@@ -257,9 +300,9 @@ class Ledger:
         rows, seal = self._connected("read", select)
         if self.version and (not rows or rows.pop(0)[-1] != self._digest):
             raise LedgerError(
-                f"the ledger {self.path} does not hold any more what this process read in it: it was replaced by a copy or restored from a "
-                "backup. What "
-                "was charged since would be forgotten, so nothing is released. Put the newer file back."
+                f"the ledger {self.path} does not hold any more what this process read in it: it"
+                " was replaced by a copy or restored from a backup. What was charged since would"
+                " be forgotten, so nothing is released. Put the newer file back."
             )
         found, last = [], self._digest
         for number, (*values, digest) in enumerate(rows, self.version + 1):
@@ -268,12 +311,23 @@ class Ledger:
                 raise LedgerError(_damaged(self.path, f"row {values[0]} is not what was written"))
             found.append(self._decoded(values))
         if self._is_sealed and seal != last:
-            raise LedgerError(_damaged(self.path, f"its seal is not that of row {self.version + len(found)}"))
+            raise LedgerError(
+                _damaged(self.path, f"its seal is not that of row {self.version + len(found)}")
+            )
         self.version, self._digest = self.version + len(found), last
         return found
 
-    def append(self, entries: Iterable[Entry], *, job: str, writer: str, later: bool, if_unchanged: bool = True) -> list[int] | None:
-        """Commits the entries and returns their numbers; ``None`` if ``if_unchanged`` and the file has rows that were not read yet.
+    def append(
+        self,
+        entries: Iterable[Entry],
+        *,
+        job: str,
+        writer: str,
+        later: bool,
+        if_unchanged: bool = True,
+    ) -> list[int] | None:
+        """Commits the entries and returns their numbers; ``None`` if ``if_unchanged`` and the file
+        has rows that were not read yet.
 
         Raises:
             LedgerError: it cannot be said that the entries are on disk.
@@ -282,9 +336,13 @@ class Ledger:
         def insert(connection: sqlite3.Connection) -> tuple[list[int], str, bool] | None:
             connection.execute("BEGIN IMMEDIATE")
             seal = self._seal_of_same_file(connection)
-            last = connection.execute("SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1").fetchone()
+            last = connection.execute(
+                "SELECT seq, digest FROM rows ORDER BY seq DESC LIMIT 1"
+            ).fetchone()
             seq, digest = last or (0, _first_digest(self.settings))
-            if not (isinstance(seq, int) and isinstance(digest, str)) or (self._is_sealed and digest != seal):
+            if not (isinstance(seq, int) and isinstance(digest, str)) or (
+                self._is_sealed and digest != seal
+            ):
                 raise LedgerError(_damaged(self.path, f"its seal is not that of row {seq}"))
             unchanged = (seq, digest) == (self.version, self._digest)
             if if_unchanged and not unchanged:
@@ -294,9 +352,24 @@ class Ledger:
             for entry in entries:
                 seq += 1
                 code = "" if entry.event is None else json.dumps(events.encode(entry.event))
-                values = [seq, moment, entry.job or job, writer, int(later), entry.kind, entry.label, code, entry.count, entry.flag, entry.block]
+                values = [
+                    seq,
+                    moment,
+                    entry.job or job,
+                    writer,
+                    int(later),
+                    entry.kind,
+                    entry.label,
+                    code,
+                    entry.count,
+                    entry.flag,
+                    entry.block,
+                ]
                 digest = _digest(digest, values)
-                connection.execute(f"INSERT INTO rows ({_COLUMNS}, digest) VALUES ({', '.join('?' * 12)})", [*values, digest])
+                connection.execute(
+                    f"INSERT INTO rows ({_COLUMNS}, digest) VALUES ({', '.join('?' * 12)})",
+                    [*values, digest],
+                )
             if self._is_sealed:
                 connection.execute("UPDATE settings SET value = ? WHERE name = ?", (digest, _SEAL))
             connection.execute("COMMIT")
@@ -402,20 +475,32 @@ class Ledger:
         return [values[3] for values in rows]
 
     def _seal_of_same_file(self, connection: sqlite3.Connection) -> str | None:
-        found = dict(connection.execute("SELECT name, value FROM settings WHERE name IN ('id', ?)", (_SEAL,)).fetchall())
+        found = dict(
+            connection.execute(
+                "SELECT name, value FROM settings WHERE name IN ('id', ?)", (_SEAL,)
+            ).fetchall()
+        )
         if found.get("id") != json.dumps(self.id):
             raise LedgerError(_replaced(self.path))
         return found.get(_SEAL)
 
-    def _connected(self, purpose: Literal["create", "read", "write"], work: Callable[[sqlite3.Connection], T]) -> T:
-        """What ``work`` does with a connection of its own. (Not a context manager, in whose ``__exit__`` Ctrl-C could leave it open.)"""
+    def _connected(
+        self, purpose: Literal["create", "read", "write"], work: Callable[[sqlite3.Connection], T]
+    ) -> T:
+        """What ``work`` does with a connection of its own. (Not a context manager, in whose
+        ``__exit__`` Ctrl-C could leave it open.)
+        """
         connection: sqlite3.Connection | None = None
-        mode, name = "rwc" if purpose == "create" else "ro" if self._read_only else "rw", str(self.path)
+        mode, name = (
+            "rwc" if purpose == "create" else "ro" if self._read_only else "rw",
+            str(self.path),
+        )
         with _connections:
             if purpose != "read" and name in _being_written:
                 raise LedgerError(
-                    f"the ledger {self.path} is being written by this very thread: what runs now, in a signal handler or in garbage collection, "
-                    "came in the middle of it. Nothing was recorded; release nothing."
+                    f"the ledger {self.path} is being written by this very thread: what runs now,"
+                    " in a signal handler or in garbage collection, came in the middle of it."
+                    " Nothing was recorded; release nothing."
                 )
             try:
                 connection = self._connect(mode)
@@ -423,7 +508,8 @@ class Ledger:
                     _being_written.add(name)
                     connection.execute("PRAGMA synchronous = FULL")
                 return work(connection)
-            except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a damaged text is quoted in the former
+            # the latter where a damaged text is quoted in the former
+            except (sqlite3.Error, UnicodeDecodeError) as error:
                 raise _explained(self.path, error) from error
             finally:
                 try:
@@ -436,15 +522,17 @@ class Ledger:
     def _connect(self, mode: str) -> sqlite3.Connection:
         if self.path.is_file() and self.path.stat().st_nlink > 1:
             raise LedgerError(
-                f"{self.path} has a second name (a hard link). SQLite keeps a journal for each name, so that charges under one would be "
-                "invisible under the "
-                "other. Remove one of the names."
+                f"{self.path} has a second name (a hard link). SQLite keeps a journal for each"
+                " name, so that charges under one would be invisible under the other. Remove one"
+                " of the names."
             )
         address = f"file:{quote(str(self.path))}?mode={mode}"
         journal = Path(f"{self.path}-wal")
         writable = os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
         if mode == "ro" and not writable and not (journal.exists() and journal.stat().st_size):
-            address += "&immutable=1"  # else SQLite would keep an index beside the file, which cannot be made, or could not be written by its owner
+            # else SQLite would keep an index beside the file, which cannot be made, or could not be
+            # written by its owner
+            address += "&immutable=1"
         return sqlite3.connect(address, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
 
 
@@ -459,11 +547,19 @@ class Block:
         self.pair: Pair | None = None  # what the accountant takes its event for
 
     def settlement(self) -> list[Entry]:
-        """What takes the place of the block: the releases that it was used for, where they are others than its own, and the rest returned."""
+        """What takes the place of the block: the releases that it was used for, where they
+        are others than its own, and the rest returned.
+        """
         event, label, flag = self.key
         others = {key: count for key, count in self.used.items() if key != self.key}
-        entries = [Entry("charge", name, other, count, kind) for (other, name, kind), count in others.items()]
-        return [*entries, Entry("return", label, event, -(self.left + sum(others.values())), flag, self.seq)]
+        entries = [
+            Entry("charge", name, other, count, kind)
+            for (other, name, kind), count in others.items()
+        ]
+        return [
+            *entries,
+            Entry("return", label, event, -(self.left + sum(others.values())), flag, self.seq),
+        ]
 
 
 class Session:
@@ -480,30 +576,43 @@ class Session:
         self.writer = f"{uuid.uuid4().hex} pid {os.getpid()} on {platform.node()}"
         self.blocks: list[Block] = []
         self._process = os.getpid()
-        self._uncertain = False  # a commit was interrupted: there may be blocks that nobody took anything out of
+        # a commit was interrupted: there may be blocks that nobody took anything out of
+        self._uncertain = False
 
     def read(self) -> list[Row]:
         """What others wrote since the last call."""
         return [row for row in self.ledger.read() if row.writer != self.writer]
 
-    def commit(self, wanted: Iterable[tuple[Key, int]], finished: Iterable[Block] = (), also: Iterable[Entry] = ()) -> bool:
-        """Opens blocks and settles finished ones in one transaction, if the ledger is still what was read last.
+    def commit(
+        self,
+        wanted: Iterable[tuple[Key, int]],
+        finished: Iterable[Block] = (),
+        also: Iterable[Entry] = (),
+    ) -> bool:
+        """Opens blocks and settles finished ones in one transaction, if the ledger is still what
+        was read last.
 
         Returns:
             Whether it is. If not, nothing happened.
 
         Raises:
-            LedgerError: nobody knows what is on disk. Take nothing out of any block any more: :meth:`settle`, and begin anew.
+            LedgerError: nobody knows what is on disk. Take nothing out of any block any more:
+                :meth:`settle`, and begin anew.
         """
         finished, wanted, also = list(finished), list(wanted), list(also)
         entries = [entry for block in finished for entry in block.settlement()] + also
         first = len(entries)
-        entries += [Entry("block", label, event, count, flag) for (event, label, flag), count in wanted]
+        entries += [
+            Entry("block", label, event, count, flag) for (event, label, flag), count in wanted
+        ]
         self._uncertain = True
         numbers = self.ledger.append(entries, job=self.job, writer=self.writer, later=self.later)
         if numbers is not None:
             self.blocks = [block for block in self.blocks if block not in finished]
-            self.blocks += [Block(seq, key, count) for seq, (key, count) in zip(numbers[first:], wanted, strict=True)]
+            self.blocks += [
+                Block(seq, key, count)
+                for seq, (key, count) in zip(numbers[first:], wanted, strict=True)
+            ]
         self._uncertain = False
         return numbers is not None
 
@@ -513,20 +622,33 @@ class Session:
             return  # the blocks are the parent's
         if self._uncertain:
             known = {block.seq for block in self.blocks}
-            self.blocks += [Block(row.seq, row.key, row.count) for row in self.ledger.open_blocks_of(self.writer) if row.seq not in known]
+            self.blocks += [
+                Block(row.seq, row.key, row.count)
+                for row in self.ledger.open_blocks_of(self.writer)
+                if row.seq not in known
+            ]
             self._uncertain = False
         for block in list(self.blocks):
             block.open = False
             try:
-                self.ledger.append(block.settlement(), job=self.job, writer=self.writer, later=self.later, if_unchanged=False)
+                self.ledger.append(
+                    block.settlement(),
+                    job=self.job,
+                    writer=self.writer,
+                    later=self.later,
+                    if_unchanged=False,
+                )
             except LedgerError as error:
-                if not isinstance(error.__cause__, sqlite3.IntegrityError):  # settled before, by a commit that seemed to fail
+                # settled before, by a commit that seemed to fail
+                if not isinstance(error.__cause__, sqlite3.IntegrityError):
                     raise
             self.blocks.remove(block)
 
 
 def open_blocks(rows: Iterable[Row]) -> list[Row]:
-    """The blocks that were neither settled nor returned: of running processes, or of some that died."""
+    """The blocks that were neither settled nor returned: of running processes, or of some
+    that died.
+    """
     found: dict[int, Row] = {}
     for row in rows:
         if row.kind == "block":
@@ -570,13 +692,23 @@ def _settings(saved: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _plain_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
-    if not isinstance(text, str) or not text or text.startswith((":memory:", "file:")) or "\0" in text:
-        raise ValueError(f"path must be the path of a file on a local disk, got {text!r}. Without path= the history is kept in memory.")
+    if (
+        not isinstance(text, str)
+        or not text
+        or text.startswith((":memory:", "file:"))
+        or "\0" in text
+    ):
+        raise ValueError(
+            f"path must be the path of a file on a local disk, got {text!r}. Without path= the"
+            " history is kept in memory."
+        )
     return Path(os.path.realpath(os.path.expanduser(text)))
 
 
 def _first_digest(settings: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        json.dumps(settings, sort_keys=True).encode(), digest_size=16
+    ).hexdigest()
 
 
 def _digest(before: str, values: list[Any]) -> str:
@@ -589,27 +721,39 @@ def _now() -> str:
 
 
 def _replaced(path: Path) -> str:
-    return f"{path} is another ledger than the one that was opened: it was replaced. Nothing is released. Put the right one back."
+    return (
+        f"{path} is another ledger than the one that was opened: it was replaced. Nothing is"
+        " released. Put the right one back."
+    )
 
 
 def _damaged(path: Path, what: str) -> str:
     return (
-        f"the ledger {path} is damaged ({what}). What was charged cannot be known, so nothing is released. Restore the newest backup only "
-        "if nothing was charged "
-        "after it; otherwise take the budget as spent."
+        f"the ledger {path} is damaged ({what}). What was charged cannot be known, so nothing is"
+        " released. Restore the newest backup only if nothing was charged after it; otherwise take"
+        " the budget as spent."
     )
 
 
 def _explained(path: Path, error: sqlite3.Error | UnicodeDecodeError) -> LedgerError:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-        what = f"was kept busy by other processes for {BUSY_SECONDS:g} s. Nothing was recorded; release nothing, and try again"
+        what = (
+            f"was kept busy by other processes for {BUSY_SECONDS:g} s. Nothing was recorded;"
+            " release nothing, and try again"
+        )
     elif code == sqlite3.SQLITE_FULL:
         what = "cannot grow: the disk is full. Nothing may be released; make room, then go on"
     elif code == sqlite3.SQLITE_IOERR:
-        what = f"cannot be read or written ({error}): is the disk full, or a size limit reached? Nothing may be released"
+        what = (
+            f"cannot be read or written ({error}): is the disk full, or a size limit reached?"
+            " Nothing may be released"
+        )
     elif code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
-        what = "cannot be written: the file or its folder is read-only. Charging needs write access to both. Nothing may be released"
+        what = (
+            "cannot be written: the file or its folder is read-only. Charging needs write access to"
+            " both. Nothing may be released"
+        )
     elif code == sqlite3.SQLITE_CANTOPEN:
         why = "check the permissions of the file and of its folder, which both must be writable"
         why = why if path.is_file() else "it is no file" if path.exists() else "it is gone"

@@ -1,29 +1,32 @@
 """Privacy loss distributions: from releases to one (epsilon, delta).
 
-A release is represented by a pair (P, Q) that dominates it: for every neighbouring pair of data sets and every epsilon
-the hockey-stick divergence H(P || Q) = sup_S P(S) - e^epsilon Q(S) is at least that of the release. Compositions are
-dominated by the product of the pairs (Zhu, Dong, Wang 2022, Theorem 10), so that with the privacy loss
-L = log dP/dQ under P, summed over the releases,
+A release is represented by a pair (P, Q) that dominates it: for every neighbouring pair of data
+sets and every epsilon the hockey-stick divergence H(P || Q) = sup_S P(S) - e^epsilon Q(S) is at
+least that of the release. Compositions are dominated by the product of the pairs (Zhu, Dong, Wang
+2022, Theorem 10), so that with the privacy loss L = log dP/dQ under P, summed over the releases,
 
     delta(epsilon) = E[(1 - e^(epsilon - L))_+].
 
 How it is computed, and why the result is an upper bound:
 
-1. *Discretisation* (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, "connect the dots"): loss l between two points
-   of the grid h*Z is split between them so that its mass under P and under Q is kept. That is the tightest privacy
-   profile above the true one with losses on the grid. The masses are Gauss-Legendre integrals over pieces
-   cut at the grid, sums of positive terms, so that their *relative* error is of the order of 1e-13 even in the tails.
-2. *Composition* by one pass of FFTs over the distribution tilted by e^(theta L). The tilt moves the losses that decide
-   delta to the centre, where round-off is small relative to them; round-off, loss beyond the window and truncated
-   tails are bounded and added to delta. Mass that wraps around only adds to delta.
-3. *Many levels*: lowering a noise multiplier or raising a sampling rate only weakens privacy, so close levels are
-   merged at their least private member.
+1. *Discretisation* (Doroshenko, Ghazi, Kamath, Kumar, Manurangsi 2022, "connect the dots"): loss l
+   between two points of the grid h*Z is split between them so that its mass under P and under Q is
+   kept. That is the tightest privacy profile above the true one with losses on the grid. The masses
+   are Gauss-Legendre integrals over pieces cut at the grid, sums of positive terms, so that their
+   *relative* error is of the order of 1e-13 even in the tails.
+2. *Composition* by one pass of FFTs over the distribution tilted by e^(theta L). The tilt moves the
+   losses that decide delta to the centre, where round-off is small relative to them; round-off,
+   loss beyond the window and truncated tails are bounded and added to delta. Mass that wraps around
+   only adds to delta.
+3. *Many levels*: lowering a noise multiplier or raising a sampling rate only weakens privacy, so
+   close levels are merged at their least private member.
 
-Releases that fail outright with some probability are left out of 1 to 3: with f the probability that one of them fails,
-delta(epsilon) = f + (1 - f) * (delta(epsilon) of the others).
+Releases that fail outright with some probability are left out of 1 to 3: with f the probability
+that one of them fails, delta(epsilon) = f + (1 - f) * (delta(epsilon) of the others).
 
-The lower bound rounds multipliers the other way, leaves out the mass at infinity, and pays for the discretisation by
-Hoeffding's inequality: given L, each step's rounding is independent, spans one grid cell, and has mean in [0, h^2/8].
+The lower bound rounds multipliers the other way, leaves out the mass at infinity, and pays for the
+discretisation by Hoeffding's inequality: given L, each step's rounding is independent, spans one
+grid cell, and has mean in [0, h^2/8].
 """
 
 from __future__ import annotations
@@ -58,7 +61,7 @@ from .events import (
 Array = NDArray[np.float64]
 
 
-# --- pairs -----------------------------------------------------------------------------------------------------------
+# --- pairs ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +73,13 @@ class Gaussian:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A Gaussian sum of sensitivity 1 and standard deviation ``noise``, taken with probability ``rate``.
+    """A Gaussian sum of sensitivity 1 and standard deviation ``noise``, taken with probability
+    ``rate``.
 
-    kind "directed": ((1-q) N(0, z^2) + q N(1, z^2), N(0, z^2)) for a removed record, the reverse for an added one.
-    kind "antipodal": ((1-q) N(0, z^2) + q N(1, z^2), (1-q) N(0, z^2) + q N(-1, z^2)), which is its own reverse.
-    kind "symmetric": the pair whose profile for epsilon >= 0 is that of "directed" and which is its own reverse.
+    kind "directed": ((1-q) N(0, z^2) + q N(1, z^2), N(0, z^2)) for a removed record, the reverse
+    for an added one. kind "antipodal": ((1-q) N(0, z^2) + q N(1, z^2), (1-q) N(0, z^2) + q N(-1,
+    z^2)), which is its own reverse. kind "symmetric": the pair whose profile for epsilon >= 0 is
+    that of "directed" and which is its own reverse.
     """
 
     kind: Literal["directed", "antipodal", "symmetric"]
@@ -84,14 +89,18 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Pure:
-    """Randomised response with parameter ``epsilon``: dominates every epsilon-differentially private release."""
+    """Randomised response with parameter ``epsilon``: dominates every epsilon-differentially
+    private release.
+    """
 
     epsilon: float
 
 
 @dataclass(frozen=True, slots=True)
 class BoundedRange:
-    """The profile (1 - e^(-(b-g)/2))^2 / (1 - e^(-b)), -b <= g <= b (Dong, Durfee, Rogers 2020), b = ``epsilon``."""
+    """The profile (1 - e^(-(b-g)/2))^2 / (1 - e^(-b)), -b <= g <= b (Dong, Durfee, Rogers
+    2020), b = ``epsilon``.
+    """
 
     epsilon: float
 
@@ -118,19 +127,23 @@ class NonPrivate:
 
 Pair = Gaussian | Sampled | Pure | BoundedRange | Concentrated | Failure | NonPrivate
 
-# Below this noise / sensitivity sampling is ignored (an upper bound): one step alone then costs epsilon > 1000.
+# Below this noise / sensitivity sampling is ignored (an upper bound): one step alone then costs
+# epsilon > 1000.
 _LEAST_NOISE = 0.02
 _LEAST_RATE = 1e-30  # smaller ones are rounded up to it, for their inverses to be floats
 
 
-def _sampled(kind: Literal["directed", "antipodal", "symmetric"], rate: float, noise: float) -> Pair:
+def _sampled(
+    kind: Literal["directed", "antipodal", "symmetric"], rate: float, noise: float
+) -> Pair:
     if rate == 1.0 or noise < _LEAST_NOISE:
         return Gaussian((2.0 if kind == "antipodal" else 1.0) / noise)
     return Sampled(kind, max(rate, _LEAST_RATE), noise)
 
 
 def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelation) -> Pair:
-    """The pair that dominates one elementary event: the only place where noise / clip bound meets a sensitivity.
+    """The pair that dominates one elementary event: the only place where noise / clip bound meets a
+    sensitivity.
 
     Raises:
         ValueError: the event gives no guarantee under this neighbouring relation.
@@ -148,17 +161,19 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelati
     if isinstance(event, UnspecifiedBatchGaussianDpEvent | RecordwiseBatchGaussianDpEvent):
         if not replace and isinstance(event, UnspecifiedBatchGaussianDpEvent):
             raise ValueError(
-                "an unspecified batch may change altogether when one record is added: use "
-                'PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private, or charge '
-                "RecordwiseBatchGaussianDpEvent if who is in a batch does not depend on other records."
+                "an unspecified batch may change altogether when one record is added: use"
+                ' PrivacyAccountant(neighboring="replace_one") or PrivacyEngine.make_private, or'
+                " charge RecordwiseBatchGaussianDpEvent if who is in a batch does not depend on"
+                " other records."
             )
         return Gaussian(2.0 / event.noise_multiplier)
     if isinstance(event, ShuffledEpochDpEvent):
         if not replace:
             raise ValueError(
-                "a shuffled loader gives no per-record guarantee under add_or_remove_one: an added record displaces "
-                "others from their batches, so every batch of the epoch may change: use "
-                "PrivacyAccountant(neighboring='replace_one'), or Poisson sampling (PrivacyEngine.make_private)."
+                "a shuffled loader gives no per-record guarantee under add_or_remove_one: an added"
+                " record displaces others from their batches, so every batch of the epoch may"
+                " change: use PrivacyAccountant(neighboring='replace_one'), or Poisson sampling"
+                " (PrivacyEngine.make_private)."
             )
         return Gaussian(2.0 / event.noise_multiplier)
     if isinstance(event, MuGaussianDpEvent):
@@ -176,7 +191,7 @@ def dominating_pair(event: DpEvent, neighboring: Neighboring | NeighboringRelati
     raise TypeError(f"{event!r} is not an elementary event.")
 
 
-# --- one pair as quadrature nodes ------------------------------------------------------------------------------------
+# --- one pair as quadrature nodes -----------------------------------------------------------------
 
 _RULES = {degree: np.polynomial.legendre.leggauss(degree) for degree in (3, 5)}
 
@@ -185,11 +200,15 @@ def pieces(edges: Array, degree: int = 3) -> tuple[Array, Array]:
     """Gauss-Legendre nodes and weights on every interval between consecutive edges."""
     nodes, weights = _RULES[degree]
     half = np.diff(edges) / 2
-    return ((edges[:-1] + half)[:, None] + half[:, None] * nodes).ravel(), (half[:, None] * weights).ravel()
+    return ((edges[:-1] + half)[:, None] + half[:, None] * nodes).ravel(), (
+        half[:, None] * weights
+    ).ravel()
 
 
 def log_mixture(x: Array, rate: float, noise: float) -> Array:
-    """log(1 - q + q exp((2x - 1) / (2 z^2))), accurate where it is small and where the exponential overflows."""
+    """log(1 - q + q exp((2x - 1) / (2 z^2))), accurate where it is small and where the
+    exponential overflows.
+    """
     exponent = (2 * x - 1) / (2 * noise**2)
     low = np.minimum(exponent, 30.0)
     high = np.maximum(exponent, 30.0)
@@ -206,7 +225,9 @@ def _log_asinh_product(log_scale: float, loss: Array) -> Array:
     with np.errstate(divide="ignore"):
         log_product = log_scale + half + np.log(-np.expm1(-2 * half) / 2)
     magnitude = np.where(
-        log_product > 300, log_product + math.log(2), np.arcsinh(np.exp(np.minimum(log_product, 300.0)))
+        log_product > 300,
+        log_product + math.log(2),
+        np.arcsinh(np.exp(np.minimum(log_product, 300.0))),
     )
     return np.copysign(magnitude, loss)
 
@@ -218,12 +239,16 @@ def _sampled_point(pair: Sampled, loss: Array) -> Array:
         log_scale = math.log((1 - q) / q) + 1 / (2 * z**2)
         return z**2 * (loss / 2 + _log_asinh_product(log_scale, loss))
     low = np.minimum(loss, 30.0)
-    ratio = np.where(loss < 30.0, np.log1p(np.maximum(np.expm1(low) / q, -1 + 1e-300)), loss - math.log(q))
+    ratio = np.where(
+        loss < 30.0, np.log1p(np.maximum(np.expm1(low) / q, -1 + 1e-300)), loss - math.log(q)
+    )
     return 0.5 + z**2 * ratio
 
 
 class Nodes(NamedTuple):
-    """Losses of a pair with their masses under P. ``central`` is mass at loss 0 that the nodes leave out."""
+    """Losses of a pair with their masses under P. ``central`` is mass at loss 0 that the
+    nodes leave out.
+    """
 
     losses: Array
     masses: Array
@@ -231,7 +256,8 @@ class Nodes(NamedTuple):
 
 
 def loss_nodes(pair: Pair, tail: float, interval: float | None = None) -> Nodes:
-    """Quadrature nodes of the privacy loss of ``pair``, all but P-mass (and Q-mass) ``tail`` at either end.
+    """Quadrature nodes of the privacy loss of ``pair``, all but P-mass (and Q-mass) ``tail`` at
+    either end.
 
     Args:
         pair: a pair that has a loss distribution.
@@ -244,7 +270,8 @@ def loss_nodes(pair: Pair, tail: float, interval: float | None = None) -> Nodes:
         return Nodes(np.array([-e, e]), special.expit(np.array([-e, e])))
     if isinstance(pair, BoundedRange):
         b = pair.epsilon
-        fine = b - 2 * b * np.geomspace(1e-9, 1.0, 60)  # towards the largest loss, which large tilts single out
+        # towards the largest loss, which large tilts single out
+        fine = b - 2 * b * np.geomspace(1e-9, 1.0, 60)
         edges = np.union1d(np.linspace(-b, b, 2 + int(20 * b)), np.append(fine, b))
         if interval is not None:
             edges = np.union1d(edges, np.clip(interval * _grid(-b, b, interval), -b, b))
@@ -258,7 +285,9 @@ def loss_nodes(pair: Pair, tail: float, interval: float | None = None) -> Nodes:
             grid = interval * _grid(mu * ends[0] - mu**2 / 2, mu * ends[1] - mu**2 / 2, interval)
             edges = np.union1d(edges, np.clip(grid / mu + mu / 2, *ends))
         x, weight = pieces(edges)
-        return Nodes(mu * x - mu**2 / 2, weight * np.exp(-((x - mu) ** 2) / 2) / math.sqrt(2 * math.pi))
+        return Nodes(
+            mu * x - mu**2 / 2, weight * np.exp(-((x - mu) ** 2) / 2) / math.sqrt(2 * math.pi)
+        )
     if not isinstance(pair, Sampled):
         raise TypeError(f"{pair!r} has no privacy loss distribution.")
     q, z = pair.rate, pair.noise
@@ -289,11 +318,13 @@ def _grid(low: float, high: float, interval: float) -> Array:
     return np.arange(math.ceil(low / interval), math.floor(high / interval) + 1, dtype=np.float64)
 
 
-# --- one pair on the grid --------------------------------------------------------------------------------------------
+# --- one pair on the grid -------------------------------------------------------------------------
 
 
 class Masses(NamedTuple):
-    """Masses at the losses ``interval * (first + arange(len(masses)))``; the rest, ``infinity``, is at +infinity."""
+    """Masses at the losses ``interval * (first + arange(len(masses)))``; the rest,
+    ``infinity``, is at +infinity.
+    """
 
     first: int
     masses: Array
@@ -316,7 +347,9 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     cell = np.floor(nodes.losses / interval)
     first = int(min(cell.min(), -1 if nodes.central else cell.min()))
     index = cell.astype(np.int64) - first
-    upper = nodes.masses * (np.expm1(np.minimum(cell * interval - nodes.losses, 0.0)) / math.expm1(-interval))
+    upper = nodes.masses * (
+        np.expm1(np.minimum(cell * interval - nodes.losses, 0.0)) / math.expm1(-interval)
+    )
     upper = np.minimum(upper, nodes.masses)
     size = int(index.max()) + 2
     masses = np.zeros(size)
@@ -329,7 +362,8 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
         return (Masses(first, masses, tail),) * 2
     if -interval * first > 700:
         raise OverflowError(_BEYOND)
-    # The nodes cover the bulk of both distributions, so their masses under the other one are all there is but ``tail``.
+    # The nodes cover the bulk of both distributions, so their masses under the other one are all
+    # there is but ``tail``.
     reverse = (masses * np.exp(-interval * (first + np.arange(size))))[::-1].copy()
     # The loss of what lies beyond the lower end is at most the second grid point's.
     masses[1] += tail
@@ -337,13 +371,14 @@ def grid_masses(pair: Pair, interval: float, tail: float) -> tuple[Masses, Masse
     return Masses(first, masses, tail), Masses(-(first + size - 1), reverse, tail)
 
 
-# --- composition -----------------------------------------------------------------------------------------------------
+# --- composition ----------------------------------------------------------------------------------
 
 _TILTS = np.geomspace(1e-4, 1e6, 104)
 _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
 _OUTSIDE = 1e-9  # tilted mass that the window may miss
 _LARGEST_WINDOW = 2**22
-_ATTEMPTS = 4  # at a wider window, if the first was too narrow; after that the bound holds, but is loose
+# at a wider window, if the first was too narrow; after that the bound holds, but is loose
+_ATTEMPTS = 4
 _BEYOND = "the privacy loss is beyond the range of floating-point numbers"
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 _ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
@@ -365,7 +400,9 @@ def _cumulants(nodes: list[tuple[Array, Array, int]], tilts: Array) -> tuple[Arr
 
 
 class _Plan(NamedTuple):
-    """Grid, tilt and window for one direction. How tight the result is depends on it, not whether it is a bound."""
+    """Grid, tilt and window for one direction. How tight the result is depends on it, not
+    whether it is a bound.
+    """
 
     interval: float
     tilt: float
@@ -391,7 +428,10 @@ def _plan(
     widest = 0.0
     for chunk in np.array_split(np.arange(len(pairs)), min(_LARGEST_PLAN, len(pairs))):
         # The least noise stands for all: it decides how far the window must reach.
-        worst = min((pairs[i][0] for i in chunk), key=lambda pair: pair.noise if isinstance(pair, Sampled) else 0.0)
+        worst = min(
+            (pairs[i][0] for i in chunk),
+            key=lambda pair: pair.noise if isinstance(pair, Sampled) else 0.0,
+        )
         losses, masses, central = loss_nodes(worst, tail)
         widest = max(widest, float(losses.max() - losses.min()))
         if central:
@@ -401,18 +441,21 @@ def _plan(
             losses, log_masses = -losses, log_masses - losses
         nodes.append((losses, log_masses, sum(pairs[i][1] for i in chunk)))
     cumulant, mean, variance = _cumulants(nodes, _TILTS)
-    # Tangent point of the bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath, Steinke 2020),
-    # interpolated, so that the result changes smoothly with the levels.
+    # Tangent point of the bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath,
+    # Steinke 2020), interpolated, so that the result changes smoothly with the levels.
     if epsilon is None:
         depth = np.maximum.accumulate(_TILTS * mean - cumulant + np.log1p(_TILTS))
         tilt = float(np.exp(np.interp(-log_delta, depth, np.log(_TILTS))))
         conversion = _TILTS * np.log(_TILTS) - (1 + _TILTS) * np.log1p(_TILTS)
-        epsilon = max(float(np.interp(tilt, _TILTS, (cumulant - log_delta + conversion) / _TILTS)), 0.0)
+        epsilon = max(
+            float(np.interp(tilt, _TILTS, (cumulant - log_delta + conversion) / _TILTS)), 0.0
+        )
     else:
         tangent = np.maximum.accumulate(mean - np.log1p(1 / _TILTS))
         tilt = float(np.exp(np.interp(epsilon, tangent, np.log(_TILTS))))
     if interval is None:
-        # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over the cell.
+        # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over
+        # the cell.
         scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
         interval = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), 2e-4 * scale)
         interval = max(interval, 4 * widest / _LARGEST_WINDOW, 1e-12)
@@ -428,8 +471,12 @@ def _plan(
     top, bottom = int(np.argmin(above)), int(np.argmin(below))
     upper, lower = float(above[top]), -float(below[bottom])
     # The smallest and the largest possible loss bound the window too.
-    upper = min(upper, sum(count * float(losses.max()) for losses, _, count in nodes) + total * interval)
-    lower = max(lower, sum(count * float(losses.min()) for losses, _, count in nodes) - total * interval)
+    upper = min(
+        upper, sum(count * float(losses.max()) for losses, _, count in nodes) + total * interval
+    )
+    lower = max(
+        lower, sum(count * float(losses.min()) for losses, _, count in nodes) - total * interval
+    )
     if not np.isfinite([interval, tilt, lower, upper]).all():
         raise OverflowError(_BEYOND)
     return _Plan(
@@ -453,7 +500,9 @@ def _level_order(level: tuple[Pair, int]) -> tuple[float, ...]:
 
 
 def _power(spectrum: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
-    """spectrum ** count by repeated squaring: an order of magnitude faster than NumPy's complex power."""
+    """spectrum ** count by repeated squaring: an order of magnitude faster than NumPy's
+    complex power.
+    """
     result = None
     while True:
         if count & 1:
@@ -477,7 +526,8 @@ class Composition:
         self._spectrum: NDArray[np.complex128] = np.ones(self._size // 2 + 1, dtype=np.complex128)
         self._offset = self._extent = self.count = 0
         self.infinity = 0.0
-        self._log_moments = np.zeros(3)  # log E exp(t L) at a tilt above, a tilt below and at the tilt
+        # log E exp(t L) at a tilt above, a tilt below and at the tilt
+        self._log_moments = np.zeros(3)
         for pair, count in levels.items():
             self._add(grid_masses(pair, self.interval, tail)[reverse], count)
         self._finish()
@@ -510,7 +560,11 @@ class Composition:
             self._log_moments[i] += count * (peak + math.log(norm))
         tilted /= norm
         if len(tilted) > self._size:
-            tilted = np.append(tilted, np.zeros(-len(tilted) % self._size)).reshape(-1, self._size).sum(axis=0)
+            tilted = (
+                np.append(tilted, np.zeros(-len(tilted) % self._size))
+                .reshape(-1, self._size)
+                .sum(axis=0)
+            )
         self._spectrum *= _power(fft.rfft(tilted, self._size), count)
         self._offset += count * level.first
         self._extent += count * (len(level.masses) - 1)
@@ -520,12 +574,17 @@ class Composition:
     def _finish(self) -> None:
         """One inverse FFT, and the bounds on everything that it does not see."""
         self.losses = self.interval * (self._first + np.arange(self._size))
-        self.tilted = np.roll(fft.irfft(self._spectrum, self._size), (self._offset - self._first) % self._size)
+        self.tilted = np.roll(
+            fft.irfft(self._spectrum, self._size), (self._offset - self._first) % self._size
+        )
         if not (np.isfinite(self.tilted).all() and np.isfinite(self._log_moments).all()):
             raise OverflowError(_BEYOND)
-        # Round-off of an entry: each factor carries a relative error of a few eps log(size); the inverse FFT averages.
+        # Round-off of an entry: each factor carries a relative error of a few eps log(size); the
+        # inverse FFT averages.
         magnitude = float(np.abs(self._spectrum).mean()) + 1 / self._size
-        self.round_off = 8 * float(np.finfo(float).eps) * math.log2(self._size) * (self.count + 1) * magnitude
+        self.round_off = (
+            8 * float(np.finfo(float).eps) * math.log2(self._size) * (self.count + 1) * magnitude
+        )
         self.relative_error = _STEP_ERROR * self.count
         plan, end, start = self.plan, self.interval * self._last, self.interval * self._first
         upper, lower, self.log_scale = (float(moment) for moment in self._log_moments)
@@ -533,9 +592,13 @@ class Composition:
         self.above = self.wrapped = 0.0
         if self._offset + self._extent > self._last:
             self.above = math.exp(min(upper - plan.upper_tilt * end, 0.0))
-            self.wrapped += math.exp(min(upper - self.log_scale - (plan.upper_tilt - plan.tilt) * end, 0.0))
+            self.wrapped += math.exp(
+                min(upper - self.log_scale - (plan.upper_tilt - plan.tilt) * end, 0.0)
+            )
         if self._offset < self._first:
-            self.wrapped += math.exp(min(lower - self.log_scale - (plan.lower_tilt - plan.tilt) * start, 0.0))
+            self.wrapped += math.exp(
+                min(lower - self.log_scale - (plan.lower_tilt - plan.tilt) * start, 0.0)
+            )
 
     def wider_plan(self) -> _Plan:
         """The plan with the window that the moments measured on the grid ask for."""
@@ -548,7 +611,8 @@ class Composition:
             # The outer tilts lie where moments explode: closer ones bound the tails better.
             start, end = plan.lower - width / 4, plan.upper + width / 4
             plan = plan._replace(
-                lower_tilt=(plan.tilt + plan.lower_tilt) / 2, upper_tilt=(plan.tilt + plan.upper_tilt) / 2
+                lower_tilt=(plan.tilt + plan.lower_tilt) / 2,
+                upper_tilt=(plan.tilt + plan.upper_tilt) / 2,
             )
         start = max(min(start, plan.lower), self.interval * self._offset)
         end = min(max(end, plan.upper), self.interval * (self._offset + self._extent))
@@ -556,8 +620,11 @@ class Composition:
         return plan._replace(lower=start, upper=end, interval=interval)
 
     def _profile(self, tilted: Array) -> tuple[Array, Array]:
-        """Mass at or above each loss l, and sum of mass * exp(l - loss) over the same; delta(l) is their difference."""
-        # What underflows is far below any delta; what is cut off lies where delta is far above 1 in any case.
+        """Mass at or above each loss l, and sum of mass * exp(l - loss) over the same;
+        delta(l) is their difference.
+        """
+        # What underflows is far below any delta; what is cut off lies where delta is far above 1 in
+        # any case.
         mass = tilted * np.exp(np.minimum(self.log_scale - self.plan.tilt * self.losses, 300.0))
         discounted = signal.lfilter([1.0], [1.0, -math.exp(-self.interval)], mass[::-1])[::-1]
         return np.cumsum(mass[::-1])[::-1], discounted
@@ -583,19 +650,29 @@ class Composition:
             return max(float(self.losses[0]), 0.0)
         if mass[cell] <= rest:
             return max(float(self.losses[cell - 1]), 0.0)
-        solution = max(float(self.losses[cell]) + math.log((mass[cell] - rest) / discounted[cell]), 0.0)
-        # The difference above loses digits where the tilt is large; the sum of positive terms in upper_delta does not.
+        solution = max(
+            float(self.losses[cell]) + math.log((mass[cell] - rest) / discounted[cell]), 0.0
+        )
+        # The difference above loses digits where the tilt is large; the sum of positive terms in
+        # upper_delta does not.
         margin = 1e-10 * solution + 1e-14
         while self.upper_delta(solution) > delta:
             solution, margin = solution + margin, 2 * margin
         return solution
 
     def lower_epsilon(self, delta: float) -> float:
-        slip = delta / 50  # probability with which the discretisation may have moved the loss further than ``shift``
+        # probability with which the discretisation may have moved the loss further than ``shift``
+        slip = delta / 50
         shift = self._shift(slip)
-        mass, discounted = self._profile(np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error))
-        foreign = np.exp(np.minimum(self.log_scale - self.plan.tilt * self.losses, 700.0)) * self.wrapped
-        enough = np.flatnonzero(mass * (1 - 1e-9) - discounted - foreign >= delta + slip + 2 * self.tail * self.count)
+        mass, discounted = self._profile(
+            np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error)
+        )
+        foreign = (
+            np.exp(np.minimum(self.log_scale - self.plan.tilt * self.losses, 700.0)) * self.wrapped
+        )
+        enough = np.flatnonzero(
+            mass * (1 - 1e-9) - discounted - foreign >= delta + slip + 2 * self.tail * self.count
+        )
         return max(float(self.losses[enough[-1]]) - shift, 0.0) if len(enough) else 0.0
 
     def _shift(self, slip: float) -> float:
@@ -609,11 +686,17 @@ def _tail(delta: float, total: int) -> float:
 
 
 def _directions(levels: Mapping[Pair, int]) -> tuple[bool, ...]:
-    """Whether to look at the pairs as they are (a record was removed) and at their reverse (a record was added)."""
-    return (False, True) if any(isinstance(p, Sampled) and p.kind == "directed" for p in levels) else (False,)
+    """Whether to look at the pairs as they are (a record was removed) and at their reverse (a
+    record was added).
+    """
+    return (
+        (False, True)
+        if any(isinstance(p, Sampled) and p.kind == "directed" for p in levels)
+        else (False,)
+    )
 
 
-# --- what the accountant asks ----------------------------------------------------------------------------------------
+# --- what the accountant asks ---------------------------------------------------------------------
 
 _EXACT_LEVELS = 48  # up to this many different levels are composed as they are
 _MOST_LEVELS = 1000
@@ -621,7 +704,9 @@ _ROUGH_RATIO, _ROUGH_ACCURACY = 1.02, 1e-3  # of a first bound where levels are 
 RATIO = 1.002  # ratio within which levels are merged
 _LOWER_RATIO = 1.005
 _FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
-_LARGE_MU = 1e5  # from here on the second term of a Gaussian's delta, which lowers epsilon by 1 in mu**2/2, is below round-off and left out
+# from here on the second term of a Gaussian's delta, which lowers epsilon by 1 in mu**2/2, is below
+# round-off and left out
+_LARGE_MU = 1e5
 
 
 def merge(
@@ -637,9 +722,11 @@ def merge(
     Args:
         counts: how often each pair occurs.
         ratio: levels are merged if there are many and their noise and rate are within it.
-        upper: ``False`` merges at the most private member, and leaves out what need not cost anything.
+        upper: ``False`` merges at the most private member, and leaves out what need not cost
+            anything.
         concentrated: keep pairs that have no privacy loss distribution.
-        fixed: merged levels stand on a fixed grid, whatever the members (so that what is computed for one can be kept).
+        fixed: merged levels stand on a fixed grid, whatever the members (so that what is computed
+            for one can be kept).
     """
     squared = 0.0
     merged: dict[Pair, int] = {}
@@ -670,7 +757,9 @@ def merge(
     return merged
 
 
-def _group(sampled: list[tuple[Sampled, int]], ratio: float, upper: bool, fixed: bool) -> dict[Pair, int]:
+def _group(
+    sampled: list[tuple[Sampled, int]], ratio: float, upper: bool, fixed: bool
+) -> dict[Pair, int]:
     noise = np.array([pair.noise for pair, _ in sampled])
     rate = np.array([pair.rate for pair, _ in sampled])
     noise_cell = np.floor(np.log(noise) / math.log(ratio)).astype(np.int64)
@@ -683,7 +772,9 @@ def _group(sampled: list[tuple[Sampled, int]], ratio: float, upper: bool, fixed:
         least, most = (np.min, np.max) if upper else (np.max, np.min)
         level = Sampled(kind, float(most(rate[index])), float(least(noise[index])))  # type: ignore[arg-type]
         if fixed:
-            level = Sampled(level.kind, level.rate, min(level.noise, ratio ** int(noise_cell[index[0]])))
+            level = Sampled(
+                level.kind, level.rate, min(level.noise, ratio ** int(noise_cell[index[0]]))
+            )
         groups[level] = groups.get(level, 0) + sum(sampled[i][1] for i in index)
     return groups
 
@@ -712,7 +803,15 @@ def compose(
     tail = _tail(math.exp(log_delta), total)
     compositions = []
     for direction in _directions(levels) if reverse is None else (reverse,):
-        plan = _plan(levels, direction, tail, epsilon=epsilon, log_delta=log_delta, accuracy=accuracy, interval=interval)
+        plan = _plan(
+            levels,
+            direction,
+            tail,
+            epsilon=epsilon,
+            log_delta=log_delta,
+            accuracy=accuracy,
+            interval=interval,
+        )
         composition = Composition(plan, levels, direction, tail)
         for _ in range(_ATTEMPTS):
             if composition.wrapped <= 100 * _OUTSIDE:
@@ -723,7 +822,9 @@ def compose(
 
 
 def _only_mu(levels: Mapping[Pair, int]) -> float | None:
-    """mu of merged levels that are one Gaussian; 0 if there are none; ``None`` if there is anything else."""
+    """mu of merged levels that are one Gaussian; 0 if there are none; ``None`` if there is
+    anything else.
+    """
     mu = 0.0
     for pair in levels:
         if not isinstance(pair, Gaussian):
@@ -739,7 +840,10 @@ def _gaussian_delta(mu: float, epsilon: float) -> float:
     first = float(special.ndtr(mu / 2 - epsilon / mu))
     if mu > _LARGE_MU:
         return first * (1 + 1e-15)
-    return first * (1 + 1e-15) - float(np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu))) * (1 - 1e-15)  # round-off
+    # round-off
+    return first * (1 + 1e-15) - float(
+        np.exp(epsilon + special.log_ndtr(-mu / 2 - epsilon / mu))
+    ) * (1 - 1e-15)
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
@@ -748,7 +852,9 @@ def _gaussian_epsilon(mu: float, delta: float) -> float:
     largest = mu**2 / 2 - mu * float(special.ndtri(delta))
     if mu > _LARGE_MU:
         return largest * (1 + 1e-10)
-    solution = optimize.brentq(lambda e: _gaussian_delta(mu, e) - delta, 0.0, largest, xtol=1e-14, rtol=1e-12)
+    solution = optimize.brentq(
+        lambda e: _gaussian_delta(mu, e) - delta, 0.0, largest, xtol=1e-14, rtol=1e-12
+    )
     return float(solution) * (1 + 1e-10)
 
 
@@ -760,7 +866,9 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     low = high / 2
     while _gaussian_delta(low, epsilon) > delta:
         low /= 2
-    solution = optimize.brentq(lambda mu: _gaussian_delta(mu, epsilon) - delta, low, high, xtol=1e-15, rtol=1e-12)
+    solution = optimize.brentq(
+        lambda mu: _gaussian_delta(mu, epsilon) - delta, low, high, xtol=1e-15, rtol=1e-12
+    )
     return float(solution) * (1 - 1e-9)
 
 
@@ -771,13 +879,14 @@ def dominating_mu(pair: Pair) -> float:
     if isinstance(pair, Sampled):
         return (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise  # without amplification
     if isinstance(pair, Pure | BoundedRange):
-        # The Gaussian whose trade-off curve meets that of randomised response where both errors are equal; it is convex
-        # with the same ends, so it lies below.
+        # The Gaussian whose trade-off curve meets that of randomised response where both errors are
+        # equal; it is convex with the same ends, so it lies below.
         return -2.0 * float(special.ndtri(special.expit(-pair.epsilon)))
     if isinstance(pair, Concentrated):
         raise ValueError(
-            "zero-concentrated differential privacy implies no Gaussian differential privacy, which this accountant's "
-            "adaptive guarantee rests on since its first charge was a Gaussian. Charge it to an accountant of its own."
+            "zero-concentrated differential privacy implies no Gaussian differential privacy, which"
+            " this accountant's adaptive guarantee rests on since its first charge was a Gaussian."
+            " Charge it to an accountant of its own."
         )
     return math.inf
 
@@ -789,13 +898,13 @@ def _refused(counts: Mapping[Pair, int]) -> bool:
 
 
 ZCDP_REFUSAL = (
-    "zero-concentrated differential privacy is known by its Renyi curve only and has no privacy loss distribution: use "
-    "PrivacyAccountant(method='rdp'), or, if the release is a Gaussian, charge MuGaussianDpEvent(sqrt(2 * rho)), which "
-    "costs less."
+    "zero-concentrated differential privacy is known by its Renyi curve only and has no privacy"
+    " loss distribution: use PrivacyAccountant(method='rdp'), or, if the release is a Gaussian,"
+    " charge MuGaussianDpEvent(sqrt(2 * rho)), which costs less."
 )
 
 
-# --- releases that fail outright --------------------------------------------------------------------------------------
+# --- releases that fail outright ------------------------------------------------------------------
 
 SMALLEST_DELTA = 1e-10  # below it round-off and truncated tails are no longer negligible
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
@@ -803,8 +912,12 @@ _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many relea
 
 def apart(counts: Mapping[Pair, int]) -> tuple[dict[Failure, int], dict[Pair, int]]:
     """The releases that fail outright with some probability, and the others."""
-    failures = {pair: count for pair, count in counts.items() if count and isinstance(pair, Failure)}
-    return failures, {pair: count for pair, count in counts.items() if count and not isinstance(pair, Failure)}
+    failures = {
+        pair: count for pair, count in counts.items() if count and isinstance(pair, Failure)
+    }
+    return failures, {
+        pair: count for pair, count in counts.items() if count and not isinstance(pair, Failure)
+    }
 
 
 def failing(failures: Mapping[Failure, int], *, upper: bool = True) -> float:
@@ -815,8 +928,12 @@ def failing(failures: Mapping[Failure, int], *, upper: bool = True) -> float:
     return min(-math.expm1(none) * (1 + _FAILURE_ERROR if upper else 1 - _FAILURE_ERROR), 1.0)
 
 
-def beside_failures(counts: Mapping[Pair, int], delta: float, price: Callable[[dict[Pair, int], float], float]) -> float:
-    """An upper bound on epsilon at ``delta``, where ``price(others, left)`` is one for releases that do not fail outright."""
+def beside_failures(
+    counts: Mapping[Pair, int], delta: float, price: Callable[[dict[Pair, int], float], float]
+) -> float:
+    """An upper bound on epsilon at ``delta``, where ``price(others, left)`` is one for
+    releases that do not fail outright.
+    """
     failures, others = apart(counts)
     failed = failing(failures)
     if not failed:
@@ -830,29 +947,46 @@ def beside_failures(counts: Mapping[Pair, int], delta: float, price: Callable[[d
 
 
 def _left(delta: float, failed: float) -> float:
-    """The delta that other releases may have beside failures of probability ``failed`` <= ``delta``, rounded down."""
+    """The delta that other releases may have beside failures of probability ``failed`` <=
+    ``delta``, rounded down.
+    """
     return (delta - failed) / (1 - failed) * (1 - 1e-15)
 
 
 def _largest_loss(counts: Mapping[Pair, int]) -> float:
     """What the privacy loss never passes."""
-    return math.fsum(count * (pair.epsilon if isinstance(pair, Pure | BoundedRange) else math.inf) for pair, count in counts.items()) * (1 + 1e-15)
+    return math.fsum(
+        count * (pair.epsilon if isinstance(pair, Pure | BoundedRange) else math.inf)
+        for pair, count in counts.items()
+    ) * (1 + 1e-15)
 
 
 def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
-    """A sentence for a person where epsilon is infinite because releases that may fail outright use all of ``delta``, else empty."""
+    """A sentence for a person where epsilon is infinite because releases that may fail
+    outright use all of ``delta``, else empty.
+    """
     failures, others = apart(counts)
     failed = failing(failures)
-    if not failed or _refused(others) or (failed <= delta and (_left(delta, failed) >= SMALLEST_DELTA or math.isfinite(_largest_loss(others)))):
+    if (
+        not failed
+        or _refused(others)
+        or (
+            failed <= delta
+            and (_left(delta, failed) >= SMALLEST_DELTA or math.isfinite(_largest_loss(others)))
+        )
+    ):
         return ""
     return (
-        f"Releases that may fail outright (FailureDpEvent) use a delta of {failed:.4g} in all, which leaves nothing of delta = {delta:g}: epsilon is "
-        "infinite. Ask for a larger delta, or charge smaller failures."
+        f"Releases that may fail outright (FailureDpEvent) use a delta of {failed:.4g} in all,"
+        f" which leaves nothing of delta = {delta:g}: epsilon is infinite. Ask for a larger delta,"
+        " or charge smaller failures."
     )
 
 
 def with_failures(counts: Mapping[Pair, int], price: Callable[[dict[Pair, int]], float]) -> float:
-    """An upper bound on delta, where ``price(others)`` is one for releases that do not fail outright."""
+    """An upper bound on delta, where ``price(others)`` is one for releases that do not fail
+    outright.
+    """
     failures, others = apart(counts)
     failed = failing(failures)
     if not failed:
@@ -860,7 +994,7 @@ def with_failures(counts: Mapping[Pair, int], price: Callable[[dict[Pair, int]],
     return min((failed + (1 - failed) * price(others)) * (1 + 1e-15), 1.0) if others else failed
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------
+# --- bounds ---------------------------------------------------------------------------------------
 
 
 def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO) -> float:
@@ -869,11 +1003,16 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO
     Args:
         counts: how often each pair was released.
         delta: the probability with which the loss may pass epsilon.
-        ratio: if there are many levels, those within this ratio of each other are merged at the least private.
+        ratio: if there are many levels, those within this ratio of each other are merged at the
+            least private.
     """
     if _refused(counts):
         return math.inf
-    return beside_failures(counts, delta, lambda others, left: min(_upper_epsilon(others, left, ratio), _largest_loss(others)))
+    return beside_failures(
+        counts,
+        delta,
+        lambda others, left: min(_upper_epsilon(others, left, ratio), _largest_loss(others)),
+    )
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> float:
@@ -886,7 +1025,8 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> fl
     try:
         if len(levels) <= _EXACT_LEVELS:
             return _worst([c.upper_epsilon(delta) for c in compose(levels, delta=delta)])
-        # Where levels are many a rough bound on one direction often shows that it is not the worse one.
+        # Where levels are many a rough bound on one direction often shows that it is not the worse
+        # one.
         rough = compose(merge(levels, _ROUGH_RATIO), delta=delta, accuracy=_ROUGH_ACCURACY)
         bounds = {c.reverse: c.upper_epsilon(delta) for c in rough}
         fine: dict[bool, float] = {}
@@ -900,7 +1040,8 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> fl
 
 
 class Extension:
-    """The function from steps to an upper bound on epsilon of ``counts`` and ``steps`` times ``more``.
+    """The function from steps to an upper bound on epsilon of ``counts`` and ``steps`` times
+    ``more``.
 
     A call costs one inverse FFT. The bound is tightest near ``guess`` steps.
     """
@@ -919,7 +1060,9 @@ class Extension:
         self._beyond = False
         joint = added(counts, more, guess)
         # of these a bound that needs no grid is asked for each time
-        self._gridless = set(map(type, joint)) <= {Gaussian, Failure} or _without_extremes(apart(joint)[1]) != (apart(joint)[1], 0.0)
+        self._gridless = set(map(type, joint)) <= {Gaussian, Failure} or _without_extremes(
+            apart(joint)[1]
+        ) != (apart(joint)[1], 0.0)
         if self._gridless:
             return
         failures, others = apart(added(counts, more, guess))
@@ -928,27 +1071,38 @@ class Extension:
         joint = merge(others, ratio)
         tail = _tail(delta, 4 * sum(joint.values()))
 
-        def composed(reverse: bool, levels: Mapping[Pair, int], accuracy: float) -> tuple[Composition, Composition]:
+        def composed(
+            reverse: bool, levels: Mapping[Pair, int], accuracy: float
+        ) -> tuple[Composition, Composition]:
             plan = _plan(joint, reverse, tail, log_delta=math.log(delta), accuracy=accuracy)
             return Composition(plan, levels, reverse, tail), Composition(plan, step, reverse, tail)
 
         try:
-            if len(base) > _EXACT_LEVELS and ratio < _ROUGH_RATIO:  # the better direction does not decide: it may stay rough
-                rough = [composed(reverse, merge(base, _ROUGH_RATIO), _ROUGH_ACCURACY) for reverse in _directions(joint)]
+            # the better direction does not decide: it may stay rough
+            if len(base) > _EXACT_LEVELS and ratio < _ROUGH_RATIO:
+                rough = [
+                    composed(reverse, merge(base, _ROUGH_RATIO), _ROUGH_ACCURACY)
+                    for reverse in _directions(joint)
+                ]
                 rough.sort(key=lambda pair: pair[0].upper_epsilon(delta))
                 self._directions = [*rough[:-1], composed(rough[-1][0].reverse, base, accuracy)]
             else:
-                self._directions = [composed(reverse, base, accuracy) for reverse in _directions(joint)]
+                self._directions = [
+                    composed(reverse, base, accuracy) for reverse in _directions(joint)
+                ]
         except OverflowError:
             self._beyond = True
 
     def extend(self, counts: Mapping[Pair, int], more: Mapping[Pair, int]) -> None:
-        """``counts`` were released too, and ``more`` is to be asked for from now on. The grid stays what it was."""
+        """``counts`` were released too, and ``more`` is to be asked for from now on. The grid
+        stays what it was.
+        """
         self._counts, self._more = added(self._counts, counts), dict(more)
         new, step = merge(apart(counts)[1], self._ratio), merge(apart(more)[1], self._ratio)
         try:
             self._directions = [
-                (base.followed_by(base.like(new), 1) if new else base, base.like(step)) for base, _ in self._directions
+                (base.followed_by(base.like(new), 1) if new else base, base.like(step))
+                for base, _ in self._directions
             ]
         except OverflowError:
             self._beyond = True
@@ -961,7 +1115,10 @@ class Extension:
 
         def price(_: dict[Pair, int], delta: float) -> float:
             try:
-                joint = [before.followed_by(after, steps) if steps else before for before, after in self._directions]
+                joint = [
+                    before.followed_by(after, steps) if steps else before
+                    for before, after in self._directions
+                ]
                 return _worst([c.upper_epsilon(delta) for c in joint])
             except OverflowError:
                 return math.inf
@@ -970,12 +1127,21 @@ class Extension:
 
 
 def _without_extremes(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], float]:
-    """What a distribution on a grid can tell apart, and what is to be added to its epsilon for the rest, which costs far
-    more than any guarantee is worth: bounded losses count at their largest (basic composition), and beside such a
-    Gaussian other releases count as Gaussians without amplification."""
-    far: dict[Pair, int] = {pair: n for pair, n in counts.items() if isinstance(pair, Pure | BoundedRange) and pair.epsilon > _FAR_LOSS}
+    """What a distribution on a grid can tell apart, and what is to be added to its epsilon for the
+    rest, which costs far more than any guarantee is worth: bounded losses count at their largest
+    (basic composition), and beside such a Gaussian other releases count as Gaussians without
+    amplification.
+    """
+    far: dict[Pair, int] = {
+        pair: n
+        for pair, n in counts.items()
+        if isinstance(pair, Pure | BoundedRange) and pair.epsilon > _FAR_LOSS
+    }
     near: dict[Pair, int] = {pair: n for pair, n in counts.items() if pair not in far}
-    if math.fsum(n * pair.mu**2 for pair, n in near.items() if isinstance(pair, Gaussian)) > _FAR_MU**2:
+    if (
+        math.fsum(n * pair.mu**2 for pair, n in near.items() if isinstance(pair, Gaussian))
+        > _FAR_MU**2
+    ):
         squared = math.fsum(n * dominating_mu(pair) ** 2 for pair, n in near.items())
         near = {Gaussian(math.sqrt(squared) * (1 + 1e-15)): 1}
     return near, _largest_loss(far)
@@ -1005,7 +1171,11 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
             return math.inf
         delta = max((delta - failed) / (1 - failed) * (1 + 1e-15), SMALLEST_DELTA)
     if (near := _without_extremes(others)[0]) != others:  # leaving the others out only lowers it
-        others = {pair: n for pair, n in others.items() if isinstance(pair, Gaussian)} if _FAR_MU < (_only_mu(near) or 0.0) else near
+        others = (
+            {pair: n for pair, n in others.items() if isinstance(pair, Gaussian)}
+            if _FAR_MU < (_only_mu(near) or 0.0)
+            else near
+        )
     levels = merge(others, _LOWER_RATIO, upper=False)
     if (mu := _only_mu(levels)) is not None:
         return _gaussian_epsilon(mu, delta) * (1 - 1e-9)

@@ -1,8 +1,9 @@
 """Renyi differential privacy: from releases to one curve, and from the curve to (epsilon, delta).
 
-The curve of a release is that of the pair which dominates it (:func:`privacy_loss.dominating_pair`): every Renyi
-divergence is a positive combination of hockey-stick divergences, so it can only grow from the release to its dominating
-pair. Curves add up under composition, also when parameters are chosen adaptively, for as long as the sum at one order
+The curve of a release is that of the pair which dominates it
+(:func:`privacy_loss.dominating_pair`): every Renyi divergence is a positive combination of
+hockey-stick divergences, so it can only grow from the release to its dominating pair. Curves add up
+under composition, also when parameters are chosen adaptively, for as long as the sum at one order
 fixed in advance stays below a limit fixed in advance (Feldman, Zrnic 2021).
 """
 
@@ -35,7 +36,8 @@ ORDERS: tuple[float, ...] = (
     *range(11, 65),
     *(80, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096),
 )
-# Quadrature follows the integrand to x = order; beyond this order it would cost more than it brings.
+# Quadrature follows the integrand to x = order; beyond this order it would cost more than it
+# brings.
 _LARGEST_QUADRATURE_ORDER = 256
 _RATIO = 1.005
 _MARGIN = 1e-9  # relative error of the quadrature, by far
@@ -57,17 +59,27 @@ def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
     if isinstance(pair, BoundedRange):
         # density exp((l - b) / 2) / (2 (1 - e^-b)) on [-b, b]
         b, slope = pair.epsilon, theta + 0.5
-        log_moment = (slope - 0.5) * b + np.log(-np.expm1(-2 * slope * b) / (2 * slope)) - math.log(-math.expm1(-b))
+        log_moment = (
+            (slope - 0.5) * b
+            + np.log(-np.expm1(-2 * slope * b) / (2 * slope))
+            - math.log(-math.expm1(-b))
+        )
         return _of_bounded_loss(log_moment, b, alpha)
     if isinstance(pair, Sampled):
-        # Where the loss is tiny, the logarithm of a sum close to 1 has lost digits: an absolute margin as well.
-        return np.array([_sampled(pair, a) for a in orders]) * (1 + _MARGIN) + 2e-15 * (1 + alpha) / theta
+        # Where the loss is tiny, the logarithm of a sum close to 1 has lost digits: an absolute
+        # margin as well.
+        return (
+            np.array([_sampled(pair, a) for a in orders]) * (1 + _MARGIN)
+            + 2e-15 * (1 + alpha) / theta
+        )
     return np.full(len(alpha), math.inf)
 
 
 def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
-    """Where the loss is tiny, log E exp(theta L) is a difference of larger numbers: an absolute margin for their
-    round-off, or the divergence alpha e^2 / 2 that no loss within [-e, e] passes (Bun, Steinke 2016, Proposition 3.3)."""
+    """Where the loss is tiny, log E exp(theta L) is a difference of larger numbers: an absolute
+    margin for their round-off, or the divergence alpha e^2 / 2 that no loss within [-e, e] passes
+    (Bun, Steinke 2016, Proposition 3.3).
+    """
     margin = 1e-15 * (8 + abs(math.log(largest)) + np.abs(log_moment))
     return np.minimum((log_moment + margin) / (alpha - 1), alpha * largest**2 / 2) * (1 + 1e-14)
 
@@ -79,25 +91,35 @@ def _sampled(pair: Sampled, order: float) -> float:
         return math.inf
     q, z = pair.rate, pair.noise
     start = 0.5 if pair.kind == "symmetric" else -12 * z
-    # Right of the centre the log ratio grows at most as x / z^2 per order; for the antipodal pair twice that.
+    # Right of the centre the log ratio grows at most as x / z^2 per order; for the antipodal pair
+    # twice that.
     end = (2 if pair.kind == "antipodal" else 1) * order + 12 * z
-    x, weight = pieces(np.linspace(start, end, 2 + int((end - start) / (0.1 * z * min(1.0, 2 * z)))), 5)
+    x, weight = pieces(
+        np.linspace(start, end, 2 + int((end - start) / (0.1 * z * min(1.0, 2 * z)))), 5
+    )
     base = np.log(weight) - x**2 / (2 * z**2) - math.log(z * math.sqrt(2 * math.pi))
     up = log_mixture(x, q, z)
     if pair.kind == "directed":
-        # For a Gaussian the divergence of the removed record is the larger one (Mironov, Talwar, Zhang 2019, Thm 5).
+        # For a Gaussian the divergence of the removed record is the larger one (Mironov, Talwar,
+        # Zhang 2019, Thm 5).
         return float(special.logsumexp(base + order * up)) / (order - 1)
     if pair.kind == "antipodal":
-        return float(special.logsumexp(base + order * up - (order - 1) * log_mixture(-x, q, z))) / (order - 1)
+        return float(special.logsumexp(base + order * up - (order - 1) * log_mixture(-x, q, z))) / (
+            order - 1
+        )
     central = 1 - float(np.sum(np.exp(base) + np.exp(base + up)))
-    terms = np.concatenate([base + order * up, base - (order - 1) * up, [math.log(max(central, 1e-300))]])
+    terms = np.concatenate(
+        [base + order * up, base - (order - 1) * up, [math.log(max(central, 1e-300))]]
+    )
     return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
 
 
 def _binomial(q: float, z: float, order: int) -> float:
     """Mironov, Talwar, Zhang 2019, section 3.3."""
     k = np.arange(order + 1)
-    log_binomial = special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
+    log_binomial = (
+        special.gammaln(order + 1) - special.gammaln(k + 1) - special.gammaln(order - k + 1)
+    )
     terms = log_binomial + k * math.log(q) + (order - k) * math.log1p(-q) + k * (k - 1) / (2 * z**2)
     return max(float(special.logsumexp(terms)), 0.0) / (order - 1)
 
@@ -129,7 +151,9 @@ def delta(divergences: Array, epsilon: float, orders: Sequence[float] = ORDERS) 
 
 
 def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
-    """Epsilon at ``delta`` of releases whose parameters were fixed in advance; those that may fail outright have no curve but a part of delta."""
+    """Epsilon at ``delta`` of releases whose parameters were fixed in advance; those that may
+    fail outright have no curve but a part of delta.
+    """
     return beside_failures(counts, delta, lambda others, left: epsilon(curve(others), left))
 
 
@@ -148,6 +172,8 @@ def _conversion(alpha: Array, delta: float) -> Array:
 
 
 def filter_order(epsilon: float, delta: float) -> float:
-    """The order at which a Renyi filter for this budget lets a Gaussian run longest: a function of the budget only."""
+    """The order at which a Renyi filter for this budget lets a Gaussian run longest: a
+    function of the budget only.
+    """
     orders = 1 + np.geomspace(1e-3, 1e6, 2000)
     return float(orders[np.argmax(allowed(epsilon, delta, orders.tolist()) / orders)])

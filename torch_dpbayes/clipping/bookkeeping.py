@@ -1,11 +1,15 @@
-"""Book-keeping: the sum of clipped per-record gradients from one backward pass (Bu, Wang, Zha and Karypis 2023).
+"""Book-keeping: the sum of clipped per-record gradients from one backward pass (Bu, Wang, Zha and
+Karypis 2023).
 
-While a model runs in training mode, its layers see their parameters detached, so that autograd propagates through them but computes no
-gradient of theirs. Each layer notes what goes in and, on the way back, the gradient of what came out; from both follow every record's norm and
-the clipped sum (:mod:`torch_dpbayes.clipping.layers`), in place of the sum that autograd would have computed, and not in addition to it.
+While a model runs in training mode, its layers see their parameters detached, so that autograd
+propagates through them but computes no gradient of theirs. Each layer notes what goes in and, on
+the way back, the gradient of what came out; from both follow every record's norm and the clipped
+sum (:mod:`torch_dpbayes.clipping.layers`), in place of the sum that autograd would have computed,
+and not in addition to it.
 
-An ordinary ``p.grad`` can therefore come only from a use that was not noted: a weight in ``torch.nn.functional``, a penalty in the loss, a part of
-the model called by itself. It is never clipped, and the step raises.
+An ordinary ``p.grad`` can therefore come only from a use that was not noted: a weight in
+``torch.nn.functional``, a penalty in the loss, a part of the model called by itself. It is never
+clipped, and the step raises.
 """
 
 from __future__ import annotations
@@ -51,19 +55,23 @@ class BookkeepingGradientSource(GradientSource):
     Args:
         module: the model to record; it stays the user's own object.
         loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
-        clipping_kernels: the way of computing for a layer by its name, in place of the one that the cost model takes: ``"gram"`` or
-            ``"instantiate"`` for linear layers, ``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"`` for convolutions.
+        clipping_kernels: the way of computing for a layer by its name, in place of the one that the
+            cost model takes: ``"gram"`` or ``"instantiate"`` for linear layers, ``"gram"``,
+            ``"unfold"``, ``"grouped"`` or ``"loop"`` for convolutions.
 
-        is_mapped: run the model as a map over records. Layers without a kernel then take part in the map, with a copy of their parameters for
-            each record.
-        unrecorded: names of parameters that are used elsewhere than in their own layer; they too get a copy for each record. For maps only.
+        is_mapped: run the model as a map over records. Layers without a kernel then take part in
+            the map, with a copy of their parameters for each record.
+        unrecorded: names of parameters that are used elsewhere than in their own layer; they too
+            get a copy for each record. For maps only.
         loss: ``(output, *targets) -> scalar``, which :meth:`private_loss` runs inside the map.
 
     Raises:
-        ValueError: no per-record gradients can be had of a layer, or ``clipping_kernels`` does not fit the model.
+        ValueError: no per-record gradients can be had of a layer, or ``clipping_kernels`` does not
+            fit the model.
 
-    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that what goes into a layer and the gradient of what
-    comes out depend, in record i's row, on record i alone. A map makes that so, up to the loss; otherwise ``PrivacyEngine.make_private`` checks what
+    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that
+    what goes into a layer and the gradient of what comes out depend, in record i's row, on record i
+    alone. A map makes that so, up to the loss; otherwise ``PrivacyEngine.make_private`` checks what
     can be checked of it.
     """
 
@@ -80,7 +88,8 @@ class BookkeepingGradientSource(GradientSource):
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self.loss_reduction = loss_reduction
-        self.step = 0  # which forward passes may still be backpropagated; grows when they are forgotten
+        # which forward passes may still be backpropagated; grows when they are forgotten
+        self.step = 0
         self.is_copy = False
         self._has_loss = loss is not None
         self._is_paused = self._is_removed = False
@@ -90,7 +99,9 @@ class BookkeepingGradientSource(GradientSource):
         before = GradientSource.attached_to(module)
         if before is not None:
             before.remove()
-        outside: set[Tensor] = {p for name, p in module.named_parameters() if name in set(unrecorded)}
+        outside: set[Tensor] = {
+            p for name, p in module.named_parameters() if name in set(unrecorded)
+        }
         found = list(_trusted(module, outside) if is_mapped else _recordable(module))
         ways = _checked_ways(dict(found), clipping_kernels or {})
         self._layers: list[_Layer] = []
@@ -100,19 +111,41 @@ class BookkeepingGradientSource(GradientSource):
             except NotImplementedError as error:
                 for done in self._layers:
                     done.remove()
-                raise ValueError(f"there are no per-record gradients for layer {name!r} ({type(layer).__name__}): {error}. Replace it.") from error
+                raise ValueError(
+                    f"there are no per-record gradients for layer {name!r}"
+                    f" ({type(layer).__name__}): {error}. Replace it."
+                ) from error
         recorded = {p for layer in self._layers for _, _, p in layer.known if p.requires_grad}
-        self._direct = [(name, p) for name, p in module.named_parameters() if p.requires_grad and p not in recorded] if is_mapped else []
+        self._direct = (
+            [
+                (name, p)
+                for name, p in module.named_parameters()
+                if p.requires_grad and p not in recorded
+            ]
+            if is_mapped
+            else []
+        )
         if is_mapped:
             self.independence = "by construction"
         self.record_map: RecordMap | None = None  # while a pass of the map runs
-        is_layer = len(self._layers) == 1 and self._layers[0].module is module  # whose rows are known to be apart
-        self.mapped = MappedForward(module, self, [p for _, p in self._direct], loss) if is_mapped and (loss or not is_layer) else None
-        others = sorted({type(layer.module).__name__ for layer in self._layers if layer.kernel is layers.any_other})
+        # whose rows are known to be apart
+        is_layer = len(self._layers) == 1 and self._layers[0].module is module
+        self.mapped = (
+            MappedForward(module, self, [p for _, p in self._direct], loss)
+            if is_mapped and (loss or not is_layer)
+            else None
+        )
+        others = sorted(
+            {
+                type(layer.module).__name__
+                for layer in self._layers
+                if layer.kernel is layers.any_other
+            }
+        )
         if others:
             warnings.warn(
-                f"there is no book-keeping kernel for {', '.join(others)}: their per-record gradients are instantiated by Opacus, which takes "
-                "more time and memory",
+                f"there is no book-keeping kernel for {', '.join(others)}: their per-record"
+                " gradients are instantiated by Opacus, which takes more time and memory",
                 stacklevel=2,
             )
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -134,10 +167,17 @@ class BookkeepingGradientSource(GradientSource):
             if self.passes.has_stand_in or n == 0:
                 return 0
             if scale is not None or (second_moment is not None and second_moment.dim() > 1):
-                return add_clipped(self._per_record(named_parameters, contributions), max_grad_norm, out, scale, second_moment)
+                return add_clipped(
+                    self._per_record(named_parameters, contributions),
+                    max_grad_norm,
+                    out,
+                    scale,
+                    second_moment,
+                )
             norm = self._norm(contributions, max_grad_norm)
             factor = norm.reciprocal().mul_(max_grad_norm).clamp_(max=1.0)
-            if not math.isfinite(norm.sum()):  # 0·inf is nan: a record that is not finite has to be cut out, not scaled away
+            # 0·inf is nan: a record that is not finite has to be cut out, not scaled away
+            if not math.isfinite(norm.sum()):
                 finite = torch.isfinite(norm)
                 factor = torch.where(finite, factor, 0.0)
                 for contribution in contributions:
@@ -207,12 +247,26 @@ class BookkeepingGradientSource(GradientSource):
             layer.remove()
         attach(None, self._module)
 
-    def over_records(self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int) -> Sequence[Tensor]:
-        """A map in which layers see the whole batch, and each record has its own copy of the parameters of everything else."""
-        copies = [_Copies.apply(p.detach(), torch.zeros((), device=p.device, requires_grad=True), n, self._receiver(p)) for p in direct]
+    def over_records(
+        self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
+    ) -> Sequence[Tensor]:
+        """A map in which layers see the whole batch, and each record has its own copy of the
+        parameters of everything else.
+        """
+        copies = [
+            _Copies.apply(
+                p.detach(),
+                torch.zeros((), device=p.device, requires_grad=True),
+                n,
+                self._receiver(p),
+            )
+            for p in direct
+        ]
         self.record_map = record_map = RecordMap(n)
         try:
-            found = record_map(lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]), [*rows, *copies])
+            found = record_map(
+                lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]), [*rows, *copies]
+            )
         finally:
             self.record_map = None
         record_map.require_nothing_kept()
@@ -226,7 +280,10 @@ class BookkeepingGradientSource(GradientSource):
             nonlocal is_done
             require_first_backward(is_done or step != self.step)
             if parameter._version != version:
-                raise RuntimeError("a parameter was changed between forward() and backward(): step before both, or after both")
+                raise RuntimeError(
+                    "a parameter was changed between forward() and backward(): step before both, or"
+                    " after both"
+                )
             is_done = True
             self._noted.append((parameter, PerRecord({parameter: gradients.detach()})))
 
@@ -235,23 +292,38 @@ class BookkeepingGradientSource(GradientSource):
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
         self._noted.append((layer, what))
-        self._held += [(layer, t, t._version) for t in (what.held() if isinstance(what, Contribution) else layer.needed(what))]
+        self._held += [
+            (layer, t, t._version)
+            for t in (what.held() if isinstance(what, Contribution) else layer.needed(what))
+        ]
 
     def is_recording(self) -> bool:
-        """Inside a forward pass in training mode, or where a backward pass repeats a part of it (activation checkpointing)."""
-        return self.passes.is_open or (self.passes.count > 0 and self._is_enabled() and torch._C._current_graph_task_id() != -1)
+        """Inside a forward pass in training mode, or where a backward pass repeats a part of
+        it (activation checkpointing).
+        """
+        return self.passes.is_open or (
+            self.passes.count > 0 and self._is_enabled() and torch._C._current_graph_task_id() != -1
+        )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a private model takes along how to get rid of the hooks, and nothing of the data."""
+        """A copy of a private model takes along how to get rid of the hooks, and nothing of
+        the data.
+        """
         return {**self.__dict__, "_noted": [], "_held": [], "is_copy": True}
 
     def _is_enabled(self) -> bool:
         return not (self._is_paused or self._is_removed)
 
     def _norm(self, contributions: Sequence[Contribution], floor: float) -> Tensor:
-        """Every record's norm over everything that was recorded; norms below ``floor`` are not clipped."""
+        """Every record's norm over everything that was recorded; norms below ``floor`` are
+        not clipped.
+        """
         norm = _joint_norm([contribution.norm() for contribution in contributions])
-        sizes = [(c, size) for c in contributions if isinstance(c, layers.Product) and (size := c.size()) is not None]
+        sizes = [
+            (c, size)
+            for c in contributions
+            if isinstance(c, layers.Product) and (size := c.size()) is not None
+        ]
         if not sizes:
             return norm
         limit = layers.LARGEST_CANCELLATION * norm.clamp(min=floor)
@@ -263,12 +335,18 @@ class BookkeepingGradientSource(GradientSource):
                 contribution.set_apart(which)
         return _joint_norm([contribution.norm() for contribution in contributions])
 
-    def _per_record(self, named_parameters: Sequence[tuple[str, Tensor]], contributions: Sequence[Contribution]) -> list[Tensor]:
-        found = {p: g for contribution in contributions for p, g in contribution.per_record().items()}
+    def _per_record(
+        self, named_parameters: Sequence[tuple[str, Tensor]], contributions: Sequence[Contribution]
+    ) -> list[Tensor]:
+        found = {
+            p: g for contribution in contributions for p, g in contribution.per_record().items()
+        }
         return [found[p] for _, p in named_parameters]
 
     def _contributions(self, named_parameters: Sequence[tuple[str, Tensor]]) -> list[Contribution]:
-        """Of the last backward pass, each parameter in one of them; or an error that says why there are none."""
+        """Of the last backward pass, each parameter in one of them; or an error that says why
+        there are none.
+        """
         if self._is_removed:
             raise RuntimeError(REMOVED)
         require_no_ordinary_gradient(named_parameters)
@@ -278,8 +356,9 @@ class BookkeepingGradientSource(GradientSource):
         for layer, t, version in self._held:
             if t._version != version:
                 raise RuntimeError(
-                    f"the input of layer {layer.name!r}, the gradient of its output or a parameter was changed in place between backward() and "
-                    "step(), which still needs it: write into batches, buffers and parameters after the step, or into copies."
+                    f"the input of layer {layer.name!r}, the gradient of its output or a parameter"
+                    " was changed in place between backward() and step(), which still needs it:"
+                    " write into batches, buffers and parameters after the step, or into copies."
                 )
         contributions = self._merged()
         found = {p for contribution in contributions for p in contribution.parameters}
@@ -305,22 +384,32 @@ class BookkeepingGradientSource(GradientSource):
                 assert isinstance(layer, _Layer)
                 parts.append(layer.contribution(calls))
             merged.append(layers.together(parts))
-        if len(merged) > 1 and sum(len(c.parameters) for c in merged) > len({p for c in merged for p in c.parameters}):
+        if len(merged) > 1 and sum(len(c.parameters) for c in merged) > len(
+            {p for c in merged for p in c.parameters}
+        ):
             merged = _by_shared_parameter(merged)
         self._noted = [(layer, c) for layer, c in zip(of_layer, merged, strict=False)]
         return merged
 
 
 class _Layer:
-    """One layer of a private model: runs it on detached parameters and notes what its gradients follow from."""
+    """One layer of a private model: runs it on detached parameters and notes what its
+    gradients follow from.
+    """
 
-    def __init__(self, source: BookkeepingGradientSource, name: str, module: nn.Module, way: str | None) -> None:
+    def __init__(
+        self, source: BookkeepingGradientSource, name: str, module: nn.Module, way: str | None
+    ) -> None:
         self.source, self.name, self.module, self.way = source, name, module, way
         kernel = layers.kernel_of(module)
         self.kernel = layers.any_other if kernel is None else kernel
         self.is_whole = kernel is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS
-        self.owners = [m for m in (module.modules() if self.is_whole else [module]) if m._parameters]
-        self.known = [(m, n, p) for m in self.owners for n, p in m._parameters.items() if p is not None]
+        self.owners = [
+            m for m in (module.modules() if self.is_whole else [module]) if m._parameters
+        ]
+        self.known = [
+            (m, n, p) for m in self.owners for n, p in m._parameters.items() if p is not None
+        ]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
         self.original: Callable[..., Any] = module.forward
@@ -388,15 +477,22 @@ class _Layer:
             with torch.no_grad():
                 out = self.original(*args, **kwargs)
         if not isinstance(out, Tensor):
-            raise RuntimeError(f"layer {self.name!r} returns {type(out).__name__}: a layer with parameters of its own must return one tensor")
+            raise RuntimeError(
+                f"layer {self.name!r} returns {type(out).__name__}: a layer with parameters of its"
+                " own must return one tensor"
+            )
         is_input = any(out is t for t in inputs)
         if has_graph and out.requires_grad:
             out = out.view_as(out) if is_input else out
             out.register_hook(call.receive)
             return out
-        return _Start.apply(out.clone() if is_input or out._base is not None else out, self.anchor, call)
+        return _Start.apply(
+            out.clone() if is_input or out._base is not None else out, self.anchor, call
+        )
 
-    def again(self, args: Any, kwargs: Any, values: Mapping[Tensor, Tensor], inputs: Sequence[Tensor]) -> Any:
+    def again(
+        self, args: Any, kwargs: Any, values: Mapping[Tensor, Tensor], inputs: Sequence[Tensor]
+    ) -> Any:
         """The same call with other numbers."""
         tensors = iter(inputs)
         args, kwargs = _map((args, kwargs), lambda _: next(tensors))
@@ -405,7 +501,9 @@ class _Layer:
     def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
         before = [(owner, owner._parameters) for owner in self.owners]
         for owner, parameters in before:
-            owner.__dict__["_parameters"] = {n: None if p is None else values.get(p, p.detach()) for n, p in parameters.items()}
+            owner.__dict__["_parameters"] = {
+                n: None if p is None else values.get(p, p.detach()) for n, p in parameters.items()
+            }
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -414,17 +512,25 @@ class _Layer:
 
     def needed(self, call: layers.Call) -> list[Tensor]:
         """What must not change until :meth:`contribution`."""
-        return [*call.inputs, call.backprops, *((p for _, _, p in self.known) if self.is_whole else ())]
+        return [
+            *call.inputs,
+            call.backprops,
+            *((p for _, _, p in self.known) if self.is_whole else ()),
+        ]
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
         if any(len(call.backprops) == 0 for call in calls):
-            return PerRecord({p: p.new_zeros(0, p.numel()) for _, _, p in self.known if p.requires_grad})
+            return PerRecord(
+                {p: p.new_zeros(0, p.numel()) for _, _, p in self.known if p.requires_grad}
+            )
         if len({len(call.backprops) for call in calls}) > 1:
             raise RuntimeError(PACKED if isinstance(self.module, RNNLinear) else DISAGREE)
         try:
             return self.kernel(self.module, calls, self.way)
         except Exception as error:
-            raise RuntimeError(f"layer {self.name!r} has no per-record gradients here: {error}") from error
+            raise RuntimeError(
+                f"layer {self.name!r} has no per-record gradients here: {error}"
+            ) from error
 
 
 class _Call:
@@ -432,12 +538,18 @@ class _Call:
 
     __slots__ = ("again", "inputs", "is_done", "layer", "rows", "step", "versions", "weights")
 
-    def __init__(self, layer: _Layer, inputs: Sequence[Tensor], args: Any, kwargs: Any, rows: int) -> None:
+    def __init__(
+        self, layer: _Layer, inputs: Sequence[Tensor], args: Any, kwargs: Any, rows: int
+    ) -> None:
         self.layer, self.step, self.is_done, self.rows = layer, layer.source.step, False, rows
         self.inputs = [t.clone() if t.is_inference() else t.detach() for t in inputs]
         self.versions = [t._version for t in self.inputs]
         # without the tensors, which would keep the graph alive
-        self.again = partial(layer.again, *_map((args, kwargs), lambda t: _EMPTY)) if layer.is_whole else _unneeded
+        self.again = (
+            partial(layer.again, *_map((args, kwargs), lambda t: _EMPTY))
+            if layer.is_whole
+            else _unneeded
+        )
         self.weights = [p._version for _, _, p in layer.known]
         if layer.calls_of_step != self.step:
             layer.calls, layer.calls_of_step = 0, self.step
@@ -449,19 +561,22 @@ class _Call:
         for t, version in zip(self.inputs, self.versions, strict=True):
             if version != t._version:
                 raise RuntimeError(
-                    f"the input of layer {layer.name!r} was changed in place after the layer saw it, so its gradients cannot be computed any more: "
-                    "write x = x + y instead of x += y, and F.relu(x) instead of F.relu_(x)."
+                    f"the input of layer {layer.name!r} was changed in place after the layer saw"
+                    " it, so its gradients cannot be computed any more: write x = x + y instead of"
+                    " x += y, and F.relu(x) instead of F.relu_(x)."
                 )
         for (_, name, p), version in zip(layer.known, self.weights, strict=True):
             if version != p._version:
                 raise RuntimeError(
-                    f"{name!r} of layer {layer.name!r} was changed between forward() and backward(), so these are the gradients of neither: "
-                    "step, load and re-initialise before the forward pass or after the backward pass."
+                    f"{name!r} of layer {layer.name!r} was changed between forward() and"
+                    " backward(), so these are the gradients of neither: step, load and"
+                    " re-initialise before the forward pass or after the backward pass."
                 )
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise RuntimeError(
-                    f"{name!r} of layer {layer.name!r} has a hook on its gradient (register_hook), which is not called: there is no such gradient. "
-                    "Remove the hook; to leave parameters as they are, freeze them with requires_grad_(False)."
+                    f"{name!r} of layer {layer.name!r} has a hook on its gradient (register_hook),"
+                    " which is not called: there is no such gradient. Remove the hook; to leave"
+                    " parameters as they are, freeze them with requires_grad_(False)."
                 )
         self.is_done = True
         backprops = backprops.detach()
@@ -469,7 +584,10 @@ class _Call:
             calls = [layers.Call(self.inputs, backprops, self.again)]
         else:
             calls = [
-                layers.Call([t[k :: self.rows] for t in self.inputs], backprops[k :: self.rows], self.again) for k in range(self.rows)
+                layers.Call(
+                    [t[k :: self.rows] for t in self.inputs], backprops[k :: self.rows], self.again
+                )
+                for k in range(self.rows)
             ]
         self.inputs = []
         if layer.calls > 1:
@@ -484,7 +602,9 @@ class _Copies(torch.autograd.Function):
     """A parameter with a row for each record; what comes back is every record's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, _anchor: Tensor, n: int, receive: Callable[[Tensor], None]) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, _anchor: Tensor, n: int, receive: Callable[[Tensor], None]
+    ) -> Tensor:
         ctx.receive = receive
         return value.expand(n, *value.shape)
 
@@ -510,18 +630,28 @@ class _Start(torch.autograd.Function):
 
 
 def _trusted(module: nn.Module, outside: set[Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """Layers of torch's own, unchanged, whose rows are known to be computed one by one; none that has a parameter ``outside``."""
+    """Layers of torch's own, unchanged, whose rows are known to be computed one by one; none
+    that has a parameter ``outside``.
+    """
     for name, layer in module.named_modules():
         own = [p for p in layer._parameters.values() if p is not None]
         is_own = type(layer).forward is getattr(layer.forward, "__func__", None)
-        if is_own and any(p.requires_grad for p in own) and outside.isdisjoint(own) and layers.kernel_of(layer) is not None:
+        if (
+            is_own
+            and any(p.requires_grad for p in own)
+            and outside.isdisjoint(own)
+            and layers.kernel_of(layer) is not None
+        ):
             yield name, layer
 
 
 def _recordable(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The layers that have trainable parameters of their own; where there is nothing to compute those with but functorch, with all beneath."""
+    """The layers that have trainable parameters of their own; where there is nothing to
+    compute those with but functorch, with all beneath.
+    """
     has_own = any(p is not None and p.requires_grad for p in module._parameters.values())
-    if has_own and not isinstance(module, DPRNNBase):  # which lists the parameters of its cells as its own
+    # which lists the parameters of its cells as its own
+    if has_own and not isinstance(module, DPRNNBase):
         yield name, module
         if layers.kernel_of(module) is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS:
             return
@@ -532,11 +662,18 @@ def _recordable(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
 def _checked_ways(found: Mapping[str, nn.Module], given: Mapping[str, str]) -> Mapping[str, str]:
     for name, way in given.items():
         kernel = layers.kernel_of(found[name]) if name in found else None
-        allowed = {layers.linear: ("gram", "instantiate"), layers.convolution: ("gram", "unfold", "grouped", "loop")}.get(kernel, ())  # type: ignore[arg-type]
+        allowed = {
+            layers.linear: ("gram", "instantiate"),
+            layers.convolution: ("gram", "unfold", "grouped", "loop"),
+        }.get(kernel, ())  # type: ignore[arg-type]
         if way not in allowed:
             raise ValueError(
                 f"clipping_kernels: {name!r} cannot be computed by {way!r}; "
-                + (f"it takes {' or '.join(map(repr, allowed))}" if allowed else "it is not a trainable linear or convolution layer of this model")
+                + (
+                    f"it takes {' or '.join(map(repr, allowed))}"
+                    if allowed
+                    else "it is not a trainable linear or convolution layer of this model"
+                )
             )
     return given
 
@@ -562,8 +699,12 @@ def _unneeded(_values: Mapping[Tensor, Tensor], _inputs: Sequence[Tensor]) -> Te
 
 _EMPTY = torch.empty(0)
 
-# Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without the properties, which are slow.
-_PRODUCTS = {"cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")), "cuda": (("cuda", "matmul"), ("cuda", "conv"))}
+# Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without
+# the properties, which are slow.
+_PRODUCTS = {
+    "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")),
+    "cuda": (("cuda", "matmul"), ("cuda", "conv")),
+}
 if hasattr(torch._C, "_get_fp32_precision_getter"):
     _precision_of: Callable[[str, str], Any] = torch._C._get_fp32_precision_getter
     _set_precision_of: Callable[[str, str, Any], Any] = torch._C._set_fp32_precision_setter
@@ -581,13 +722,21 @@ else:  # torch before 2.9
 
 def _full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
-    reduced = [(*of, before) for of in _PRODUCTS.get(device.type, ()) if (before := _precision_of(*of)) not in ("ieee", "none")]
+    reduced = [
+        (*of, before)
+        for of in _PRODUCTS.get(device.type, ())
+        if (before := _precision_of(*of)) not in ("ieee", "none")
+    ]
     is_autocast = torch.is_autocast_enabled(device.type)
-    return _raised_precision(device, reduced, is_autocast) if reduced or is_autocast else nullcontext()
+    return (
+        _raised_precision(device, reduced, is_autocast) if reduced or is_autocast else nullcontext()
+    )
 
 
 @contextmanager
-def _raised_precision(device: torch.device, reduced: Sequence[tuple[str, str, str]], is_autocast: bool) -> Iterator[None]:
+def _raised_precision(
+    device: torch.device, reduced: Sequence[tuple[str, str, str]], is_autocast: bool
+) -> Iterator[None]:
     for backend, operation, _ in reduced:
         _set_precision_of(backend, operation, "ieee")
     try:

@@ -1,7 +1,9 @@
-"""One interface to the sum of clipped per-record gradients, and its plain implementation on Opacus' hooks.
+"""One interface to the sum of clipped per-record gradients, and its plain implementation on Opacus'
+hooks.
 
-This is one of the three places where data is touched. What leaves it is the vector Σ_i g_i·min(1, C/‖g_i‖), which one record
-changes by at most C, and the number of records in the batch, which only the checks of ``optim/base.py`` see.
+This is one of the three places where data is touched. What leaves it is the vector Σ_i g_i·min(1,
+C/‖g_i‖), which one record changes by at most C, and the number of records in the batch, which only
+the checks of ``optim/base.py`` see.
 """
 
 from __future__ import annotations
@@ -23,35 +25,47 @@ from .loss_check import LossWatch
 from .record_map import Nested
 
 PACKED = (
-    "a recurrent layer was given a packed sequence, which sorts records by length: their gradients in this layer could not be told apart from those "
-    "of other records in other layers. Pad the sequences and pass a tensor."
+    "a recurrent layer was given a packed sequence, which sorts records by length: their gradients"
+    " in this layer could not be told apart from those of other records in other layers. Pad the"
+    " sequences and pass a tensor."
 )
 DISAGREE = (
-    "the parameters disagree on the number of records in the batch: a layer saw its batch reshaped (time or patches folded into the first "
-    "dimension?), so one record would be clipped as if it were several. Keep records in dimension 0."
+    "the parameters disagree on the number of records in the batch: a layer saw its batch reshaped"
+    " (time or patches folded into the first dimension?), so one record would be clipped as if it"
+    " were several. Keep records in dimension 0."
 )
 UNUSED = (
-    "parameter {!r} has no per-record gradient in this step: it was not used by the last forward pass (freeze it with "
-    "requires_grad_(False), or use it through its module), backward() was not called, the model is in eval mode, or a "
-    "forward pass in training mode had no backward pass (evaluate under model.eval() or torch.no_grad())."
+    "parameter {!r} has no per-record gradient in this step: it was not used by the last forward"
+    " pass (freeze it with requires_grad_(False), or use it through its module), backward() was not"
+    " called, the model is in eval mode, or a forward pass in training mode had no backward pass"
+    " (evaluate under model.eval() or torch.no_grad())."
 )
 AVERAGED = (
-    "the model is called through torch's DistributedDataParallel, which averages gradients that are neither clipped nor noisy. Call the model that "
-    "make_private returned; to train on several ranks give the engine the process group, PrivacyEngine(process_group=torch.distributed.group.WORLD), "
-    "and its optimizers add up clipped sums."
+    "the model is called through torch's DistributedDataParallel, which averages gradients that are"
+    " neither clipped nor noisy. Call the model that make_private returned; to train on several"
+    " ranks give the engine the process group,"
+    " PrivacyEngine(process_group=torch.distributed.group.WORLD), and its optimizers add up clipped"
+    " sums."
 )
-REMOVED = "the model was made private again since: step with the optimizer of the last make_private call"
+REMOVED = (
+    "the model was made private again since: step with the optimizer of the last make_private call"
+)
 COPIED = (
-    "no per-record gradients can be recorded for this model: it is a copy of a private one, or a parameter was added, exchanged or unfrozen "
-    "since. Call make_private on it again; for predictions use model.eval() and torch.no_grad()."
+    "no per-record gradients can be recorded for this model: it is a copy of a private one, or a"
+    " parameter was added, exchanged or unfrozen since. Call make_private on it again; for"
+    " predictions use model.eval() and torch.no_grad()."
 )
-# The first layer's input needs no gradient; Opacus' hooks are right there, and torch warns all the same.
-_HARMLESS_WARNING = "Full backward hook is firing when gradients are computed with respect to module outputs"
+# The first layer's input needs no gradient; Opacus' hooks are right there, and torch warns all the
+# same.
+_HARMLESS_WARNING = (
+    "Full backward hook is firing when gradients are computed with respect to module outputs"
+)
 _ATTRIBUTE = "_dpbayes_gradient_source"
 
 
 class GradientSource(ABC):
-    """Where Σ_i clip(g_i) comes from. An implementation belongs to the forward and backward passes of one model.
+    """Where Σ_i clip(g_i) comes from. An implementation belongs to the forward and backward passes
+    of one model.
 
     Attributes:
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
@@ -81,27 +95,34 @@ class GradientSource(ABC):
     ) -> int:
         """Add the last backward pass' Σ_i g_i·min(1, C/‖g_i‖₂) to ``out``.
 
-        The norm runs over all parameters together. A record whose gradient or norm is not finite contributes exactly 0.
+        The norm runs over all parameters together. A record whose gradient or norm is not finite
+        contributes exactly 0.
 
         Args:
             named_parameters: the trainable parameters θ_1 … θ_P and their names for error messages.
             max_grad_norm: C > 0.
             out: P one-dimensional tensors, float32 or better; the p-th has ``θ_p.numel()`` entries.
-            scale: F, by which every gradient is divided before anything else, g_i ← F⁻¹g_i: its diagonal, or a lower triangular matrix, over
-                the d entries of all parameters one after another.
-            second_moment: where Σ_i of the clipped g_i∘g_i (length d) or g_i·g_iᵀ (d × d) is added as well. One record moves the former by at
-                most C² in Euclidean norm, the latter by at most C² in Frobenius norm.
+            scale: F, by which every gradient is divided before anything else, g_i ← F⁻¹g_i: its
+                diagonal, or a lower triangular matrix, over the d entries of all parameters one
+                after another.
+            second_moment: where Σ_i of the clipped g_i∘g_i (length d) or g_i·g_iᵀ (d × d) is added
+                as well. One record moves the former by at most C² in Euclidean norm, the latter by
+                at most C² in Frobenius norm.
 
         Returns:
-            The number of records in the batch. It depends on the data: it must not leave the library.
+            The number of records in the batch. It depends on the data: it must not leave the
+            library.
 
         Raises:
-            RuntimeError: a parameter has no per-record gradients, or more than one backward pass was made.
+            RuntimeError: a parameter has no per-record gradients, or more than one backward pass
+                was made.
         """
 
     @abstractmethod
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
-        """Forget the gradients of the last backward pass; a forward pass that waits for its backward pass stays intact."""
+        """Forget the gradients of the last backward pass; a forward pass that waits for its
+        backward pass stays intact.
+        """
 
     @abstractmethod
     def discard(self, parameters: Iterable[Tensor]) -> None:
@@ -109,15 +130,21 @@ class GradientSource(ABC):
 
     @abstractmethod
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
-        """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the library unless the records are public."""
+        """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the
+        library unless the records are public.
+        """
 
     @abstractmethod
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
-        """What was recorded for one parameter, (records, *shape), for the checks on made-up records; None if nothing was."""
+        """What was recorded for one parameter, (records, *shape), for the checks on made-up
+        records; None if nothing was.
+        """
 
     @abstractmethod
     def watch_loss(self) -> None:
-        """From now on, see that what reaches a record's output comes from that record's loss alone."""
+        """From now on, see that what reaches a record's output comes from that record's loss
+        alone.
+        """
 
     @property
     def loss_state(self) -> str:
@@ -130,7 +157,9 @@ class GradientSource(ABC):
 
     @abstractmethod
     def use_stand_in(self) -> None:
-        """From now on the model is given a made-up record in place of an empty batch, of which nothing is kept but the shapes."""
+        """From now on the model is given a made-up record in place of an empty batch, of
+        which nothing is kept but the shapes.
+        """
 
     @abstractmethod
     def remove(self) -> None:
@@ -138,10 +167,12 @@ class GradientSource(ABC):
 
 
 class ForwardPasses:
-    """Watches the forward passes of a model in training mode; both sources ask it whether what was recorded makes one batch.
+    """Watches the forward passes of a model in training mode; both sources ask it whether what was
+    recorded makes one batch.
 
-    It also lets empty batches through models that cannot take them. Poisson sampling delivers some, and they must get their noise: the
-    model then sees one record of ones, and its output is cut to zero rows, so that no gradient reaches the made-up record.
+    It also lets empty batches through models that cannot take them. Poisson sampling delivers some,
+    and they must get their noise: the model then sees one record of ones, and its output is cut to
+    zero rows, so that no gradient reaches the made-up record.
 
     Args:
         module: the model.
@@ -149,7 +180,9 @@ class ForwardPasses:
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
     """
 
-    def __init__(self, module: nn.Module, is_enabled: Callable[[], bool], loss_reduction: str) -> None:
+    def __init__(
+        self, module: nn.Module, is_enabled: Callable[[], bool], loss_reduction: str
+    ) -> None:
         self.loss = LossWatch(loss_reduction)
         self._is_mean = loss_reduction == "mean"
         self.watches_loss = False  # while the model is checked, with losses that are made up
@@ -177,7 +210,10 @@ class ForwardPasses:
         if first is None or first.dim() == 0 or len(first) > 0:
             return None
         self.has_stand_in = True
-        return _map((args, kwargs), lambda t: t.new_ones(1, *t.shape[1:]) if t.dim() > 0 and len(t) == 0 else t)
+        return _map(
+            (args, kwargs),
+            lambda t: t.new_ones(1, *t.shape[1:]) if t.dim() > 0 and len(t) == 0 else t,
+        )
 
     @torch.compiler.disable
     def _after(self, _module: nn.Module, _input: Any, output: Any) -> Any:
@@ -191,19 +227,26 @@ class ForwardPasses:
         if not rows:
             return None
         if self._is_mean:
-            output = nested.rebuilt([_undivided(t) if t.requires_grad and t.dim() > 0 else t for t in nested.tensors])
+            output = nested.rebuilt(
+                [_undivided(t) if t.requires_grad and t.dim() > 0 else t for t in nested.tensors]
+            )
         return self.loss.outputs(output, len(rows[0])) if self.watches_loss else output
 
     def require_one(self, is_anything_recorded: bool) -> None:
         if self.count > 1:
             raise RuntimeError(
-                f"the model was run forward {self.count} times in training mode for one step: rows of several passes add up, and a "
-                "record in two of them, or one that is not of this batch, would not be accounted. Evaluate under torch.no_grad() or model.eval(); "
-                "where a loss needs several outputs, compute them in one forward pass of the model."
+                f"the model was run forward {self.count} times in training mode for one step: rows"
+                " of several passes add up, and a record in two of them, or one that is not of"
+                " this batch, would not be accounted. Evaluate under torch.no_grad() or"
+                " model.eval(); where a loss needs several outputs, compute them in one forward"
+                " pass of the model."
             )
         self.loss.require_each_alone()
         if self.count == 0 and is_anything_recorded:
-            raise RuntimeError("call the model itself, not its parts: model(x), so that it can be checked that every record is used once")
+            raise RuntimeError(
+                "call the model itself, not its parts: model(x), so that it can be checked that"
+                " every record is used once"
+            )
 
     def forget(self) -> None:
         self.count, self.is_open, self.has_stand_in = 0, False, False
@@ -215,7 +258,9 @@ class ForwardPasses:
 
 
 def _undivided(output: Tensor) -> Tensor:
-    """The output, of which each row's gradient goes on as if that record were alone: a mean divided it by their number."""
+    """The output, of which each row's gradient goes on as if that record were alone: a mean
+    divided it by their number.
+    """
     n = len(output)
     row = output.view_as(output)
     row.register_hook(lambda gradient: gradient * n)
@@ -229,8 +274,9 @@ class HooksGradientSource(GradientSource):
         module: the model to hook; it stays the user's own object. None: the hooks are the caller's.
         loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
 
-    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that record i's gradient depends on record i
-    alone. ``PrivacyEngine.make_private`` checks what can be checked of that.
+    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed, provided that
+    record i's gradient depends on record i alone. ``PrivacyEngine.make_private`` checks what can be
+    checked of that.
     """
 
     passing_attributes = ("activations", "max_batch_len")  # Opacus'
@@ -250,7 +296,10 @@ class HooksGradientSource(GradientSource):
                 self._hooks = _Hooks(module, loss_reduction)
             except NotImplementedError as error:
                 module.__dict__.pop("autograd_grad_sample_hooks", None)
-                raise ValueError(f"Opacus has no per-record gradients for a layer of this model: {error}. Replace the layer.") from error
+                raise ValueError(
+                    f"Opacus has no per-record gradients for a layer of this model: {error}."
+                    " Replace the layer."
+                ) from error
             attach(self, module)
 
     def add_clipped_sum(
@@ -262,7 +311,9 @@ class HooksGradientSource(GradientSource):
         scale: Tensor | None = None,
         second_moment: Tensor | None = None,
     ) -> int:
-        return add_clipped(self._records(named_parameters), max_grad_norm, out, scale, second_moment)
+        return add_clipped(
+            self._records(named_parameters), max_grad_norm, out, scale, second_moment
+        )
 
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         return _norms(self._records(named_parameters)).float()
@@ -274,7 +325,8 @@ class HooksGradientSource(GradientSource):
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self.zero_grad(parameters)
-        if self._hooks is None:  # what else the caller's hooks keep is on modules that are not known here
+        # what else the caller's hooks keep is on modules that are not known here
+        if self._hooks is None:
             return
         self._hooks.passes.forget()
         for module in self._hooks._module.modules():
@@ -322,7 +374,12 @@ class HooksGradientSource(GradientSource):
             raise RuntimeError(REMOVED)
         if self._hooks is None:
             return _records(named_parameters)
-        self._hooks.passes.require_one(any(getattr(p, "grad_sample", None) is not None for p in self._hooks._module.parameters()))
+        self._hooks.passes.require_one(
+            any(
+                getattr(p, "grad_sample", None) is not None
+                for p in self._hooks._module.parameters()
+            )
+        )
         gradients = _records(named_parameters)
         return [g[:0] for g in gradients] if self._hooks.passes.has_stand_in else gradients
 
@@ -335,41 +392,62 @@ class HooksGradientSource(GradientSource):
 
 
 class _Hooks(GradSampleHooks):
-    """Opacus' hooks, which watch forward passes and handle what Opacus stumbles over: copied models, empty batches, padding."""
+    """Opacus' hooks, which watch forward passes and handle what Opacus stumbles over: copied
+    models, empty batches, padding.
+    """
 
     def __init__(self, module: nn.Module, loss_reduction: str) -> None:
-        super().__init__(module, loss_reduction="sum", strict=False)  # of gradients that are no more divided by their number
+        # of gradients that are no more divided by their number
+        super().__init__(module, loss_reduction="sum", strict=False)
         self._is_mean = loss_reduction == "mean"
         self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
-        handles: Any = module.autograd_grad_sample_hooks  # Opacus' list, which cleanup() takes off the module
-        handles += [p.register_post_accumulate_grad_hook(self._forget_gradient) for p in module.parameters() if p.requires_grad]
+        # Opacus' list, which cleanup() takes off the module
+        handles: Any = module.autograd_grad_sample_hooks
+        handles += [
+            p.register_post_accumulate_grad_hook(self._forget_gradient)
+            for p in module.parameters()
+            if p.requires_grad
+        ]
 
     def _is_enabled(self) -> bool:
         return bool(self.hooks_enabled)
 
     def _forget_gradient(self, parameter: Tensor) -> None:
-        """The ordinary gradient is neither clipped nor noisy: another optimizer on these parameters would step on it."""
+        """The ordinary gradient is neither clipped nor noisy: another optimizer on these
+        parameters would step on it.
+        """
         if self.hooks_enabled:
             parameter.grad = None
 
-    def capture_activations_hook(self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor) -> None:
+    def capture_activations_hook(
+        self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor
+    ) -> None:
         recording = self.hooks_enabled and module.training and torch.is_grad_enabled()
-        if recording and any(p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()):
+        if recording and any(
+            p.requires_grad and not hasattr(p, "_forward_counter") for p in module.parameters()
+        ):
             raise RuntimeError(COPIED)
-        if recording and isinstance(module, RNNLinear) and len(forward_input[0]) != getattr(module, "max_batch_len", len(forward_input[0])):
+        if (
+            recording
+            and isinstance(module, RNNLinear)
+            and len(forward_input[0]) != getattr(module, "max_batch_len", len(forward_input[0]))
+        ):
             raise RuntimeError(PACKED)
         super().capture_activations_hook(module, forward_input, _forward_output)
 
-    def capture_backprops_hook(self, module: Any, _forward_input: Any, forward_output: Any, **options: Any) -> None:
+    def capture_backprops_hook(
+        self, module: Any, _forward_input: Any, forward_output: Any, **options: Any
+    ) -> None:
         if not self.hooks_enabled:
             return
         if not getattr(module, "activations", None):
             raise RuntimeError(
-                "backward() ran twice through one forward pass, or through one of an earlier batch: add the losses up and call backward() once "
-                "for each batch."
+                "backward() ran twice through one forward pass, or through one of an earlier batch:"
+                " add the losses up and call backward() once for each batch."
             )
         trainable = [p for p in module.parameters() if p.requires_grad]
-        if module is self._module and self._is_mean:  # which sees gradients before they are multiplied by their number
+        # which sees gradients before they are multiplied by their number
+        if module is self._module and self._is_mean:
             forward_output = tuple(g * len(g) for g in forward_output)
         if len(forward_output[0]) == 0:  # some of Opacus' grad samplers fail on empty batches
             module.activations.pop()
@@ -378,8 +456,13 @@ class _Hooks(GradSampleHooks):
                 p.grad_sample = torch.zeros(0, *p.shape, dtype=p.dtype, device=p.device)
             return
         super().capture_backprops_hook(module, _forward_input, forward_output, **options)
-        if isinstance(module, nn.Embedding) and module.padding_idx is not None and module.weight.requires_grad:
-            records: Any = getattr(module.weight, "grad_sample", None)  # torch gives the padding row no gradient, Opacus does
+        if (
+            isinstance(module, nn.Embedding)
+            and module.padding_idx is not None
+            and module.weight.requires_grad
+        ):
+            # torch gives the padding row no gradient, Opacus does
+            records: Any = getattr(module.weight, "grad_sample", None)
             if records is not None:
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
 
@@ -389,10 +472,12 @@ def require_no_ordinary_gradient(named_parameters: Sequence[tuple[str, Tensor]])
     for name, p in named_parameters:
         if p.grad is not None:
             raise RuntimeError(
-                f"parameter {name!r} has an ordinary gradient, which is not clipped: it was used other than by the forward pass of its module "
-                "inside the model's, or p.grad was set. Please call the model itself, not its parts: model(x); use weights through their "
-                "modules, not through torch.nn.functional; state a prior instead of a penalty on the weights; and call "
-                "optimizer.zero_grad() after a backward pass in eval mode."
+                f"parameter {name!r} has an ordinary gradient, which is not clipped: it was used"
+                " other than by the forward pass of its module inside the model's, or p.grad was"
+                " set. Please call the model itself, not its parts: model(x); use weights through"
+                " their modules, not through torch.nn.functional; state a prior instead of a"
+                " penalty on the weights; and call optimizer.zero_grad() after a backward pass in"
+                " eval mode."
             )
 
 
@@ -400,18 +485,20 @@ def require_first_backward(is_again: bool) -> None:
     """Raise in a backward pass that would be recorded twice, or by none."""
     if is_again:
         raise RuntimeError(
-            "backward() ran twice through one forward pass, or through one of an earlier batch: add the losses up and call backward() once "
-            "for each batch."
+            "backward() ran twice through one forward pass, or through one of an earlier batch: add"
+            " the losses up and call backward() once for each batch."
         )
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "backward(create_graph=True): gradients of gradients are not recorded by record, so a penalty on them would not be clipped. "
-            "Leave out create_graph."
+            "backward(create_graph=True): gradients of gradients are not recorded by record, so a"
+            " penalty on them would not be clipped. Leave out create_graph."
         )
 
 
 def attach(source: GradientSource | None, module: nn.Module) -> None:
-    """Note on the module whose hooks it carries, so that it, and a copy of it, can be made private again."""
+    """Note on the module whose hooks it carries, so that it, and a copy of it, can be made
+    private again.
+    """
     if source is None:
         module.__dict__.pop(_ATTRIBUTE, None)
     else:
@@ -419,14 +506,21 @@ def attach(source: GradientSource | None, module: nn.Module) -> None:
 
 
 def add_clipped(
-    gradients: Sequence[Tensor], max_grad_norm: float, out: Sequence[Tensor], scale: Tensor | None, second_moment: Tensor | None
+    gradients: Sequence[Tensor],
+    max_grad_norm: float,
+    out: Sequence[Tensor],
+    scale: Tensor | None,
+    second_moment: Tensor | None,
 ) -> int:
-    """:meth:`GradientSource.add_clipped_sum` of per-record gradients, (records, numel) for each parameter."""
+    """:meth:`GradientSource.add_clipped_sum` of per-record gradients, (records, numel) for
+    each parameter.
+    """
     if scale is not None:
         gradients = _rescaled(gradients, scale)
     norm = _norms(gradients)
     finite = torch.isfinite(norm)
-    factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)  # 0/0 does not occur: C/0 = inf, clamped
+    # 0/0 does not occur: C/0 = inf, clamped
+    factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)
     if not finite.all():  # 0·inf is nan: such a record has to be cut out, not scaled away
         gradients = [torch.where(finite[:, None], g, 0.0) for g in gradients]
     for g, o in zip(gradients, out, strict=True):
@@ -446,7 +540,12 @@ def _records(named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     """Every record's norm over all parameters, in float32 or better."""
-    return _joint_norm([torch.linalg.vector_norm(g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients])
+    return _joint_norm(
+        [
+            torch.linalg.vector_norm(g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32))
+            for g in gradients
+        ]
+    )
 
 
 def _joint_norm(norms: Sequence[Tensor]) -> Tensor:
@@ -467,7 +566,9 @@ def _rescaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
 
 
 def _add_second_moment(gradients: Sequence[Tensor], factor: Tensor, second_moment: Tensor) -> None:
-    clipped = [g.to(second_moment.dtype) * factor[:, None].to(second_moment.dtype) for g in gradients]
+    clipped = [
+        g.to(second_moment.dtype) * factor[:, None].to(second_moment.dtype) for g in gradients
+    ]
     if second_moment.dim() == 1:
         for g, m in zip(clipped, second_moment.split([g.shape[1] for g in clipped]), strict=True):
             m.add_(g.square().sum(0))
@@ -477,26 +578,32 @@ def _add_second_moment(gradients: Sequence[Tensor], factor: Tensor, second_momen
 
 
 def _records_of(name: str, parameter: Tensor) -> Tensor:
-    """The parameter's per-record gradients as a (records, numel) matrix, or an error that says what is wrong."""
+    """The parameter's per-record gradients as a (records, numel) matrix, or an error that
+    says what is wrong.
+    """
     if not hasattr(parameter, "grad_sample"):
         raise RuntimeError(
-            f"parameter {name!r} has no per-record gradients: its module is not hooked, and an ordinary p.grad, which is not clipped, "
-            "would release its records. Build model, optimizer and loader with "
-            "torch_dpbayes.PrivacyEngine().make_private(module=..., optimizer=..., data_loader=...)."
+            f"parameter {name!r} has no per-record gradients: its module is not hooked, and an"
+            " ordinary p.grad, which is not clipped, would release its records. Build model,"
+            " optimizer and loader with torch_dpbayes.PrivacyEngine().make_private(module=...,"
+            " optimizer=..., data_loader=...)."
         )
     records = parameter.grad_sample
     if isinstance(records, list):
         if len(records) > 1:
             raise RuntimeError(
-                f"{len(records)} backward passes were made since the last step: a record in two of them would count twice and exceed the "
-                "clip bound. Call step() after every backward(); for batches that do not fit into memory use Opacus' BatchMemoryManager."
+                f"{len(records)} backward passes were made since the last step: a record in two of"
+                " them would count twice and exceed the clip bound. Call step() after every"
+                " backward(); for batches that do not fit into memory use Opacus'"
+                " BatchMemoryManager."
             )
         records = records[0] if records else None
     if records is None:
         raise RuntimeError(UNUSED.format(name))
     if records.shape[1:] != parameter.shape:
         raise RuntimeError(
-            f"the per-record gradient of parameter {name!r} has shape {tuple(records.shape)}; expected (records, *{tuple(parameter.shape)})"
+            f"the per-record gradient of parameter {name!r} has shape {tuple(records.shape)};"
+            f" expected (records, *{tuple(parameter.shape)})"
         )
     return records.detach().reshape(len(records), parameter.numel())
 

@@ -1,9 +1,12 @@
-"""Isolated records: every record's forward and backward pass by ``torch.func``, some records at a time.
+"""Isolated records: every record's forward and backward pass by ``torch.func``, some records at a
+time.
 
-Book-keeping is faster, but only knows layers. Here nothing of the model is known: what it does with its parameters, whatever that is, it
-does for one record, under ``torch.func.vmap``. The forward pass is run without a graph. When the step asks for the clipped sum, the
-records are run again in chunks, each with its gradient with respect to the parameters (Subramani, Vadivelu and Kamath 2021), which is
-clipped, added up and forgotten: no more than one chunk's per-record gradients are ever held.
+Book-keeping is faster, but only knows layers. Here nothing of the model is known: what it does with
+its parameters, whatever that is, it does for one record, under ``torch.func.vmap``. The forward
+pass is run without a graph. When the step asks for the clipped sum, the records are run again in
+chunks, each with its gradient with respect to the parameters (Subramani, Vadivelu and Kamath 2021),
+which is clipped, added up and forgotten: no more than one chunk's per-record gradients are ever
+held.
 """
 
 from __future__ import annotations
@@ -42,11 +45,14 @@ class IsolatedGradientSource(GradientSource):
         loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
         loss: ``(output, *targets) -> scalar`` of one record, for ``module.private_loss``.
 
-    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: what record i's gradient is computed
-    from is record i, its random numbers and the gradient that reaches its outputs.
+    **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: what record
+    i's gradient is computed from is record i, its random numbers and the gradient that reaches its
+    outputs.
     """
 
-    def __init__(self, module: nn.Module, *, loss_reduction: str = "mean", loss: Loss | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, *, loss_reduction: str = "mean", loss: Loss | None = None
+    ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self.loss_reduction = loss_reduction
@@ -64,10 +70,22 @@ class IsolatedGradientSource(GradientSource):
         self.mapped = MappedForward(module, self, self._trainable, loss)
         attach(self, module)
 
-    def over_records(self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int) -> Sequence[Tensor]:
-        """The results of all records without a graph; what comes back to them is kept until the step."""
+    def over_records(
+        self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
+    ) -> Sequence[Tensor]:
+        """The results of all records without a graph; what comes back to them is kept until
+        the step.
+        """
         size = max(1, _NUMBERS_HELD // max(1, sum(p.numel() for p in direct)))
-        this = _Pass(of_one, list(rows), list(direct), n, size, _random_state(rows), [t._version for t in (*rows, *direct)])
+        this = _Pass(
+            of_one,
+            list(rows),
+            list(direct),
+            n,
+            size,
+            _random_state(rows),
+            [t._version for t in (*rows, *direct)],
+        )
         values = [p.detach() for p in direct]
         parts: list[list[Tensor]] = []
         with torch.no_grad():
@@ -100,17 +118,31 @@ class IsolatedGradientSource(GradientSource):
     @torch.no_grad()
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         norms = [
-            torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=1) for g in gradients]), dim=0)
+            torch.linalg.vector_norm(
+                torch.stack([torch.linalg.vector_norm(g, dim=1) for g in gradients]), dim=0
+            )
             for gradients in self._gradients(named_parameters)
         ]
-        return torch.cat(norms).float() if norms else torch.zeros(0, device=named_parameters[0][1].device)
+        return (
+            torch.cat(norms).float()
+            if norms
+            else torch.zeros(0, device=named_parameters[0][1].device)
+        )
 
     @torch.no_grad()
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
-        if self._pass is None or not self._pass.is_back or not any(p is parameter for p in self._pass.parameters):
+        if (
+            self._pass is None
+            or not self._pass.is_back
+            or not any(p is parameter for p in self._pass.parameters)
+        ):
             return None
         parts = [gradients[0] for gradients in self._gradients([("", parameter)])]
-        return torch.cat(parts).reshape(-1, *parameter.shape) if parts else parameter.new_zeros(0, *parameter.shape)
+        return (
+            torch.cat(parts).reshape(-1, *parameter.shape)
+            if parts
+            else parameter.new_zeros(0, *parameter.shape)
+        )
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         if self._pass is not None and self._pass.is_back:
@@ -151,7 +183,9 @@ class IsolatedGradientSource(GradientSource):
         attach(None, self._module)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of a private model takes along how to get rid of the hooks, and nothing of the data."""
+        """A copy of a private model takes along how to get rid of the hooks, and nothing of
+        the data.
+        """
         return {**self.__dict__, "_pass": None, "is_copy": True}
 
     def _is_enabled(self) -> bool:
@@ -162,7 +196,9 @@ class IsolatedGradientSource(GradientSource):
         if self._is_removed:
             raise RuntimeError(REMOVED)
         require_no_ordinary_gradient(named_parameters)
-        if {id(p) for p in self._trainable} != {id(p) for p in self._module.parameters() if p.requires_grad}:
+        if {id(p) for p in self._trainable} != {
+            id(p) for p in self._module.parameters() if p.requires_grad
+        }:
             raise RuntimeError(COPIED)
         this = self._pass
         self.passes.require_one(this is not None)
@@ -207,17 +243,24 @@ class _Pass:
         """Of each chunk, the per-record gradients of every parameter."""
         if [t._version for t in (*self.rows, *self.parameters)] != self.versions:
             raise RuntimeError(
-                "an input or a parameter was changed in place between forward() and step(), which runs the records again: write into copies"
+                "an input or a parameter was changed in place between forward() and step(), which"
+                " runs the records again: write into copies"
             )
 
         def loss(
             values: tuple[Tensor, ...], slices: tuple[Tensor, ...], backprops: tuple[Tensor, ...]
         ) -> tuple[Tensor, tuple[Tensor, ...]]:
             results = tuple(self.of_one(slices, values))
-            terms = [(t * g).sum() for t, g in zip(results, backprops, strict=True) if t.is_floating_point()]
+            terms = [
+                (t * g).sum()
+                for t, g in zip(results, backprops, strict=True)
+                if t.is_floating_point()
+            ]
             return torch.stack(terms).sum(), results
 
-        of_chunk: Callable[..., Any] = vmap(grad(loss, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+        of_chunk: Callable[..., Any] = vmap(
+            grad(loss, has_aux=True), in_dims=(None, 0, 0), randomness="different"
+        )
         values = tuple(p.detach() for p in self.parameters)
         starts = range(0, self.n, self.size)
         devices = list({t.device for t in self.rows if t.device.type == "cuda"})
@@ -232,13 +275,18 @@ class _Pass:
 
 
 def _require_same(again: Tensor, first: Tensor) -> None:
-    """Raise if records that are run again for their gradients come out differently: these would be gradients of something else."""
+    """Raise if records that are run again for their gradients come out differently: these
+    would be gradients of something else.
+    """
     tolerance = 2e-2 if again.dtype in (torch.float16, torch.bfloat16) else 1e-3
-    is_close = torch.isclose(again, first, rtol=tolerance, atol=tolerance, equal_nan=True).reshape(len(first), -1)
+    is_close = torch.isclose(again, first, rtol=tolerance, atol=tolerance, equal_nan=True).reshape(
+        len(first), -1
+    )
     if not bool((is_close.all(1) | ~torch.isfinite(first).reshape(len(first), -1).all(1)).all()):
         raise RuntimeError(
-            "the records, run again for their gradients, gave other outputs: a mode, autocast, the batch, a parameter or a random number of "
-            'Python\'s or of a generator changed between forward() and step(). Leave them alone, or take grad_sample_mode="bookkeeping".'
+            "the records, run again for their gradients, gave other outputs: a mode, autocast, the"
+            " batch, a parameter or a random number of Python's or of a generator changed between"
+            ' forward() and step(). Leave them alone, or take grad_sample_mode="bookkeeping".'
         )
 
 
@@ -254,7 +302,12 @@ class _Results(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, ...]:
-        ctx.this.receive([torch.zeros_like(t) if g is None else g for g, t in zip(gradients, ctx.like, strict=True)])
+        ctx.this.receive(
+            [
+                torch.zeros_like(t) if g is None else g
+                for g, t in zip(gradients, ctx.like, strict=True)
+            ]
+        )
         return (None, None, *(None for _ in gradients))
 
 

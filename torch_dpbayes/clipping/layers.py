@@ -1,11 +1,15 @@
-"""What one layer adds to every record's gradient: its norm, and sums of it, without the gradients themselves where that is cheaper.
+"""What one layer adds to every record's gradient: its norm, and sums of it, without the gradients
+themselves where that is cheaper.
 
-A layer's gradient of record i follows from what went into it, a_i, and the gradient of the loss with respect to what came out, g_i. For a linear
-layer over T positions it is Σ_t g_it a_itᵀ, of norm² Σ_ts (g_it·g_is)(a_it·a_is) (Goodfellow 2015 for T = 1; Li et al. 2022), and the weighted
-sum over records is the product (c∘g)ᵀa that autograd would have computed with c = 1 (Bu et al. 2023). Where T² is large beside the number of
-weights, per-record gradients are cheaper than the Gram matrices.
+A layer's gradient of record i follows from what went into it, a_i, and the gradient of the loss
+with respect to what came out, g_i. For a linear layer over T positions it is Σ_t g_it a_itᵀ, of
+norm² Σ_ts (g_it·g_is)(a_it·a_is) (Goodfellow 2015 for T = 1; Li et al. 2022), and the weighted sum
+over records is the product (c∘g)ᵀa that autograd would have computed with c = 1 (Bu et al. 2023).
+Where T² is large beside the number of weights, per-record gradients are cheaper than the Gram
+matrices.
 
-Which way is taken follows from shapes alone, by :func:`choose`; it never depends on data or on a clock.
+Which way is taken follows from shapes alone, by :func:`choose`; it never depends on data or on a
+clock.
 """
 
 from __future__ import annotations
@@ -39,13 +43,15 @@ class Call(NamedTuple):
     again: Callable[[Mapping[Tensor, Tensor], Sequence[Tensor]], Tensor]
 
 
-# Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a multiply-add in a matrix product, in one of
-# float64 and in a oneDNN convolution, a number copied by unfold, a number written to fresh memory, a call of a convolution.
+# Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a
+# multiply-add in a matrix product, in one of float64 and in a oneDNN convolution, a number copied
+# by unfold, a number written to fresh memory, a call of a convolution.
 _MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE, _CALL = 0.022, 0.044, 0.012, 0.5, 1.0, 80e3
 _CHUNK = 2**20  # numbers in a temporary that is worked off in chunks: about what stays in the cache
 
-# A product over positions adds up terms of size κ·‖g_i‖, which cancel down to ‖g_i‖ and leave about κ·2⁻²⁴·‖g_i‖ of rounding in float32. Below this κ
-# that is 6e-5 of the clip norm; a record above it is summed by itself first, as its norm is.
+# A product over positions adds up terms of size κ·‖g_i‖, which cancel down to ‖g_i‖ and leave about
+# κ·2⁻²⁴·‖g_i‖ of rounding in float32. Below this κ that is 6e-5 of the clip norm; a record above it
+# is summed by itself first, as its norm is.
 LARGEST_CANCELLATION = 2.0**10
 
 
@@ -66,7 +72,9 @@ class Contribution(ABC):
 
     @abstractmethod
     def norm(self) -> Tensor:
-        """Every record's Euclidean norm over ``parameters``, never below that of what :meth:`add_sum` adds but for rounding; float32 or better."""
+        """Every record's Euclidean norm over ``parameters``, never below that of what
+        :meth:`add_sum` adds but for rounding; float32 or better.
+        """
 
     @abstractmethod
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
@@ -113,7 +121,8 @@ class PerRecord(Contribution):
 
 
 class Product(Contribution):
-    """Held as what went in and the gradient of what came out, of which one product makes the sum over records and positions.
+    """Held as what went in and the gradient of what came out, of which one product makes the sum
+    over records and positions.
 
     Args:
         inputs, backprops: with records in dimension 0.
@@ -133,7 +142,9 @@ class Product(Contribution):
         return self._norm
 
     def size(self) -> Tensor | None:
-        """At least Σ_t ‖(term t of g_i)‖, what rounding in the product is relative to; None where there is one term."""
+        """At least Σ_t ‖(term t of g_i)‖, what rounding in the product is relative to; None
+        where there is one term.
+        """
         return self._size
 
     def set_apart(self, which: Tensor) -> None:
@@ -141,7 +152,10 @@ class Product(Contribution):
         index = which.nonzero().flatten()
         apart = PerRecord(self._instantiated(self.inputs[index], self.backprops[index]))
         self.inputs, self.backprops = _rows(self.inputs, ~which), _rows(self.backprops, ~which)
-        self._norm, self._size = self._norm.index_copy(0, index, apart.norm().to(self._norm.dtype)), None
+        self._norm, self._size = (
+            self._norm.index_copy(0, index, apart.norm().to(self._norm.dtype)),
+            None,
+        )
         self._apart = index, apart
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
@@ -154,7 +168,9 @@ class Product(Contribution):
         gradients = PerRecord(self._instantiated(self.inputs, self.backprops)).gradients
         if self._apart is not None:
             index, apart = self._apart
-            gradients = {p: g.index_copy(0, index, apart.gradients[p]) for p, g in gradients.items()}
+            gradients = {
+                p: g.index_copy(0, index, apart.gradients[p]) for p, g in gradients.items()
+            }
         return gradients
 
     def keep_only(self, keep: Tensor) -> None:
@@ -179,11 +195,15 @@ class Outer(Product):
         backprops: g, (records, [positions,] out).
     """
 
-    def __init__(self, weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor) -> None:
+    def __init__(
+        self, weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor
+    ) -> None:
         super().__init__(inputs, backprops)
         self.weight, self.bias = weight, bias
         self.parameters = tuple(p for p in (weight, bias) if p is not None)
-        self._norm, self._size = (self._vector_norm(), None) if backprops.dim() == 2 else self._gram_norm()
+        self._norm, self._size = (
+            (self._vector_norm(), None) if backprops.dim() == 2 else self._gram_norm()
+        )
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
@@ -193,7 +213,9 @@ class Outer(Product):
         return g.mul_(a if self.bias is None else a.square_().add_(1.0).sqrt_())
 
     def _gram_norm(self) -> tuple[Tensor, Tensor]:
-        """In float64: where positions cancel, the square of the norm is small beside the terms that it is the sum of."""
+        """In float64: where positions cancel, the square of the norm is small beside the
+        terms that it is the sum of.
+        """
         n, positions, _ = self.backprops.shape
         norms, sizes = [], []
         for part in _chunks(n, positions * positions * 2):
@@ -217,7 +239,9 @@ class Outer(Product):
         g = self.backprops.to(dtype) * factor.to(dtype).view(-1, *[1] * (self.backprops.dim() - 1))
         g = g.flatten(0, -2)
         if self.weight is not None and self.weight in out:
-            out[self.weight].view(self.weight.shape).addmm_(g.T, self.inputs.reshape(len(g), -1).to(dtype))
+            out[self.weight].view(self.weight.shape).addmm_(
+                g.T, self.inputs.reshape(len(g), -1).to(dtype)
+            )
         if self.bias is not None and self.bias in out:
             out[self.bias].add_(g.sum(0))
 
@@ -243,7 +267,9 @@ class Convolution(Product):
         super().__init__(inputs, backprops)
         self.geometry, self.parameters = geometry, geometry.parameters
         a, g = inputs.to(_wide(inputs)), backprops.to(_wide(backprops))
-        self._norm = geometry.gram_norm(a, g) if way == "gram" else geometry.instantiated_norm(a, g, way)
+        self._norm = (
+            geometry.gram_norm(a, g) if way == "gram" else geometry.instantiated_norm(a, g, way)
+        )
         if geometry.bias is not None:
             bias = torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1)
             self._norm = torch.linalg.vector_norm(torch.stack([self._norm, bias]), dim=0)
@@ -264,7 +290,8 @@ class Convolution(Product):
 
 
 class Tokens(Contribution):
-    """An embedding: each record's gradient has a row for each of its tokens, Σ of g over the token's positions.
+    """An embedding: each record's gradient has a row for each of its tokens, Σ of g over the
+    token's positions.
 
     Args:
         weight: the table.
@@ -273,7 +300,9 @@ class Tokens(Contribution):
         padding_idx: the row that gets no gradient.
     """
 
-    def __init__(self, weight: Tensor, tokens: Tensor, backprops: Tensor, padding_idx: int | None) -> None:
+    def __init__(
+        self, weight: Tensor, tokens: Tensor, backprops: Tensor, padding_idx: int | None
+    ) -> None:
         self.weight, self.parameters, self.records = weight, (weight,), len(tokens)
         self._held = (tokens, backprops)  # which one position a record is used as it is
         records = torch.arange(len(tokens), device=tokens.device)
@@ -281,32 +310,57 @@ class Tokens(Contribution):
         if tokens.shape[1] == 1:
             self._tokens, self._records, self._rows = tokens[:, 0], records, g
         else:
-            pairs, where = torch.unique(records[:, None] * len(weight) + tokens, return_inverse=True)
+            pairs, where = torch.unique(
+                records[:, None] * len(weight) + tokens, return_inverse=True
+            )
             self._tokens, self._records = pairs % len(weight), pairs // len(weight)
-            self._rows = torch.zeros(len(pairs), g.shape[1], dtype=_wide(g), device=g.device).index_add_(0, where.flatten(), g.to(_wide(g)))
+            self._rows = torch.zeros(
+                len(pairs), g.shape[1], dtype=_wide(g), device=g.device
+            ).index_add_(0, where.flatten(), g.to(_wide(g)))
         if padding_idx is not None:
             kept = self._tokens != padding_idx
-            self._tokens, self._records, self._rows = self._tokens[kept], self._records[kept], self._rows[kept]
+            self._tokens, self._records, self._rows = (
+                self._tokens[kept],
+                self._records[kept],
+                self._rows[kept],
+            )
 
     def held(self) -> tuple[Tensor, ...]:
         return self._held
 
     def norm(self) -> Tensor:
         norms = torch.linalg.vector_norm(self._rows, dim=1, dtype=_wide(self._rows))
-        return torch.zeros(self.records, dtype=norms.dtype, device=norms.device).index_add_(0, self._records, norms.square()).sqrt_()
+        return (
+            torch.zeros(self.records, dtype=norms.dtype, device=norms.device)
+            .index_add_(0, self._records, norms.square())
+            .sqrt_()
+        )
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight in out:
             into = out[self.weight].view(self.weight.shape)
-            into.index_add_(0, self._tokens, self._rows.to(into.dtype) * factor.to(into.dtype)[self._records, None])
+            into.index_add_(
+                0,
+                self._tokens,
+                self._rows.to(into.dtype) * factor.to(into.dtype)[self._records, None],
+            )
 
     def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight in out:
             into = out[self.weight].view(self.weight.shape)
-            into.index_add_(0, self._tokens, (self._rows.to(into.dtype) * factor.to(into.dtype)[self._records, None]).square_())
+            into.index_add_(
+                0,
+                self._tokens,
+                (self._rows.to(into.dtype) * factor.to(into.dtype)[self._records, None]).square_(),
+            )
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        rows = torch.zeros(self.records * len(self.weight), self._rows.shape[1], dtype=self._rows.dtype, device=self._rows.device)
+        rows = torch.zeros(
+            self.records * len(self.weight),
+            self._rows.shape[1],
+            dtype=self._rows.dtype,
+            device=self._rows.device,
+        )
         rows[self._records * len(self.weight) + self._tokens] = self._rows
         return {self.weight: rows.view(self.records, -1)}
 
@@ -325,7 +379,7 @@ def together(parts: Sequence[Contribution]) -> Contribution:
     return PerRecord(gradients)
 
 
-# -- one function for each kind of layer: calls of it -> contribution ------------------------------------------------------------------
+# -- one function for each kind of layer: calls of it -> contribution ------------------------------
 
 
 def linear(module: nn.Module, calls: Sequence[Call], way: str | None) -> Contribution:
@@ -340,7 +394,10 @@ def linear(module: nn.Module, calls: Sequence[Call], way: str | None) -> Contrib
     if len(pieces) == 1:
         a, g = pieces[0]
     else:
-        a, g = (torch.cat([t if t.dim() == 3 else t[:, None] for t in side], dim=1) for side in zip(*pieces, strict=True))
+        a, g = (
+            torch.cat([t if t.dim() == 3 else t[:, None] for t in side], dim=1)
+            for side in zip(*pieces, strict=True)
+        )
     if g.dim() == 2:
         return Outer(weight, bias, a, g)
     if g.shape[1] == 1:
@@ -390,7 +447,11 @@ def normalization(module: nn.Module, calls: Sequence[Call], _way: str | None) ->
             shape = list(module.normalized_shape)
             middle = (len(g), -1, math.prod(shape))
             if weight is not None:
-                normal = F.layer_norm(a, shape, eps=module.eps) if isinstance(module, nn.LayerNorm) else F.rms_norm(a, shape, eps=module.eps)
+                normal = (
+                    F.layer_norm(a, shape, eps=module.eps)
+                    if isinstance(module, nn.LayerNorm)
+                    else F.rms_norm(a, shape, eps=module.eps)
+                )
                 gradients[weight] = normal.mul_(g).reshape(middle).sum(1)
             if bias is not None:
                 gradients[bias] = g.reshape(middle).sum(1)
@@ -400,7 +461,9 @@ def normalization(module: nn.Module, calls: Sequence[Call], _way: str | None) ->
                     normal = F.group_norm(a, module.num_groups, eps=module.eps)
                 else:
                     normal = F.instance_norm(a, eps=module.eps)  # type: ignore[arg-type]
-                gradients[weight] = normal.mul_(g).flatten(2).sum(2) if g.dim() > 2 else normal.mul_(g)
+                gradients[weight] = (
+                    normal.mul_(g).flatten(2).sum(2) if g.dim() > 2 else normal.mul_(g)
+                )
             if bias is not None:
                 gradients[bias] = g.flatten(2).sum(2) if g.dim() > 2 else g
         parts.append(PerRecord(gradients))
@@ -408,21 +471,32 @@ def normalization(module: nn.Module, calls: Sequence[Call], _way: str | None) ->
 
 
 def any_other(module: nn.Module, calls: Sequence[Call], _way: str | None) -> Contribution:
-    """Through Opacus' grad sampler for this kind of layer, or by running it once more for each record under torch.func."""
+    """Through Opacus' grad sampler for this kind of layer, or by running it once more for
+    each record under torch.func.
+    """
     sampler = GradSampleHooks.GRAD_SAMPLERS.get(type(module))
     parts: list[Contribution] = []
     for call in calls:
-        found = _transformed(module, call) if sampler is None else sampler(module, list(call.inputs), call.backprops)
+        found = (
+            _transformed(module, call)
+            if sampler is None
+            else sampler(module, list(call.inputs), call.backprops)
+        )
         parts.append(PerRecord({p: t for p, t in found.items() if p.requires_grad}))
     return together(parts)
 
 
 def _transformed(module: nn.Module, call: Call) -> dict[Tensor, Tensor]:
-    """grad of each record's (output · backprop) under vmap. Opacus would do it with a copy of the layer, which does not hear of later changes."""
+    """grad of each record's (output · backprop) under vmap. Opacus would do it with a copy of
+    the layer, which does not hear of later changes.
+    """
     g = call.backprops
     parameters = [p for p in module.parameters() if p.requires_grad]
     inputs = tuple(t.to(g.dtype) if t.is_floating_point() else t for t in call.inputs)
-    is_mixed = any(p.dtype != g.dtype for p in parameters) and g.dtype in (torch.bfloat16, torch.float16)
+    is_mixed = any(p.dtype != g.dtype for p in parameters) and g.dtype in (
+        torch.bfloat16,
+        torch.float16,
+    )
 
     def loss(values: tuple[Tensor, ...], tensors: tuple[Tensor, ...], backprop: Tensor) -> Tensor:
         with torch.autocast(g.device.type, dtype=g.dtype, enabled=is_mixed):
@@ -464,7 +538,9 @@ _DIMENSIONS_OF_ONE_ROW: dict[type[nn.Module], int] = {
 
 
 def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
-    """Of what one record gives to a layer: whether dimension 0 is one row of the layer's, and whether it is several."""
+    """Of what one record gives to a layer: whether dimension 0 is one row of the layer's, and
+    whether it is several.
+    """
     if isinstance(module, nn.GroupNorm):
         of_one_row = given.dim() - 1
     elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -475,18 +551,24 @@ def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
         return False, False
     if given.shape[0] == 1:
         return True, False
-    has_positions = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))  # other rows are positions of the record
+    # other rows are positions of the record
+    has_positions = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
     return False, not has_positions
 
 
 def kernel_of(module: nn.Module) -> Kernel | None:
-    """The kernel for exactly this kind of layer; None where it has parameters that the kernel does not know."""
+    """The kernel for exactly this kind of layer; None where it has parameters that the kernel
+    does not know.
+    """
     kernel = KERNELS.get(type(module))
-    known = {name for name, p in module._parameters.items() if p is not None} <= {"weight", "bias"} and module._parameters.get("weight") is not None
+    known = {name for name, p in module._parameters.items() if p is not None} <= {
+        "weight",
+        "bias",
+    } and module._parameters.get("weight") is not None
     return kernel if known else None
 
 
-# -- which way ---------------------------------------------------------------------------------------------------------------------
+# -- which way -------------------------------------------------------------------------------------
 
 
 def choose_linear(positions: int, width_in: int, width_out: int) -> str:
@@ -498,52 +580,76 @@ def choose_linear(positions: int, width_in: int, width_out: int) -> str:
 
 
 def choose_convolution(geometry: _Geometry, inputs: Tensor, backprops: Tensor) -> tuple[str, bool]:
-    """``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"``, and whether the per-record gradients are kept for the sum."""
+    """``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"``, and whether the per-record
+    gradients are kept for the sum.
+    """
     positions = backprops[0, 0].numel()
     weights, held = geometry.numel, inputs[0].numel() + backprops[0].numel()
     columns = weights // backprops.shape[1]  # of the unfolded input, for each group
     products, unfolded = positions * weights, columns * geometry.groups * positions
-    is_onednn = inputs.device.type == "cpu" and torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
+    is_onednn = (
+        inputs.device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and backprops.dtype == torch.float32
+    )
     times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
     if is_onednn:
         times["loop"] = products * _CONVOLUTION + _CALL
-        if inputs.shape[1] // geometry.groups % 16 == 0 and backprops.shape[1] // geometry.groups % 16 == 0:
+        if (
+            inputs.shape[1] // geometry.groups % 16 == 0
+            and backprops.shape[1] // geometry.groups % 16 == 0
+        ):
             times["grouped"] = products * _CONVOLUTION + weights * 2 * _WRITE
     way = min(times, key=lambda w: times[w])
-    again = products * (_CONVOLUTION if is_onednn else _MATMUL) + held * _UNFOLD  # the weighted sum, from inputs and output gradients
+    # the weighted sum, from inputs and output gradients
+    again = products * (_CONVOLUTION if is_onednn else _MATMUL) + held * _UNFOLD
     is_kept = weights <= held or (weights <= 2 * held and weights * _WRITE < again)
-    gram = unfolded * _UNFOLD + positions**2 * (columns * geometry.groups + backprops.shape[1]) * _GRAM
+    gram = (
+        unfolded * _UNFOLD + positions**2 * (columns * geometry.groups + backprops.shape[1]) * _GRAM
+    )
     if gram + again < times[way] + (weights * _WRITE if is_kept else again):
         return "gram", False
     return way, is_kept
 
 
-# -- convolutions ------------------------------------------------------------------------------------------------------------------
+# -- convolutions ----------------------------------------------------------------------------------
 
 
 class _Geometry:
-    """The arithmetic of one convolution layer: padding, strides, groups, in one to three dimensions."""
+    """The arithmetic of one convolution layer: padding, strides, groups, in one to three
+    dimensions.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
         self.weight, self.bias = _trainable(module, "weight"), _trainable(module, "bias")
         self.parameters = tuple(p for p in (self.weight, self.bias) if p is not None)
         self.shape, self.numel = module.weight.shape, module.weight.numel()
-        self.kernel, self.stride, self.dilation, self.groups = module.kernel_size, module.stride, module.dilation, module.groups
+        self.kernel, self.stride, self.dilation, self.groups = (
+            module.kernel_size,
+            module.stride,
+            module.dilation,
+            module.groups,
+        )
         self._mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         self._pad: list[int] = list(module._reversed_padding_repeated_twice)
         # torch pads by zeros itself where both sides are alike
         is_even = self._mode == "constant" and not isinstance(module.padding, str)
-        self.padding: list[int] = [int(p) for p in module.padding] if is_even else [0] * len(self.kernel)
+        self.padding: list[int] = (
+            [int(p) for p in module.padding] if is_even else [0] * len(self.kernel)
+        )
         if is_even:
             self._pad = [0] * len(self._pad)
-        self.overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))  # how many positions an input takes part in
+        # how many positions an input takes part in
+        self.overlap = math.prod(-(-k // s) for k, s in zip(self.kernel, self.stride, strict=True))
 
     def padded(self, inputs: Tensor) -> Tensor:
         return F.pad(inputs, self._pad, mode=self._mode) if any(self._pad) else inputs
 
     def weight_gradient(self, inputs: Tensor, backprops: Tensor, records: int = 1) -> Tensor:
-        """Σ over all rows; with ``records`` > 1 these are channels and the groups of one convolution."""
+        """Σ over all rows; with ``records`` > 1 these are channels and the groups of one
+        convolution.
+        """
         like = backprops.new_empty(1).expand(self.shape[0] * records, *self.shape[1:])
         gradient: Tensor = torch.ops.aten.convolution_backward(
             backprops,
@@ -566,7 +672,10 @@ class _Geometry:
             inputs = F.pad(inputs, [p for p in reversed(self.padding) for _ in range(2)])
         n, channels, *sizes = inputs.shape
         rows, of_channel, *steps = inputs.stride()
-        outer = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(sizes, self.kernel, self.stride, self.dilation, strict=True)]
+        outer = [
+            (s - d * (k - 1) - 1) // t + 1
+            for s, k, t, d in zip(sizes, self.kernel, self.stride, self.dilation, strict=True)
+        ]
         each = channels // self.groups
         view = inputs.as_strided(
             (n, self.groups, each, *self.kernel, *outer),
@@ -606,7 +715,12 @@ class _Geometry:
         return gradients
 
     def instantiated_norm(self, inputs: Tensor, backprops: Tensor, way: str) -> Tensor:
-        return torch.cat([torch.linalg.vector_norm(g, dim=1, dtype=_wide(g)) for g in self.instantiate(inputs, backprops, way)])
+        return torch.cat(
+            [
+                torch.linalg.vector_norm(g, dim=1, dtype=_wide(g))
+                for g in self.instantiate(inputs, backprops, way)
+            ]
+        )
 
     def gram_norm(self, inputs: Tensor, backprops: Tensor) -> Tensor:
         """As a linear layer over positions, for each group."""
@@ -616,11 +730,15 @@ class _Geometry:
         for part in _chunks(len(backprops), self.numel // self.shape[0] * self.groups * positions):
             u = self.unfolded(inputs[part]).flatten(0, 1).transpose(1, 2)
             g = backprops[part].reshape(len(u), -1, positions).transpose(1, 2)
-            norms.append(torch.linalg.vector_norm(Outer(self.weight, None, u, g).norm().view(-1, self.groups), dim=1))
+            norms.append(
+                torch.linalg.vector_norm(
+                    Outer(self.weight, None, u, g).norm().view(-1, self.groups), dim=1
+                )
+            )
         return torch.cat(norms)
 
 
-# -- small things ------------------------------------------------------------------------------------------------------------------
+# -- small things ----------------------------------------------------------------------------------
 
 
 def _trainable(module: nn.Module, name: str) -> Tensor | None:
@@ -628,7 +746,9 @@ def _trainable(module: nn.Module, name: str) -> Tensor | None:
     return p if p is not None and p.requires_grad else None
 
 
-def _outer(weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
+def _outer(
+    weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor
+) -> dict[Tensor, Tensor]:
     gradients = {}
     if backprops.dim() == 2:
         inputs, backprops = inputs[:, None], backprops[:, None]
@@ -645,10 +765,14 @@ def _wide(t: Tensor) -> torch.dtype:
 
 
 def _norm_above(t: Tensor) -> Tensor:
-    """Row norms, plus at most what is lost where squares underflow: a product with a huge number must not hide it."""
+    """Row norms, plus at most what is lost where squares underflow: a product with a huge
+    number must not hide it.
+    """
     if t.dtype == torch.float64:
         return torch.linalg.vector_norm(t, dim=1).add_(math.sqrt(t.shape[1]) * 1.5e-154)
-    return torch.linalg.vector_norm(t, dim=1, dtype=torch.float32).add_(math.sqrt(t.shape[1]) * 1.1e-19)
+    return torch.linalg.vector_norm(t, dim=1, dtype=torch.float32).add_(
+        math.sqrt(t.shape[1]) * 1.1e-19
+    )
 
 
 def _rows(t: Tensor, keep: Tensor) -> Tensor:

@@ -717,9 +717,11 @@ class _Replay:
         place = torch.cumsum(torch.eq(rows, self.record or 0), 0) - 1
         local = place[chosen[mine]]
         rest = [
-            k[mine].to(device)
-            if isinstance(k, Tensor) and isinstance(first, Tensor) and k.shape == chosen.shape
-            else k
+            (
+                k[mine].to(device)
+                if isinstance(k, Tensor) and isinstance(first, Tensor) and k.shape == chosen.shape
+                else k
+            )
             for k in parts[1:]
         ]
         self.is_partial |= len(local) == 0
@@ -978,9 +980,9 @@ def _explained(program: _Program, needed: Sequence[_Op], verdict: _Verdict, redu
             divisor = op.args[1]
             if isinstance(divisor, _Outside) and divisor.tensor.numel() == 1 and ratio is not None:
                 return (
-                    "the loss divides by a count or sum over the whole batch, as a masked mean "
-                    f"does. Divide within each record: ((losses * mask).sum(1) / mask.sum(1)){end}, "
-                    f"or (losses * mask){end} for one number each."
+                    "the loss divides by a count or sum over the whole batch, as a masked mean"
+                    " does. Divide within each record: ((losses * mask).sum(1) /"
+                    f" mask.sum(1)){end}, or (losses * mask){end} for one number each."
                 )
             if (
                 isinstance(divisor, (int, float))

@@ -1,8 +1,9 @@
 """The forward pass of a private model as a map over records, in place of the model's own.
 
-What arrives is taken apart into tensors, each with a row for every record; the model runs on one row at a time as far as its program
-can tell (:mod:`torch_dpbayes.clipping.record_map`); what it returns is put together again. A scalar that the model returns is one for
-each record, a loss: their mean (or sum) is handed out, and the gradient that arrives there must be the constant 1.
+What arrives is taken apart into tensors, each with a row for every record; the model runs on one
+row at a time as far as its program can tell (:mod:`torch_dpbayes.clipping.record_map`); what it
+returns is put together again. A scalar that the model returns is one for each record, a loss: their
+mean (or sum) is handed out, and the gradient that arrives there must be the constant 1.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .record_map import CannotBeMapped, KeptTensors, Nested, holds_plain_sequenc
 Loss = Callable[..., Tensor]
 
 
-OfOne = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]  # slices, parameters -> results
+# slices, parameters -> results
+OfOne = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 
 
 class MapsRecords(Protocol):
@@ -30,11 +32,14 @@ class MapsRecords(Protocol):
     passes: ForwardPasses
     is_copy: bool
 
-    def over_records(self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int) -> Sequence[Tensor]:
+    def over_records(
+        self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
+    ) -> Sequence[Tensor]:
         """``of_one`` of each of n records' slices of ``rows``; results have records in dimension 0.
 
         Args:
-            of_one: the program of one record: its slices and the values of ``direct``, to its results.
+            of_one: the program of one record: its slices and the values of ``direct``, to its
+                results.
             rows: tensors with records in dimension 0.
             direct: parameters that take part in the map.
             n: the number of records.
@@ -47,7 +52,8 @@ class MappedForward:
     Args:
         module: the model, whose ``forward`` is replaced.
         source: what records, and says when.
-        direct: trainable parameters that take part in the map themselves, with a copy for each record.
+        direct: trainable parameters that take part in the map themselves, with a copy for each
+            record.
         loss: ``(output, *targets) -> scalar`` of one record, for :meth:`private_loss`.
     """
 
@@ -57,7 +63,10 @@ class MappedForward:
         self.module, self.source, self.loss = module, source, loss
         chosen = set(direct)
         self._direct = [
-            (owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p in chosen
+            (owner, name, p)
+            for owner in module.modules()
+            for name, p in owner._parameters.items()
+            if p in chosen
         ]
         self._owners = list(dict.fromkeys(owner for owner, _, _ in self._direct))
         self._targets: tuple[Any, ...] | None = None
@@ -90,7 +99,10 @@ class MappedForward:
             return self.original(*args, **kwargs)
         targets, self._targets = self._targets, None
         if self.loss is not None and targets is None and self.source.passes.watches_loss:
-            raise RuntimeError("this model was made private with loss=: train with net.private_loss(x, y), which computes it for each record alone")
+            raise RuntimeError(
+                "this model was made private with loss=: train with net.private_loss(x, y), which"
+                " computes it for each record alone"
+            )
         try:
             return self._mapped(args, kwargs, targets)
         except Exception as error:
@@ -98,7 +110,8 @@ class MappedForward:
             raise
 
     def private_loss(self, *batch: Any, **inputs: Any) -> Tensor:
-        """The loss of a batch, computed for each record alone: ``net.private_loss(x, y).backward()``.
+        """The loss of a batch, computed for each record alone: ``net.private_loss(x,
+        y).backward()``.
 
         Args:
             batch: the model's positional arguments, and the target as the last one.
@@ -121,9 +134,17 @@ class MappedForward:
         is_plain = len(args) == 1 and not kwargs and targets is None
         given = Nested(args[0] if is_plain else (args, kwargs, targets))
         if given.strangers:
-            raise CannotBeMapped(f"an argument of type {type(given.strangers[0]).__name__} may hold several records: pass tensors")
-        if not is_plain and any(map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))):
-            raise CannotBeMapped("an argument holds several numbers or texts, which every record would see: pass a tensor with a row for each")
+            raise CannotBeMapped(
+                f"an argument of type {type(given.strangers[0]).__name__} may hold several records:"
+                " pass tensors"
+            )
+        if not is_plain and any(
+            map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))
+        ):
+            raise CannotBeMapped(
+                "an argument holds several numbers or texts, which every record would see: pass a"
+                " tensor with a row for each"
+            )
         n = _number_of_records(given.tensors)
         is_mapped = [t.dim() > 0 for t in given.tensors]
         rows = [t.unsqueeze(1) for t in given.tensors if t.dim() > 0]
@@ -133,7 +154,12 @@ class MappedForward:
         def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             mapped = iter(slices)
-            one = given.rebuilt([next(mapped) if is_row else t for is_row, t in zip(is_mapped, given.tensors, strict=True)])
+            one = given.rebuilt(
+                [
+                    next(mapped) if is_row else t
+                    for is_row, t in zip(is_mapped, given.tensors, strict=True)
+                ]
+            )
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
             output = self._run(dict(zip(direct, parameters, strict=True)), one_args, one_kwargs)
             if one_targets is not None:
@@ -143,7 +169,8 @@ class MappedForward:
             for t in result.tensors:
                 if t.dim() > 0 and t.shape[0] != 1:
                     raise CannotBeMapped(
-                        f"its output has {t.shape[0]} rows for one record: return one row per record in dimension 0"
+                        f"its output has {t.shape[0]} rows for one record: return one row per"
+                        " record in dimension 0"
                     )
             tensors, result.tensors, result.strangers = result.tensors, [], []
             return tensors
@@ -154,11 +181,15 @@ class MappedForward:
             raise KeptTensors(kept.tensors, self._where(kept.tensors)) from None
         assert result is not None
         is_mean = self.source.loss_reduction == "mean"
-        return result.rebuilt([_Reduced.apply(t, is_mean) if t.dim() == 1 else t.squeeze(1) for t in found])
+        return result.rebuilt(
+            [_Reduced.apply(t, is_mean) if t.dim() == 1 else t.squeeze(1) for t in found]
+        )
 
     def _trainable(self) -> list[Tensor]:
         """The parameters that take part in the map, each once."""
-        if self.source.is_copy or any(owner._parameters.get(name) is not p for owner, name, p in self._direct):
+        if self.source.is_copy or any(
+            owner._parameters.get(name) is not p for owner, name, p in self._direct
+        ):
             raise RuntimeError(COPIED)
         return list(dict.fromkeys(p for _, _, p in self._direct if p.requires_grad))
 
@@ -167,7 +198,9 @@ class MappedForward:
             return self.original(*args, **kwargs)
         before = [(owner, owner._parameters) for owner in self._owners]
         for owner, parameters in before:
-            owner.__dict__["_parameters"] = {n: None if p is None else copies.get(p, p) for n, p in parameters.items()}
+            owner.__dict__["_parameters"] = {
+                n: None if p is None else copies.get(p, p) for n, p in parameters.items()
+            }
         try:
             return self.original(*args, **kwargs)
         finally:
@@ -182,15 +215,20 @@ class MappedForward:
             if any(t is value for t in kept)
         )
         place = next(places, "in a container, a closure or a global variable")
-        return f"the forward pass keeps a tensor made of the records ({place}), which the next batch would see: return it instead"
+        return (
+            f"the forward pass keeps a tensor made of the records ({place}), which the next batch"
+            " would see: return it instead"
+        )
 
 
 _NOTE = (
-    "While gradients are recorded, this model runs for one record at a time (records are independent by construction). "
-    'make_private(..., grad_sample_mode="hooks") runs it on whole batches.'
+    "While gradients are recorded, this model runs for one record at a time (records are"
+    ' independent by construction). make_private(..., grad_sample_mode="hooks") runs it on whole'
+    " batches."
 )
 _BACKWARD_HOOK = (
-    "{} has a backward hook (register_full_backward_hook), which would not run where records are kept apart: remove it"
+    "{} has a backward hook (register_full_backward_hook), which would not run where records are"
+    " kept apart: remove it"
 )
 
 
@@ -199,19 +237,25 @@ def _number_of_records(tensors: Sequence[Tensor]) -> int:
     if len(sizes) != 1:
         shapes = [list(t.shape) for t in tensors]
         raise CannotBeMapped(
-            f"its arguments have shapes {shapes}: each tensor needs a row for every record; keep constants in buffers"
+            f"its arguments have shapes {shapes}: each tensor needs a row for every record; keep"
+            " constants in buffers"
         )
     return sizes.pop()
 
 
 def _scalar(loss: Tensor) -> Tensor:
     if loss.numel() != 1:
-        raise ValueError(f"the loss of one record must be a scalar, got shape {list(loss.shape)}: add its entries up")
+        raise ValueError(
+            f"the loss of one record must be a scalar, got shape {list(loss.shape)}: add its"
+            " entries up"
+        )
     return loss.reshape(())
 
 
 class _Reduced(torch.autograd.Function):
-    """The records' losses added up, or their mean; every record's own gets the gradient 1, and no other may come back."""
+    """The records' losses added up, or their mean; every record's own gets the gradient 1,
+    and no other may come back.
+    """
 
     @staticmethod
     def forward(ctx: Any, losses: Tensor, is_mean: bool) -> Tensor:
@@ -222,6 +266,7 @@ class _Reduced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         if not bool((gradients[0] == 1).all()):
             raise RuntimeError(
-                "the loss came back with another gradient than 1: call backward() on it as it is; scale lr instead of the loss"
+                "the loss came back with another gradient than 1: call backward() on it as it is;"
+                " scale lr instead of the loss"
             )
         return torch.ones_like(ctx.like), None

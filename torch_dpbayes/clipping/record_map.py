@@ -1,11 +1,12 @@
 """A model run as a map over records: no record's forward or backward pass can see another record.
 
-``torch.func.vmap`` turns a program for one record into one for a batch. What the program asks for (a mean over dimension 0, an order
-of its rows, how many there are) it is told of that one record, whatever stands in the batch. The exception are torch's own layers,
-which book-keeping has to see on the whole batch: they leave the map (:meth:`RecordMap.on_batch`), and compute every row by itself.
+``torch.func.vmap`` turns a program for one record into one for a batch. What the program asks for
+(a mean over dimension 0, an order of its rows, how many there are) it is told of that one record,
+whatever stands in the batch. The exception are torch's own layers, which book-keeping has to see on
+the whole batch: they leave the map (:meth:`RecordMap.on_batch`), and compute every row by itself.
 
-Nothing here is a test on made-up records. What is not prevented is deliberate: functorch's own unwrapping, a dispatch mode of the
-caller's, a custom operator whose batching rule mixes.
+Nothing here is a test on made-up records. What is not prevented is deliberate: functorch's own
+unwrapping, a dispatch mode of the caller's, a custom operator whose batching rule mixes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-try:  # functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for every layer
+# functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
+# every layer
+try:
     from torch._C._functorch import (
         _add_batch_dim,
         _remove_batch_dim,
@@ -50,11 +53,13 @@ Run = Callable[..., Tensor]
 
 
 _SAVED_TENSORS = (
-    "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a batch at once: leave them "
-    'out, or take grad_sample_mode="hooks"'
+    "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
+    ' batch at once: leave them out, or take grad_sample_mode="hooks"'
 )
 _INSIDE_TRANSFORM = "the model is called inside a torch.func transform: call it by itself"
-_INNER_TRANSFORM = "a layer with trainable parameters is called inside a torch.func transform of the model's own"
+_INNER_TRANSFORM = (
+    "a layer with trainable parameters is called inside a torch.func transform of the model's own"
+)
 
 
 class CannotBeMapped(RuntimeError):
@@ -64,16 +69,36 @@ class CannotBeMapped(RuntimeError):
 _LOOKS = frozenset(
     (
         *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__),
-        *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__contains__, Tensor.__format__),
-        *(Tensor.is_nonzero, torch.is_nonzero, Tensor.equal, torch.equal, Tensor.allclose, torch.allclose),
+        *(
+            Tensor.item,
+            Tensor.tolist,
+            Tensor.numpy,
+            Tensor.__array__,
+            Tensor.__contains__,
+            Tensor.__format__,
+        ),
+        *(
+            Tensor.is_nonzero,
+            torch.is_nonzero,
+            Tensor.equal,
+            torch.equal,
+            Tensor.allclose,
+            torch.allclose,
+        ),
     )
 )
 
 
 class KeptTensors(RuntimeError):
-    """Tensors of a finished map that somebody still has: in the next one, every record would see what they hold of all."""
+    """Tensors of a finished map that somebody still has: in the next one, every record would
+    see what they hold of all.
+    """
 
-    def __init__(self, tensors: Sequence[Tensor], text: str = "a tensor made of the records outlives the forward pass") -> None:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        text: str = "a tensor made of the records outlives the forward pass",
+    ) -> None:
         super().__init__(text)
         self.tensors = list(tensors)
 
@@ -83,8 +108,8 @@ class RecordMap:
 
     Args:
         records: n, the number of rows that every mapped tensor has in dimension 0.
-        leaves: whether fused operations run on the batch; not where gradients will be taken inside a map, as they then
-            would draw other random numbers.
+        leaves: whether fused operations run on the batch; not where gradients will be taken inside
+            a map, as they then would draw other random numbers.
         use_steps: whether functorch's own steps are taken, in place of ``torch.func.vmap`` and an
             ``autograd.Function`` with a ``vmap`` rule. Both do the same.
     """
@@ -100,13 +125,18 @@ class RecordMap:
     def __call__(
         self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
     ) -> list[Tensor]:
-        """``function`` of every record's slices of ``tensors``; results have records in dimension 0.
+        """``function`` of every record's slices of ``tensors``; results have records in dimension
+        0.
 
         Random numbers differ between records. Hooks on saved tensors are off inside, for they would
         see, and could mix, what the backward pass of all records needs.
         """
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
-        with no_hooks, _masks_without_shortcuts(), _OfOneRecord(self if self._leaves else None, self.see):
+        with (
+            no_hooks,
+            _masks_without_shortcuts(),
+            _OfOneRecord(self if self._leaves else None, self.see),
+        ):
             if not self._use_steps:
                 return self._by_vmap(function, tensors)
             if maybe_current_level() is not None:
@@ -122,9 +152,11 @@ class RecordMap:
                 _vmap_decrement_nesting()
 
     def on_batch(self, run: Run, tensors: Sequence[Tensor]) -> Tensor:
-        """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and gives such a tensor.
+        """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
+        gives such a tensor.
 
-        A tensor that does not depend on the record is repeated for each, so that its gradient has a row for each.
+        A tensor that does not depend on the record is repeated for each, so that its gradient has a
+        row for each.
         """
         if not self._use_steps:
             anchor, operands = self._anchor, list(tensors)
@@ -132,7 +164,10 @@ class RecordMap:
         level = self._level
         if level is None or maybe_current_level() != level:
             raise CannotBeMapped(_INNER_TRANSFORM)
-        inside = [(get_unwrapped(t), maybe_get_bdim(t)) if is_batchedtensor(t) else (t, -1) for t in tensors]
+        inside = [
+            (get_unwrapped(t), maybe_get_bdim(t)) if is_batchedtensor(t) else (t, -1)
+            for t in tensors
+        ]
         stack = pop_dynamic_layer_stack()
         try:
             with torch._C.DisableTorchFunction():
@@ -186,7 +221,9 @@ class RecordMap:
 
 
 class _OnBatch(torch.autograd.Function):
-    """Leaves ``torch.func.vmap`` by its public way: only the ``vmap`` rule ever runs, on what stands behind the map."""
+    """Leaves ``torch.func.vmap`` by its public way: only the ``vmap`` rule ever runs, on what
+    stands behind the map.
+    """
 
     @staticmethod
     def forward(run: Run, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -197,10 +234,13 @@ class _OnBatch(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, run: Run, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, int]:
+    def vmap(
+        info: Any, in_dims: Any, run: Run, anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, int]:
         n = info.batch_size
         rows = [
-            t.expand(n, *t.shape) if dim is None else t.movedim(dim, 0) for t, dim in zip(tensors, in_dims[2:], strict=True)
+            t.expand(n, *t.shape) if dim is None else t.movedim(dim, 0)
+            for t, dim in zip(tensors, in_dims[2:], strict=True)
         ]
         return run(*rows), 0
 
@@ -215,8 +255,8 @@ def _load_rules() -> None:
 def _masks_without_shortcuts() -> Iterator[None]:
     """Let ``transformers`` build every attention mask.
 
-    It leaves masks out where nothing is padded, which it can only see by looking at values; while it is traced it does
-    not look. Nor can it in a map, where each record may have another answer.
+    It leaves masks out where nothing is padded, which it can only see by looking at values; while
+    it is traced it does not look. Nor can it in a map, where each record may have another answer.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if masks is None or not hasattr(masks, "is_tracing"):
@@ -240,7 +280,9 @@ def _nothing(_: object) -> None:
 
 @contextmanager
 def one_record_only() -> Iterator[None]:
-    """Torch functions as inside a map, around a ``torch.func`` transform that runs the same program."""
+    """Torch functions as inside a map, around a ``torch.func`` transform that runs the same
+    program.
+    """
     no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
     with no_hooks, _masks_without_shortcuts(), _OfOneRecord(None, _nothing):
         yield
@@ -267,11 +309,14 @@ class _OfOneRecord(TorchFunctionMode):
             return self._attention(self._map, *args, **kwargs)
         if func in _LOOKS and is_batchedtensor(args[0]):
             raise CannotBeMapped(
-                f"it takes a number or a truth value out of a tensor made of the records ({func.__name__}), so one record may "
-                "decide for all: compute with tensors (torch.where)"
+                "it takes a number or a truth value out of a tensor made of the records"
+                f" ({func.__name__}), so one record may decide for all: compute with tensors"
+                " (torch.where)"
             )
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            raise CannotBeMapped(f"it puts a hook on a tensor ({func.__name__}), which would not run")
+            raise CannotBeMapped(
+                f"it puts a hook on a tensor ({func.__name__}), which would not run"
+            )
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
@@ -302,15 +347,23 @@ class _OfOneRecord(TorchFunctionMode):
             mask = tensors[3] if has_mask else None
             if mask is not None:  # (n, [1,] [heads,] positions, positions)
                 mask = mask.squeeze(1) if is_one_row and mask.dim() == 5 else mask
-                mask = mask if mask.dim() >= q.dim() else mask.unflatten(0, (-1, *[1] * (q.dim() - mask.dim())))
+                mask = (
+                    mask
+                    if mask.dim() >= q.dim()
+                    else mask.unflatten(0, (-1, *[1] * (q.dim() - mask.dim())))
+                )
             out = F.scaled_dot_product_attention(q, k, v, mask, *rest, **options)
             return out.unsqueeze(1) if is_one_row else out
 
-        return record_map.on_batch(run, [query, key, value, *([attn_mask] if attn_mask is not None else [])])
+        return record_map.on_batch(
+            run, [query, key, value, *([attn_mask] if attn_mask is not None else [])]
+        )
 
 
 class attention_as_in_maps(TorchFunctionMode):
-    """Torch's attention layer computes as it does in a map, so that dropout draws the same numbers."""
+    """Torch's attention layer computes as it does in a map, so that dropout draws the same
+    numbers.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.multi_head_attention_forward:
@@ -323,8 +376,12 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _are_aligned(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> bool:
-    """Whether records stay in dimension 0 of all operands when they are broadcast with one another."""
+def _are_aligned(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> bool:
+    """Whether records stay in dimension 0 of all operands when they are broadcast with one
+    another.
+    """
     is_small = attn_mask is None or attn_mask.dim() <= query.dim()
     return query.dim() == key.dim() == value.dim() and is_small
 
@@ -339,35 +396,62 @@ def _plain_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(QKᵀ/√d + mask)·V, operation by operation, each of which has a rule for vmap and for gradients."""
+    """softmax(QKᵀ/√d + mask)·V, operation by operation, each of which has a rule for vmap and
+    for gradients.
+    """
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (
+        query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    )
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    is_blind = (scores == -math.inf).all(-1, keepdim=True)  # sees nothing: torch's own gives it zeros, softmax NaN
+    # sees nothing: torch's own gives it zeros, softmax NaN
+    is_blind = (scores == -math.inf).all(-1, keepdim=True)
     weights = scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
     return F.dropout(weights, dropout_p, dropout_p > 0) @ value
 
 
 def _require_torchs_own(function: type) -> None:
-    """Refuse an ``autograd.Function`` of the caller's: it, or one inside it, may say itself what it does to a whole batch."""
-    if issubclass(function, torch.autograd.Function) and function is not _OnBatch and not function.__module__.startswith("torch."):
-        raise CannotBeMapped(f"{function.__name__} is an autograd.Function of its own, whose rules for whole batches are not seen")
+    """Refuse an ``autograd.Function`` of the caller's: it, or one inside it, may say itself
+    what it does to a whole batch.
+    """
+    if (
+        issubclass(function, torch.autograd.Function)
+        and function is not _OnBatch
+        and not function.__module__.startswith("torch.")
+    ):
+        raise CannotBeMapped(
+            f"{function.__name__} is an autograd.Function of its own, whose rules for whole batches"
+            " are not seen"
+        )
 
 
-# -- nested arguments and results -------------------------------------------------------------------
+# -- nested arguments and results ------------------------------------------------------------------
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    slice,
+)
 
 
 class Nested:
-    """A value taken apart into its tensors and the rest, to be put together again with other tensors.
+    """A value taken apart into its tensors and the rest, to be put together again with other
+    tensors.
 
     Tuples, lists, dicts, dataclasses and what is registered with torch's pytree are looked into.
 
@@ -397,7 +481,8 @@ class Nested:
             return _PLACE
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and _has_fields_only(leaf):
             inner = {
-                f.name: Nested(getattr(leaf, f.name), keeps_strangers=self._keeps_strangers) for f in dataclasses.fields(leaf)
+                f.name: Nested(getattr(leaf, f.name), keeps_strangers=self._keeps_strangers)
+                for f in dataclasses.fields(leaf)
             }
             shell = copy.copy(leaf)
             for name, part in inner.items():
@@ -433,16 +518,28 @@ class Nested:
 
 
 def _has_fields_only(value: Any) -> bool:
-    """Whether nothing else is kept on a dataclass instance, such as a cached property made of all records."""
-    return vars(value).keys() <= {f.name for f in dataclasses.fields(value)} if hasattr(value, "__dict__") else True
+    """Whether nothing else is kept on a dataclass instance, such as a cached property made of
+    all records.
+    """
+    return (
+        vars(value).keys() <= {f.name for f in dataclasses.fields(value)}
+        if hasattr(value, "__dict__")
+        else True
+    )
 
 
 def holds_plain_sequence(value: Any) -> bool:
-    """Whether several numbers or texts stand in a list, tuple or dict: one for each record, most likely."""
+    """Whether several numbers or texts stand in a list, tuple or dict: one for each record,
+    most likely.
+    """
     if not isinstance(value, (list, tuple, dict)):
         return False
     items = list(value.values()) if isinstance(value, dict) else list(value)
-    plain = [item for item in items if isinstance(item, (int, float, complex, str, bytes)) and not isinstance(item, bool)]
+    plain = [
+        item
+        for item in items
+        if isinstance(item, (int, float, complex, str, bytes)) and not isinstance(item, bool)
+    ]
     return (len(plain) > 1 and len(plain) == len(items)) or any(map(holds_plain_sequence, items))
 
 

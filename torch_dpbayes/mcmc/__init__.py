@@ -1,4 +1,6 @@
-"""Kernels for ``pyro.infer.MCMC``: differentially private chains that sample the exact posterior."""
+"""Kernels for ``pyro.infer.MCMC``: differentially private chains that sample the exact
+posterior.
+"""
 
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC

@@ -1,4 +1,6 @@
-"""The penalty algorithm for exponential families: the data are looked at once, whatever the number of iterations."""
+"""The penalty algorithm for exponential families: the data are looked at once, whatever the
+number of iterations.
+"""
 
 from __future__ import annotations
 
@@ -19,39 +21,48 @@ _ROWS_AT_ONCE = 2**16
 
 
 class ExponentialFamilyPenalty(PrivateKernel):
-    r"""Differentially private Metropolis-Hastings for a likelihood p(x | θ) = h(x)·exp(η(θ)·s(x) − A(θ)).
+    r"""Differentially private Metropolis-Hastings for a likelihood p(x | θ) = h(x)·exp(η(θ)·s(x) −
+    A(θ)).
 
     .. math::
         \tilde R = \Delta\eta \cdot \sum_i \mathrm{clip}_C(s(x_i)) - n\,\Delta A + \sigma\xi, \qquad
-        \sigma = z\,C\,\|\Delta\eta\|, \quad \Delta\eta = \eta(\theta') - \eta(\theta), \quad \Delta A = A(\theta') - A(\theta)
+        \sigma = z\,C\,\|\Delta\eta\|, \quad \Delta\eta = \eta(\theta') - \eta(\theta), \quad
+        \Delta A = A(\theta') - A(\theta)
 
-    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2. This is what fresh noise N(0, (zC)²I) on the sum of the sufficient
-    statistics would give, of which only the component along Δη matters and is drawn. It has exactly the posterior as its stationary
-    distribution while no s(x_i) is clipped. Once the sum is known an iteration costs the same for ten records and for ten million.
+    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2. This is what fresh
+    noise N(0, (zC)²I) on the sum of the sufficient statistics would give, of which only the
+    component along Δη matters and is drawn. It has exactly the posterior as its stationary
+    distribution while no s(x_i) is clipped. Once the sum is known an iteration costs the same for
+    ten records and for ten million.
 
-    If n is private as well, it is noised with the rest: a record then moves Δη·Σs − nΔA by at most C‖Δη‖ + |ΔA|, and σ = z·(C‖Δη‖ + |ΔA|).
+    If n is private as well, it is noised with the rest: a record then moves Δη·Σs − nΔA by at most
+    C‖Δη‖ + |ΔA|, and σ = z·(C‖Δη‖ + |ΔA|).
 
-    Source: Yıldırım and Ermiş (2019), Algorithm 3, where the sum itself is released; for a private n that would take √((C²+1)(‖Δη‖² + ΔA²)) in
-    place of C‖Δη‖ + |ΔA|, which is never less.
+    Source: Yıldırım and Ermiş (2019), Algorithm 3, where the sum itself is released; for a private
+    n that would take √((C²+1)(‖Δη‖² + ΔA²)) in place of C‖Δη‖ + |ΔA|, which is never less.
 
     Args:
-        prior: Pyro model of θ alone, without arguments and observations. The data are the arguments of ``MCMC.run``: tensors of one length, one row
-            a record.
-        sufficient_statistics: from one record, its row of every argument, to the vector s(x). It is mapped over the records (``torch.func.vmap``),
-            so that none can see another.
+        prior: Pyro model of θ alone, without arguments and observations. The data are the arguments
+            of ``MCMC.run``: tensors of one length, one row a record.
+        sufficient_statistics: from one record, its row of every argument, to the vector s(x). It is
+            mapped over the records (``torch.func.vmap``), so that none can see another.
         natural_parameters: from θ, a dict of the prior's values by site, to the vector η(θ).
         log_normalizer: likewise to the number A(θ).
         max_statistic_norm: C, the bound to which ‖s(x)‖ is clipped.
-        noise_multiplier: z, noise standard deviation / clip bound. 0: no noise, charged as not private.
+        noise_multiplier: z, noise standard deviation / clip bound. 0: no noise, charged as not
+            private.
         accountant: where every iteration is charged.
-        num_data: n, a public constant. None: the number of rows, which is public under replace-one; under add-or-remove-one it is noised.
+        num_data: n, a public constant. None: the number of rows, which is public under replace-one;
+            under add-or-remove-one it is noised.
         proposal_scale, proposal, target_accept_prob: as in :class:`~torch_dpbayes.mcmc.DPPenalty`.
 
     Raises:
-        ValueError: an argument is out of range, or, in ``MCMC.run``, the data or the functions do not fit together.
+        ValueError: an argument is out of range, or, in ``MCMC.run``, the data or the functions do
+            not fit together.
 
-    **Privacy.** An iteration releases R̃, whose sum moves by the clip bound σ/z when a record is added or removed and by at most twice that when
-    one is replaced: ``GaussianDpEvent(z)``, plus the event of ``proposal``. A record whose statistics are not finite, or cannot be computed,
+    **Privacy.** An iteration releases R̃, whose sum moves by the clip bound σ/z when a record is
+    added or removed and by at most twice that when one is replaced: ``GaussianDpEvent(z)``, plus
+    the event of ``proposal``. A record whose statistics are not finite, or cannot be computed,
     counts as s(x) = 0.
     """
 
@@ -72,11 +83,24 @@ class ExponentialFamilyPenalty(PrivateKernel):
     ) -> None:
         super().__init__(prior, accountant, target_accept_prob if proposal is None else None)
         self._moves = Moves(proposal_scale, proposal)
-        self._statistics, self._natural, self._normalizer = sufficient_statistics, natural_parameters, log_normalizer
-        self._max_norm = check_clip_bound("max_statistic_norm", max_statistic_norm, "the clip bound of a record's sufficient statistics")
+        self._statistics, self._natural, self._normalizer = (
+            sufficient_statistics,
+            natural_parameters,
+            log_normalizer,
+        )
+        self._max_norm = check_clip_bound(
+            "max_statistic_norm",
+            max_statistic_norm,
+            "the clip bound of a record's sufficient statistics",
+        )
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
-        if num_data is not None and (isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1):
-            raise ValueError(f"num_data must be a positive whole number, the public number of records, or None; got {num_data!r}.")
+        if num_data is not None and (
+            isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1
+        ):
+            raise ValueError(
+                "num_data must be a positive whole number, the public number of records, or None;"
+                f" got {num_data!r}."
+            )
         self._num_data = num_data
         self._noised_count = num_data is None and accountant.neighboring == "add_or_remove_one"
 
@@ -92,14 +116,34 @@ class ExponentialFamilyPenalty(PrivateKernel):
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         prior = Prior(self.model)
         self._moves.require_dimension(prior.dimension)
-        if kwargs or not args or not all(isinstance(arg, Tensor) and arg.dim() for arg in args) or len({len(arg) for arg in args}) > 1:
-            raise UnfitModel("the data are the arguments of MCMC.run: tensors of one length, one row a record, and no keyword arguments.")
-        if self._num_data is not None and self._accountant.neighboring == "replace_one" and self._num_data != len(args[0]):
-            raise UnfitModel(f"num_data = {self._num_data}, but the data have {len(args[0])} rows. Under replace-one leave it out.")
+        if (
+            kwargs
+            or not args
+            or not all(isinstance(arg, Tensor) and arg.dim() for arg in args)
+            or len({len(arg) for arg in args}) > 1
+        ):
+            raise UnfitModel(
+                "the data are the arguments of MCMC.run: tensors of one length, one row a record,"
+                " and no keyword arguments."
+            )
+        if (
+            self._num_data is not None
+            and self._accountant.neighboring == "replace_one"
+            and self._num_data != len(args[0])
+        ):
+            raise UnfitModel(
+                f"num_data = {self._num_data}, but the data have {len(args[0])} rows. Under"
+                " replace-one leave it out."
+            )
         size = self._statistics_size([arg.detach() for arg in args])
-        at = self._at(prior.constrain(torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device)))
+        at = self._at(
+            prior.constrain(torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device))
+        )
         if len(at[0]) != size:
-            raise UnfitModel(f"natural_parameters has {len(at[0])} entries, sufficient_statistics {size}: each statistic needs its parameter.")
+            raise UnfitModel(
+                f"natural_parameters has {len(at[0])} entries, sufficient_statistics {size}: each"
+                " statistic needs its parameter."
+            )
         total = torch.zeros(size, dtype=torch.float64, device=args[0].device)
         for rows in zip(*(arg.detach().split(_ROWS_AT_ONCE) for arg in args), strict=True):
             found = self._of_rows(list(rows), size).double()
@@ -120,8 +164,9 @@ class ExponentialFamilyPenalty(PrivateKernel):
             except Exception as caught:
                 error = error or caught
         raise UnfitModel(
-            f"sufficient_statistics cannot be mapped over made-up records: {type(error).__name__}: {error}. It takes one record, without the "
-            "dimension of the records, and returns a vector, by tensor operations alone."
+            f"sufficient_statistics cannot be mapped over made-up records: {type(error).__name__}:"
+            f" {error}. It takes one record, without the dimension of the records, and returns a"
+            " vector, by tensor operations alone."
         ) from error
 
     def _map(self, rows: list[Tensor]) -> Tensor:
@@ -158,7 +203,11 @@ class ExponentialFamilyPenalty(PrivateKernel):
             natural, normalizer = self._at(self._prior.constrain(theta))
         except Exception:
             return None
-        return (natural, normalizer) if natural.isfinite().all() and math.isfinite(normalizer) else None
+        return (
+            (natural, normalizer)
+            if natural.isfinite().all() and math.isfinite(normalizer)
+            else None
+        )
 
     def _start(self, theta: Tensor) -> None:
         self._current = self._evaluate(theta)
@@ -175,9 +224,14 @@ class ExponentialFamilyPenalty(PrivateKernel):
         if not math.isfinite(log_prior) or there is None:
             return theta, Outcome(False, math.nan)
         natural, normalizer = there[0] - self._current[0], there[1] - self._current[1]
-        bound = self._max_norm * float(torch.linalg.vector_norm(natural)) + (abs(normalizer) if self._noised_count else 0.0)
-        total = (float(natural @ self._sum) if bound else 0.0) - self._count * normalizer  # a norm of 0 may be one that was rounded to it
-        outcome = self._metropolis(total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier)
+        bound = self._max_norm * float(torch.linalg.vector_norm(natural)) + (
+            abs(normalizer) if self._noised_count else 0.0
+        )
+        # a norm of 0 may be one that was rounded to it
+        total = (float(natural @ self._sum) if bound else 0.0) - self._count * normalizer
+        outcome = self._metropolis(
+            total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier
+        )
         if not outcome.accepted:
             return theta, outcome
         self._current, self._log_prior = there, log_prior

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
-from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, check_positive, noise_event
+from .kernel import (
+    Outcome,
+    PrivateKernel,
+    check_clip_bound,
+    check_noise,
+    check_positive,
+    noise_event,
+)
 from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 
 
@@ -18,41 +25,52 @@ class DPHMC(PrivateKernel):
     r"""Differentially private Hamiltonian Monte Carlo.
 
     .. math::
-        \tilde g(\theta) = -\sum_i \mathrm{clip}_b\big(\nabla\log p(x_i|\theta)\big) + z_g b\,\zeta - \nabla\log p(\theta), \qquad
-        p \leftarrow p - \tfrac\eta2 \tilde g, \quad \theta \leftarrow \theta + \eta M^{-1}p, \quad p \leftarrow p - \tfrac\eta2 \tilde g
+        \tilde g(\theta) = -\sum_i \mathrm{clip}_b\big(\nabla\log p(x_i|\theta)\big) + z_g b\,\zeta
+        - \nabla\log p(\theta), \qquad
+        p \leftarrow p - \tfrac\eta2 \tilde g, \quad
+        \theta \leftarrow \theta + \eta M^{-1}p, \quad p \leftarrow p - \tfrac\eta2 \tilde g
 
-    L times from p ~ N(0, M), one noisy gradient a point; then the test of :class:`~torch_dpbayes.mcmc.DPPenalty` on the noisy
-    log-likelihood ratio R̃ between the ends: accept iff log u < R̃ + log prior ratio − kinetic energy difference − σ²/2,
-    σ = z_l·c·‖θ'−θ‖. The prior's gradient and the kinetic energy are exact.
+    L times from p ~ N(0, M), one noisy gradient a point; then the test of
+    :class:`~torch_dpbayes.mcmc.DPPenalty` on the noisy log-likelihood ratio R̃ between the ends:
+    accept iff log u < R̃ + log prior ratio − kinetic energy difference − σ²/2, σ = z_l·c·‖θ'−θ‖.
+    The prior's gradient and the kinetic energy are exact.
 
-    The gradient at the point where the chain stays is kept for the next iteration, so k iterations take kL + 1 gradients. This is exact:
-    with the noises ζ_0..ζ_L of a trajectory as part of the state, (θ, p, ζ_0..ζ_L) → (θ', −p', ζ_L..ζ_0) preserves volume and undoes
-    itself, and independent noises of one law may be permuted.
+    The gradient at the point where the chain stays is kept for the next iteration, so k iterations
+    take kL + 1 gradients. This is exact: with the noises ζ_0..ζ_L of a trajectory as part of the
+    state, (θ, p, ζ_0..ζ_L) → (θ', −p', ζ_L..ζ_0) preserves volume and undoes itself, and
+    independent noises of one law may be permuted.
 
-    Source: Räisä, Koskela and Honkela (2021), Algorithm 1, which draws k(L+1) gradients (``reuse_gradients=False``).
+    Source: Räisä, Koskela and Honkela (2021), Algorithm 1, which draws k(L+1) gradients
+    (``reuse_gradients=False``).
 
     Args:
-        model: Pyro model with one vectorised data plate, see :class:`~torch_dpbayes.mcmc.RecordDensity`.
+        model: Pyro model with one vectorised data plate, see
+            :class:`~torch_dpbayes.mcmc.RecordDensity`.
         step_size: η.
         num_steps: L.
-        log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of distance.
+        log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of
+            distance.
         max_grad_norm: b, the clip bound of one record's gradient, in unconstrained space.
-        ratio_noise_multiplier: z_l, noise standard deviation / clip bound of the log ratio. 0: not private.
+        ratio_noise_multiplier: z_l, noise standard deviation / clip bound of the log ratio. 0: not
+            private.
         grad_noise_multiplier: z_g, likewise of the gradients.
         accountant: where every iteration is charged.
         data_plate: name of the data plate.
-        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), θ's coordinates being the sites sorted by name. None:
-            identity. A public constant, or made from earlier releases.
-        jitter: scale η in iteration t by a randomly shifted Halton sequence in (0, 1), so that no trajectory length is resonant.
+        mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), θ's coordinates
+            being the sites sorted by name. None: identity. A public constant, or made from earlier
+            releases.
+        jitter: scale η in iteration t by a randomly shifted Halton sequence in (0, 1), so that no
+            trajectory length is resonant.
         reuse_gradients: keep the gradient at the point where the chain stays.
         target_accept_prob: acceptance rate that warm-up adapts η to. None: no adaptation.
 
     Raises:
         ValueError: an argument is out of range, or, in ``MCMC.run``, the model is not fit for it.
 
-    **Privacy.** An iteration releases L noisy gradients (the first one L + 1; without reuse every one) and R̃. Adding or removing a record
-    moves their sums by b and c·‖θ'−θ‖, replacing one by twice that: ``GaussianDpEvent(z_g)`` and ``GaussianDpEvent(z_l)``. They are charged
-    before the trajectory starts, and count also where it diverges.
+    **Privacy.** An iteration releases L noisy gradients (the first one L + 1; without reuse every
+    one) and R̃. Adding or removing a record moves their sums by b and c·‖θ'−θ‖, replacing one by
+    twice that: ``GaussianDpEvent(z_g)`` and ``GaussianDpEvent(z_l)``. They are charged before the
+    trajectory starts, and count also where it diverges.
     """
 
     def __init__(
@@ -73,12 +91,20 @@ class DPHMC(PrivateKernel):
         target_accept_prob: float | None = 0.65,
     ) -> None:
         if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise ValueError(f"num_steps must be a positive whole number of leapfrog steps, got {num_steps!r}.")
+            raise ValueError(
+                f"num_steps must be a positive whole number of leapfrog steps, got {num_steps!r}."
+            )
         super().__init__(model, accountant, target_accept_prob)
         self._step_size = check_positive("step_size", step_size, "of the leapfrog integrator")
         self._num_steps = num_steps
-        self._slope = check_clip_bound("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
-        self._max_norm = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
+        self._slope = check_clip_bound(
+            "log_ratio_slope",
+            log_ratio_slope,
+            "a bound on |log-likelihood ratio| / distance of a record",
+        )
+        self._max_norm = check_clip_bound(
+            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+        )
         self._ratio_multiplier = check_noise("ratio_noise_multiplier", ratio_noise_multiplier)
         self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
         self._plate = data_plate
@@ -107,7 +133,11 @@ class DPHMC(PrivateKernel):
 
     def _start(self, theta: Tensor) -> None:
         self._terms = self._gradient = None
-        self._shift = float(torch.special.ndtr(torch.tensor(self._standard_normal(public=True), dtype=torch.float64)))
+        self._shift = float(
+            torch.special.ndtr(
+                torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
+            )
+        )
 
     @property
     def _scale(self) -> float:
@@ -115,7 +145,10 @@ class DPHMC(PrivateKernel):
 
     def _charges(self) -> list[tuple[DpEvent, int]]:
         gradients = self._num_steps + (self._gradient is None or not self._reuse)
-        return [(noise_event(self._grad_multiplier), gradients), (noise_event(self._ratio_multiplier), 1)]
+        return [
+            (noise_event(self._grad_multiplier), gradients),
+            (noise_event(self._ratio_multiplier), 1),
+        ]
 
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         self._charge(*self._charges())
@@ -146,7 +179,9 @@ class DPHMC(PrivateKernel):
             return stay
         bound = self._slope * float(torch.linalg.vector_norm((moved - theta).double()))
         rest = log_prior - self._log_prior + kinetic - self._mass.kinetic_energy(momentum)
-        outcome = self._metropolis(clipped_ratio_sum(self._terms, terms, bound), rest, bound, self._ratio_multiplier)
+        outcome = self._metropolis(
+            clipped_ratio_sum(self._terms, terms, bound), rest, bound, self._ratio_multiplier
+        )
         if not outcome.accepted:
             return theta, outcome
         self._terms, self._log_prior, self._gradient = terms, log_prior, gradient
@@ -155,12 +190,19 @@ class DPHMC(PrivateKernel):
     def _noisy_gradient(self, theta: Tensor) -> Tensor:
         """∇U with the data's part clipped and noised; the prior's is exact."""
         assert self._prior is not None
-        return -(self._noisy_gradient_sum(theta).to(theta.dtype) + self._prior.log_density_and_gradient(theta)[1])
+        return -(
+            self._noisy_gradient_sum(theta).to(theta.dtype)
+            + self._prior.log_density_and_gradient(theta)[1]
+        )
 
     def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
         assert self._density is not None
         total = self._density.clipped_gradient_sum(theta, self._max_norm)
-        return total + self._grad_multiplier * self._max_norm * self._gaussian(len(theta)) if self._grad_multiplier else total
+        return (
+            total + self._grad_multiplier * self._max_norm * self._gaussian(len(theta))
+            if self._grad_multiplier
+            else total
+        )
 
     def _halton(self) -> float:
         """The radical inverse of the iteration's number in base 2, shifted modulo 1."""
@@ -171,18 +213,24 @@ class DPHMC(PrivateKernel):
 
 
 def _require_gradients() -> None:
-    """Refuse where torch cannot differentiate: in inference mode, and in a process that was forked after torch had started threads for backward
-    passes, which it does in the first one if there is a GPU, and if passes are nested deeply. The child has none of them."""
+    """Refuse where torch cannot differentiate: in inference mode, and in a process that was forked
+    after torch had started threads for backward passes, which it does in the first one if there is
+    a GPU, and if passes are nested deeply. The child has none of them.
+    """
     if torch.is_inference_mode_enabled():
-        raise RuntimeError("torch computes no gradients under torch.inference_mode(): call MCMC.run outside of it. Nothing was released.")
+        raise RuntimeError(
+            "torch computes no gradients under torch.inference_mode(): call MCMC.run outside of it."
+            " Nothing was released."
+        )
     with torch.enable_grad():
         one = torch.ones((), requires_grad=True)
         try:
             torch.autograd.grad(one * one, one)
         except RuntimeError as error:
             raise RuntimeError(
-                "this chain was forked from a process in which torch had computed gradients before, with threads that a fork does not have, and "
-                'cannot compute any itself: pass mp_context="spawn" to MCMC. Nothing was released.'
+                "this chain was forked from a process in which torch had computed gradients before,"
+                " with threads that a fork does not have, and cannot compute any itself: pass"
+                ' mp_context="spawn" to MCMC. Nothing was released.'
             ) from error
 
 
@@ -194,8 +242,14 @@ class _Mass:
         if matrix is None:
             return
         matrix = matrix.detach().clone()
-        if matrix.dim() not in (1, 2) or matrix.shape[0] != matrix.shape[-1] or not matrix.isfinite().all():
-            raise ValueError("mass_matrix is a finite tensor (dimension,) or (dimension, dimension).")
+        if (
+            matrix.dim() not in (1, 2)
+            or matrix.shape[0] != matrix.shape[-1]
+            or not matrix.isfinite().all()
+        ):
+            raise ValueError(
+                "mass_matrix is a finite tensor (dimension,) or (dimension, dimension)."
+            )
         if matrix.dim() == 1:
             if not matrix.gt(0).all():
                 raise ValueError("a diagonal mass_matrix needs positive entries.")
@@ -208,7 +262,10 @@ class _Mass:
 
     def require_dimension(self, dimension: int) -> None:
         if self._matrix is not None and len(self._matrix) != dimension:
-            raise ValueError(f"mass_matrix is for {len(self._matrix)} coordinates, the model has {dimension} unconstrained ones.")
+            raise ValueError(
+                f"mass_matrix is for {len(self._matrix)} coordinates, the model has {dimension}"
+                " unconstrained ones."
+            )
 
     def momentum(self, standard: Tensor) -> Tensor:
         if self._factor is None:

@@ -19,32 +19,44 @@ class DPPenalty(PrivateKernel):
     r"""Differentially private random-walk Metropolis-Hastings with the penalty correction.
 
     .. math::
-        \tilde R = \sum_i \mathrm{clip}_{\pm c d}\big(\log p(x_i|\theta') - \log p(x_i|\theta)\big) + \sigma\xi, \qquad
+        \tilde R = \sum_i \mathrm{clip}_{\pm c d}\big(\log p(x_i|\theta') - \log p(x_i|\theta)\big)
+        + \sigma\xi, \qquad
         \sigma = z c d, \quad d = \|\theta' - \theta\|
 
-    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2, u uniform. As σ is the same in both directions, this has
-    exactly the posterior as its stationary distribution while no ratio is clipped (Ceperley and Dewing 1999). d is the distance in
-    unconstrained space, where the prior has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4, which accepts 23 % of
-    small steps of one length, but 28 % of Gaussian steps in 5 dimensions, 35 % in 2 and 44 % in one: short ones have less noise.
+    Accepts θ' iff log u < R̃ + log prior ratio + log proposal ratio − σ²/2, u uniform. As σ is the
+    same in both directions, this has exactly the posterior as its stationary distribution while no
+    ratio is clipped (Ceperley and Dewing 1999). d is the distance in unconstrained space, where the
+    prior has the Jacobian terms. One iteration moves farthest for its cost at σ ≈ 2.4, which
+    accepts 23 % of small steps of one length, but 28 % of Gaussian steps in 5 dimensions, 35 % in 2
+    and 44 % in one: short ones have less noise.
 
-    Source: Yıldırım and Ermiş (2019), Algorithm 1; the clipped form is DP-penalty in Räisä, Koskela and Honkela (2021).
+    Source: Yıldırım and Ermiş (2019), Algorithm 1; the clipped form is DP-penalty in Räisä, Koskela
+    and Honkela (2021).
 
     Args:
-        model: Pyro model with one vectorised data plate, see :class:`~torch_dpbayes.mcmc.RecordDensity`.
-        proposal_scale: standard deviation of the random walk: a number, or a tensor (dimension,) for each coordinate of θ (sites sorted by
-            name), or a lower triangular factor (dimension, dimension) of its covariance. A public constant, or made from earlier releases.
-        log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of distance. Clip below a fifth of the records.
-        noise_multiplier: z, noise standard deviation / clip bound. 0: no noise, charged as not private.
+        model: Pyro model with one vectorised data plate, see
+            :class:`~torch_dpbayes.mcmc.RecordDensity`.
+        proposal_scale: standard deviation of the random walk: a number, or a tensor (dimension,)
+            for each coordinate of θ (sites sorted by name), or a lower triangular factor
+            (dimension, dimension) of its covariance. A public constant, or made from earlier
+            releases.
+        log_ratio_slope: c, the clip bound of one record's log-likelihood ratio for each unit of
+            distance. Clip below a fifth of the records.
+        noise_multiplier: z, noise standard deviation / clip bound. 0: no noise, charged as not
+            private.
         accountant: where every iteration is charged.
         data_plate: name of the data plate.
-        proposal: a :class:`Proposal` instead of the random walk; leave out ``proposal_scale``. It is not adapted.
-        target_accept_prob: acceptance rate that warm-up adapts the random walk's scale to. None: no adaptation.
+        proposal: a :class:`Proposal` instead of the random walk; leave out ``proposal_scale``. It
+            is not adapted.
+        target_accept_prob: acceptance rate that warm-up adapts the random walk's scale to. None: no
+            adaptation.
 
     Raises:
         ValueError: an argument is out of range, or, in ``MCMC.run``, the model is not fit for it.
 
-    **Privacy.** An iteration releases R̃, whose sum moves by c·d when a record is added or removed and by 2c·d when one is replaced, whatever
-    θ and θ' are: ``GaussianDpEvent(z)``, plus the event of ``proposal``. Warm-up and rejected proposals count.
+    **Privacy.** An iteration releases R̃, whose sum moves by c·d when a record is added or removed
+    and by 2c·d when one is replaced, whatever θ and θ' are: ``GaussianDpEvent(z)``, plus the event
+    of ``proposal``. Warm-up and rejected proposals count.
     """
 
     def __init__(
@@ -61,7 +73,11 @@ class DPPenalty(PrivateKernel):
     ) -> None:
         super().__init__(model, accountant, target_accept_prob if proposal is None else None)
         self._moves = Moves(proposal_scale, proposal)
-        self._slope = check_clip_bound("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
+        self._slope = check_clip_bound(
+            "log_ratio_slope",
+            log_ratio_slope,
+            "a bound on |log-likelihood ratio| / distance of a record",
+        )
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
         self._plate = data_plate
         self._density: RecordDensity | None = None
@@ -75,7 +91,9 @@ class DPPenalty(PrivateKernel):
         return ("_density", "_terms")
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        self._density = RecordDensity(self.model, args, kwargs, data_plate=self._plate, gradients=False)
+        self._density = RecordDensity(
+            self.model, args, kwargs, data_plate=self._plate, gradients=False
+        )
         self._moves.require_dimension(self._density.prior.dimension)
         return self._density.prior
 
@@ -108,7 +126,9 @@ class DPPenalty(PrivateKernel):
             return theta, Outcome(False, math.nan)
         bound = self._slope * float(torch.linalg.vector_norm((moved - theta).double()))
         total = clipped_ratio_sum(self._terms, terms, bound)
-        outcome = self._metropolis(total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier)
+        outcome = self._metropolis(
+            total, log_prior - self._log_prior + log_proposal_ratio, bound, self._multiplier
+        )
         if not outcome.accepted:
             return theta, outcome
         self._terms, self._log_prior = terms, log_prior

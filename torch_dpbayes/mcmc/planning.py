@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..accounting import events
-from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded, check_delta, check_epsilon
+from ..accounting.accountant import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    check_delta,
+    check_epsilon,
+)
 from ..accounting.calibration import noise_multiplier_for
 from ..accounting.choices import Neighboring, NeighboringRelation, neighboring_relation
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
@@ -22,7 +27,8 @@ class Plan(NamedTuple):
     """What a run will use and cost.
 
     Attributes:
-        noise_multipliers: arguments for the kernel, ``DPHMC(model, **plan.noise_multipliers, ...)``.
+        noise_multipliers: arguments for the kernel, ``DPHMC(model, **plan.noise_multipliers,
+            ...)``.
         num_iterations: (warm-up + samples) × chains, of all chains together.
         epsilon: what they will have cost, together with the history, at ``delta``.
         delta: the target.
@@ -51,26 +57,32 @@ def plan(
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
     history: Iterable[tuple[Any, ...]] = (),
 ) -> Plan:
-    r"""Noise multipliers for a number of iterations, or a number of iterations for noise multipliers, within a budget.
+    r"""Noise multipliers for a number of iterations, or a number of iterations for noise
+    multipliers, within a budget.
 
-    One iteration of DP-HMC takes a ratio with noise z_l·c·d, d the distance moved, and L gradients with noise z_g·b. On a straight trajectory
-    the gradient noises change the energy by a variance of z_g²b²d²(L−½)/L², so that the logarithm of the acceptance probability is
-    N(−s²/2, s²) with s² = d²·(z_l²c² + z_g²b²(L−½)/L²), and costs 1/z_l² + L/z_g². At equal cost s is smallest for
+    One iteration of DP-HMC takes a ratio with noise z_l·c·d, d the distance moved, and L gradients
+    with noise z_g·b. On a straight trajectory the gradient noises change the energy by a variance
+    of z_g²b²d²(L−½)/L², so that the logarithm of the acceptance probability is N(−s²/2, s²) with s²
+    = d²·(z_l²c² + z_g²b²(L−½)/L²), and costs 1/z_l² + L/z_g². At equal cost s is smallest for
 
     .. math:: z_g / z_l = \sqrt{c/b}\,\big(L^3/(L-\tfrac12)\big)^{1/4} \approx \sqrt{Lc/b},
 
-    which is the split that is used. In simulations (leapfrog on N(0, I), step size optimised for the squared distance moved; L = 1, 6, 20,
-    c/b = 0.3 and 3, little noise and much) it reaches 96 to 100 % of the best of six splits in 5 dimensions. In one dimension with much noise and
-    c/b = 0.3 it reaches 63 to 68 %: a z_g 2 to 3 times as large is better there.
+    which is the split that is used. In simulations (leapfrog on N(0, I), step size optimised for
+    the squared distance moved; L = 1, 6, 20, c/b = 0.3 and 3, little noise and much) it reaches 96
+    to 100 % of the best of six splits in 5 dimensions. In one dimension with much noise and c/b =
+    0.3 it reaches 63 to 68 %: a z_g 2 to 3 times as large is better there.
 
     Args:
-        kernel: ``DPPenalty``, ``ExponentialFamilyPenalty`` or ``DPHMC``; ``MultiOwnerPenalty`` and ``MultiOwnerHMC`` with one owner's budget.
+        kernel: ``DPPenalty``, ``ExponentialFamilyPenalty`` or ``DPHMC``; ``MultiOwnerPenalty`` and
+            ``MultiOwnerHMC`` with one owner's budget.
         target_epsilon, target_delta: for everything together.
-        num_iterations: (warm-up + samples) × chains. Leave it out to ask how many the noise affords.
+        num_iterations: (warm-up + samples) × chains. Leave it out to ask how many the noise
+            affords.
         noise_multiplier: z of the penalty kernels, if ``num_iterations`` is asked for.
         ratio_noise_multiplier, grad_noise_multiplier: likewise z_l and z_g of ``DPHMC``.
         num_steps: L of ``DPHMC``.
-        log_ratio_slope, max_grad_norm: c and b of ``DPHMC``, to split the budget by; not needed if the noise is given.
+        log_ratio_slope, max_grad_norm: c and b of ``DPHMC``, to split the budget by; not needed if
+            the noise is given.
         reuse_gradients: as in ``DPHMC``.
         num_chains: each begins with one gradient more, if they are reused.
         neighboring: the accountant's relation, as ``PrivacyAccountant`` takes it.
@@ -80,7 +92,8 @@ def plan(
         A :class:`Plan`.
 
     Raises:
-        ValueError: an argument is missing, superfluous or out of range, or the history alone passes the target.
+        ValueError: an argument is missing, superfluous or out of range, or the history alone passes
+            the target.
 
     **Privacy.** A number from public numbers: nothing is released or charged.
     """
@@ -91,29 +104,54 @@ def plan(
     is_hmc = kernel in (DPHMC, MultiOwnerHMC)
     if is_hmc:
         if num_steps is None:
-            raise ValueError("num_steps is needed for DPHMC, the number L of leapfrog steps of an iteration.")
+            raise ValueError(
+                "num_steps is needed for DPHMC, the number L of leapfrog steps of an iteration."
+            )
         steps = events.positive_count(num_steps, "num_steps")
-        given = {"ratio_noise_multiplier": ratio_noise_multiplier, "grad_noise_multiplier": grad_noise_multiplier}
+        given = {
+            "ratio_noise_multiplier": ratio_noise_multiplier,
+            "grad_noise_multiplier": grad_noise_multiplier,
+        }
         _require_none("DPHMC", noise_multiplier=noise_multiplier)
     elif kernel in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
         steps, given = 0, {"noise_multiplier": noise_multiplier}
-        of_hmc = {"num_steps": num_steps, "log_ratio_slope": log_ratio_slope, "max_grad_norm": max_grad_norm}
-        _require_none(kernel.__name__, ratio_noise_multiplier=ratio_noise_multiplier, grad_noise_multiplier=grad_noise_multiplier, **of_hmc)
+        of_hmc = {
+            "num_steps": num_steps,
+            "log_ratio_slope": log_ratio_slope,
+            "max_grad_norm": max_grad_norm,
+        }
+        _require_none(
+            kernel.__name__,
+            ratio_noise_multiplier=ratio_noise_multiplier,
+            grad_noise_multiplier=grad_noise_multiplier,
+            **of_hmc,
+        )
     else:
-        raise ValueError(f"kernel must be DPPenalty, ExponentialFamilyPenalty, DPHMC, MultiOwnerPenalty or MultiOwnerHMC, got {kernel!r}.")
-    noises = {name: events.gaussian_noise_multiplier(value, name) for name, value in given.items() if value is not None}
+        raise ValueError(
+            "kernel must be DPPenalty, ExponentialFamilyPenalty, DPHMC, MultiOwnerPenalty or"
+            f" MultiOwnerHMC, got {kernel!r}."
+        )
+    noises = {
+        name: events.gaussian_noise_multiplier(value, name)
+        for name, value in given.items()
+        if value is not None
+    }
     if (num_iterations is None) == (not noises) or (noises and len(noises) < len(given)):
         raise ValueError(f"give either num_iterations, or the noise: {' and '.join(given)}.")
 
     extra = 0 if reuse_gradients else 1  # gradients an iteration beyond L
 
     def start(noises: dict[str, float]) -> DpEvent:
-        gradient = [GaussianDpEvent(noises["grad_noise_multiplier"])] if is_hmc and reuse_gradients else []
+        gradient = (
+            [GaussianDpEvent(noises["grad_noise_multiplier"])] if is_hmc and reuse_gradients else []
+        )
         return ComposedDpEvent([SelfComposedDpEvent(event, chains) for event in gradient])
 
     def each(noises: dict[str, float]) -> DpEvent:
         ratio, *gradient = (GaussianDpEvent(value) for value in noises.values())
-        return ComposedDpEvent([ratio, *(SelfComposedDpEvent(event, steps + extra) for event in gradient)])
+        return ComposedDpEvent(
+            [ratio, *(SelfComposedDpEvent(event, steps + extra) for event in gradient)]
+        )
 
     if num_iterations is None:
         limited = _accountant(history, epsilon, delta, neighboring)
@@ -125,37 +163,63 @@ def plan(
         split = 1.0
         if is_hmc:
             if log_ratio_slope is None or max_grad_norm is None:
-                raise ValueError("log_ratio_slope and max_grad_norm are needed for DPHMC: the noise is split between ratio and gradients by them.")
-            slope = check_positive("log_ratio_slope", log_ratio_slope, "a bound on |log-likelihood ratio| / distance of a record")
-            norm = check_positive("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
+                raise ValueError(
+                    "log_ratio_slope and max_grad_norm are needed for DPHMC: the noise is split"
+                    " between ratio and gradients by them."
+                )
+            slope = check_positive(
+                "log_ratio_slope",
+                log_ratio_slope,
+                "a bound on |log-likelihood ratio| / distance of a record",
+            )
+            norm = check_positive(
+                "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+            )
             split = math.sqrt(slope / norm) * (steps**3 / (steps - 0.5)) ** 0.25
 
         def scaled(z: float) -> dict[str, float]:
             return dict(zip(given, (z, z * split), strict=False))
 
         def run(z: float) -> DpEvent:
-            return ComposedDpEvent([start(scaled(z)), SelfComposedDpEvent(each(scaled(z)), iterations)])
+            return ComposedDpEvent(
+                [start(scaled(z)), SelfComposedDpEvent(each(scaled(z)), iterations)]
+            )
 
         targets = {"target_epsilon": epsilon, "target_delta": delta}
-        noises = scaled(noise_multiplier_for(run, **targets, steps=1, neighboring=neighboring, history=history))
+        noises = scaled(
+            noise_multiplier_for(run, **targets, steps=1, neighboring=neighboring, history=history)
+        )
     accountant = _accountant(history, None, delta, neighboring)
     if iterations:
         accountant.compose(start(noises)).compose(each(noises), iterations)
     return Plan(noises, iterations, accountant.get_epsilon(), delta)
 
 
-def _accountant(history: Iterable[tuple[Any, ...]], epsilon: float | None, delta: float, neighboring: Neighboring) -> PrivacyAccountant:
+def _accountant(
+    history: Iterable[tuple[Any, ...]],
+    epsilon: float | None,
+    delta: float,
+    neighboring: Neighboring,
+) -> PrivacyAccountant:
     accountant = PrivacyAccountant(epsilon, delta, neighboring=neighboring)
     for event, count, *rest in history:
         if len(rest) > 1 and rest[1]:
-            raise ValueError("the history holds adaptive charges, whose guarantee is their accountant's budget as a whole: nothing can be planned.")
+            raise ValueError(
+                "the history holds adaptive charges, whose guarantee is their accountant's budget"
+                " as a whole: nothing can be planned."
+            )
         try:
             accountant.compose(event, count)
         except PrivacyBudgetExceeded as error:
-            raise ValueError(f"what was charged before costs more than epsilon = {epsilon:g} at delta = {delta:g} alone.") from error
+            raise ValueError(
+                f"what was charged before costs more than epsilon = {epsilon:g} at delta ="
+                f" {delta:g} alone."
+            ) from error
     return accountant
 
 
 def _require_none(kernel: str, **arguments: Any) -> None:
     if superfluous := [name for name, value in arguments.items() if value is not None]:
-        raise ValueError(f"{' and '.join(superfluous)} says nothing about a {kernel}: leave it out.")
+        raise ValueError(
+            f"{' and '.join(superfluous)} says nothing about a {kernel}: leave it out."
+        )

@@ -15,15 +15,17 @@ class Proposal(Protocol):
     """Where to go from here.
 
     Attributes:
-        event: what one call of :meth:`propose` releases about the data; ``NoOpDpEvent()`` for a proposal that does not look at them.
-            It is charged before the call.
+        event: what one call of :meth:`propose` releases about the data; ``NoOpDpEvent()`` for a
+            proposal that does not look at them. It is charged before the call.
     """
 
     @property
     def event(self) -> events.DpEvent: ...
 
     def propose(self, params: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
-        """θ' by site, in unconstrained space, and log q(θ | θ') − log q(θ' | θ), from what ``event`` pays for."""
+        """θ' by site, in unconstrained space, and log q(θ | θ') − log q(θ' | θ), from what
+        ``event`` pays for.
+        """
         ...
 
 
@@ -31,29 +33,51 @@ class Moves:
     """The two arguments that say where to go: exactly one of them is given.
 
     Args:
-        proposal_scale: of a Gaussian random walk with a public covariance: a number, (dimension,) or lower triangular (dimension, dimension).
+        proposal_scale: of a Gaussian random walk with a public covariance: a number, (dimension,)
+            or lower triangular (dimension, dimension).
         proposal: a :class:`Proposal`.
     """
 
     def __init__(self, proposal_scale: float | Tensor | None, proposal: Proposal | None) -> None:
         if (proposal is None) == (proposal_scale is None):
-            raise ValueError("give either proposal_scale, the standard deviation of a random walk in unconstrained space, or proposal=.")
-        if proposal is not None and not isinstance(getattr(proposal, "event", None), events.DpEvent):
-            raise TypeError("proposal needs an attribute event, a DpEvent that says what a call releases: NoOpDpEvent() if it does not use the data.")
+            raise ValueError(
+                "give either proposal_scale, the standard deviation of a random walk in"
+                " unconstrained space, or proposal=."
+            )
+        if proposal is not None and not isinstance(
+            getattr(proposal, "event", None), events.DpEvent
+        ):
+            raise TypeError(
+                "proposal needs an attribute event, a DpEvent that says what a call releases:"
+                " NoOpDpEvent() if it does not use the data."
+            )
         self.proposal = proposal
         self._factor: Tensor | None = None
         self.scale = math.nan
         if isinstance(proposal_scale, Tensor):
-            self._factor, self.scale = _factor(proposal_scale), float(torch.linalg.vector_norm(proposal_scale)) / math.sqrt(len(proposal_scale))
+            self._factor, self.scale = (
+                _factor(proposal_scale),
+                float(torch.linalg.vector_norm(proposal_scale)) / math.sqrt(len(proposal_scale)),
+            )
         elif proposal_scale is not None:
-            if isinstance(proposal_scale, bool) or not isinstance(proposal_scale, int | float) or not 0 < proposal_scale < math.inf:
-                raise ValueError(f"proposal_scale must be positive and finite, a standard deviation in unconstrained space; got {proposal_scale!r}.")
+            if (
+                isinstance(proposal_scale, bool)
+                or not isinstance(proposal_scale, int | float)
+                or not 0 < proposal_scale < math.inf
+            ):
+                raise ValueError(
+                    "proposal_scale must be positive and finite, a standard deviation in"
+                    f" unconstrained space; got {proposal_scale!r}."
+                )
             self.scale = float(proposal_scale)
 
     def require_dimension(self, dimension: int) -> None:
         """Refuse a scale for another number of coordinates."""
         if self._factor is not None and len(self._factor) != dimension:
-            raise ValueError(f"proposal_scale is for {len(self._factor)} coordinates, the model has {dimension} unconstrained ones.")
+            raise ValueError(
+                f"proposal_scale is for {len(self._factor)} coordinates, the model has {dimension}"
+                " unconstrained ones."
+            )
 
     def charges(self) -> list[tuple[events.DpEvent, int]]:
         """What a move releases."""
@@ -69,9 +93,18 @@ class Moves:
 
 def _factor(scale: Tensor) -> Tensor:
     if scale.dim() not in (1, 2) or scale.shape[0] != scale.shape[-1] or not scale.isfinite().all():
-        raise ValueError("proposal_scale as a tensor is finite: (dimension,) standard deviations or a triangular (dimension, dimension).")
+        raise ValueError(
+            "proposal_scale as a tensor is finite: (dimension,) standard deviations or a triangular"
+            " (dimension, dimension)."
+        )
     if not (scale if scale.dim() == 1 else scale.diagonal()).gt(0).all():
-        raise ValueError("proposal_scale needs positive entries (on its diagonal): else the chain cannot reach the whole space.")
+        raise ValueError(
+            "proposal_scale needs positive entries (on its diagonal): else the chain cannot reach"
+            " the whole space."
+        )
     if scale.dim() == 2 and not torch.equal(scale, scale.tril()):
-        raise ValueError("proposal_scale as a matrix is the lower Cholesky factor of the covariance: torch.linalg.cholesky(covariance).")
+        raise ValueError(
+            "proposal_scale as a matrix is the lower Cholesky factor of the covariance:"
+            " torch.linalg.cholesky(covariance)."
+        )
     return scale.detach().clone()

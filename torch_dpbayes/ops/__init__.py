@@ -2,7 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .certificates import Bounded, Certificate, FiniteRunLangevin, RenyiClose, StronglyLogConcave, TotalVariationClose
+from .certificates import (
+    Bounded,
+    Certificate,
+    FiniteRunLangevin,
+    RenyiClose,
+    StronglyLogConcave,
+    TotalVariationClose,
+)
 from .glm import GLM
 from .langevin import NoseHoover, Overdamped, Underdamped
 from .one_posterior_sample import OnePosteriorSample

@@ -1,7 +1,9 @@
-r"""From how close a sampler is to its target, and how private an exact draw of the target is, to how private the sampler's draw is.
+r"""From how close a sampler is to its target, and how private an exact draw of the target is, to
+how private the sampler's draw is.
 
-P and P' are the targets on neighbouring data sets, Q and Q' the laws of the sampler's draws. What is known of (P, P') is an event; of (P, Q) it
-is assumed. No triangle inequality for privacy is free: every bound here is larger than the event of (P, P').
+P and P' are the targets on neighbouring data sets, Q and Q' the laws of the sampler's draws. What
+is known of (P, P') is an event; of (P, Q) it is assumed. No triangle inequality for privacy is
+free: every bound here is larger than the event of (P, P').
 """
 
 from __future__ import annotations
@@ -28,21 +30,25 @@ class TooFar(ValueError):
 def ratio_bounded(event: ExactEvent, divergence: float) -> ExactEvent:
     r"""(Q, Q') where |log dQ/dP| ≤ η everywhere: Rényi divergence η of order ∞ in both directions.
 
-    A log ratio of P to P' that spans b becomes one that spans b + 4η. A μ-Gaussian one becomes (μ + 2m)-Gaussian, m = 2Φ⁻¹(e^η/(1+e^η)):
-    trade-off curves compose along Q, P, P', Q', and an η-differentially private pair is m-Gaussian.
+    A log ratio of P to P' that spans b becomes one that spans b + 4η. A μ-Gaussian one becomes (μ +
+    2m)-Gaussian, m = 2Φ⁻¹(e^η/(1+e^η)): trade-off curves compose along Q, P, P', Q', and an
+    η-differentially private pair is m-Gaussian.
     """
     if isinstance(event, BoundedRangeDpEvent):
         return BoundedRangeDpEvent((event.epsilon + 4 * divergence) * _ROUND_UP)
-    return MuGaussianDpEvent((event.mu + 2 * privacy_loss.dominating_mu(privacy_loss.Pure(divergence))) * _ROUND_UP)
+    return MuGaussianDpEvent(
+        (event.mu + 2 * privacy_loss.dominating_mu(privacy_loss.Pure(divergence))) * _ROUND_UP
+    )
 
 
 def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float) -> float:
     r"""ε at ``delta`` of (Q, Q') where D_β(Q‖P), D_β(P‖Q), D_β(Q'‖P'), D_β(P'‖Q') ≤ η.
 
-    Q(S) ≤ e^a P(S) + δ₁, P(S) ≤ e^ε P'(S) + δ₂ and P'(S) ≤ e^b Q'(S) + δ₃ make Q(S) ≤ e^{a+ε+b} Q'(S) + δ₁ + e^a δ₂ + e^{a+ε} δ₃, with
-    δ₁ = e^{(β−1)(η−a)} (1−1/β)^β / (β−1) (Canonne, Kamath and Steinke 2020, Proposition 12), and δ₃ alike. One direction of closeness is used
-    at Q, the other at Q'. The weak triangle inequality for Rényi divergences (Mironov 2017, Proposition 11) gives up to 10 percent more: it
-    forgets what is known of (P, P') beyond its Rényi curve.
+    Q(S) ≤ e^a P(S) + δ₁, P(S) ≤ e^ε P'(S) + δ₂ and P'(S) ≤ e^b Q'(S) + δ₃ make Q(S) ≤ e^{a+ε+b}
+    Q'(S) + δ₁ + e^a δ₂ + e^{a+ε} δ₃, with δ₁ = e^{(β−1)(η−a)} (1−1/β)^β / (β−1) (Canonne, Kamath
+    and Steinke 2020, Proposition 12), and δ₃ alike. One direction of closeness is used at Q, the
+    other at Q'. The weak triangle inequality for Rényi divergences (Mironov 2017, Proposition 11)
+    gives up to 10 percent more: it forgets what is known of (P, P') beyond its Rényi curve.
 
     Raises:
         TooFar: no finite ε comes out.
@@ -51,29 +57,40 @@ def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float
     best = math.inf
     for exact in _SHARES_OF_TARGET:
         for first in _SHARES_OF_FIRST:
-            delta_1, delta_2, delta_3 = (1 - exact) * first * delta, exact * delta, (1 - exact) * (1 - first) * delta
+            delta_1, delta_2, delta_3 = (
+                (1 - exact) * first * delta,
+                exact * delta,
+                (1 - exact) * (1 - first) * delta,
+            )
             a = max(0.0, divergence + (constant - math.log(delta_1)) / (order - 1))
             middle = _epsilon(event, delta_2 * math.exp(-a))
             b = max(0.0, divergence + (constant + a + middle - math.log(delta_3)) / (order - 1))
             best = min(best, a + middle + b)
     if math.isinf(best):
-        raise TooFar(f"divergence = {divergence:g} of order {order:g} is too large: no finite epsilon comes out at delta = {delta:g}.")
+        raise TooFar(
+            f"divergence = {divergence:g} of order {order:g} is too large: no finite epsilon comes"
+            f" out at delta = {delta:g}."
+        )
     return best * _ROUND_UP
 
 
 def total_variation_close(event: ExactEvent, distance: float, delta: float) -> float:
-    r"""ε at ``delta`` of (Q, Q') where the total variation distances of (P, Q) and (P', Q') are at most ξ.
+    r"""ε at ``delta`` of (Q, Q') where the total variation distances of (P, Q) and (P', Q') are at
+    most ξ.
 
-    Q(S) ≤ P(S) + ξ ≤ e^ε P'(S) + δ_P(ε) + ξ ≤ e^ε Q'(S) + δ_P(ε) + (1 + e^ε)ξ (Wang, Fienberg and Smola 2015, Proposition 10).
+    Q(S) ≤ P(S) + ξ ≤ e^ε P'(S) + δ_P(ε) + ξ ≤ e^ε Q'(S) + δ_P(ε) + (1 + e^ε)ξ (Wang, Fienberg and
+    Smola 2015, Proposition 10).
 
     Raises:
         TooFar: no ε meets ``delta``.
     """
+
     def meets(epsilon: float) -> bool:
         return _delta(event, epsilon) + (1 + math.exp(epsilon)) * distance <= delta
 
     if delta > 2 * distance:
-        points = np.linspace(0.0, math.log(delta / distance - 1), 400).tolist()  # beyond, the second term alone is too large
+        # beyond, the second term alone is too large
+        points = np.linspace(0.0, math.log(delta / distance - 1), 400).tolist()
         for low, high in zip([0.0, *points], points, strict=False):
             if meets(high):
                 while high - low > 1e-10:
@@ -81,13 +98,18 @@ def total_variation_close(event: ExactEvent, distance: float, delta: float) -> f
                     low, high = (low, middle) if meets(middle) else (middle, high)
                 return high * _ROUND_UP
     raise TooFar(
-        f"xi = {distance:g} is too large: delta(epsilon) + (1 + e^epsilon) xi stays above delta = {delta:g} for every epsilon. State a larger delta, "
-        "an exact draw that costs less, or a sampler that is closer."
+        f"xi = {distance:g} is too large: delta(epsilon) + (1 + e^epsilon) xi stays above delta ="
+        f" {delta:g} for every epsilon. State a larger delta, an exact draw that costs less, or a"
+        " sampler that is closer."
     )
 
 
 def _pair(event: ExactEvent) -> privacy_loss.Pair:
-    return privacy_loss.BoundedRange(event.epsilon) if isinstance(event, BoundedRangeDpEvent) else privacy_loss.Gaussian(event.mu)
+    return (
+        privacy_loss.BoundedRange(event.epsilon)
+        if isinstance(event, BoundedRangeDpEvent)
+        else privacy_loss.Gaussian(event.mu)
+    )
 
 
 def _delta(event: ExactEvent, epsilon: float) -> float:

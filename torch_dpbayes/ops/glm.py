@@ -1,4 +1,6 @@
-"""Generalised linear models: the one family whose constants hold for every data set. The only file of ``ops`` that reads a GLM's records."""
+"""Generalised linear models: the one family whose constants hold for every data set. The only
+file of ``ops`` that reads a GLM's records.
+"""
 
 from __future__ import annotations
 
@@ -12,36 +14,48 @@ from torch import Tensor
 
 FAMILIES = ("bernoulli", "gaussian", "poisson")
 
-# Clipped features are shortened by this share, which covers the rounding of float32 features and of their norms.
+# Clipped features are shortened by this share, which covers the rounding of float32 features and of
+# their norms.
 _ROUNDING = 1e-6
 _LEAST_STD = 1e-50
-_LARGEST = 1e15  # of a constant in the records' units, and 1 over the least: beyond, what bounds a record is lost in the rounding of float32
-_LARGEST_EXPONENT = 600.0  # of a Poisson rate; beyond, any clip has long been reached, and infinity would turn gradients into NaN
+# of a constant in the records' units, and 1 over the least: beyond, what bounds a record is lost in
+# the rounding of float32
+_LARGEST = 1e15
+# of a Poisson rate; beyond, any clip has long been reached, and infinity would turn gradients into
+# NaN
+_LARGEST_EXPONENT = 600.0
 _CHUNK = 8192  # rows; norms are computed in float64 without a float64 copy of all features
-_ROWS_IN_FLOAT32 = 2048  # whose gradients are added up in float32: the sum is off by less than 10⁻³ of the clip norm
+# whose gradients are added up in float32: the sum is off by less than 10⁻³ of the clip norm
+_ROWS_IN_FLOAT32 = 2048
 
 
 class GLM:
-    r"""A generalised linear model with canonical link: one scalar linear predictor :math:`u_i = x_i^\top w` a record.
+    r"""A generalised linear model with canonical link: one scalar linear predictor :math:`u_i =
+    x_i^\top w` a record.
 
     .. math::
         \ell_i(w) = b(u_i) - y_i u_i \ \text{(times } 1/s^2 \text{ for "gaussian")}, \qquad
         r(w) = \tfrac12 \sum_j w_j^2 / \text{prior\_std}_j^2
 
-    with b(u) = log(1 + e^u) for ``"bernoulli"``, u²/2 for ``"gaussian"``, e^u for ``"poisson"``. Rows are scaled down to norm ``max_feature_norm``
-    (R_x), all columns together: an intercept is a column of ones of the caller's and is clipped with the rest. Targets are clamped to [0, 1]
-    (``"bernoulli"``) or [0, ``max_count``] (``"poisson"``). A row with a value that is not finite contributes exactly nothing. No record can make any
-    of this raise: check labels before.
+    with b(u) = log(1 + e^u) for ``"bernoulli"``, u²/2 for ``"gaussian"``, e^u for ``"poisson"``.
+    Rows are scaled down to norm ``max_feature_norm`` (R_x), all columns together: an intercept is a
+    column of ones of the caller's and is clipped with the rest. Targets are clamped to [0, 1]
+    (``"bernoulli"``) or [0, ``max_count``] (``"poisson"``). A row with a value that is not finite
+    contributes exactly nothing. No record can make any of this raise: check labels before.
 
-    The losses are convex and enter through a scalar, so that clipping a record's gradient to norm C (Huber's loss in u) keeps them convex, with
-    gradient Lipschitz constant at most β R_x²: β = ¼ (Bernoulli), 1/s² (Gaussian), ``max_count`` + C/R_x (Poisson: where the gradient is not clipped,
-    e^u ≤ y + C/‖x‖). With more than one predictor a record (softmax) this is false: clipped gradients are then no gradients of a convex function.
+    The losses are convex and enter through a scalar, so that clipping a record's gradient to norm C
+    (Huber's loss in u) keeps them convex, with gradient Lipschitz constant at most β R_x²: β = ¼
+    (Bernoulli), 1/s² (Gaussian), ``max_count`` + C/R_x (Poisson: where the gradient is not clipped,
+    e^u ≤ y + C/‖x‖). With more than one predictor a record (softmax) this is false: clipped
+    gradients are then no gradients of a convex function.
 
     Args:
         family: ``"bernoulli"`` (targets 0 and 1), ``"gaussian"`` or ``"poisson"``.
-        prior_std: standard deviation of the N(0, prior_std²) prior of each weight, a number or one for each column; ``math.inf`` for no prior.
+        prior_std: standard deviation of the N(0, prior_std²) prior of each weight, a number or one
+            for each column; ``math.inf`` for no prior.
         max_feature_norm: R_x, the largest Euclidean norm of a row of features.
-        noise_std: s, the known standard deviation of a Gaussian target. Needed there, refused elsewhere.
+        noise_std: s, the known standard deviation of a Gaussian target. Needed there, refused
+            elsewhere.
         max_count: the largest count of a Poisson target. Needed there, refused elsewhere.
 
     Raises:
@@ -61,24 +75,37 @@ class GLM:
     ) -> None:
         if family not in FAMILIES:
             raise ValueError(
-                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}. These have one linear predictor a record and a "
-                "convex loss; "
-                "for anything else (softmax among it) clipping the gradients destroys the convexity that the guarantee rests on. Use a Pyro model, "
-                "whose constants are asserted, or dpb.optim.DPSGLD, whose guarantee needs none."
+                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}. These"
+                " have one linear predictor a record and a convex loss; for anything else (softmax"
+                " among it) clipping the gradients destroys the convexity that the guarantee rests"
+                " on. Use a Pyro model, whose constants are asserted, or dpb.optim.DPSGLD, whose"
+                " guarantee needs none."
             )
         if isinstance(max_feature_norm, Tensor | bool) or not 0 < max_feature_norm < math.inf:
-            raise ValueError(f"max_feature_norm must be a positive finite number, got {max_feature_norm!r}: it bounds what one record can do")
+            raise ValueError(
+                f"max_feature_norm must be a positive finite number, got {max_feature_norm!r}: it"
+                " bounds what one record can do"
+            )
         require_representable("max_feature_norm", max_feature_norm)
-        for name, value, owner in (("noise_std", noise_std, "gaussian"), ("max_count", max_count, "poisson")):
+        for name, value, owner in (
+            ("noise_std", noise_std, "gaussian"),
+            ("max_count", max_count, "poisson"),
+        ):
             if family == owner and (value is None or not 0 < value < math.inf):
-                raise ValueError(f"family={family!r} needs {name}, a positive finite public number; got {value!r}")
+                raise ValueError(
+                    f"family={family!r} needs {name}, a positive finite public number; got"
+                    f" {value!r}"
+                )
             if family != owner and value is not None:
                 raise ValueError(f"{name} belongs to family={owner!r}, not to {family!r}")
             if value is not None:
                 require_representable(name, value)
         stds = torch.as_tensor(prior_std, dtype=torch.float64, device="cpu").detach().clone()
         if stds.dim() > 1 or stds.numel() == 0 or not bool((stds >= _LEAST_STD).all()):
-            raise ValueError(f"prior_std must be one number of at least {_LEAST_STD:g}, or one for each column of the features; got {prior_std!r}")
+            raise ValueError(
+                f"prior_std must be one number of at least {_LEAST_STD:g}, or one for each column"
+                f" of the features; got {prior_std!r}"
+            )
         self._family = family
         self._prior_std = stds
         self._max_feature_norm = float(max_feature_norm)
@@ -86,9 +113,21 @@ class GLM:
         self._max_count = None if max_count is None else float(max_count)
 
     def __repr__(self) -> str:
-        std = float(self._prior_std) if self._prior_std.dim() == 0 else f"<{len(self._prior_std)} values>"
-        parts = [repr(self._family), f"prior_std={std}", f"max_feature_norm={self._max_feature_norm:g}"]
-        parts += [f"{n}={v:g}" for n, v in (("noise_std", self._noise_std), ("max_count", self._max_count)) if v is not None]
+        std = (
+            float(self._prior_std)
+            if self._prior_std.dim() == 0
+            else f"<{len(self._prior_std)} values>"
+        )
+        parts = [
+            repr(self._family),
+            f"prior_std={std}",
+            f"max_feature_norm={self._max_feature_norm:g}",
+        ]
+        parts += [
+            f"{n}={v:g}"
+            for n, v in (("noise_std", self._noise_std), ("max_count", self._max_count))
+            if v is not None
+        ]
         return f"GLM({', '.join(parts)})"
 
     @property
@@ -101,11 +140,13 @@ class GLM:
         """R_x."""
         return self._max_feature_norm
 
-    # --- constants, none of which depends on data --------------------------------------------------------------------
+    # --- constants, none of which depends on data -------------------------------------------------
 
     @property
     def strength(self) -> float:
-        """λ, the smallest eigenvalue of the prior's precision: U is λ-strongly convex for every data set."""
+        """λ, the smallest eigenvalue of the prior's precision: U is λ-strongly convex for
+        every data set.
+        """
         return float(self._prior_std.max()) ** -2
 
     @property
@@ -115,7 +156,11 @@ class GLM:
 
     def lipschitz(self, max_grad_norm: float = math.inf) -> float:
         """L: the largest norm of one record's gradient after clipping to ``max_grad_norm``."""
-        return min(max_grad_norm, self._max_feature_norm) if self._family == "bernoulli" else max_grad_norm
+        return (
+            min(max_grad_norm, self._max_feature_norm)
+            if self._family == "bernoulli"
+            else max_grad_norm
+        )
 
     def record_smoothness(self, max_grad_norm: float = math.inf) -> float:
         """The Lipschitz constant of one record's clipped gradient, times R_x² already."""
@@ -126,10 +171,11 @@ class GLM:
             return self._max_count * squared + max_grad_norm * self._max_feature_norm
         return squared / 4
 
-    # --- records -----------------------------------------------------------------------------------------------------
+    # --- records ----------------------------------------------------------------------------------
 
     def features(self, features: Tensor) -> Tensor:
-        """The rows as the model sees them: scaled down to norm ``max_feature_norm``; zero where a value is not finite.
+        """The rows as the model sees them: scaled down to norm ``max_feature_norm``; zero where a
+        value is not finite.
 
         Args:
             features: ``[n, d]``.
@@ -147,16 +193,25 @@ class GLM:
         return clipped
 
     def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
-        """The expected target of each row, ``[n]``: a probability, a mean or a rate, with the features clipped as in fitting.
+        """The expected target of each row, ``[n]``: a probability, a mean or a rate, with the
+        features clipped as in fitting.
 
         Args:
             draw: what ``OnePosteriorSample(...).sample`` returned.
             features: ``[n, d]``.
         """
-        predictor = self.features(features) @ draw["weights"].to(device=features.device, dtype=_dtype(features))
-        return predictor.sigmoid() if self._family == "bernoulli" else predictor.exp() if self._family == "poisson" else predictor
+        predictor = self.features(features) @ draw["weights"].to(
+            device=features.device, dtype=_dtype(features)
+        )
+        return (
+            predictor.sigmoid()
+            if self._family == "bernoulli"
+            else predictor.exp()
+            if self._family == "poisson"
+            else predictor
+        )
 
-    # --- what certificates ask -----------------------------------------------------------------------------------------
+    # --- what certificates ask --------------------------------------------------------------------
 
     def num_records(self, data: tuple[Any, ...]) -> int:
         """The number of rows."""
@@ -169,19 +224,36 @@ class GLM:
         features, targets = data
         _require_matrix(features)
         if self._prior_std.dim() == 1 and len(self._prior_std) != features.shape[1]:
-            raise ValueError(f"prior_std has {len(self._prior_std)} values, the features have {features.shape[1]} columns")
+            raise ValueError(
+                f"prior_std has {len(self._prior_std)} values, the features have"
+                f" {features.shape[1]} columns"
+            )
         if features.shape[1] == 0:
             raise ValueError("the features have no column: there is no weight to sample")
-        if not isinstance(targets, Tensor) or targets.is_complex() or targets.layout != torch.strided or targets.shape != features.shape[:1]:
-            more = " A GLM has one predictor a record; one-hot or multi-output targets belong to other models." if _many(targets) else ""
-            raise ValueError(f"targets must be a real dense tensor [{len(features)}], one number a record, got {_shape(targets)}.{more}")
+        if (
+            not isinstance(targets, Tensor)
+            or targets.is_complex()
+            or targets.layout != torch.strided
+            or targets.shape != features.shape[:1]
+        ):
+            more = (
+                " A GLM has one predictor a record; one-hot or multi-output targets belong to other"
+                " models."
+                if _many(targets)
+                else ""
+            )
+            raise ValueError(
+                f"targets must be a real dense tensor [{len(features)}], one number a record, got"
+                f" {_shape(targets)}.{more}"
+            )
         return data
 
     def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> GLMTarget:
         """∝ prior · Π likelihood^tempering, with clipped gradients."""
         features, targets = data
         records = self.records(features, targets, max_grad_norm)
-        records.x = records.x.T.contiguous().T  # column by column the two products of a step take two thirds of the time
+        # column by column the two products of a step take two thirds of the time
+        records.x = records.x.T.contiguous().T
         return GLMTarget(records, tempering)
 
     def release(self, theta: Tensor) -> dict[str, Tensor]:
@@ -197,21 +269,30 @@ class GLM:
             return {"prior_std": float(self._prior_std)}
         ((name, weights),) = module.named_parameters()
         precision = (self._prior_std**-2).to(weights)
-        return {"log_prior": lambda named: -0.5 * (precision * named[name].reshape(-1).square()).sum()}
+        return {
+            "log_prior": lambda named: -0.5 * (precision * named[name].reshape(-1).square()).sum()
+        }
 
-    def records(self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf) -> Records:
-        """The data with every record's part in the potential bounded; nothing about their values can raise."""
+    def records(
+        self, features: Tensor, targets: Tensor, max_grad_norm: float = math.inf
+    ) -> Records:
+        """The data with every record's part in the potential bounded; nothing about their
+        values can raise.
+        """
         clipped = self.features(features)
         y = targets.detach().to(device=clipped.device, dtype=torch.float64)
         clipped.masked_fill_(~y.isfinite()[:, None], 0.0)
         y = torch.where(y.isfinite(), y, 0.0)
         if self._family != "gaussian":
             y = y.clamp(0.0, 1.0 if self._max_count is None else self._max_count)
-        # rounding a huge target to float32 must not make it infinite: inf - inf is NaN, and would be released
+        # rounding a huge target to float32 must not make it infinite: inf - inf is NaN, and would
+        # be released
         largest = torch.finfo(clipped.dtype).max / 4
         y = y.clamp(-largest, largest).to(clipped.dtype)
         bounds = None
-        if max_grad_norm < math.inf and not (self._family == "bernoulli" and max_grad_norm >= self._max_feature_norm):
+        if max_grad_norm < math.inf and not (
+            self._family == "bernoulli" and max_grad_norm >= self._max_feature_norm
+        ):
             norms = torch.linalg.vector_norm(clipped, dim=1, dtype=torch.float64)
             bounds = (max_grad_norm * (1 - _ROUNDING) / norms).clamp_max_(largest).to(clipped.dtype)
         precision = (self._prior_std**-2).to(clipped.device)
@@ -220,7 +301,9 @@ class GLM:
 
 @dataclass(eq=False, slots=True)
 class Records:
-    """Bounded records of a GLM. ``bounds``: the largest |∂ℓ_i/∂u| that clipping leaves, None where nothing can exceed it."""
+    """Bounded records of a GLM. ``bounds``: the largest |∂ℓ_i/∂u| that clipping leaves, None
+    where nothing can exceed it.
+    """
 
     family: str
     x: Tensor  # [n, d]
@@ -233,11 +316,13 @@ class Records:
     def loss_gradient(self, weights: Tensor) -> Tensor:
         """Σ_i of clipped gradients, ``[d]`` in float64: two matrix products.
 
-        The second by parts: in one float32 sum, one record would change the rounding of millions of others, by a good part of its clip norm.
+        The second by parts: in one float32 sum, one record would change the rounding of millions of
+        others, by a good part of its clip norm.
         """
         if self._u is None:
             self._u = torch.empty_like(self.y)
-        u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)  # as in _predictors
+        # as in _predictors
+        u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)
         if self.family == "bernoulli":
             u.sigmoid_()
         elif self.family == "poisson":
@@ -248,12 +333,16 @@ class Records:
         if self.bounds is not None:
             torch.clamp(u, -self.bounds, self.bounds, out=u)
         total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
-        for rows, slopes in zip(self.x.split(_ROWS_IN_FLOAT32), u.split(_ROWS_IN_FLOAT32), strict=True):
+        for rows, slopes in zip(
+            self.x.split(_ROWS_IN_FLOAT32), u.split(_ROWS_IN_FLOAT32), strict=True
+        ):
             total += torch.mv(rows.T, slopes)
         return total
 
     def huber_losses(self, weights: Tensor) -> Tensor:
-        """ℓ_i where its slope is within bounds, straight lines beyond, ``[n]``; the gradient of their sum is :meth:`loss_gradient`."""
+        """ℓ_i where its slope is within bounds, straight lines beyond, ``[n]``; the gradient
+        of their sum is :meth:`loss_gradient`.
+        """
         u = self._predictors(weights)
         y = self.y.to(torch.float64)
         if self.bounds is None:
@@ -261,14 +350,24 @@ class Records:
         bounds = self.bounds.to(torch.float64)
         if self.family == "gaussian":
             low, high = y - bounds / self.weight, y + bounds / self.weight
-        else:  # logit or log of the mean at which the slope is at its bound; where there is none, the loss stays as it is
+        # logit or log of the mean at which the slope is at its bound; where there is none, the loss
+        # stays as it is
+        else:
             link = torch.logit if self.family == "bernoulli" else torch.log
             low = torch.where(y > bounds, link(y - bounds), -math.inf)
-            high = torch.where(y + bounds < (1.0 if self.family == "bernoulli" else math.inf), link(y + bounds), math.inf)
+            high = torch.where(
+                y + bounds < (1.0 if self.family == "bernoulli" else math.inf),
+                link(y + bounds),
+                math.inf,
+            )
         inside = u.detach().clamp(low, high)
         slopes = self._slopes(inside, y)
         # a straight line through ``inside``, and the loss itself where that is u
-        return torch.where(inside == u, self._losses(u.clamp(low, high), y), self._losses(inside, y) + slopes * (u - inside))
+        return torch.where(
+            inside == u,
+            self._losses(u.clamp(low, high), y),
+            self._losses(inside, y) + slopes * (u - inside),
+        )
 
     def log_likelihoods(self, weights: Tensor) -> Tensor:
         """log p(y_i | x_i, w) with its constants, ``[n]`` in float64, not clipped."""
@@ -279,7 +378,9 @@ class Records:
         return -self._losses(u, y) - (torch.lgamma(y + 1) if self.family == "poisson" else 0.0)
 
     def _predictors(self, weights: Tensor) -> Tensor:
-        """u in float64; beyond the range of floats, where it would not be a number for some records and not for others, it is 0."""
+        """u in float64; beyond the range of floats, where it would not be a number for some
+        records and not for others, it is 0.
+        """
         return torch.mv(self.x, weights.to(self.x.dtype)).nan_to_num(nan=0.0).to(torch.float64)
 
     def _losses(self, u: Tensor, y: Tensor) -> Tensor:
@@ -304,15 +405,18 @@ class GLMTarget:
     @property
     def start(self) -> Tensor:
         """The prior's mean."""
-        return torch.zeros(self._records.x.shape[1], dtype=torch.float64, device=self._records.x.device)
+        return torch.zeros(
+            self._records.x.shape[1], dtype=torch.float64, device=self._records.x.device
+        )
 
     def potential(self, theta: Tensor) -> Tensor:
         """U, differentiable."""
         return self._prior(theta) + self._tempering * self._records.huber_losses(theta).sum()
 
     def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """The same with every log likelihood clipped into [low, high] instead of every gradient; ``relative``: its difference to that at "
-        "the start."""
+        """The same with every log likelihood clipped into [low, high] instead of every gradient;
+        ``relative``: its difference to that at " "the start.
+        """
         values = self._records.log_likelihoods(theta)
         if relative:
             values = values - self._records.log_likelihoods(self.start)
@@ -323,15 +427,20 @@ class GLMTarget:
 
     def gradient(self, theta: Tensor) -> Tensor:
         """∇U, ``[d]``."""
-        return self._records.loss_gradient(theta).mul_(self._tempering).addcmul_(self._records.precision, theta)
+        return (
+            self._records.loss_gradient(theta)
+            .mul_(self._tempering)
+            .addcmul_(self._records.precision, theta)
+        )
 
 
 def require_representable(name: str, value: float) -> None:
     """Raise unless sums over records that this number bounds stay within what float32 can hold."""
     if not 1 / _LARGEST <= value <= _LARGEST:
         raise ValueError(
-            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}: sums over records are made in float32, which would overflow or "
-            "lose what bounds one record. Choose units in which the numbers are closer to 1."
+            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}: sums over"
+            " records are made in float32, which would overflow or lose what bounds one record."
+            " Choose units in which the numbers are closer to 1."
         )
 
 
@@ -340,12 +449,23 @@ def _dtype(features: Tensor) -> torch.dtype:
 
 
 def _require_matrix(features: Any) -> None:
-    if not isinstance(features, Tensor) or features.dim() != 2 or features.is_complex() or features.layout != torch.strided:
-        raise ValueError(f"features must be a real dense tensor [records, columns], got {_shape(features)}")
+    if (
+        not isinstance(features, Tensor)
+        or features.dim() != 2
+        or features.is_complex()
+        or features.layout != torch.strided
+    ):
+        raise ValueError(
+            f"features must be a real dense tensor [records, columns], got {_shape(features)}"
+        )
 
 
 def _shape(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"a tensor of shape {list(value.shape)}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )
 
 
 def _many(targets: Any) -> bool:

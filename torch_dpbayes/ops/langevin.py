@@ -1,4 +1,6 @@
-"""Langevin samplers on the full data. No accept step, nothing that a record can stop: every step does the same whatever the records are."""
+"""Langevin samplers on the full data. No accept step, nothing that a record can stop: every
+step does the same whatever the records are.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Target(Protocol):
         """U(θ) up to a constant, differentiable; for samplers with an accept step."""
 
     def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """U(θ) with every record's log likelihood clipped into [low, high], differentiable; ``relative``: less its value at the start."""
+        """U(θ) with every record's log likelihood clipped into [low, high], differentiable;
+        ``relative``: less its value at the start.
+        """
 
 
 class Density(NamedTuple):
@@ -41,17 +45,22 @@ class Density(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Public settings of a chain, and how it runs. Its state after the last step is a draw, close to the target or not."""
+    """Public settings of a chain, and how it runs. Its state after the last step is a draw,
+    close to the target or not.
+    """
 
     def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
         """The last state, ``[d]``."""
 
 
 @torch.no_grad()
-def overdamped(target: Target | Density, step_sizes: Iterable[float], noise: GaussianNoise) -> Tensor:
+def overdamped(
+    target: Target | Density, step_sizes: Iterable[float], noise: GaussianNoise
+) -> Tensor:
     r"""The unadjusted Langevin algorithm on the full data.
 
-    .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \qquad \xi \sim N(0, I)
+    .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \qquad \xi \sim N(0,
+    I)
 
     On a Gaussian target with precision κ the stationary variance is 1/(κ(1 − hκ/2)).
 
@@ -63,7 +72,8 @@ def overdamped(target: Target | Density, step_sizes: Iterable[float], noise: Gau
     Returns:
         The last state only, ``[d]``.
 
-    **Privacy.** The last state is the release, the earlier ones are not: :class:`~torch_dpbayes.ops.FiniteRunLangevin` has the guarantee.
+    **Privacy.** The last state is the release, the earlier ones are not:
+    :class:`~torch_dpbayes.ops.FiniteRunLangevin` has the guarantee.
     """
     theta = target.start.clone()
     for h in step_sizes:
@@ -74,14 +84,15 @@ def overdamped(target: Target | Density, step_sizes: Iterable[float], noise: Gau
 
 @dataclass(frozen=True)
 class Overdamped:
-    """:func:`overdamped` Langevin dynamics as a sampler for :class:`~torch_dpbayes.ops.RenyiClose` and
-    :class:`~torch_dpbayes.ops.TotalVariationClose`.
+    """:func:`overdamped` Langevin dynamics as a sampler for :class:`~torch_dpbayes.ops.RenyiClose`
+    and :class:`~torch_dpbayes.ops.TotalVariationClose`.
 
     Args:
         steps: how many.
         step_size: h, in units of θ².
 
-    **Privacy.** The settings are public. How close the draw is to the target is the certificate's assumption.
+    **Privacy.** The settings are public. How close the draw is to the target is the certificate's
+    assumption.
     """
 
     steps: int
@@ -97,22 +108,26 @@ class Overdamped:
 
 @dataclass(frozen=True)
 class Underdamped:
-    r"""Underdamped Langevin dynamics, the gradient frozen over each step and the linear equation integrated exactly.
+    r"""Underdamped Langevin dynamics, the gradient frozen over each step and the linear equation
+    integrated exactly.
 
     .. math::
         dx = v\,dt, \qquad dv = -\gamma v\,dt - u \nabla U(x_k)\,dt + \sqrt{2 \gamma u}\,dB, \qquad
         \text{law} \propto \exp(-U(x) - \|v\|^2 / (2u))
 
-    With E = e^{−γh}: v' = E·v − (u/γ)(1−E)∇U + W_v, x' = x + (1−E)v/γ − (u/γ)(h − (1−E)/γ)∇U + W_x, where Var W_v = u(1−E²),
-    Cov(W_x, W_v) = (u/γ)(1−E)² and Var W_x = (2u/γ)(h − 2(1−E)/γ + (1−E²)/(2γ)).
+    With E = e^{−γh}: v' = E·v − (u/γ)(1−E)∇U + W_v, x' = x + (1−E)v/γ − (u/γ)(h − (1−E)/γ)∇U + W_x,
+    where Var W_v = u(1−E²), Cov(W_x, W_v) = (u/γ)(1−E)² and Var W_x = (2u/γ)(h − 2(1−E)/γ +
+    (1−E²)/(2γ)).
 
-    Source: Cheng, Chatterji, Bartlett and Jordan (2018), "Underdamped Langevin MCMC", equations 5 and 10.
+    Source: Cheng, Chatterji, Bartlett and Jordan (2018), "Underdamped Langevin MCMC", equations 5
+    and 10.
 
     Args:
         steps: how many.
         step_size: h, a time.
         friction: γ, per time.
-        inverse_mass: u; with 1/M, M the smoothness of U, times are in units in which γ = 2 is a good choice.
+        inverse_mass: u; with 1/M, M the smoothness of U, times are in units in which γ = 2 is a
+            good choice.
 
     **Privacy.** The settings are public. Only the last position leaves; the velocity does not.
     """
@@ -142,7 +157,9 @@ class Underdamped:
             gradient = density.gradient(x)
             kick = math.sqrt(variance) * _gaussian(x, noise)
             x.add_(v, alpha=gone / gamma).sub_(gradient, alpha=u / gamma**2 * lag)
-            x.add_(kick, alpha=covariance / variance).add_(_gaussian(x, noise), alpha=math.sqrt(max(rest, 0.0)))
+            x.add_(kick, alpha=covariance / variance).add_(
+                _gaussian(x, noise), alpha=math.sqrt(max(rest, 0.0))
+            )
             v.mul_(1 - gone).sub_(gradient, alpha=drift).add_(kick)
         return x
 
@@ -152,12 +169,16 @@ class NoseHoover:
     r"""The Nosé-Hoover thermostat on the full data, without an accept step.
 
     .. math::
-        v' = (1 - \alpha) v - h \nabla U(\theta) + \sqrt{2ah}\,\xi, \qquad \theta \leftarrow \theta + v', \qquad
-        \alpha \leftarrow \alpha + \mathrm{gain} \Bigl( \frac{1}{dh} \Bigl\| \frac{v + v'}{2} \Bigr\|^2 - 1 \Bigr)
+        v' = (1 - \alpha) v - h \nabla U(\theta) + \sqrt{2ah}\,\xi, \qquad
+        \theta \leftarrow \theta + v', \qquad
+        \alpha \leftarrow \alpha + \mathrm{gain}
+        \Bigl( \frac{1}{dh} \Bigl\| \frac{v + v'}{2} \Bigr\|^2 - 1 \Bigr)
 
-    The kinetic energy is taken at the half step: at the end of the step it would sample temperature 1 − α/2.
+    The kinetic energy is taken at the half step: at the end of the step it would sample temperature
+    1 − α/2.
 
-    Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); :class:`~torch_dpbayes.optim.DPSGNHT` is its private counterpart.
+    Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); :class:`~torch_dpbayes.optim.DPSGNHT`
+    is its private counterpart.
 
     Args:
         steps: how many.
@@ -165,7 +186,8 @@ class NoseHoover:
         friction: a in (0, 1]: friction that the noise is made for, and where α starts.
         thermostat_gain: how fast α follows the kinetic energy.
 
-    **Privacy.** The settings are public. Only the last θ leaves; velocity and friction, which depend on the records, do not.
+    **Privacy.** The settings are public. Only the last θ leaves; velocity and friction, which
+    depend on the records, do not.
     """
 
     steps: int
@@ -178,7 +200,10 @@ class NoseHoover:
         for name in ("step_size", "friction", "thermostat_gain"):
             _require_positive(name, getattr(self, name))
         if self.friction > 1:
-            raise ValueError(f"friction is the share of the velocity that a step takes away, at most 1; got {self.friction}")
+            raise ValueError(
+                "friction is the share of the velocity that a step takes away, at most 1; got"
+                f" {self.friction}"
+            )
 
     @torch.no_grad()
     def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
@@ -186,7 +211,11 @@ class NoseHoover:
         theta = density.start.clone()
         v = math.sqrt(h) * _gaussian(theta, noise)
         for _ in range(self.steps):
-            new = (1 - alpha) * v - h * density.gradient(theta) + math.sqrt(2 * self.friction * h) * _gaussian(theta, noise)
+            new = (
+                (1 - alpha) * v
+                - h * density.gradient(theta)
+                + math.sqrt(2 * self.friction * h) * _gaussian(theta, noise)
+            )
             theta.add_(new)
             kinetic = float((v + new).square().sum()) / (4 * h * len(theta))
             alpha = min(alpha + self.thermostat_gain * (kinetic - 1), _LARGEST_FRICTION)
@@ -217,7 +246,11 @@ def _second_order(t: float) -> float:
 
 def _spread(t: float) -> float:
     """t − 2(1 − e^{−t}) + (1 − e^{−2t})/2 = t³/3 − t⁴/4 + 7t⁵/60 − …"""
-    return t + 2 * math.expm1(-t) - math.expm1(-2 * t) / 2 if t > 1e-2 else t**3 / 3 * (1 - 0.75 * t + 0.35 * t * t - 0.125 * t**3)
+    return (
+        t + 2 * math.expm1(-t) - math.expm1(-2 * t) / 2
+        if t > 1e-2
+        else t**3 / 3 * (1 - 0.75 * t + 0.35 * t * t - 0.125 * t**3)
+    )
 
 
 def _require_steps(steps: Any) -> None:

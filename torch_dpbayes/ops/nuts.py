@@ -1,4 +1,6 @@
-"""One state of Pyro's No-U-Turn sampler: exact in the limit of a long warm-up, which is an assumption and never checked on the data."""
+"""One state of Pyro's No-U-Turn sampler: exact in the limit of a long warm-up, which is an
+assumption and never checked on the data.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,29 @@ from .models import using_pyro
 
 
 def no_u_turn(potential: Callable[[Tensor], Tensor], start: Tensor, warmup_steps: int) -> Tensor:
-    """The state after ``warmup_steps`` adaptive steps and one more (Hoffman and Gelman 2014, in Pyro's implementation).
+    """The state after ``warmup_steps`` adaptive steps and one more (Hoffman and Gelman 2014, in
+    Pyro's implementation).
 
     Args:
         potential: U of a flat vector, differentiable and finite everywhere.
         start: where the chain begins, ``[d]``.
         warmup_steps: steps in which step size and masses are adapted.
 
-    **Privacy.** Step sizes, acceptance rates and divergences depend on the records exactly: all of that is dropped here. The randomness
-    that makes the draw
-    private comes from the operating system, not from torch's global generator, whose seed somebody may know, and another thread may set.
+    **Privacy.** Step sizes, acceptance rates and divergences depend on the records exactly: all of
+    that is dropped here. The randomness that makes the draw private comes from the operating
+    system, not from torch's global generator, whose seed somebody may know, and another thread may
+    set.
     """
     from pyro.infer import MCMC, NUTS
 
     kernel = NUTS(potential_fn=lambda params: potential(params["theta"]))
-    chain = MCMC(kernel, num_samples=1, warmup_steps=warmup_steps, initial_params={"theta": start}, disable_progbar=True)
+    chain = MCMC(
+        kernel,
+        num_samples=1,
+        warmup_steps=warmup_steps,
+        initial_params={"theta": start},
+        disable_progbar=True,
+    )
     devices = [start.device] if start.device.type == "cuda" else []
     with using_pyro, torch.random.fork_rng(devices), torch.enable_grad(), _OwnStream():
         torch.set_rng_state(fresh_generator().get_state())  # for what the stream does not reach
@@ -46,11 +56,17 @@ class _OwnStream(TorchFunctionMode):
         super().__init__()
         self._noise = GaussianNoise()
 
-    def __torch_function__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if function in _RANDOM and kwargs.get("generator") is None:
             like = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
-            device = like.device if like is not None else torch.device(kwargs.get("device") or torch.get_default_device())
+            device = (
+                like.device
+                if like is not None
+                else torch.device(kwargs.get("device") or torch.get_default_device())
+            )
             kwargs["generator"] = self._noise.next_stream(device, ())
         return function(*args, **kwargs)
 

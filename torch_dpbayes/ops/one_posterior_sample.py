@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded, check_delta, check_epsilon
+from ..accounting.accountant import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    check_delta,
+    check_epsilon,
+)
 from ..accounting.events import ComposedDpEvent, DpEvent, positive_count
 from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge
@@ -31,28 +36,38 @@ class OnePosteriorSample:
 
     .. math:: \theta \sim p_\rho(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho
 
-    A draw from a posterior is random enough to be private by itself, if no record can change the density much: that is what the
-    certificate bounds. With
-    ``epsilon`` the largest ρ ≤ 1 is found at which everything on the accountant, this draw included, meets (``epsilon``, ``delta``); without, ρ = 1.
+    A draw from a posterior is random enough to be private by itself, if no record can change the
+    density much: that is what the certificate bounds. With ``epsilon`` the largest ρ ≤ 1 is found
+    at which everything on the accountant, this draw included, meets (``epsilon``, ``delta``);
+    without, ρ = 1.
 
-    Sources: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9; the certificates name theirs.
+    Sources: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9; the
+    certificates name theirs.
 
     Args:
-        model: a :class:`~torch_dpbayes.ops.GLM`, or a Pyro model with one data plate named "data" that takes its data as arguments
-            (:class:`~torch_dpbayes.mcmc.RecordDensity` says what it may hold). For torch modules see :meth:`for_module`.
-        certificate: what bounds a record's influence, and how the draw is made. The default, 10,000 steps of Langevin dynamics, is for a GLM.
-        epsilon: the target ε, of everything on the accountant after one draw. None: no tempering; the certificate decides what it costs.
+        model: a :class:`~torch_dpbayes.ops.GLM`, or a Pyro model with one data plate named "data"
+            that takes its data as arguments (:class:`~torch_dpbayes.mcmc.RecordDensity` says what
+            it may hold). For torch modules see :meth:`for_module`.
+        certificate: what bounds a record's influence, and how the draw is made. The default, 10,000
+            steps of Langevin dynamics, is for a GLM.
+        epsilon: the target ε, of everything on the accountant after one draw. None: no tempering;
+            the certificate decides what it costs.
         delta: of the target. None: the accountant's.
-        accountant: where the draw is charged. None: one of its own, with the target as its budget, for neighbours that replace one record.
-        num_data: the number of records, a public constant; an upper bound N_max on that of both neighbouring data sets if the accountant's
-            relation is add-or-remove-one. None: taken from the data under replace-one, where it is public.
-        reserve: what will be charged to the accountant after the draw, as a chain that begins there; the target leaves room for it.
+        accountant: where the draw is charged. None: one of its own, with the target as its budget,
+            for neighbours that replace one record.
+        num_data: the number of records, a public constant; an upper bound N_max on that of both
+            neighbouring data sets if the accountant's relation is add-or-remove-one. None: taken
+            from the data under replace-one, where it is public.
+        reserve: what will be charged to the accountant after the draw, as a chain that begins
+            there; the target leaves room for it.
 
     Raises:
-        ValueError, TypeError: an argument is out of range, or the certificate says nothing about this model.
+        ValueError, TypeError: an argument is out of range, or the certificate says nothing about
+            this model.
 
-    **Privacy.** :meth:`sample` charges the certificate's event to the accountant, then releases one draw; n draws are n releases and cost that much.
-    Nothing else about the chain leaves: no path, no acceptance rate, no diagnostic, no exception or log line that a record's value can trigger.
+    **Privacy.** :meth:`sample` charges the certificate's event to the accountant, then releases one
+    draw; n draws are n releases and cost that much. Nothing else about the chain leaves: no path,
+    no acceptance rate, no diagnostic, no exception or log line that a record's value can trigger.
     """
 
     def __init__(
@@ -67,7 +82,10 @@ class OnePosteriorSample:
         reserve: DpEvent | None = None,
     ) -> None:
         if not isinstance(certificate, Certificate):
-            raise TypeError(f"certificate must be one of torch_dpbayes.ops' certificates, as FiniteRunLangevin(steps=1000), got {certificate!r}")
+            raise TypeError(
+                "certificate must be one of torch_dpbayes.ops' certificates, as"
+                f" FiniteRunLangevin(steps=1000), got {certificate!r}"
+            )
         bound = _bound(model)
         certificate.check(bound)
         if delta is None and accountant is not None:
@@ -75,9 +93,13 @@ class OnePosteriorSample:
         if epsilon is not None:
             epsilon = check_epsilon(epsilon)
             if delta is None:
-                raise ValueError("a target needs both numbers: OnePosteriorSample(..., epsilon=1.0, delta=1e-5)")
+                raise ValueError(
+                    "a target needs both numbers: OnePosteriorSample(..., epsilon=1.0, delta=1e-5)"
+                )
         elif reserve is not None:
-            raise ValueError("reserve= leaves room below a target: state epsilon= and delta=, or leave it out")
+            raise ValueError(
+                "reserve= leaves room below a target: state epsilon= and delta=, or leave it out"
+            )
         if accountant is None:
             accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
         self._model = bound
@@ -87,11 +109,16 @@ class OnePosteriorSample:
         self._delta = None if delta is None else check_delta(delta)
         self._accountant = accountant
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
-        if accountant.neighboring == "add_or_remove_one" and num_data is None and certificate.needs_num_data(bound):
+        if (
+            accountant.neighboring == "add_or_remove_one"
+            and num_data is None
+            and certificate.needs_num_data(bound)
+        ):
             raise ValueError(
-                "this accountant's neighbours add or remove a record, so the number of records is itself private, but the guarantee depends "
-                "on it: state "
-                "num_data=, an upper bound that holds for every data set that could occur, or use PrivacyAccountant(neighboring='replace_one')."
+                "this accountant's neighbours add or remove a record, so the number of records is"
+                " itself private, but the guarantee depends on it: state num_data=, an upper bound"
+                " that holds for every data set that could occur, or use"
+                " PrivacyAccountant(neighboring='replace_one')."
             )
         self._solved: dict[int | None, float] = {}
         self._last_num_data: int | None = None
@@ -110,24 +137,32 @@ class OnePosteriorSample:
         num_data: int | None = None,
         reserve: DpEvent | None = None,
     ) -> OnePosteriorSample:
-        """One posterior sample of the trainable parameters of a torch module: ``sample(inputs, targets)`` returns them by name.
+        """One posterior sample of the trainable parameters of a torch module: ``sample(inputs,
+        targets)`` returns them by name.
 
-        A copy of the module is used, in eval mode; ``module.load_state_dict(draw, strict=False)`` puts a draw into the module.
+        A copy of the module is used, in eval mode; ``module.load_state_dict(draw, strict=False)``
+        puts a draw into the module.
 
         Args:
-            module: ``module(inputs)`` has the records along dimension 0, and no record looks at another. Frozen parameters and buffers count as
-                public: they must not come from the records.
-            certificate: :class:`Bounded` needs nothing but the range; others need asserted constants, which no network with more than one layer has.
-            loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs), targets)`` returns ``[n]``.
-            prior_std: standard deviation of the N(0, prior_std²) prior of every trainable parameter.
+            module: ``module(inputs)`` has the records along dimension 0, and no record looks at
+                another. Frozen parameters and buffers count as public: they must not come from the
+                records.
+            certificate: :class:`Bounded` needs nothing but the range; others need asserted
+                constants, which no network with more than one layer has.
+            loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs),
+                targets)`` returns ``[n]``.
+            prior_std: standard deviation of the N(0, prior_std²) prior of every trainable
+                parameter.
             epsilon, delta, accountant, num_data, reserve: as for :class:`OnePosteriorSample`.
         """
         from .pyro_model import model_of_module
 
         model = model_of_module(module, loss, prior_std)
-        return cls(model, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve)
+        return cls(
+            model, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve
+        )
 
-    # --- known without the data ----------------------------------------------------------------------------------------
+    # --- known without the data -------------------------------------------------------------------
 
     @property
     def accountant(self) -> PrivacyAccountant:
@@ -141,13 +176,15 @@ class OnePosteriorSample:
 
     @property
     def variance_inflation(self) -> float:
-        """1 + 1/ρ: the asymptotic variance of the draw as an estimate, in units of that of the maximum likelihood estimate.
+        """1 + 1/ρ: the asymptotic variance of the draw as an estimate, in units of that of the
+        maximum likelihood estimate.
 
-        A Wald interval around a draw from n records is draw ± quantile · √((1 + 1/ρ) I⁻¹/n), with the Fisher information I at the draw
-        (Wang, Fienberg,
-        Smola 2015, Proposition 9). It counts no bias: of the prior, of clipping, and of a chain that was stopped early. Nor does it count the step
-        size of a Langevin chain, which multiplies 1/ρ by up to 1/(1 − hM/2) along the directions of the largest curvature: by 2 for the
-        default step of :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For intervals take h ≤ 0.1/M.
+        A Wald interval around a draw from n records is draw ± quantile · √((1 + 1/ρ) I⁻¹/n), with
+        the Fisher information I at the draw (Wang, Fienberg, Smola 2015, Proposition 9). It counts
+        no bias: of the prior, of clipping, and of a chain that was stopped early. Nor does it count
+        the step size of a Langevin chain, which multiplies 1/ρ by up to 1/(1 − hM/2) along the
+        directions of the largest curvature: by 2 for the default step of
+        :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For intervals take h ≤ 0.1/M.
         """
         return 1 + 1 / self.tempering
 
@@ -157,60 +194,100 @@ class OnePosteriorSample:
         return self._certificate.event(self._model, self._setting())
 
     def guarantee(self) -> str:
-        """What one draw costs, what was proved and what was assumed, in words. Data-free; for a GLM it needs ``num_data``, or a draw before."""
+        """What one draw costs, what was proved and what was assumed, in words. Data-free; for
+        a GLM it needs ``num_data``, or a draw before.
+        """
         setting = self._setting()
         event = self._certificate.event(self._model, setting)
-        alone = PrivacyAccountant(method=self._accountant.method, neighboring=self._accountant.neighboring).compose(event)
+        alone = PrivacyAccountant(
+            method=self._accountant.method, neighboring=self._accountant.neighboring
+        ).compose(event)
         delta = self._delta if self._delta is not None else _DELTA_IN_WORDS
         statement = self._certificate.statement(self._model, setting)
-        relation = {"replace_one": "one record is replaced", "add_or_remove_one": "one record is added or removed"}[setting.neighboring]
+        relation = {
+            "replace_one": "one record is replaced",
+            "add_or_remove_one": "one record is added or removed",
+        }[setting.neighboring]
         lines = [
-            f"One posterior sample, certificate {type(self._certificate).__name__}, log likelihood tempered by rho = {setting.tempering:.6g}",
-            f"  one draw    {event}: epsilon = {alone.get_epsilon(delta):.5g} at delta = {delta:g} when {relation}; n draws cost n times this event",
+            (
+                f"One posterior sample, certificate {type(self._certificate).__name__}, log"
+                f" likelihood tempered by rho = {setting.tempering:.6g}"
+            ),
+            (
+                f"  one draw    {event}: epsilon = {alone.get_epsilon(delta):.5g} at delta ="
+                f" {delta:g} when {relation}; n draws cost n times this event"
+            ),
             *(f"  proved      {line}" for line in statement.proved),
             *(f"  ASSUMED     {line}" for line in statement.assumed),
         ]
         if not statement.assumed:
-            lines.append("  assumed     nothing about data, model or convergence; floating point is taken for real numbers")
+            lines.append(
+                "  assumed     nothing about data, model or convergence; floating point is taken"
+                " for real numbers"
+            )
         return "\n".join(lines)
 
-    # --- the release -----------------------------------------------------------------------------------------------------
+    # --- the release ------------------------------------------------------------------------------
 
     def sample(self, *data: Any) -> dict[str, Tensor]:
         """Charges one release, then draws.
 
         Args:
-            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the device of the features decides where the chain runs. For a
-                Pyro model its arguments, for a module inputs and targets.
+            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the device of the
+                features decides where the chain runs. For a Pyro model its arguments, for a module
+                inputs and targets.
 
         Returns:
-            The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM, values of the latents for a Pyro model.
+            The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM,
+            values of the latents for a Pyro model.
 
         Raises:
-            PrivacyBudgetExceeded: the draw would pass the target or the accountant's budget. Nothing is charged or released; only where another
-                thread or process charged at the same moment, the charge stays and nothing is released.
+            PrivacyBudgetExceeded: the draw would pass the target or the accountant's budget.
+                Nothing is charged or released; only where another thread or process charged at the
+                same moment, the charge stays and nothing is released.
             ValueError, TypeError: shapes that do not fit. Nothing is charged.
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
         """
-        return self._release(data, self._epsilon, self._reserve, f"one posterior sample ({type(self._certificate).__name__})")
+        return self._release(
+            data,
+            self._epsilon,
+            self._reserve,
+            f"one posterior sample ({type(self._certificate).__name__})",
+        )
 
     def _release(
-        self, data: tuple[Any, ...], epsilon: float | None, reserve: DpEvent | None, label: str, together: DpEvent | None = None
+        self,
+        data: tuple[Any, ...],
+        epsilon: float | None,
+        reserve: DpEvent | None,
+        label: str,
+        together: DpEvent | None = None,
     ) -> dict[str, Tensor]:
-        """A draw that is charged with what is released ``together`` with it: both or neither, within ``epsilon`` and with room for ``reserve``."""
+        """A draw that is charged with what is released ``together`` with it: both or neither,
+        within ``epsilon`` and with room for ``reserve``.
+        """
         with _plain_arithmetic():
             data = self._model.prepare(data)
             num_data = self._check_num_data(self._model.num_records(data))
             setting = self._setting(num_data)
             event = self._certificate.event(self._model, setting)
-            self._charge(event if together is None else ComposedDpEvent([event, together]), epsilon, reserve, label)
+            self._charge(
+                event if together is None else ComposedDpEvent([event, together]),
+                epsilon,
+                reserve,
+                label,
+            )
             self._last_num_data = num_data
             theta = self._certificate.draw(self._model, data, setting, GaussianNoise())
             return self._model.release(theta)
 
-    def _charge(self, event: DpEvent, epsilon: float | None, reserve: DpEvent | None, label: str) -> None:
-        """Charges; the target is asked again afterwards, for other threads and processes charge the same accountant in between."""
+    def _charge(
+        self, event: DpEvent, epsilon: float | None, reserve: DpEvent | None, label: str
+    ) -> None:
+        """Charges; the target is asked again afterwards, for other threads and processes
+        charge the same accountant in between.
+        """
 
         def passes_target(*more: DpEvent | None) -> bool:
             return epsilon is not None and self._total(*more) > epsilon * (1 + 1e-9)
@@ -218,30 +295,34 @@ class OnePosteriorSample:
         with _charging:  # two draws at a time would each refuse the other
             if passes_target(event, reserve):
                 raise PrivacyBudgetExceeded(
-                    f"one more draw would pass the target epsilon = {epsilon:g} at delta = {self._delta:g}: n draws cost n releases, and "
-                    "everything on the accountant counts. Make a new OnePosteriorSample with a larger epsilon; it will temper the "
-                    "likelihood to what is left."
+                    f"one more draw would pass the target epsilon = {epsilon:g} at delta ="
+                    f" {self._delta:g}: n draws cost n releases, and everything on the accountant"
+                    " counts. Make a new OnePosteriorSample with a larger epsilon; it will temper"
+                    " the likelihood to what is left."
                 )
             self._accountant.compose(event, label=label)
             if passes_target(reserve):
                 raise PrivacyBudgetExceeded(
-                    f"other releases were charged while this draw was: together they pass the target epsilon = {epsilon:g} at delta = "
-                    f"{self._delta:g}. Nothing was drawn, but the charge stays, for it was visible to the others. Give draws that run at the "
-                    "same time an accountant with a budget, or one each."
+                    "other releases were charged while this draw was: together they pass the"
+                    f" target epsilon = {epsilon:g} at delta = {self._delta:g}. Nothing was drawn,"
+                    " but the charge stays, for it was visible to the others. Give draws that run"
+                    " at the same time an accountant with a budget, or one each."
                 )
 
-    # --- the tempering ---------------------------------------------------------------------------------------------------
+    # --- the tempering ----------------------------------------------------------------------------
 
     def _check_num_data(self, found: int) -> int | None:
         if self._accountant.neighboring == "replace_one":
             if self._num_data is not None and found != self._num_data:
-                raise ValueError(f"num_data = {self._num_data} was stated, but there are {found} records")
+                raise ValueError(
+                    f"num_data = {self._num_data} was stated, but there are {found} records"
+                )
             return found
         if self._num_data is not None and found > self._num_data:
             raise ValueError(
-                f"there are more records than num_data = {self._num_data}, which was stated as an upper bound for every data set that could "
-                "occur: the "
-                "guarantee does not cover this one. Choose the bound without looking at the data."
+                f"there are more records than num_data = {self._num_data}, which was stated as an"
+                " upper bound for every data set that could occur: the guarantee does not cover"
+                " this one. Choose the bound without looking at the data."
             )
         return self._num_data
 
@@ -251,7 +332,10 @@ class OnePosteriorSample:
         if not self._certificate.needs_num_data(self._model):
             num_data = None
         elif num_data is None:
-            raise ValueError("the guarantee depends on the number of records: state OnePosteriorSample(..., num_data=N), or draw first")
+            raise ValueError(
+                "the guarantee depends on the number of records: state OnePosteriorSample(...,"
+                " num_data=N), or draw first"
+            )
         if num_data not in self._solved:
             self._solved[num_data] = self._solve(num_data)
         return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
@@ -261,11 +345,14 @@ class OnePosteriorSample:
         assert self._delta is not None
         if self._accountant.is_later_job or self._accountant.guarantee != "fixed":
             raise ValueError(
-                "the guarantee of this accountant is its budget as a whole, for its charges are adaptive, registered, or those of a job that began "
-                "after others had charged (accountant.summary() says which): no target below it can be met. Leave out epsilon= and "
-                "choose a certificate whose own cost fits the budget."
+                "the guarantee of this accountant is its budget as a whole, for its charges are"
+                " adaptive, registered, or those of a job that began after others had charged"
+                " (accountant.summary() says which): no target below it can be met. Leave out"
+                " epsilon= and choose a certificate whose own cost fits the budget."
             )
-        joint = PrivacyAccountant(method=self._accountant.method, neighboring=self._accountant.neighboring)
+        joint = PrivacyAccountant(
+            method=self._accountant.method, neighboring=self._accountant.neighboring
+        )
         for charge in self._accountant.history:
             joint.compose(charge.event, charge.count)
         for event in more:
@@ -277,7 +364,12 @@ class OnePosteriorSample:
         """The largest tempering that meets the target."""
 
         def cost(tempering: float) -> float:
-            return self._total(self._certificate.event(self._model, Setting(tempering, num_data, self._accountant.neighboring)), self._reserve)
+            return self._total(
+                self._certificate.event(
+                    self._model, Setting(tempering, num_data, self._accountant.neighboring)
+                ),
+                self._reserve,
+            )
 
         if self._epsilon is None:
             return 1.0
@@ -286,7 +378,9 @@ class OnePosteriorSample:
         def meets(tempering: float) -> bool:
             try:
                 return cost(tempering) <= epsilon
-            except StepTooLarge:  # M grows with the tempering; whether a step size that was given suits the result is checked there
+            # M grows with the tempering; whether a step size that was given suits the result is
+            # checked there
+            except StepTooLarge:
                 return False
             except TooFar:  # an exact draw that costs less leaves more room for the distance
                 return False
@@ -297,22 +391,34 @@ class OnePosteriorSample:
         if not meets(low):
             if cost(low) > epsilon:
                 raise ValueError(
-                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met: what the accountant holds, what is "
-                    "reserved for later, or the certificate even without a likelihood, costs more. Use a larger epsilon, an empty accountant, "
-                    "a certificate whose own delta is a small part of this one, or a chain that costs less (a smaller lr or batch, fewer steps)."
+                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met: what the"
+                    " accountant holds, what is reserved for later, or the certificate even"
+                    " without a likelihood, costs more. Use a larger epsilon, an empty accountant,"
+                    " a certificate whose own delta is a small part of this one, or a chain that"
+                    " costs less (a smaller lr or batch, fewer steps)."
                 )
         while high > low * (1 + _PRECISION):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if meets(middle) else (low, middle)
         with suppress(TooFar):
-            self._certificate.event(self._model, Setting(high, num_data, self._accountant.neighboring))  # raises if a step is what stopped it
+            # raises if a step is what stopped it
+            self._certificate.event(
+                self._model, Setting(high, num_data, self._accountant.neighboring)
+            )
         return low
 
 
 @contextmanager
 def _plain_arithmetic() -> Iterator[None]:
-    """Whatever the caller's context: sums over records are not rounded to half precision, and samplers may differentiate."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    """Whatever the caller's context: sums over records are not rounded to half precision, and
+    samplers may differentiate.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
         yield
 
 
@@ -326,5 +432,8 @@ def _bound(model: Any) -> Model:
     from .pyro_model import PyroModel
 
     if isinstance(model, torch.nn.Module) and not isinstance(model, PyroModule):
-        raise TypeError("for a torch module use OnePosteriorSample.for_module(net, certificate, loss=..., prior_std=...)")
+        raise TypeError(
+            "for a torch module use OnePosteriorSample.for_module(net, certificate, loss=...,"
+            " prior_std=...)"
+        )
     return PyroModel(model)

@@ -1,4 +1,6 @@
-"""Pyro models and torch modules as posteriors. What the records say is read by :class:`~torch_dpbayes.mcmc.record_density.RecordDensity`."""
+"""Pyro models and torch modules as posteriors. What the records say is read by
+:class:`~torch_dpbayes.mcmc.record_density.RecordDensity`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from ..mcmc.record_density import InvalidPoint, Prior, RecordDensity, UnfitModel
 from ..model_checks import check_layers
 from .models import Loss, using_pyro
 
-_IMPOSSIBLE = -1e30  # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record would decide that
+# log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record
+# would decide that
+_IMPOSSIBLE = -1e30
 _ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
 
 
@@ -27,7 +31,8 @@ class PyroModel:
     """A Pyro model with one data plate, over all of its continuous latents in unconstrained space.
 
     Args:
-        model: the model; its data are its arguments. See :class:`~torch_dpbayes.mcmc.record_density.RecordDensity`.
+        model: the model; its data are its arguments. See
+            :class:`~torch_dpbayes.mcmc.record_density.RecordDensity`.
         data_plate: the name of the plate of records.
 
     **Privacy.** Only the prior, which is made without the data, is kept between calls.
@@ -46,15 +51,18 @@ class PyroModel:
         """The model on its data, after checks on made-up rows of the data's shapes."""
         with using_pyro:
             terms = _Terms(self._model, data, data_plate=self._plate)
-            terms.prior.sample()  # refuses a prior that no chain can start from, before anything is charged
+            # refuses a prior that no chain can start from, before anything is charged
+            terms.prior.sample()
         prior = terms.prior
         if self._wants_unconstrained is not None:
             for name, transform in prior.transforms.items():
                 if not _is_identity(transform):
                     raise ValueError(
-                        f"{self._wants_unconstrained} needs latents that live on all of R: convexity and Lipschitz constants are asserted for the "
-                        f"space the chain moves in, and that of {name!r} is transformed. Write the model with a real latent and transform it "
-                        "yourself, or use Bounded, which holds in any space."
+                        f"{self._wants_unconstrained} needs latents that live on all of R:"
+                        " convexity and Lipschitz constants are asserted for the space the chain"
+                        f" moves in, and that of {name!r} is transformed. Write the model with a"
+                        " real latent and transform it yourself, or use Bounded, which holds in"
+                        " any space."
                     )
         self._prior = prior
         return (terms,)
@@ -63,18 +71,25 @@ class PyroModel:
         """The number of rows."""
         return int(data[0].num_records)
 
-    def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> PyroTarget:
+    def target(
+        self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float
+    ) -> PyroTarget:
         """∝ prior · Π likelihood^tempering."""
         return PyroTarget(data[0], tempering, max_grad_norm)
 
     def release(self, theta: Tensor) -> dict[str, Tensor]:
         """Values by site, in the supports of the model's distributions."""
         assert self._prior is not None
-        return {name: value.detach().clone() for name, value in self._prior.constrain(theta.to(self._prior.dtype)).items()}
+        return {
+            name: value.detach().clone()
+            for name, value in self._prior.constrain(theta.to(self._prior.dtype)).items()
+        }
 
 
 class PyroTarget:
-    """U(θ) = −log p(θ) − ρ Σ log p(x_i | θ); ``max_grad_norm`` clips records' gradients, and infinity leaves them."""
+    """U(θ) = −log p(θ) − ρ Σ log p(x_i | θ); ``max_grad_norm`` clips records' gradients, and
+    infinity leaves them.
+    """
 
     def __init__(self, terms: _Terms, tempering: float, max_grad_norm: float) -> None:
         self._terms, self._tempering, self._max_grad_norm = terms, tempering, max_grad_norm
@@ -91,28 +106,41 @@ class PyroTarget:
         point = theta.to(self._terms.prior.dtype)
         _, gradient = self._terms.prior.log_density_and_gradient(point)
         try:
-            gradient = gradient + self._tempering * self._terms.clipped_gradient_sum(point, (1 - _ROUNDING) * self._max_grad_norm)
+            gradient = gradient + self._tempering * self._terms.clipped_gradient_sum(
+                point, (1 - _ROUNDING) * self._max_grad_norm
+            )
         except InvalidPoint:  # asked of made-up rows: the prior alone leads back
             pass
         return -gradient.to(torch.float64)
 
     def potential(self, theta: Tensor) -> Tensor:
         """U, differentiable once."""
-        return self._differentiable(theta, partial(self._terms.sum_of_terms, max_norm=(1 - _ROUNDING) * self._max_grad_norm))
+        return self._differentiable(
+            theta, partial(self._terms.sum_of_terms, max_norm=(1 - _ROUNDING) * self._max_grad_norm)
+        )
 
     def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """U with every log likelihood clipped into [low, high]; ``relative``: its difference to that at the start."""
+        """U with every log likelihood clipped into [low, high]; ``relative``: its difference
+        to that at the start.
+        """
         origin = self._start if relative else None
-        return self._differentiable(theta, partial(self._terms.sum_of_clipped_terms, low=low, high=high, origin=origin))
+        return self._differentiable(
+            theta, partial(self._terms.sum_of_clipped_terms, low=low, high=high, origin=origin)
+        )
 
-    def _differentiable(self, theta: Tensor, likelihood: Callable[[Tensor], tuple[float, Tensor]]) -> Tensor:
+    def _differentiable(
+        self, theta: Tensor, likelihood: Callable[[Tensor], tuple[float, Tensor]]
+    ) -> Tensor:
         point = theta.detach().to(self._terms.prior.dtype)
         value, gradient = self._terms.prior.log_density_and_gradient(point)
         try:
             more, slope = likelihood(point)
         except InvalidPoint:
             more, slope = _IMPOSSIBLE, torch.zeros_like(gradient)
-        value, gradient = -(value + self._tempering * more), -(gradient + self._tempering * slope).to(theta.dtype)
+        value, gradient = (
+            -(value + self._tempering * more),
+            -(gradient + self._tempering * slope).to(theta.dtype),
+        )
         result: Tensor = _WithGradient.apply(theta, value, gradient)
         return result
 
@@ -137,17 +165,29 @@ class _Terms(RecordDensity):
     def sum_of_terms(self, theta: Tensor, max_norm: float) -> tuple[float, Tensor]:
         """Σ log p(x_i | θ) and its clipped gradient. Private data."""
         terms = self.log_likelihoods(theta)
-        value = terms.to(torch.float64).nan_to_num(nan=0.0, posinf=-_IMPOSSIBLE, neginf=_IMPOSSIBLE).sum()
+        value = (
+            terms.to(torch.float64)
+            .nan_to_num(nan=0.0, posinf=-_IMPOSSIBLE, neginf=_IMPOSSIBLE)
+            .sum()
+        )
         return float(value), self.clipped_gradient_sum(theta, max_norm)
 
     @torch.no_grad()
-    def sum_of_clipped_terms(self, theta: Tensor, low: float, high: float, origin: Tensor | None) -> tuple[float, Tensor]:
-        """Σ clip(log p(x_i | θ) − log p(x_i | origin), low, high) and its gradient. What is not a number counts as ``low``. Private data."""
+    def sum_of_clipped_terms(
+        self, theta: Tensor, low: float, high: float, origin: Tensor | None
+    ) -> tuple[float, Tensor]:
+        """Σ clip(log p(x_i | θ) − log p(x_i | origin), low, high) and its gradient. What is
+        not a number counts as ``low``. Private data.
+        """
         terms = self.log_likelihoods(theta)
         if origin is not None:
             terms = terms - self.log_likelihoods(origin)
         inside = (terms > low) & (terms < high)
-        value = float(terms.nan_to_num(nan=low, posinf=high, neginf=low).clamp(low, high).sum(dtype=torch.float64))
+        value = float(
+            terms.nan_to_num(nan=low, posinf=high, neginf=low)
+            .clamp(low, high)
+            .sum(dtype=torch.float64)
+        )
         gradient = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
         program = self._programs["gradients"]
         for first, count, rows in self._chunks(program.rows):
@@ -158,19 +198,32 @@ class _Terms(RecordDensity):
 
 
 def _is_identity(transform: Any) -> bool:
-    while isinstance(transform, transforms.IndependentTransform) or type(transform).__name__ == "_InverseTransform":
-        transform = transform.base_transform if isinstance(transform, transforms.IndependentTransform) else transform.inv
+    while (
+        isinstance(transform, transforms.IndependentTransform)
+        or type(transform).__name__ == "_InverseTransform"
+    ):
+        transform = (
+            transform.base_transform
+            if isinstance(transform, transforms.IndependentTransform)
+            else transform.inv
+        )
     return isinstance(transform, transforms.ComposeTransform) and not transform.parts
 
 
-# --- torch modules -------------------------------------------------------------------------------------------------------
+# --- torch modules --------------------------------------------------------------------------------
 
 
 def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> Callable[[Any, Any], None]:
-    """The Pyro model with N(0, prior_std²) priors on the trainable parameters, and −log p(y | x) = loss(module(x), y)."""
+    """The Pyro model with N(0, prior_std²) priors on the trainable parameters, and −log p(y |
+    x) = loss(module(x), y).
+    """
     if not isinstance(module, nn.Module):
         raise TypeError(f"a torch.nn.Module is needed, got {type(module).__name__}")
-    if isinstance(prior_std, bool) or not isinstance(prior_std, int | float) or not 0 < prior_std < math.inf:
+    if (
+        isinstance(prior_std, bool)
+        or not isinstance(prior_std, int | float)
+        or not 0 < prior_std < math.inf
+    ):
         raise ValueError(f"prior_std must be positive and finite, got {prior_std!r}")
     copy = deepcopy(module).train()
     check_layers(copy)
@@ -187,8 +240,10 @@ def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> Callable
         losses = loss(functional_call(copy, values, (inputs,)), targets)
         if not isinstance(losses, Tensor) or losses.shape != targets.shape[:1]:
             raise UnfitModel(
-                f"the loss must return one number a record, [{len(targets)}] here: functools.partial(torch.nn.functional.cross_entropy, "
-                f'reduction="none"). It returned {list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}.'
+                f"the loss must return one number a record, [{len(targets)}] here:"
+                " functools.partial(torch.nn.functional.cross_entropy, "
+                'reduction="none"). It returned'
+                f" {list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}."
             )
         with pyro.plate("data", len(inputs)):
             pyro.factor("log_likelihood", -losses)

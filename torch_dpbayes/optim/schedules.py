@@ -1,7 +1,9 @@
-r"""Step-size schedules of samplers that ``torch.optim.lr_scheduler`` lacks. Every scheduler of torch works with the private optimizers, too.
+r"""Step-size schedules of samplers that ``torch.optim.lr_scheduler`` lacks. Every scheduler of
+torch works with the private optimizers, too.
 
-A schedule sets ``lr``, and with it the sampler's own noise z_L ∝ lr^-½: every step is charged at z = max(z_L, ``noise_multiplier``) of its own lr,
-and the accountant composes the different z. The steps with the largest lr cost most. ::
+A schedule sets ``lr``, and with it the sampler's own noise z_L ∝ lr^-½: every step is charged at z
+= max(z_L, ``noise_multiplier``) of its own lr, and the accountant composes the different z. The
+steps with the largest lr cost most. ::
 
     schedule = Cyclical(optimizer, total_steps=10_000, cycles=4)
     for x, y in batches:
@@ -12,8 +14,9 @@ and the accountant composes the different z. The steps with the largest lr cost 
             samples.collect(net)
         schedule.step()
 
-**Privacy.** The accountant's guarantee holds for schedules that are fixed in advance. Those of this file depend on public constants and the number of
-steps only, never on data or on losses. At ``lr = 0`` nothing of the batch is used: the step is charged at the floor ``noise_multiplier``, and is not
+**Privacy.** The accountant's guarantee holds for schedules that are fixed in advance. Those of this
+file depend on public constants and the number of steps only, never on data or on losses. At ``lr =
+0`` nothing of the batch is used: the step is charged at the floor ``noise_multiplier``, and is not
 charged at all where that is 0.
 """
 
@@ -34,8 +37,9 @@ class PolynomialDecay(LRScheduler):
 
     .. math:: \eta_t = \eta_0 (1 + t / b)^{-\gamma}, \qquad a = \eta_0 b^\gamma
 
-    with t the number of ``step()`` calls. For ½ < γ ≤ 1 the step sizes sum to infinity and their squares do not: SGLD then converges to the
-    posterior, if its samples are averaged with the weights η_t. Steps grow cheaper as they shrink, since z_L grows.
+    with t the number of ``step()`` calls. For ½ < γ ≤ 1 the step sizes sum to infinity and their
+    squares do not: SGLD then converges to the posterior, if its samples are averaged with the
+    weights η_t. Steps grow cheaper as they shrink, since z_L grows.
 
     Source: Welling and Teh (2011), section 2.
 
@@ -51,7 +55,9 @@ class PolynomialDecay(LRScheduler):
     **Privacy.** Fixed in advance: each step at its own z.
     """
 
-    def __init__(self, optimizer: Optimizer, offset: float, gamma: float = 0.55, last_epoch: int = -1) -> None:
+    def __init__(
+        self, optimizer: Optimizer, offset: float, gamma: float = 0.55, last_epoch: int = -1
+    ) -> None:
         _require("offset", offset, 0 < offset < math.inf, "positive and finite")
         _require("gamma", gamma, 0 < gamma < math.inf, "positive and finite")
         self.offset, self.gamma = float(offset), float(gamma)
@@ -63,14 +69,18 @@ class PolynomialDecay(LRScheduler):
 
 
 class Cyclical(LRScheduler):
-    r"""Cyclical stochastic gradient MCMC: large steps find a mode, the small ones that follow sample it, over and over.
+    r"""Cyclical stochastic gradient MCMC: large steps find a mode, the small ones that follow
+    sample it, over and over.
 
-    .. math:: \eta_k = \frac{\eta_0}{2} \Bigl[ \cos \Bigl( \pi \frac{(k-1) \bmod \lceil K/M \rceil}{\lceil K/M \rceil} \Bigr) + 1 \Bigr]
+    .. math:: \eta_k = \frac{\eta_0}{2} \Bigl[ \cos \Bigl( \pi \frac{(k-1) \bmod \lceil K/M
+    \rceil}{\lceil K/M \rceil} \Bigr) + 1 \Bigr]
 
-    for the steps k = 1, 2, …. The first share β of each cycle explores, the rest samples. Unlike in the paper, the exploring steps have their noise,
-    too: it is what protects the data. With the paper's noise-free exploration in mind, choose a large η_0.
+    for the steps k = 1, 2, …. The first share β of each cycle explores, the rest samples. Unlike in
+    the paper, the exploring steps have their noise, too: it is what protects the data. With the
+    paper's noise-free exploration in mind, choose a large η_0.
 
-    Source: Zhang, Li, Zhang, Chen and Wilson (2020), "Cyclical stochastic gradient MCMC for Bayesian deep learning", eq. (1) and Algorithm 1.
+    Source: Zhang, Li, Zhang, Chen and Wilson (2020), "Cyclical stochastic gradient MCMC for
+    Bayesian deep learning", eq. (1) and Algorithm 1.
 
     Args:
         optimizer: its groups' ``lr`` are the η_0, the largest.
@@ -82,14 +92,33 @@ class Cyclical(LRScheduler):
     Raises:
         ValueError: an argument is out of range.
 
-    **Privacy.** Fixed in advance: each step at its own z, exploring or not; the large steps at the start of a cycle cost most. The smallest η is
-    above 0.
+    **Privacy.** Fixed in advance: each step at its own z, exploring or not; the large steps at the
+    start of a cycle cost most. The smallest η is above 0.
     """
 
-    def __init__(self, optimizer: Optimizer, total_steps: int, cycles: int, exploration: float = 0.8, last_epoch: int = -1) -> None:
-        _require("total_steps", total_steps, _is_integer(total_steps) and total_steps >= 1, "a positive integer")
-        _require("cycles", cycles, _is_integer(cycles) and 1 <= cycles <= total_steps, f"an integer from 1 to total_steps = {total_steps}")
-        _require("exploration", exploration, 0 <= exploration < 1, "in [0, 1): every cycle must sample")
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int,
+        cycles: int,
+        exploration: float = 0.8,
+        last_epoch: int = -1,
+    ) -> None:
+        _require(
+            "total_steps",
+            total_steps,
+            _is_integer(total_steps) and total_steps >= 1,
+            "a positive integer",
+        )
+        _require(
+            "cycles",
+            cycles,
+            _is_integer(cycles) and 1 <= cycles <= total_steps,
+            f"an integer from 1 to total_steps = {total_steps}",
+        )
+        _require(
+            "exploration", exploration, 0 <= exploration < 1, "in [0, 1): every cycle must sample"
+        )
         self.cycle_length = -(-total_steps // cycles)
         self.exploration = float(exploration)
         super().__init__(optimizer, last_epoch)
@@ -101,7 +130,9 @@ class Cyclical(LRScheduler):
 
     @property
     def is_sampling(self) -> bool:
-        """Whether the step at the lr now in force is one to collect: the cycle's last share 1 − β, and at least its last step."""
+        """Whether the step at the lr now in force is one to collect: the cycle's last share 1
+        − β, and at least its last step.
+        """
         is_last = self.last_epoch % self.cycle_length == self.cycle_length - 1
         return self.position >= self.exploration or is_last
 
@@ -111,37 +142,46 @@ class Cyclical(LRScheduler):
 
 
 class PhaseTransition(LRScheduler):
-    r"""From optimising under privacy noise to sampling with it: 1/t decay down to ``optimizer.free_lr``, then constant.
+    r"""From optimising under privacy noise to sampling with it: 1/t decay down to
+    ``optimizer.free_lr``, then constant.
 
     .. math:: \eta_t = \max \Bigl( \frac{\eta_0}{1 + t/b}, \min(\eta_0, \eta_{\mathrm{free}}) \Bigr)
 
-    While η is above ``free_lr``, the privacy noise is more than the sampler's own (z_L < z_min): the iterates are too hot to be samples, but they
-    move quickly. At ``free_lr`` both meet, and from there on privacy costs the sampler nothing.
+    While η is above ``free_lr``, the privacy noise is more than the sampler's own (z_L < z_min):
+    the iterates are too hot to be samples, but they move quickly. At ``free_lr`` both meet, and
+    from there on privacy costs the sampler nothing.
 
-    Source: Wang, Fienberg and Smola (2015), section 4. They compare the two noises by a calibration with advanced composition; ``free_lr`` compares
-    the noise that is really drawn.
+    Source: Wang, Fienberg and Smola (2015), section 4. They compare the two noises by a calibration
+    with advanced composition; ``free_lr`` compares the noise that is really drawn.
 
     Args:
-        optimizer: a private optimizer with ``noise_multiplier`` > 0; its groups' ``lr`` are the η_0.
+        optimizer: a private optimizer with ``noise_multiplier`` > 0; its groups' ``lr`` are the
+            η_0.
         offset: b > 0, in steps: how long η stays near η_0.
         last_epoch: number of the last step when resuming, as in torch.
 
     Raises:
         TypeError: not one of the private optimizers.
-        ValueError: there is no transition: no floor under the noise, temperature 0, or ``momentum="matched"``.
+        ValueError: there is no transition: no floor under the noise, temperature 0, or
+            ``momentum="matched"``.
 
-    **Privacy.** Fixed in advance: ``free_lr`` is made of public constants. As z = max(z_L, z_min), every step before the transition, and at it, is
-    charged at z_min.
+    **Privacy.** Fixed in advance: ``free_lr`` is made of public constants. As z = max(z_L, z_min),
+    every step before the transition, and at it, is charged at z_min.
     """
 
     def __init__(self, optimizer: PrivateOptimizer, offset: float, last_epoch: int = -1) -> None:
         if not isinstance(optimizer, PrivateOptimizer):
-            raise TypeError(f"PhaseTransition needs the free_lr of a private optimizer, got {type(optimizer).__name__}")
+            raise TypeError(
+                "PhaseTransition needs the free_lr of a private optimizer, got"
+                f" {type(optimizer).__name__}"
+            )
         _require("offset", offset, 0 < offset < math.inf, "positive and finite")
         if not 0 < optimizer.free_lr < math.inf or optimizer.langevin_noise_multiplier == 0:
             raise ValueError(
-                "there is no transition between privacy noise and the sampler's own where one of them is absent: PhaseTransition needs "
-                'noise_multiplier > 0, temperature > 0, and with DPSGHMC a number for momentum ("matched" samples at every lr that it accepts)'
+                "there is no transition between privacy noise and the sampler's own where one of"
+                " them is absent: PhaseTransition needs noise_multiplier > 0, temperature > 0, and"
+                ' with DPSGHMC a number for momentum ("matched" samples at every lr that it'
+                " accepts)"
             )
         self.offset = float(offset)
         super().__init__(optimizer, last_epoch)
@@ -155,7 +195,10 @@ class PhaseTransition(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         """η_t of every group."""
         optimizer: Any = self.optimizer
-        return [max(lr / (1 + self.last_epoch / self.offset), min(lr, optimizer.free_lr)) for lr in self.base_lrs]
+        return [
+            max(lr / (1 + self.last_epoch / self.offset), min(lr, optimizer.free_lr))
+            for lr in self.base_lrs
+        ]
 
 
 def _is_integer(value: object) -> bool:

@@ -1,4 +1,6 @@
-"""DP-SGFS: stochastic gradient Fisher scoring, preconditioned by a private estimate of the Fisher information."""
+"""DP-SGFS: stochastic gradient Fisher scoring, preconditioned by a private estimate of the
+Fisher information.
+"""
 
 from __future__ import annotations
 
@@ -21,62 +23,79 @@ class DPSGFS(PrivateOptimizer):
     r"""Differentially private stochastic gradient Fisher scoring.
 
     .. math::
-        S = \sum_{i \in \mathrm{batch}} g_i + z C \xi, \qquad M = \sum_{i \in \mathrm{batch}} g_i g_i^\top + W, \qquad
+        S = \sum_{i \in \mathrm{batch}} g_i + z C \xi, \qquad
+        M = \sum_{i \in \mathrm{batch}} g_i g_i^\top + W, \qquad
         \hat g = S / B + \nabla r(\theta) / N
 
     .. math::
-        \theta \leftarrow \theta - 2T (T A + K)^{-1} N \hat g, \qquad A = N \hat I + \nabla^2 r, \qquad K = \frac{1-q}{q} N \hat I + (z C / q)^2
+        \theta \leftarrow \theta - 2T (T A + K)^{-1} N \hat g, \qquad
+        A = N \hat I + \nabla^2 r, \qquad K = \frac{1-q}{q} N \hat I + (z C / q)^2
 
     .. math:: \hat I \leftarrow (1 - \beta) \hat I + \beta M / B
 
-    with gradients g_i clipped to C, W a symmetric Gaussian matrix whose diagonal has the standard deviation σ_F = zC²/√ϕ and the rest σ_F/√2,
-    q = B/N. K is the covariance of N·ĝ, privacy noise and minibatch noise together, and the step is chosen such that on a Gaussian posterior
-    the stationary covariance is exactly T·A⁻¹ where Î is the true Fisher information per record, for every z, q and prior.
-    z = max(``noise_multiplier``, z_L) with SGLD's z_L = (B/C)·√(2T/(ηN)): η enters through the noise only, and η → 0 is SGLD. Î of a step is
-    the one before M enters; it starts at C², the largest that it can be, so that the first steps are small, and averages with
-    β = max(1 − ``fisher_decay``, 1/(t+2)). When it is used, eigenvalues below its noise level s√(2d) are raised to it (entries below s√2 for
-    ``"diagonal"``), where s is the standard deviation of the noise that averaging has left in it, (σ_F/B)·√(β/(2−β)) in the long run. A floor at
-    the noise of a single M would lift eigenvalues that are known well, and sample too small a covariance.
+    with gradients g_i clipped to C, W a symmetric Gaussian matrix whose diagonal has the standard
+    deviation σ_F = zC²/√ϕ and the rest σ_F/√2, q = B/N. K is the covariance of N·ĝ, privacy noise
+    and minibatch noise together, and the step is chosen such that on a Gaussian posterior the
+    stationary covariance is exactly T·A⁻¹ where Î is the true Fisher information per record, for
+    every z, q and prior. z = max(``noise_multiplier``, z_L) with SGLD's z_L = (B/C)·√(2T/(ηN)): η
+    enters through the noise only, and η → 0 is SGLD. Î of a step is the one before M enters; it
+    starts at C², the largest that it can be, so that the first steps are small, and averages with β
+    = max(1 − ``fisher_decay``, 1/(t+2)). When it is used, eigenvalues below its noise level s√(2d)
+    are raised to it (entries below s√2 for ``"diagonal"``), where s is the standard deviation of
+    the noise that averaging has left in it, (σ_F/B)·√(β/(2−β)) in the long run. A floor at the
+    noise of a single M would lift eigenvalues that are known well, and sample too small a
+    covariance.
 
-    ``fisher="diagonal"`` keeps Σ g∘g only: any number of parameters d. It is exact where the posterior's precision is diagonal, and where privacy
-    noise dominates, so that steps are small; in between, correlations make the samples too wide or too narrow.
+    ``fisher="diagonal"`` keeps Σ g∘g only: any number of parameters d. It is exact where the
+    posterior's precision is diagonal, and where privacy noise dominates, so that steps are small;
+    in between, correlations make the samples too wide or too narrow.
 
-    Source: Ahn, Korattikara and Welling (2012); Wang, Fienberg and Smola (2015), Algorithm 4. Theirs has four defects, corrected here: the step
-    goes uphill; the noise that is added beside the privacy noise has variance 1/(N²η) where 4/(N²η) is needed; W is not symmetric, so
-    that the preconditioner is not either; its constants add up to about 3ε where 2ε is claimed. Their preconditioner also leaves the
-    prior's precision out, which samples another covariance than the posterior's.
+    Source: Ahn, Korattikara and Welling (2012); Wang, Fienberg and Smola (2015), Algorithm 4.
+    Theirs has four defects, corrected here: the step goes uphill; the noise that is added beside
+    the privacy noise has variance 1/(N²η) where 4/(N²η) is needed; W is not symmetric, so that the
+    preconditioner is not either; its constants add up to about 3ε where 2ε is claimed. Their
+    preconditioner also leaves the prior's precision out, which samples another covariance than the
+    posterior's.
 
     Args:
         params: parameters, ``model.named_parameters()`` or parameter groups.
         lr: η of the z_L above: the step size at which SGLD would add this much noise.
         num_data: number of records N, a public constant.
-        expected_batch_size: B, a public constant; the sums are divided by it, never by the number of records that came.
-        max_grad_norm: clip norm C of one record's gradient of −log p, divided by ``sensitivity_scale``.
+        expected_batch_size: B, a public constant; the sums are divided by it, never by the number
+            of records that came.
+        max_grad_norm: clip norm C of one record's gradient of −log p, divided by
+            ``sensitivity_scale``.
         noise_multiplier: floor z_min of the noise std on the sum, in units of C.
         temperature: T > 0.
         prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one.
         prior_mean: its mean. (There is no ``log_prior``: its curvature is needed.)
-        sampling: ``"poisson"``, ``"recordwise"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
+        sampling: ``"poisson"``, ``"recordwise"`` or None, see
+            :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
         accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
         generator: source of the noise; None: operating-system entropy.
-        fisher: ``"full"`` for up to a few thousand parameters (a d × d matrix is factorised every step), ``"diagonal"`` for any number.
+        fisher: ``"full"`` for up to a few thousand parameters (a d × d matrix is factorised every
+            step), ``"diagonal"`` for any number.
         fisher_decay: 1 − β in [0, 1).
-        fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise and, beyond ½, the step dearer. On full batches under replace-one,
-            values up to ½ cost nothing.
-        sensitivity_scale: F, a public positive vector of length d or an invertible d × d matrix, over all trainable parameters one after another.
-            Gradients are clipped by ‖F⁻¹g‖ ≤ C and the noise is zC·Fξ: less where gradients are known to be small. May be set between steps,
-            from public data or from what was released before. ``fisher="diagonal"`` takes a vector.
+        fisher_share: ϕ > 0. Larger values make the Fisher estimate more precise and, beyond ½, the
+            step dearer. On full batches under replace-one, values up to ½ cost nothing.
+        sensitivity_scale: F, a public positive vector of length d or an invertible d × d matrix,
+            over all trainable parameters one after another. Gradients are clipped by ‖F⁻¹g‖ ≤ C and
+            the noise is zC·Fξ: less where gradients are known to be small. May be set between
+            steps, from public data or from what was released before. ``fisher="diagonal"`` takes a
+            vector.
 
     Raises:
-        ValueError: an argument is out of range, or a full Fisher matrix does not fit into memory; the message says what would do.
+        ValueError: an argument is out of range, or a full Fisher matrix does not fit into memory;
+            the message says what would do.
 
-    **Privacy.** One step releases (S, M) jointly. Adding or removing a record moves S by at most C and M by at most C² in Frobenius norm: together
-    √(1+ϕ)/z standard deviations. Replacing one on full batches, or swapping one member of an unspecified batch, moves them by √s/z with s = 4 for
-    ϕ ≤ ½ and 2 + 2ϕ + 1/(2ϕ) beyond. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z/√(1+ϕ)))`` under Poisson sampling;
-    ``GaussianDpEvent(z/√(1+ϕ))`` (add or remove) or ``GaussianDpEvent(2z/√s)`` (replace) on full batches,
-    on any others
-    ``UnspecifiedBatchGaussianDpEvent(2z/√s)`` (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(2z/√s)``;
-    ``NonPrivateDpEvent()`` at z = 0.
+    **Privacy.** One step releases (S, M) jointly. Adding or removing a record moves S by at most C
+    and M by at most C² in Frobenius norm: together √(1+ϕ)/z standard deviations. Replacing one on
+    full batches, or swapping one member of an unspecified batch, moves them by √s/z with s = 4 for
+    ϕ ≤ ½ and 2 + 2ϕ + 1/(2ϕ) beyond. The event is ``PoissonSampledDpEvent(B/N,
+    GaussianDpEvent(z/√(1+ϕ)))`` under Poisson sampling; ``GaussianDpEvent(z/√(1+ϕ))`` (add or
+    remove) or ``GaussianDpEvent(2z/√s)`` (replace) on full batches, on any others
+    ``UnspecifiedBatchGaussianDpEvent(2z/√s)`` (replace-one) or, if so stated,
+    ``RecordwiseBatchGaussianDpEvent(2z/√s)``; ``NonPrivateDpEvent()`` at z = 0.
     """
 
     def __init__(
@@ -106,8 +125,15 @@ class DPSGFS(PrivateOptimizer):
         if not 0 < fisher_share < math.inf:
             raise ValueError(f"fisher_share must be positive and finite, got {fisher_share}")
         if not temperature > 0:
-            raise ValueError(f"the step is proportional to the temperature, which must be positive, got {temperature}")
-        self._fisher, self._fisher_decay, self._fisher_share = fisher, float(fisher_decay), float(fisher_share)
+            raise ValueError(
+                "the step is proportional to the temperature, which must be positive, got"
+                f" {temperature}"
+            )
+        self._fisher, self._fisher_decay, self._fisher_share = (
+            fisher,
+            float(fisher_decay),
+            float(fisher_share),
+        )
         self._scale: Tensor | None = None
         self._scale_digest = ""
         super().__init__(
@@ -123,11 +149,19 @@ class DPSGFS(PrivateOptimizer):
             accountant=accountant,
             generator=generator,
         )
-        self._second_moment_size(sum(p.numel() for group in self.param_groups for p in group["params"] if p.requires_grad))
+        self._second_moment_size(
+            sum(
+                p.numel() for group in self.param_groups for p in group["params"] if p.requires_grad
+            )
+        )
         self.sensitivity_scale = sensitivity_scale
 
     def _settings(self) -> dict[str, Any]:
-        return super()._settings() | {"fisher": self._fisher, "fisher_share": self._fisher_share, "sensitivity_scale": self._scale_digest}
+        return super()._settings() | {
+            "fisher": self._fisher,
+            "fisher_share": self._fisher_share,
+            "sensitivity_scale": self._scale_digest,
+        }
 
     @property
     def fisher(self) -> Literal["full", "diagonal"]:
@@ -148,16 +182,25 @@ class DPSGFS(PrivateOptimizer):
     def sensitivity_scale(self, scale: Tensor | None) -> None:
         if scale is not None:
             like = self._current_layout().gradient
-            allowed = [(len(like),)] if self._fisher == "diagonal" else [(len(like),), (len(like), len(like))]
+            allowed = (
+                [(len(like),)]
+                if self._fisher == "diagonal"
+                else [(len(like),), (len(like), len(like))]
+            )
             if tuple(scale.shape) not in allowed:
                 shapes = " or ".join(map(str, allowed))
-                raise ValueError(f'with fisher="{self._fisher}" sensitivity_scale must have the shape {shapes}, got {tuple(scale.shape)}')
+                raise ValueError(
+                    f'with fisher="{self._fisher}" sensitivity_scale must have the shape {shapes},'
+                    f" got {tuple(scale.shape)}"
+                )
             scale = _checked(scale.detach().clone().to(like))
         for state in self.state.values():  # the estimate is kept in units of F
             if "fisher" in state:
                 lengths = {len(f) for f in (scale, self._scale) if f is not None}
                 if lengths <= {len(state["fisher"])}:
-                    state["fisher"] = _congruent(scale, _congruent(self._scale, state["fisher"]), inverse=True)
+                    state["fisher"] = _congruent(
+                        scale, _congruent(self._scale, state["fisher"]), inverse=True
+                    )
                 else:  # of other parameters than those that are trainable now
                     del state["fisher"]
         self._keep_scale(scale)
@@ -172,11 +215,15 @@ class DPSGFS(PrivateOptimizer):
         """As of every private optimizer; F is the saved one afterwards."""
         super().load_state_dict(state_dict)
         scale = state_dict["private_step"]["sensitivity_scale"]
-        self._keep_scale(None if scale is None else scale.clone().to(self._current_layout().gradient))
+        self._keep_scale(
+            None if scale is None else scale.clone().to(self._current_layout().gradient)
+        )
 
     def _keep_scale(self, scale: Tensor | None) -> None:
         self._scale = scale
-        self._scale_digest = "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
+        self._scale_digest = (
+            "" if scale is None else hashlib.blake2b(scale.cpu().numpy().tobytes()).hexdigest()
+        )
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         scale = self.expected_batch_size / self.max_grad_norm
@@ -189,23 +236,30 @@ class DPSGFS(PrivateOptimizer):
         ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
         return 2 * self.temperature * ratio**2 / self.num_data
 
-    # -- the joint release -----------------------------------------------------------------------------------------------
+    # -- the joint release -------------------------------------------------------------------------
 
     def _second_moment_size(self, num_parameters: int) -> int:
         if self._fisher == "diagonal":
             return num_parameters
         device = next(p.device for group in self.param_groups for p in group["params"])
-        needed, available = 48 * num_parameters**2, _available_memory(device)  # buffer, estimate, and three matrices in float64
+        # buffer, estimate, and three matrices in float64
+        needed, available = 48 * num_parameters**2, _available_memory(device)
         if needed > available:
             raise ValueError(
-                f'fisher="full" works on matrices of {num_parameters} x {num_parameters} numbers, about {needed / 2**30:.1f} GiB in all, and '
-                f'{available / 2**30:.1f} GiB are available. Use fisher="diagonal", or sample fewer parameters (requires_grad_(False) on the others).'
+                f'fisher="full" works on matrices of {num_parameters} x {num_parameters} numbers,'
+                f" about {needed / 2**30:.1f} GiB in all, and {available / 2**30:.1f} GiB are"
+                ' available. Use fisher="diagonal", or sample fewer parameters'
+                " (requires_grad_(False) on the others)."
             )
         return num_parameters**2
 
     def _second_moment(self, layout: _Layout) -> Tensor:
         size = len(layout.gradient)
-        return layout.second_moment if self._fisher == "diagonal" else layout.second_moment.view(size, size)
+        return (
+            layout.second_moment
+            if self._fisher == "diagonal"
+            else layout.second_moment.view(size, size)
+        )
 
     def _fisher_noise(self, noise_multiplier: float) -> float:
         """σ_F = zC²/√ϕ."""
@@ -214,32 +268,50 @@ class DPSGFS(PrivateOptimizer):
     def _event(self, noise_multiplier: float, sampling: str | None) -> events.DpEvent:
         share = self._fisher_share
         swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
-        together, swapped = noise_multiplier / math.sqrt(1 + share), 2 * noise_multiplier / math.sqrt(swap)
+        together, swapped = (
+            noise_multiplier / math.sqrt(1 + share),
+            2 * noise_multiplier / math.sqrt(swap),
+        )
         if self.expected_batch_size == self.num_data:
-            return super()._event(swapped if self.accountant.neighboring == "replace_one" else together, sampling)
+            return super()._event(
+                swapped if self.accountant.neighboring == "replace_one" else together, sampling
+            )
         return super()._event(together if sampling == "poisson" else swapped, sampling)
 
     def _add_clipped_sum(self, layout: _Layout) -> int:
         if self._scale is not None and len(self._scale) != len(layout.gradient):
-            raise RuntimeError("other parameters are trainable than when sensitivity_scale was set: set it again")
+            raise RuntimeError(
+                "other parameters are trainable than when sensitivity_scale was set: set it again"
+            )
         if self._scale is not None:
             self._scale = self._scale.to(layout.gradient)
             if self._scale.dim() == 2 and len({part.group["lr"] > 0 for part in layout.parts}) == 2:
-                raise ValueError("a sensitivity_scale matrix mixes the groups: at lr = 0 in one of them the others have no step. Freeze it instead")
+                raise ValueError(
+                    "a sensitivity_scale matrix mixes the groups: at lr = 0 in one of them the"
+                    " others have no step. Freeze it instead"
+                )
         return self._source.add_clipped_sum(
-            layout.named, self.max_grad_norm, layout.pieces, scale=self._scale, second_moment=self._second_moment(layout)
+            layout.named,
+            self.max_grad_norm,
+            layout.pieces,
+            scale=self._scale,
+            second_moment=self._second_moment(layout),
         )
 
     def _add_noise(self, layout: _Layout, smallest: float, stream: torch.Generator | None) -> None:
         super()._add_noise(layout, smallest, stream)
         if stream is None:
             layout.second_moment.div_(self.expected_batch_size)
-        else:  # on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2 beside it
-            add_gaussian(layout.second_moment, self._fisher_noise(smallest), self.expected_batch_size, stream)
+        # on all d² entries; averaging M and Mᵀ afterwards leaves σ_F on the diagonal and σ_F/√2
+        # beside it
+        else:
+            add_gaussian(
+                layout.second_moment, self._fisher_noise(smallest), self.expected_batch_size, stream
+            )
         if self._scale is not None:
             layout.gradient.copy_(_times(self._scale, layout.gradient))
 
-    # -- the step ----------------------------------------------------------------------------------------------------------
+    # -- the step ----------------------------------------------------------------------------------
 
     def _update(self, parts: list[Part]) -> None:
         smallest = min(part.noise_multiplier for part in parts)
@@ -250,7 +322,10 @@ class DPSGFS(PrivateOptimizer):
         moment = self._second_moment(layout)
         if state.get("fisher", torch.empty(0)).shape != moment.shape:
             start = torch.full_like(layout.gradient, self.max_grad_norm**2)
-            state["fisher"], state["fisher_steps"] = (start if self._fisher == "diagonal" else torch.diag(start)), 0
+            state["fisher"], state["fisher_steps"] = (
+                (start if self._fisher == "diagonal" else torch.diag(start)),
+                0,
+            )
             state["fisher_noise"] = 0.0
         fisher: Tensor = state["fisher"].to(moment)
         state["fisher"] = fisher
@@ -258,7 +333,8 @@ class DPSGFS(PrivateOptimizer):
         state["fisher_steps"] += 1
         floor = math.sqrt(2 * state["fisher_noise"])
         added = (self._fisher_noise(smallest) / self.expected_batch_size) ** 2
-        state["fisher_noise"] = (1 - beta) ** 2 * state["fisher_noise"] + beta**2 * added  # variance of the noise in the estimate
+        # variance of the noise in the estimate
+        state["fisher_noise"] = (1 - beta) ** 2 * state["fisher_noise"] + beta**2 * added
         if self._fisher == "diagonal":
             self._step_diagonal(parts, fisher, floor)
             fisher.lerp_(moment, beta)
@@ -275,39 +351,64 @@ class DPSGFS(PrivateOptimizer):
         """Σ: the variance of the privacy noise in N·ĝ."""
         if part.group["lr"] == 0:  # takes no step, whatever the noise was
             return 0.0
-        return (part.noise_multiplier * self.max_grad_norm * self.num_data / self.expected_batch_size) ** 2
+        return (
+            part.noise_multiplier * self.max_grad_norm * self.num_data / self.expected_batch_size
+        ) ** 2
 
     def _step_diagonal(self, parts: list[Part], fisher: Tensor, floor: float) -> None:
         weight, sizes = self._curvature_weight(), [len(part.gradient) for part in parts]
-        scales: Sequence[Tensor | None] = [None] * len(parts) if self._scale is None else self._scale.split(sizes)
+        scales: Sequence[Tensor | None] = (
+            [None] * len(parts) if self._scale is None else self._scale.split(sizes)
+        )
         for part, information, scale in zip(parts, fisher.split(sizes), scales, strict=True):
             if part.group["lr"] == 0:
                 continue
-            noise, prior = self._privacy_variance(part) / weight, self.temperature / part.group["prior_std"] ** 2 / weight
+            noise, prior = (
+                self._privacy_variance(part) / weight,
+                self.temperature / part.group["prior_std"] ** 2 / weight,
+            )
             if scale is None:
                 for gradient, fisher_piece in in_cache(part.gradient, information):
                     gradient.div_(fisher_piece.clamp(min=floor).add_(noise + prior))
             else:  # out of the units of F
-                for gradient, fisher_piece, unit in in_cache(part.gradient, information, scale.square()):
+                for gradient, fisher_piece, unit in in_cache(
+                    part.gradient, information, scale.square()
+                ):
                     gradient.div_(fisher_piece.clamp(min=floor).add_(noise).mul_(unit).add_(prior))
-            torch._foreach_add_(part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data / weight)
+            torch._foreach_add_(
+                part.parameters,
+                part.gradients,
+                alpha=-2 * self.temperature * self.num_data / weight,
+            )
 
     def _step_full(self, parts: list[Part], fisher: Tensor, floor: float) -> None:
         def over_parts(value: Callable[[Part], float]) -> Tensor:
-            return torch.cat([matrix.new_full((len(part.gradient),), value(part)) for part in parts])
+            return torch.cat(
+                [matrix.new_full((len(part.gradient),), value(part)) for part in parts]
+            )
 
         matrix = _at_least(fisher, floor).to(torch.float64) * self._curvature_weight()
         still = over_parts(lambda part: part.group["lr"] == 0)
         noise = over_parts(self._privacy_variance)
-        noise += still * 1e12 * (noise.amax() + matrix.diagonal().amax())  # lr = 0: as under infinite noise
+        # lr = 0: as under infinite noise
+        noise += still * 1e12 * (noise.amax() + matrix.diagonal().amax())
         matrix.diagonal().add_(noise)
-        matrix = _congruent(None if self._scale is None else self._scale.to(torch.float64), matrix)  # out of the units of F
-        matrix.diagonal().add_(over_parts(lambda part: self.temperature / part.group["prior_std"] ** 2))
+        # out of the units of F
+        matrix = _congruent(None if self._scale is None else self._scale.to(torch.float64), matrix)
+        matrix.diagonal().add_(
+            over_parts(lambda part: self.temperature / part.group["prior_std"] ** 2)
+        )
         gradient = torch.cat([part.gradient for part in parts]).to(torch.float64)
-        step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (1 - still)
-        for part, piece in zip(parts, step.split([len(part.gradient) for part in parts]), strict=True):
+        step = torch.cholesky_solve(gradient[:, None], torch.linalg.cholesky(matrix))[:, 0] * (
+            1 - still
+        )
+        for part, piece in zip(
+            parts, step.split([len(part.gradient) for part in parts]), strict=True
+        ):
             part.gradient.copy_(piece)
-            torch._foreach_add_(part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data)
+            torch._foreach_add_(
+                part.parameters, part.gradients, alpha=-2 * self.temperature * self.num_data
+            )
 
 
 def _checked(scale: Tensor) -> Tensor:
@@ -316,11 +417,17 @@ def _checked(scale: Tensor) -> Tensor:
         raise ValueError("sensitivity_scale is not finite")
     if scale.dim() == 1:
         if not bool((scale > 0).all()):
-            raise ValueError("sensitivity_scale must be positive: where it is 0, every gradient would be infinitely large")
+            raise ValueError(
+                "sensitivity_scale must be positive: where it is 0, every gradient would be"
+                " infinitely large"
+            )
         return scale
     factor, failed = torch.linalg.cholesky_ex(scale @ scale.T)
     if int(failed):
-        raise ValueError("sensitivity_scale is not invertible: along some direction every gradient would be infinitely large")
+        raise ValueError(
+            "sensitivity_scale is not invertible: along some direction every gradient would be"
+            " infinitely large"
+        )
     return factor
 
 
@@ -348,7 +455,9 @@ def _congruent(scale: Tensor | None, moment: Tensor, *, inverse: bool = False) -
 
 
 def _at_least(fisher: Tensor, floor: float) -> Tensor:
-    """``fisher`` with eigenvalues below ``floor`` raised to it; they are computed only if there are any."""
+    """``fisher`` with eigenvalues below ``floor`` raised to it; they are computed only if
+    there are any.
+    """
     shifted = fisher.clone()
     shifted.diagonal().sub_(floor)
     if int(torch.linalg.cholesky_ex(shifted)[1]) == 0:
@@ -363,6 +472,8 @@ def _available_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+            return next(
+                1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")
+            )
     except (OSError, StopIteration):  # not Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

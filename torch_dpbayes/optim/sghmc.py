@@ -21,29 +21,36 @@ class DPSGHMC(PrivateOptimizer):
         \hat g = S / B + \nabla r(\theta) / N, \qquad
         v \leftarrow m v - \eta \hat g, \qquad \theta \leftarrow \theta + v
 
-    with z = max(``noise_multiplier``, z_L) and z_L = (B/C)·√(2(1−m)T/(ηN)). A larger z samples the temperature ηN z²C²/(2(1−m)B²). On a quadratic
-    U/N of curvature κ, full batch, nothing clipped, the variance is T/(κN)·1/(1 − ηκ/(2(1+m))).
+    with z = max(``noise_multiplier``, z_L) and z_L = (B/C)·√(2(1−m)T/(ηN)). A larger z samples the
+    temperature ηN z²C²/(2(1−m)B²). On a quadratic U/N of curvature κ, full batch, nothing clipped,
+    the variance is T/(κN)·1/(1 − ηκ/(2(1+m))).
 
-    With ``momentum="matched"`` the friction is chosen to fit the noise instead of the noise to fit the friction: 1−m = b̂ = ηN z²C²/(2TB²)
-    at z = ``noise_multiplier``. No noise is wasted: the temperature is T however large the privacy noise is, as long as b̂ ≤ 1. There is no
-    z_L then. When η changes the velocity is scaled by √(η_new/η_old), its standard deviation at the new η.
+    With ``momentum="matched"`` the friction is chosen to fit the noise instead of the noise to fit
+    the friction: 1−m = b̂ = ηN z²C²/(2TB²) at z = ``noise_multiplier``. No noise is wasted: the
+    temperature is T however large the privacy noise is, as long as b̂ ≤ 1. There is no z_L then.
+    When η changes the velocity is scaled by √(η_new/η_old), its standard deviation at the new η.
 
-    Source: Chen, Fox and Guestrin (2014), eq. (15); Li, Chen, Wang, Ren, Bai and Carin (2019) for its private form. The noise variance of one step is
-    2(1−m)·ηT/N. The (1−m²)·ηT/N that is found in code, which would keep the law of v alone, leaves the position variance off by (1+m)/2
-    even as η → 0.
+    Source: Chen, Fox and Guestrin (2014), eq. (15); Li, Chen, Wang, Ren, Bai and Carin (2019) for
+    its private form. The noise variance of one step is 2(1−m)·ηT/N. The (1−m²)·ηT/N that is found
+    in code, which would keep the law of v alone, leaves the position variance off by (1+m)/2 even
+    as η → 0.
 
     Args:
         params: parameters, ``model.named_parameters()`` or parameter groups.
         lr: step size η on the *mean* loss, the one that SGD with momentum would take.
         num_data: number of records N, a public constant.
-        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of records that came.
+        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
+            records that came.
         max_grad_norm: clip norm C of one record's gradient of −log p.
-        noise_multiplier: floor z_min of the noise std on the sum, in units of C; positive with ``momentum="matched"``.
+        noise_multiplier: floor z_min of the noise std on the sum, in units of C; positive with
+            ``momentum="matched"``.
         temperature: T. 0 turns the sampler's own noise off; positive with ``momentum="matched"``.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's ``weight_decay`` λ is 1/√(Nλ).
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's
+            ``weight_decay`` λ is 1/√(Nλ).
         prior_mean: its mean.
         log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
-        sampling: ``"poisson"``, ``"recordwise"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
+        sampling: ``"poisson"``, ``"recordwise"`` or None, see
+            :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
         accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
         generator: source of the noise; None: operating-system entropy.
         momentum: m in [0, 1), or ``"matched"``. m = 0 is :class:`DPSGLD`.
@@ -51,11 +58,12 @@ class DPSGHMC(PrivateOptimizer):
     Raises:
         ValueError: an argument is out of range, or b̂ > 1; the message says what would do.
 
-    **Privacy.** One step releases S; the velocity is made of released vectors only. Adding or removing a record moves the clipped sum by at most
-    C, replacing one by at most 2C. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling, ``GaussianDpEvent(z)``
-    on full batches, on any others
-    ``UnspecifiedBatchGaussianDpEvent(z)`` (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(z)``;
-    ``NonPrivateDpEvent()`` at z = 0.
+    **Privacy.** One step releases S; the velocity is made of released vectors only. Adding or
+    removing a record moves the clipped sum by at most C, replacing one by at most 2C. The event is
+    ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling,
+    ``GaussianDpEvent(z)`` on full batches, on any others ``UnspecifiedBatchGaussianDpEvent(z)``
+    (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(z)``; ``NonPrivateDpEvent()``
+    at z = 0.
     """
 
     def __init__(
@@ -79,11 +87,19 @@ class DPSGHMC(PrivateOptimizer):
         self._is_matched = momentum == "matched"
         if isinstance(momentum, str):
             if not self._is_matched:
-                raise ValueError(f'momentum must be a number in [0, 1) or "matched", got {momentum!r}')
+                raise ValueError(
+                    f'momentum must be a number in [0, 1) or "matched", got {momentum!r}'
+                )
             if not noise_multiplier > 0:
-                raise ValueError('momentum="matched" fits the friction to the privacy noise: it needs noise_multiplier > 0')
+                raise ValueError(
+                    'momentum="matched" fits the friction to the privacy noise: it needs'
+                    " noise_multiplier > 0"
+                )
             if not temperature > 0:
-                raise ValueError('momentum="matched" needs temperature > 0: no friction makes noise sample temperature 0')
+                raise ValueError(
+                    'momentum="matched" needs temperature > 0: no friction makes noise sample'
+                    " temperature 0"
+                )
         elif not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         self._momentum = momentum
@@ -110,13 +126,17 @@ class DPSGHMC(PrivateOptimizer):
         if self._is_matched:
             return 0.0  # asks for no noise of its own
         scale = self.expected_batch_size / self.max_grad_norm
-        return scale * math.sqrt(2 * self._friction(group, 0.0) * self.temperature / (group["lr"] * self.num_data))
+        return scale * math.sqrt(
+            2 * self._friction(group, 0.0) * self.temperature / (group["lr"] * self.num_data)
+        )
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         if self._is_matched:
             return self.temperature
         ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
-        return group["lr"] * self.num_data * ratio**2 / (2 * self._friction(group, noise_multiplier))
+        return (
+            group["lr"] * self.num_data * ratio**2 / (2 * self._friction(group, noise_multiplier))
+        )
 
     def _free_lr(self) -> float:
         ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
@@ -134,9 +154,10 @@ class DPSGHMC(PrivateOptimizer):
         noise_multiplier = super()._multiplier(group)
         if self._is_matched and group["lr"] > self._free_lr() * (1 + 1e-9):
             raise ValueError(
-                f"lr = {group['lr']} needs a friction of {self._friction(group, noise_multiplier):.4g} > 1 to match the privacy noise, which is "
-                f"more than temperature {self.temperature} allows. Use lr <= {self._free_lr():.4g}, or a number for momentum and a higher "
-                "temperature."
+                f"lr = {group['lr']} needs a friction of"
+                f" {self._friction(group, noise_multiplier):.4g} > 1 to match the privacy noise,"
+                f" which is more than temperature {self.temperature} allows. Use lr <="
+                f" {self._free_lr():.4g}, or a number for momentum and a higher temperature."
             )
         return noise_multiplier
 
@@ -149,7 +170,11 @@ class DPSGHMC(PrivateOptimizer):
                 if lr != before and before > 0:
                     velocity.mul_(math.sqrt(lr / before))
                 part.group["velocity_lr"] = lr
-            friction = self._friction(part.group, part.noise_multiplier) if lr > 0 or not self._is_matched else 0.0
+            friction = (
+                self._friction(part.group, part.noise_multiplier)
+                if lr > 0 or not self._is_matched
+                else 0.0
+            )
             for v, gradient in in_cache(velocity, part.gradient):
                 v.mul_(1 - friction).add_(gradient, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)

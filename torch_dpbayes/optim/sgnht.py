@@ -1,4 +1,6 @@
-"""DP-SGNHT: the stochastic gradient Nosé-Hoover thermostat, which learns how much friction the noise needs."""
+"""DP-SGNHT: the stochastic gradient Nosé-Hoover thermostat, which learns how much friction
+the noise needs.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from ..accounting.accountant import PrivacyAccountant
 from ..noise import in_cache
 from .base import LogPrior, Part, PrivateOptimizer
 
-# Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 − α)v explodes. α* is at most 1; at 1.2 the step is
-# stable up to ηκ = 1.6 and damps almost everything.
+# Far from the posterior the drift's kinetic energy would lift α in one step beyond 2, where (1 −
+# α)v explodes. α* is at most 1; at 1.2 the step is stable up to ηκ = 1.6 and damps almost
+# everything.
 _LARGEST_FRICTION = 1.2
 
 
@@ -24,43 +27,52 @@ class DPSGNHT(PrivateOptimizer):
         S = \sum_{i \in \mathrm{batch}} g_i \min(1, C / \|g_i\|) + z C \xi, \qquad
         \hat g = S / B + \nabla r(\theta) / N, \qquad
         v' = (1 - \alpha) v - \eta \hat g, \qquad \theta \leftarrow \theta + v', \qquad
-        \alpha \leftarrow \alpha + \mathrm{gain} \cdot \Bigl( \frac{N}{n \eta T} \Bigl\|\frac{v + v'}{2}\Bigr\|^2 - 1 \Bigr)
+        \alpha \leftarrow \alpha + \mathrm{gain} \cdot
+        \Bigl( \frac{N}{n \eta T} \Bigl\|\frac{v + v'}{2}\Bigr\|^2 - 1 \Bigr)
 
-    for n parameters, with z = max(``noise_multiplier``, z_L) and z_L = (B/C)·√(2aT/(ηN)), a = 1 − ``momentum``. The friction α settles where the
-    kinetic energy says temperature T: at α* = ηN z²C²/(2TB²) for the Gaussian noise, plus what an isotropic minibatch noise needs. So larger
-    privacy noise does not heat the samples, as long as α* ≤ 1. α starts at α* and is one for all groups, whose kinetic terms add up. Stable
-    on a quadratic of curvature κ while ηκ < 2(2−α*). α is kept below 1.2, lest the drift of a far start lifts it to where the step is unstable.
+    for n parameters, with z = max(``noise_multiplier``, z_L) and z_L = (B/C)·√(2aT/(ηN)), a = 1 −
+    ``momentum``. The friction α settles where the kinetic energy says temperature T: at α* = ηN
+    z²C²/(2TB²) for the Gaussian noise, plus what an isotropic minibatch noise needs. So larger
+    privacy noise does not heat the samples, as long as α* ≤ 1. α starts at α* and is one for all
+    groups, whose kinetic terms add up. Stable on a quadratic of curvature κ while ηκ < 2(2−α*). α
+    is kept below 1.2, lest the drift of a far start lifts it to where the step is unstable.
 
-    Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); Wang, Fienberg and Smola (2015), Algorithm 3. They measure the
-    kinetic energy at the end of the step, ‖v'‖²: that samples temperature T(1 − α/2) and diverges once α* is of order 1, which is where privacy noise
-    puts it. At the half step the discretisation errors of noise and friction cancel. Wang et al. also add noise of variance 2aη beside
-    the privacy noise; here the larger of the two is drawn once.
+    Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); Wang, Fienberg and Smola (2015),
+    Algorithm 3. They measure the kinetic energy at the end of the step, ‖v'‖²: that samples
+    temperature T(1 − α/2) and diverges once α* is of order 1, which is where privacy noise puts it.
+    At the half step the discretisation errors of noise and friction cancel. Wang et al. also add
+    noise of variance 2aη beside the privacy noise; here the larger of the two is drawn once.
 
     Args:
         params: parameters, ``model.named_parameters()`` or parameter groups.
         lr: step size η on the *mean* loss, the one that SGD with momentum would take.
         num_data: number of records N, a public constant.
-        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of records that came.
+        expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
+            records that came.
         max_grad_norm: clip norm C of one record's gradient of −log p.
         noise_multiplier: floor z_min of the noise std on the sum, in units of C.
         temperature: T > 0.
-        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's ``weight_decay`` λ is 1/√(Nλ).
+        prior_std: standard deviation of the Gaussian prior; ``math.inf`` for a flat one. SGD's
+            ``weight_decay`` λ is 1/√(Nλ).
         prior_mean: its mean.
         log_prior: ``{name: parameter} -> log p(θ)`` instead of the Gaussian; must not look at data.
-        sampling: ``"poisson"``, ``"recordwise"`` or None, see :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
+        sampling: ``"poisson"``, ``"recordwise"`` or None, see
+            :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
         accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
         generator: source of the noise; None: operating-system entropy.
         momentum: 1 − a in [0, 1): the friction that z_L is made for.
-        thermostat_gain: how fast α follows the kinetic energy; positive. The number of steps it takes to settle is about 1/gain.
+        thermostat_gain: how fast α follows the kinetic energy; positive. The number of steps it
+            takes to settle is about 1/gain.
 
     Raises:
         ValueError: an argument is out of range, or α* > 1; the message says what would do.
 
-    **Privacy.** One step releases S; velocity and α are made of released vectors only. Adding or removing a record moves the clipped sum by
-    at most C, replacing one by at most 2C. The event is ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling,
-    ``GaussianDpEvent(z)`` on full batches, on any others
-    ``UnspecifiedBatchGaussianDpEvent(z)`` (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(z)``;
-    ``NonPrivateDpEvent()`` at z = 0.
+    **Privacy.** One step releases S; velocity and α are made of released vectors only. Adding or
+    removing a record moves the clipped sum by at most C, replacing one by at most 2C. The event is
+    ``PoissonSampledDpEvent(B/N, GaussianDpEvent(z))`` under Poisson sampling,
+    ``GaussianDpEvent(z)`` on full batches, on any others ``UnspecifiedBatchGaussianDpEvent(z)``
+    (replace-one) or, if so stated, ``RecordwiseBatchGaussianDpEvent(z)``; ``NonPrivateDpEvent()``
+    at z = 0.
     """
 
     def __init__(
@@ -85,7 +97,10 @@ class DPSGNHT(PrivateOptimizer):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         if not temperature > 0:
-            raise ValueError(f"a thermostat holds a positive temperature, got {temperature}; DPSGHMC takes temperature 0")
+            raise ValueError(
+                f"a thermostat holds a positive temperature, got {temperature}; DPSGHMC takes"
+                " temperature 0"
+            )
         if not 0 < thermostat_gain < math.inf:
             raise ValueError(f"thermostat_gain must be positive and finite, got {thermostat_gain}")
         self._momentum = float(momentum)
@@ -121,7 +136,9 @@ class DPSGNHT(PrivateOptimizer):
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         scale = self.expected_batch_size / self.max_grad_norm
-        return scale * math.sqrt(2 * (1 - self._momentum) * self.temperature / (group["lr"] * self.num_data))
+        return scale * math.sqrt(
+            2 * (1 - self._momentum) * self.temperature / (group["lr"] * self.num_data)
+        )
 
     def _group_temperature(self, group: dict[str, Any], noise_multiplier: float) -> float:
         return self.temperature
@@ -141,11 +158,15 @@ class DPSGNHT(PrivateOptimizer):
 
     def _multiplier(self, group: dict[str, Any]) -> float:
         noise_multiplier = super()._multiplier(group)
-        if group["lr"] > 0 and (needed := self._needed_friction(group, noise_multiplier)) > 1 + 1e-9:
+        if (
+            group["lr"] > 0
+            and (needed := self._needed_friction(group, noise_multiplier)) > 1 + 1e-9
+        ):
             raise ValueError(
-                f"lr = {group['lr']} at noise multiplier {noise_multiplier:.4g} needs a friction of {needed:.4g} > 1, where the thermostat is "
-                f"unstable. Use lr <= {self._largest_lr(noise_multiplier):.4g}, less noise (a larger expected_batch_size, a smaller max_grad_norm), "
-                "or a higher temperature."
+                f"lr = {group['lr']} at noise multiplier {noise_multiplier:.4g} needs a friction of"
+                f" {needed:.4g} > 1, where the thermostat is unstable. Use lr <="
+                f" {self._largest_lr(noise_multiplier):.4g}, less noise (a larger"
+                " expected_batch_size, a smaller max_grad_norm), or a higher temperature."
             )
         return noise_multiplier
 
@@ -154,7 +175,10 @@ class DPSGNHT(PrivateOptimizer):
         number = sum(len(part.gradient) for part in active)
         friction = self.friction
         if friction is None and active:
-            needed = (len(part.gradient) * self._needed_friction(part.group, part.noise_multiplier) for part in active)
+            needed = (
+                len(part.gradient) * self._needed_friction(part.group, part.noise_multiplier)
+                for part in active
+            )
             friction = sum(needed) / number
         friction = friction or 0.0
         kinetic = 0.0
@@ -165,11 +189,19 @@ class DPSGNHT(PrivateOptimizer):
                 velocity.mul_(1 - friction)
             else:
                 for v, gradient in in_cache(velocity, part.gradient):
-                    doubled = gradient.add_(v, alpha=-(2 - friction) / lr)  # −(v + v')/η, twice the velocity at the half step
-                    kinetic += self.num_data * lr * float(torch.dot(doubled, doubled)) / (4 * self.temperature)
+                    # −(v + v')/η, twice the velocity at the half step
+                    doubled = gradient.add_(v, alpha=-(2 - friction) / lr)
+                    kinetic += (
+                        self.num_data
+                        * lr
+                        * float(torch.dot(doubled, doubled))
+                        / (4 * self.temperature)
+                    )
                     v.neg_().add_(doubled, alpha=-lr)
             torch._foreach_add_(part.parameters, velocities)
         if active:
-            friction = min(friction + self._thermostat_gain * (kinetic / number - 1), _LARGEST_FRICTION)
+            friction = min(
+                friction + self._thermostat_gain * (kinetic / number - 1), _LARGEST_FRICTION
+            )
             for group in self.param_groups:
                 group["friction"] = friction
