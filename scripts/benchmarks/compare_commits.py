@@ -1,10 +1,10 @@
-"""Shows whether two commits compute the same: seeded runs to the last bit, epsilon to the last digit.
+"""Shows whether two commits compute the same, seeded runs to the last bit, epsilon to all digits.
 
-    python scripts/benchmarks/compare_commits.py main            # main against the files as they are
+    python scripts/benchmarks/compare_commits.py main         # main against the files as they are
     python scripts/benchmarks/compare_commits.py v0.1.0 HEAD --only "history:"
 
-Each commit is checked out in a temporary folder, and recorded_runs.py, as it stands here, runs with it
-in the environment of this program. Exit status 1 if anything differs or a run failed.
+Each commit is checked out in a temporary folder, and recorded_runs.py, as it stands here, runs with
+it in the environment of this program. Exit status 1 if anything differs or a run failed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Seeded runs of everything that the library computes, as numbers to compare: what compare_commits.py runs.
+"""Seeded runs of everything that the library computes: what compare_commits.py compares.
 
     PYTHONPATH=. python scripts/benchmarks/recorded_runs.py runs.pt [--only PART_OF_NAME]
 
-Only public names are used, so that one program runs with many versions of the library. Entropy of the
-operating system is replaced by a stream that starts anew with each run, separately for each number of
-bytes asked for. A change that draws fresh generators more often, or in another order, therefore
-differs here although no law has changed.
+Only public names are used, so that one program runs with many versions of the library. Entropy of
+the operating system is replaced by a stream that starts anew with each run, separately for each
+number of bytes asked for. A change that draws fresh generators more often, or in another order,
+therefore differs here although no law has changed.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def trained(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Values:
-    """What a few private steps make of a model, what they were charged, and the optimizer's state."""
+    """What a few private steps make of a model, what they were charged, and the state."""
     make, inputs = MODELS[model]
     net, x = make(), inputs()
     if x.is_floating_point():
@@ -655,7 +655,7 @@ def _cases() -> dict[str, Case]:
 
 
 def record(only: str = "") -> dict[str, Values | str]:
-    """The values of every run whose name holds ``only``; for one that failed, its error in words."""
+    """The values of every run whose name holds ``only``, or its error in words if it failed."""
     found: dict[str, Values | str] = {}
     for name, case in _cases().items():
         if only not in name:

@@ -57,7 +57,7 @@ EVENTS = [
 
 
 def prices() -> list[dict[str, Any]]:
-    """Epsilon of each kind of event, five times, under each relation by each method; None: refused."""
+    """Epsilon of each kind of event, five times, by relation and method; None: refused."""
     found = []
     for event in EVENTS:
         for neighboring in ("add_or_remove_one", "replace_one"):
@@ -200,7 +200,7 @@ def refusal(name: str, mode: str | None) -> dict[str, str]:
 
 
 def key_words(message: str, wanted: list[str]) -> list[str]:
-    """The words that the test of this model asks for, and the modules and parameters that are named."""
+    """The words that the test of this model asks for, and the modules and parameters named."""
     quoted = re.findall(r"'[A-Za-z0-9_.]+'", message)
     return sorted({*quoted, *(word for word in wanted if word in message)})
 
