@@ -1,0 +1,98 @@
+"""Files that an earlier version wrote are read, and what it computed and refused is so still.
+
+scripts/benchmarks/write_golden_files.py wrote tests/golden/.
+"""
+
+import base64
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from write_golden_files import (
+    DELTA,
+    EVENTS,
+    STEP,
+    ledger_values,
+    network,
+    prices,
+    private_run,
+    public_values,
+    records,
+    refusal,
+)
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting import PrivacyAccountant
+
+GOLDEN = Path(__file__).with_name("golden")
+VALUES = json.loads((GOLDEN / "values.json").read_text())
+REFUSALS = json.loads((GOLDEN / "refusals.json").read_text())
+
+
+@pytest.fixture
+def ledger(tmp_path):
+    return Path(shutil.copy(GOLDEN / "ledger.db", tmp_path))
+
+
+def test_each_kind_of_event_costs_what_it_did():
+    assert prices() == [
+        {**old, "epsilon": old["epsilon"] and pytest.approx(old["epsilon"], rel=1e-9)}
+        for old in VALUES["prices"]
+    ]
+
+
+def test_the_ledger_says_what_it_did(ledger):
+    old = VALUES["ledger"]
+    new = ledger_values(ledger)
+    assert new == {**old, "epsilon": pytest.approx(old["epsilon"], rel=1e-9)}
+
+
+def test_a_job_goes_on_in_the_ledger(ledger):
+    old = VALUES["ledger"]
+    accountant = PrivacyAccountant(4.0, DELTA, path=ledger)
+    accountant.compose(STEP)
+    assert len(accountant) == old["releases"] + 1
+    assert accountant.remaining(STEP) == old["remaining"] - 1
+
+
+def test_a_run_goes_on_from_the_checkpoint_as_it_did():
+    saved = torch.load(GOLDEN / "checkpoint.pt", weights_only=True)
+    net, accountant = network(), PrivacyAccountant(5.0, DELTA)
+    net.load_state_dict(saved["model"])
+    optimizer, train = private_run(net, accountant)
+    optimizer.load_state_dict(saved["optimizer"])
+    train()
+    old = VALUES["checkpoint"]
+    assert accountant.get_epsilon(DELTA) == pytest.approx(old["epsilon"], rel=1e-9)
+    for name, p in net.named_parameters():
+        expected = torch.tensor(old["parameters"][name])
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_samples_predict_what_they_did():
+    samples, old = dpb.PosteriorSamples.load(GOLDEN / "samples.pt"), VALUES["samples"]
+    assert len(samples) == old["length"]
+    found = samples.predict(network().eval(), records()[0], transform=lambda u: F.softmax(u, -1))
+    torch.testing.assert_close(found, torch.tensor(old["prediction"]), rtol=1e-6, atol=1e-6)
+
+
+def test_every_public_value_is_unpickled():
+    new, old = public_values(), VALUES["pickles"]
+    assert new.keys() == old.keys() and len(new) > len(EVENTS)
+    for name, value in new.items():
+        loaded = pickle.loads(base64.b64decode(old[name]))
+        assert type(loaded) is type(value) and repr(loaded) == repr(value)
+        assert isinstance(value, Exception) or loaded == value
+
+
+@pytest.mark.parametrize(
+    "old", REFUSALS, ids=lambda old: f"{old['model']}, {old['mode'] or 'default'}"
+)
+def test_bad_models_are_refused_as_they_were(old):
+    new = refusal(old["model"], old["mode"])
+    assert new["type"] == old["type"]
+    assert not [word for word in old["key_words"] if word not in new["message"]]
