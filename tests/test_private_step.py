@@ -409,8 +409,9 @@ def test_unknown_batches_are_charged_without_amplification_with_one_warning():
         [p], sampling=None, accountant=dpb.PrivacyAccountant(neighboring="replace_one")
     )
     p.grad_sample = torch.zeros(4, 3)
-    with pytest.warns(UserWarning, match=r"make_private\(module=model, optimizer=partial\(DPSGLD"):
+    with pytest.warns(UserWarning, match=r"no record is in one twice.*make_private") as caught:
         optimizer.step()
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         p.grad_sample = torch.zeros(4, 3)

@@ -99,9 +99,8 @@ class GaussianNoise:
             return
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "this noise generator was made in another process: a forked copy draws the same"
-                " noise as its parent, and the difference of two releases then has none. Build the"
-                " optimizer inside the worker, or leave out generator=."
+                "this noise generator was made in another process, and a forked copy draws its"
+                " parent's noise: build the optimizer inside the worker, or leave out generator=."
             )
         if self.generator.device.type != device.type:
             raise ValueError(
@@ -195,7 +194,6 @@ def use_position(what: str, generator: torch.Generator) -> None:
 def _refuse_used(what: str, position: bytes) -> None:
     if (what, position) in _used_positions:
         raise ValueError(
-            f"{what} was already drawn from a generator in this very state in this process. The"
-            " same noise in two releases cancels in their difference; the same batches are not the"
-            " independent draws that are accounted. Leave out generator=, or seed it differently."
+            f"{what} was already drawn from a generator in this very state, and would be the same"
+            " again: leave out generator=, or seed it differently."
         )

@@ -185,11 +185,10 @@ class PosteriorSamples:
         for name in sorted(before.keys() | buffers.keys()):
             if name not in before or name not in now or not same_values(before[name], now[name]):
                 raise ValueError(
-                    f"Buffer {name!r} changed since {since}. What a forward pass writes into a"
-                    " buffer or a frozen parameter depends on the private records and carries no"
-                    " noise, so a sample of this model would not be private. Use a layer that"
-                    " keeps no statistics: opacus.validators.ModuleValidator.fix(model) replaces"
-                    " BatchNorm by GroupNorm; InstanceNorm needs track_running_stats=False."
+                    f"Buffer {name!r} changed since {since}, by private records and without noise."
+                    " Use a layer that keeps no statistics, as GroupNorm for BatchNorm"
+                    " (opacus.validators.ModuleValidator.fix), or InstanceNorm without"
+                    " track_running_stats."
                 )
 
     # -- predicting --------------------------------------------------------------------------------
@@ -516,9 +515,8 @@ class PosteriorSamples:
             if (len(chain), chain.thin) != (len(self), self.thin):
                 raise ValueError(
                     f"Chain {number} holds {len(chain)} samples with thin={chain.thin}, the first"
-                    f" one {len(self)} with thin={self.thin}: ESS and R-hat are defined for chains"
-                    " of one length and spacing. Collect all with the same burn_in, thin and"
-                    " max_samples, as often."
+                    f" one {len(self)} with thin={self.thin}: collect all with the same burn_in,"
+                    " thin and max_samples, as often."
                 )
         posterior = {
             name: np.stack(

@@ -49,13 +49,9 @@ def require_alone() -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()}, and nothing was"
-            " said about the others: every rank would add its own noise, and charge its own"
-            " accountant for records that the others use as well. To train one model on all ranks,"
-            " whose records each of them may read:"
-            " PrivacyEngine(process_group=torch.distributed.group.WORLD).make_private(...). For a"
-            " model of this rank's own:"
-            " PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0]), with one ledger"
-            " for all ranks that read the same records (PrivacyAccountant(path=...))."
+            " said about the others. To train one model together:"
+            " PrivacyEngine(process_group=torch.distributed.group.WORLD); for a model of this"
+            " rank's own: PrivacyEngine(process_group=torch.distributed.new_subgroups(1)[0])."
         )
 
 
@@ -269,10 +265,9 @@ class Ranks:
     def _lost(self, error: Exception) -> NoReturn:
         self._is_broken = True
         raise RankError(
-            f"rank {self.rank} of {self.size}: another rank died, or did not answer within the"
-            " timeout of the process group. No step was taken; what was charged stays charged."
-            " Save what you need (state_dict() works without the others), and start all ranks"
-            " again, as many as you like, from a checkpoint."
+            f"rank {self.rank} of {self.size}: another rank died, or did not answer in time. No"
+            " step was taken; what was charged stays charged. Save state_dict(), and start all"
+            " ranks again from a checkpoint."
         ) from error
 
     def _require_working(self) -> None:

@@ -117,9 +117,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         if self.has_user_generator or self.ranks is not None:
             raise TypeError(
                 "a private loader with a generator of the caller's, or of several ranks, cannot be"
-                " pickled or copied: original and copy would draw the same batches, which are"
-                " charged as independent ones. Make the copy's by PrivacyEngine.make_private from a"
-                " DataLoader of its own"
+                " copied: both would draw the same batches. Use PrivacyEngine.make_private on a"
+                " DataLoader for the copy."
             )
         return PoissonSampler, (self.num_samples, self.sample_rate, None, self.num_workers)
 
@@ -144,11 +143,9 @@ class PoissonSampler(UniformWithReplacementSampler):
         """Raise in a forked child whose draws would be its parent's."""
         if os.getpid() != self._pid and (self.has_user_generator or self.ranks is not None):
             raise RuntimeError(
-                "this private loader was made in another process, with a generator of the caller's"
-                " or for several ranks: a forked child draws the same batches as its parent and its"
-                " siblings, which are charged as independent ones. Call make_private inside the"
-                " child on a DataLoader whose generator= has a seed of the child's own, or leave"
-                " out generator="
+                "this private loader was made in another process, and a forked child draws the same"
+                " batches. Call make_private inside the child on a DataLoader with another"
+                " generator=, or without one."
             )
 
     def _renew(self, generator: torch.Generator) -> None:
@@ -176,10 +173,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         if number != self.passes:
             self._missed = True
             raise RuntimeError(
-                "two passes over one private loader at a time: their draws cannot be told apart,"
-                " and a record could be used in two steps on one draw. End this pass, and begin a"
-                " new one, which goes on with the batches that got no step. To look at records in"
-                " between: DataLoader(loader.dataset, batch_size=...)"
+                "two passes over one private loader at a time: end this pass and begin a new one,"
+                " or look at records by DataLoader(loader.dataset, batch_size=...)."
             )
 
     def _next_draw(self) -> _Draw:
@@ -192,11 +187,9 @@ class PoissonSampler(UniformWithReplacementSampler):
             use_position("a batch", self.generator)
         elif _state_of(self.generator) != self._state:
             raise RuntimeError(
-                "the private loader's own generator was seeded or used from outside: equal states"
-                " draw equal batches, which are charged as independent ones. Call make_private"
-                " again and leave it alone; for runs that can be repeated, give it a loader with a"
-                " generator of yours: DataLoader(dataset, batch_size=...,"
-                " generator=torch.Generator().manual_seed(...))"
+                "the private loader's own generator was seeded or used from outside: call"
+                " make_private again and leave it alone, or give it DataLoader(...,"
+                " generator=torch.Generator().manual_seed(...))."
             )
         # float32 numbers tell 2²⁴ cells apart; only records in the one that q divides need their
         # place in it
@@ -254,9 +247,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             if self._deliveries > _MANY_DELIVERIES:
                 self._deliveries = 0
                 raise RuntimeError(
-                    f"this batch was handed out {_MANY_DELIVERIES} times and got no step. A draw of"
-                    " the private loader stays until a step is taken on it, for choosing batches"
-                    " by what they hold would undo the amplification that is charged: call"
+                    f"this batch was handed out {_MANY_DELIVERIES} times and got no step: call"
                     " backward() and step() on every batch, whatever is in it. To look at records,"
                     " use DataLoader(loader.dataset, batch_size=...)."
                 )
@@ -277,17 +268,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         if not self._ready or os.getpid() != self._pid:
             raise RuntimeError(
                 "no new batch came from the private loader since the last step, or since this"
-                " process was forked: amplification by sampling is accounted for one step on each"
-                " draw. Take batches from the loader that make_private returned, and call step()"
-                " once for each."
+                " process was forked: take batches from the loader that make_private returned, one"
+                " for each step()."
             )
         self._ready = False
         if self._missed:
             raise RuntimeError(
                 "a batch of this pass over the private loader got no step, or the one after it was"
-                " taken first. Which steps are taken must not depend on the data: call backward()"
-                " and step() on every batch, empty ones included. A new pass begins with the batch"
-                " that was left out."
+                " taken first: call backward() and step() on every batch, empty ones included."
             )
         return self._is_last
 

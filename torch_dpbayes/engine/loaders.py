@@ -48,9 +48,8 @@ def poisson_loader(data_loader: DataLoader[Any], ranks: Ranks | None) -> Poisson
         or len(sampler) != num_data
     ):
         raise ValueError(
-            f"{type(sampler).__name__} does not visit every record once a pass: the sampling rate"
-            " of a record would not be batch size / number of records. Use torch.utils.data.Subset"
-            " for a part of the data, and no sampler; records are divided among ranks without one."
+            f"{type(sampler).__name__} does not visit every record once a pass: leave out sampler=,"
+            " also on several ranks, and take torch.utils.data.Subset for a part of the data."
         )
     if data_loader.batch_size > num_data:
         raise ValueError(
@@ -64,9 +63,7 @@ def require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> N
     if loader.sampler_of_draws.has_user_generator and optimizer.accountant.path is not None:
         raise ValueError(
             "the data loader's generator= draws the same batches in every job that seeds it alike,"
-            " and equal batches with other noise cost more than the independent draws that the jobs"
-            " of a ledger are charged for: leave out the DataLoader's generator= (the optimizer may"
-            " have one), or use an accountant without path= and publish one run of each seed."
+            " which a ledger does not charge for: leave it out, or use an accountant without path=."
         )
     noise, draws = optimizer.release.noise.generator, loader.sampler_of_draws.generator
     if noise is not None and (

@@ -117,9 +117,8 @@ def build_calibrated(
     if is_held(accountant) and (epsilon, delta) != (accountant.epsilon, accountant.delta):
         raise ValueError(
             f"this accountant's guarantee is its budget as a whole, ({accountant.epsilon},"
-            f" {accountant.delta}), for its charges may depend on earlier outputs"
-            " (accountant.summary() says why): no other target can be met. Pass the budget as the"
-            " target, or use make_private"
+            f" {accountant.delta}): pass that as the target, or use make_private."
+            " accountant.summary() says why."
         )
     steps = epochs * len(loader)
 

@@ -41,9 +41,9 @@ def records_digests(loader: PoissonLoader) -> dict[str, str | None]:
     lasting = {part: digests for part, digests in first.items() if second[part] == digests}
     if len(lasting) < len(first) and all(len(set(digests)) == 1 for digests in lasting.values()):
         raise ValueError(
-            "the records differ at every look, so nobody sees whether all ranks keep them in one"
-            " order: let the data set draw from torch's, NumPy's or Python's global random numbers,"
-            " or hand out a label with every record."
+            "the records differ at every look: let the data set draw from torch's, NumPy's or"
+            " Python's global random numbers, or hand out a label with every record, so that ranks"
+            " can compare them."
         )
     return {
         part: (

@@ -336,10 +336,9 @@ class PrivateOptimizer(Optimizer):
         noise_multiplier = self._group_langevin_noise_multiplier(group)
         if not noise_multiplier < LARGEST_NOISE_MULTIPLIER:
             raise ValueError(
-                f"lr = {group['lr']} is so small that the sampler's own noise at temperature"
-                f" {self.temperature} overflows (noise multiplier {noise_multiplier:.3g}), and a"
-                " step would move nothing. Use a larger lr, 0 to leave the group as it is, or"
-                " temperature=0."
+                f"lr = {group['lr']} is so small that the sampler's own noise overflows (noise"
+                f" multiplier {noise_multiplier:.3g}): use a larger lr, 0 to leave the group as it"
+                " is, or temperature=0."
             )
         return noise_multiplier
 

@@ -178,10 +178,9 @@ class PhaseTransition(LRScheduler):
         _require("offset", offset, 0 < offset < math.inf, "positive and finite")
         if not 0 < optimizer.free_lr < math.inf or optimizer.langevin_noise_multiplier == 0:
             raise ValueError(
-                "there is no transition between privacy noise and the sampler's own where one of"
-                " them is absent: PhaseTransition needs noise_multiplier > 0, temperature > 0, and"
-                ' with DPSGHMC a number for momentum ("matched" samples at every lr that it'
-                " accepts)"
+                "there is no transition where privacy noise or the sampler's own is absent:"
+                " PhaseTransition needs noise_multiplier > 0, temperature > 0, and with DPSGHMC a"
+                " number for momentum."
             )
         self.offset = float(offset)
         super().__init__(optimizer, last_epoch)
