@@ -382,7 +382,7 @@ def test_later_jobs_of_a_ledger_are_calibrated_to_what_is_left_of_its_budget(tmp
         with dpb.PrivacyAccountant(3.0, 1e-5, path=path) as accountant:
             engine, epochs = dpb.PrivacyEngine(accountant=accountant), 3
             if accountant.is_later_job:
-                with pytest.raises(ValueError, match="Pass the budget as the target"):
+                with pytest.raises(ValueError, match="pass that as the target"):
                     with_epsilon(engine, target_epsilon=2.0, epochs=epochs)
             arguments = {"target_epsilon": share, "epochs": epochs}
             net, optimizer, loader = with_epsilon(engine, **arguments)
@@ -418,7 +418,7 @@ def test_jobs_of_a_ledger_do_not_draw_the_same_batches(tmp_path):
         data(), batch_size=12, shuffle=True, generator=torch.Generator().manual_seed(1)
     )
     with dpb.PrivacyAccountant(3.0, 1e-5, path=tmp_path / "budget.db") as accountant:
-        with pytest.raises(ValueError, match="publish one run of each seed"):
+        with pytest.raises(ValueError, match="without path="):
             with_epsilon(
                 dpb.PrivacyEngine(accountant=accountant),
                 data_loader=seeded,

@@ -770,7 +770,7 @@ def test_a_draw_is_used_once():
 def test_a_draw_is_used_whole_and_every_record_once(change):
     _, net, optimizer, loader = private(batch_size=50)
     x, y = next(iter(loader))
-    with pytest.raises(RuntimeError, match="do not belong to the batch"):
+    with pytest.raises(RuntimeError, match="are not those of the batch"):
         one(net, optimizer, change(x), change(y))
     assert len(optimizer.accountant) == 0
 
@@ -803,7 +803,7 @@ def test_parts_of_two_draws_never_mix():
         for x, y in parts:  # leave in the middle of a draw
             one(net, optimizer, x, y)
             break
-        assert len(optimizer.accountant) == 0 and not optimizer.release._is_pending
+        assert len(optimizer.accountant) == 0 and optimizer.release._is_pending
     before = [p.detach().clone() for p in net.parameters()]
     x, y = next(iter(loader))
     twin = mlp()
@@ -915,7 +915,7 @@ def test_draws_are_not_repeated_either():
     train(net, optimizer, loader, 3)
     state = copy.deepcopy(optimizer.state_dict())
     train(net, optimizer, loader, 2)
-    with pytest.raises(ValueError, match="leave out generator="):
+    with pytest.raises(ValueError, match=r"generator=.*leave it out"):
         optimizer.load_state_dict(state)
     _, net, optimizer, loader = private(
         loader_options={"generator": torch.Generator().manual_seed(seed)}
@@ -964,7 +964,7 @@ def test_parts_are_used_whole_even_where_the_total_is_right():
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=20, optimizer=optimizer
     ) as parts:
-        with pytest.raises(RuntimeError, match="do not belong to the batch"):
+        with pytest.raises(RuntimeError, match="are not those of the batch"):
             for (x, y), factor in zip(parts, (0.5, 1.5, 1.0)):
                 rows = torch.arange(int(20 * factor)) % 20
                 one(net, optimizer, x[rows], y[rows])
