@@ -144,6 +144,7 @@ def laws(name):
         ("sgnht", DPSGNHT, {"momentum": 1 - FRICTION, "thermostat_gain": LR * T / N}, 400),
     ],
 )
+@pytest.mark.slow
 def test_without_privacy_ours_match_posteriors(name, kind, options, steps):
     """SGLD is the same chain. SGHMC and SGNHT are discretised differently: the ratio of the
     variances is known, and is what is found.

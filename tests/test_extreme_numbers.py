@@ -144,7 +144,7 @@ def exact_epsilon(event, delta):
     method=METHODS,
     delta=st.sampled_from([1e-10, 1e-5, 0.5]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_extreme_releases_cost_at_least_the_truth(kind, size, count, method, delta):
     event = kind(size)
     one = PrivacyAccountant(method=method).compose(event)
@@ -216,7 +216,7 @@ def test_known_extremes_together_cost_at_least_each(events, method):
     method=METHODS,
     relation=RELATIONS,
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_extreme_releases_together_cost_at_least_each(events, method, relation):
     assert_costs_at_least_each(events, method, relation)
 

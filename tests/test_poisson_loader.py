@@ -19,7 +19,7 @@ from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise

@@ -319,6 +319,7 @@ print(net.weight.double().sum().item().hex(), len(opt.accountant))
 """
 
 
+@pytest.mark.slow
 def test_with_generators_a_resumed_run_is_the_same_bit_for_bit(tmp_path):
     def run(first, last, name):
         command = [

@@ -45,6 +45,7 @@ def digits(text):
 
 
 @pytest.mark.parametrize("index", range(6))
+@pytest.mark.slow
 def test_the_table(index):
     row = rows()[index]
     num_data, epsilon, wang, *exact = REFERENCE[index]
@@ -56,6 +57,7 @@ def test_the_table(index):
 
 
 @pytest.mark.parametrize("index", range(6))
+@pytest.mark.slow
 def test_the_exact_noise_meets_the_target_and_no_less_does(index):
     """By dp_accounting, whose pessimistic grid is made fine enough to be within 0.1 % of the
     truth.

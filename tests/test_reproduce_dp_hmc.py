@@ -23,6 +23,7 @@ SIGMAS = 5.0  # two-sided 6e-7, for about thirty comparisons in this file
 
 
 @pytest.mark.parametrize("name", ["banana", "Gaussian"])
+@pytest.mark.slow
 def test_model_gradients_and_posterior_are_of_one_density(name):
     """Pyro's model (weighted rows), the gradients of the batch samplers, and the law that
     exact draws are from.
@@ -184,6 +185,7 @@ def test_expected_acceptance_of_the_penalty_is_a_closed_form(dimension):
     )
 
 
+@pytest.mark.slow
 def test_iterations_are_those_of_the_paper_and_theirs_spend_less():
     """At ε = 4: 94, 507, 56 and 43 a chain; dp_accounting's own composition of what DP-SGLD
     spends.

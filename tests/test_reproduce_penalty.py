@@ -174,6 +174,7 @@ def passes(wrong, right, job):
     return norm.cdf((norm.isf(LEVEL / 2) * errors[1] - abs(rates[0] - rates[1])) / errors[0])
 
 
+@pytest.mark.slow
 def test_quick_run_is_long_enough_to_tell_wrong_noise():
     """By theory: owners' noises that do not add up to √J of one, and noise that is too large
     or too small by 1.3.

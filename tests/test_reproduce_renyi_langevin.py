@@ -135,6 +135,7 @@ def recursion(step_size, steps):
     ("step_size", "steps", "larger"),
     [(0.05, script.LONG, 0), (0.01, script.LONG, 0), (0.02, 100, 1)],
 )
+@pytest.mark.slow
 def test_epsilon_for_the_true_divergence_takes_the_larger_direction(step_size, steps, larger):
     """Of the two a certificate needs both: that of the smaller one states an ε that does not
     hold.
@@ -173,6 +174,7 @@ def test_the_directions_differ_at_the_start():
 
 
 @pytest.mark.parametrize("hard", ["chain to target", "target to chain"])
+@pytest.mark.slow
 def test_fewest_steps_bring_both_directions_below_the_goal(hard):
     """A goal hardly above the bias is hard from chain to target, one that is met while the
     variance still grows is hard the other way.

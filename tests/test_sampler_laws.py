@@ -147,6 +147,7 @@ def test_matched_friction_holds_the_temperature(needed):
     assert_normal(theta, 1 / RECORDS / (1 - step / (2 * (2 - needed))))
 
 
+@pytest.mark.slow
 def test_matched_friction_follows_the_step_size():
     """Where η changes, velocities are rescaled: the law of θ is still right a few steps
     later, with b̂ = 0.02 far from relaxed.
@@ -226,6 +227,7 @@ class EndStep(DPSGNHT):
         )
 
 
+@pytest.mark.slow
 def test_end_step_thermostat_is_seen():
     """It samples T(1 − α/2): at α* = 0.5 already too cold by more than the tolerance."""
     theta, optimizer = sgnht(EndStep, 0.5, replicas=20_000)
@@ -247,6 +249,7 @@ def test_thermostat_survives_a_start_far_from_the_posterior():
     assert optimizer.friction == pytest.approx(0.1, abs=0.2)
 
 
+@pytest.mark.slow
 def test_thermostat_absorbs_isotropic_minibatch_noise():
     """Noise that nobody declared, as large as the privacy noise: SGLD would sample 2T, the
     thermostat holds T.
@@ -273,6 +276,7 @@ def test_thermostat_absorbs_isotropic_minibatch_noise():
     assert abs(relative_error(theta.detach(), 1 / RECORDS)) < 0.02 + tolerance(replicas)
 
 
+@pytest.mark.slow
 def test_thermostat_of_several_groups():
     """One α, kinetic terms added up over groups with their own lr."""
     theta = [nn.Parameter(torch.zeros(40_000, dtype=torch.float64)) for _ in range(2)]
@@ -545,6 +549,7 @@ def effective_size(chain):
     return len(chain) * float(((1 - correlation) / (1 + correlation)).min())
 
 
+@pytest.mark.slow
 def test_fisher_scoring_with_its_own_noisy_estimate():
     """Covariance within 10 % of the posterior's once the estimate has settled, at privacy
     noise well above what the gradient is worth.

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 BACKEND = """
@@ -112,6 +114,7 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_at_once_install_once_and_later_runs_install_nothing(tmp_path):
     project = Project(tmp_path)
     both = [project.start("demo", "--dataset", "two words"), project.start("test", "-k", "sgld")]
@@ -134,6 +137,7 @@ def test_two_at_once_install_once_and_later_runs_install_nothing(tmp_path):
     assert project.builds == 2
 
 
+@pytest.mark.slow
 def test_interrupted_installation_is_done_again_and_one_that_goes_on_is_waited_for(tmp_path):
     project = Project(tmp_path)
     # one made by hand is kept

@@ -42,8 +42,15 @@ def assert_gaussian(sample, mean, variance):
     assert abs(sample.var().item() / variance - 1) < SIGMAS * math.sqrt(2 / n)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("step", [0.1, 0.8])  # ηκ
+@pytest.mark.parametrize(
+    ("step", "temperature"),  # step: ηκ
+    [
+        (0.8, 0.3),
+        pytest.param(0.8, 1.0, marks=pytest.mark.slow),
+        pytest.param(0.1, 0.3, marks=pytest.mark.slow),
+        pytest.param(0.1, 1.0, marks=pytest.mark.slow),
+    ],
+)
 def test_stationary_law_on_a_quadratic(step, temperature):
     curvature, records = 2.0, 4
     sample, optimizer, mean = final_states(

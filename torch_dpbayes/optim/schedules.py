@@ -180,7 +180,7 @@ class PhaseTransition(LRScheduler):
             raise ValueError(
                 "there is no transition where privacy noise or the sampler's own is absent:"
                 " PhaseTransition needs noise_multiplier > 0, temperature > 0, and with DPSGHMC a"
-                " number for momentum."
+                ' number for momentum, not "matched".'
             )
         self.offset = float(offset)
         super().__init__(optimizer, last_epoch)
