@@ -23,7 +23,7 @@ from scipy.stats import beta, kstest, norm
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, clipped_ratio_sum
-from torch_dpbayes.mcmc.record_density import Prior
+from torch_dpbayes.mcmc.density import Prior
 
 # about two hundred p-values: together they fail a right kernel once in a million runs
 LEVEL = 1e-6 / 200

@@ -22,7 +22,7 @@ from scipy.stats import gamma, kstest
 from torch import nn
 
 from torch_dpbayes.mcmc import RecordDensity, clipped_ratio_sum
-from torch_dpbayes.mcmc.record_density import InvalidPoint, Prior
+from torch_dpbayes.mcmc.density import InvalidPoint, Prior
 
 RECORDS = 5
 
@@ -226,7 +226,7 @@ def test_chunks_of_rows_change_nothing(kind, monkeypatch):
     args = make()
     whole, chunked = RecordDensity(model, args), RecordDensity(model, args, chunk_bytes=5_000)
     theta = torch.randn(whole.prior.dimension)
-    assert chunked._programs["gradients"].rows < 100
+    assert chunked._gradients.rows < 100
     torch.testing.assert_close(chunked.log_likelihoods(theta), whole.log_likelihoods(theta))
     torch.testing.assert_close(
         chunked.clipped_gradient_sum(theta, 0.3), whole.clipped_gradient_sum(theta, 0.3)

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..accounting.accountant import PrivacyAccountant
+from .density import Model, Prior, UnfitModel
+from .density.pyro_runs import FLAVOURS, made_up, public_randomness
 from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
 from .proposals import Moves, Proposal
-from .record_density import FLAVOURS, Model, Prior, UnfitModel, made_up, public_randomness
 
 _ROWS_AT_ONCE = 2**16
 

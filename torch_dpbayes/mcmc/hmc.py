@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
+from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from .kernel import (
     Outcome,
     PrivateKernel,
@@ -18,7 +19,6 @@ from .kernel import (
     check_positive,
     noise_event,
 )
-from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 
 
 class DPHMC(PrivateKernel):

@@ -35,8 +35,8 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..noise import GaussianNoise
+from .density import Model, Prior, UnfitModel
 from .proposals import Moves
-from .record_density import Model, Prior, UnfitModel
 
 _DRAWS = 100
 _SECONDS_TO_CHARGE, _SECONDS_TO_WRITE, _SECONDS_TO_NOTICE = 30.0, 1.0, 0.2

@@ -30,7 +30,6 @@ more, when the group's timeout is over.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -45,16 +44,16 @@ import pyro
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .. import __version__
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..noise import GaussianNoise
+from .density import InvalidPoint, Model, Prior, RecordDensity, without_value_checks
+from .density.arguments import filled_if_empty
 from .hmc import DPHMC
 from .kernel import Outcome, PrivateKernel, can_hide
 from .penalty import DPPenalty
-from .record_density import InvalidPoint, Model, Prior, RecordDensity, quiet
 
 _ROOM = 256  # numbers in a message, after one for each rank
 _LONGEST_TEXT = 2**16
@@ -310,41 +309,17 @@ class _OwnedKernel(PrivateKernel):
                 self._agree_on_start(given)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        leaves, structure = tree_flatten((args, kwargs))
-        empty = [
-            k
-            for k, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.shape[:1] == (0,)
-        ]
-        if not empty:
-            return super()._prepare(args, kwargs)  # type: ignore[safe-super]
-        # An owner without records: rows for their shapes alone, as many as nothing else here is
-        # long, which all count as zero.
-        lengths = {length for leaf in leaves if isinstance(leaf, Tensor) for length in leaf.shape}
-        count = next(n for n in itertools.count(2) if n not in lengths)
-        for k in empty:
-            leaves[k] = leaves[k].new_zeros((count, *leaves[k].shape[1:]))
-        args, kwargs = tree_unflatten(leaves, structure)
+        (args, kwargs), is_empty = filled_if_empty(args, kwargs)
         prior = super()._prepare(args, kwargs)  # type: ignore[safe-super]
-        assert self._density is not None
-        self._density._failed = torch.ones(count, dtype=torch.bool, device=prior.device)
+        if is_empty:
+            assert self._density is not None
+            self._density.leave_out_all_records()
         return prior
 
     def _facts(self, warmup_steps: int, given: bool) -> dict[str, Any]:
         """What is told to the other owners: no function of the records, nor of their number."""
         assert self._prior is not None and self._theta is not None and self._density is not None
         density = self._density
-        data = []
-        for k, dim in density._dims.items():
-            shape = list(density._leaves[k].shape)
-            data.append(
-                {
-                    "argument": k,
-                    "dtype": str(density._leaves[k].dtype),
-                    "records along": dim,
-                    "shape of one": shape[:dim] + shape[dim + 1 :],
-                }
-            )
         return {
             "versions": {
                 "torch_dpbayes": __version__,
@@ -364,7 +339,7 @@ class _OwnedKernel(PrivateKernel):
                     name: list(value.shape)
                     for name, value in self._prior.unflatten(self._theta).items()
                 },
-                "data": data,
+                "data": density.described_data(),
             },
             "precision": str(self._prior.dtype),
             "noise": self._own_noise(),
@@ -422,9 +397,11 @@ class _OwnedKernel(PrivateKernel):
         """Prior and likelihood at two points, on rows that the first owner made up."""
         owners, density = self._require_here(), self._density
         assert density is not None
-        with torch.no_grad(), quiet():
-            theta = owners.of_first(_Place.SET_UP, 0, density._theta).to(density._theta)
-            rows = density._pick(density._made_up_rows, range(_COMPARED_ROWS))
+        with torch.no_grad(), without_value_checks():
+            theta = owners.of_first(_Place.SET_UP, 0, density.made_up.theta).to(
+                density.made_up.theta
+            )
+            rows = density.made_up.rows(_COMPARED_ROWS)
             for k, row in enumerate(rows):
                 plain = torch.view_as_real(row) if row.is_complex() else row
                 shared = owners.of_first(_Place.SET_UP, 0, plain).to(plain)
@@ -432,7 +409,7 @@ class _OwnedKernel(PrivateKernel):
             values = []
             for point in (theta, theta.flip(0) * 0.7):
                 values += [
-                    density._record_terms(point, rows),
+                    density.made_up.terms(point, rows),
                     torch.tensor([density.prior.log_density(point)]).to(point),
                 ]
             own = torch.cat(values)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
+from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
 from .proposals import Moves, Proposal
-from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 
 
 class DPPenalty(PrivateKernel):
