@@ -91,7 +91,7 @@ class DPPenalty(PrivateKernel):
         return ("_density", "_terms")
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        self._density = RecordDensity(
+        self._density = self._owners.density(
             self.model, args, kwargs, data_plate=self._plate, gradients=False
         )
         self._moves.require_dimension(self._density.prior.dimension)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from pyro import poutine
@@ -97,7 +98,7 @@ class MadeUpRecords:
         trace = poutine.trace(poutine.condition(model, values)).get_trace(*args, **kwargs)
         result = list(rows)
         for name in structure.observed:
-            site = trace.nodes[name]
+            site: Any = trace.nodes[name]
             for k, row in enumerate(rows):
                 if site["value"] is row:
                     try:
