@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .models import Constants
+
 FAMILIES = ("bernoulli", "gaussian", "poisson")
 
 # Clipped features are shortened by this share, which covers the rounding of float32 features and of
@@ -170,6 +172,16 @@ class GLM:
         if self._max_count is not None:
             return self._max_count * squared + max_grad_norm * self._max_feature_norm
         return squared / 4
+
+    def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
+        """The constants above with gradients clipped to ``max_grad_norm``."""
+        require_representable("max_grad_norm", max_grad_norm)
+        return Constants(
+            self.lipschitz(max_grad_norm),
+            self.strength,
+            self.prior_smoothness,
+            self.record_smoothness(max_grad_norm),
+        )
 
     # --- records ----------------------------------------------------------------------------------
 

@@ -209,7 +209,7 @@ def hybrid(
     # raises where the chain would refuse its first step
     step = chain._event(chain.effective_noise_multiplier, "poisson")
     label = f"hybrid ({type(certificate).__name__}, {type(chain).__name__})"
-    start = first._release(
+    start = first.release_together(
         (features, targets), epsilon, None, label, together=SelfComposedDpEvent(step, steps)
     )
     prepaid.pay(step, steps)

@@ -20,9 +20,9 @@ from ..accounting.accountant import (
 from ..accounting.events import ComposedDpEvent, DpEvent, positive_count
 from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge
-from .close import TooFar
 from .glm import GLM
 from .models import Loss, Model
+from .sampling_error import TooFar
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _LEAST_TEMPERING = 1e-9
@@ -249,14 +249,14 @@ class OnePosteriorSample:
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
         """
-        return self._release(
+        return self.release_together(
             data,
             self._epsilon,
             self._reserve,
             f"one posterior sample ({type(self._certificate).__name__})",
         )
 
-    def _release(
+    def release_together(
         self,
         data: tuple[Any, ...],
         epsilon: float | None,

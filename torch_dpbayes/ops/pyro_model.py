@@ -46,6 +46,9 @@ class PyroModel:
         """Remembered until the latents are known."""
         self._wants_unconstrained = certificate
 
+    def derived_constants(self, max_grad_norm: float = 1.0) -> None:
+        """Nobody knows them."""
+
     def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
         """The model on its data, after checks on made-up rows of the data's shapes."""
         with using_pyro:
