@@ -227,9 +227,8 @@ def _require_gradients() -> None:
             torch.autograd.grad(one * one, one)
         except RuntimeError as error:
             raise RuntimeError(
-                "this chain was forked from a process in which torch had computed gradients before,"
-                " with threads that a fork does not have, and cannot compute any itself: pass"
-                ' mp_context="spawn" to MCMC. Nothing was released.'
+                "this chain was forked from a process that had computed gradients, and cannot"
+                ' compute any: pass mp_context="spawn" to MCMC. Nothing was released.'
             ) from error
 
 

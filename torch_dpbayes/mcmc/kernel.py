@@ -465,10 +465,8 @@ def check_clip_bound(name: str, value: Any, what: str) -> float:
     """``value`` as a clip bound that noise can hide."""
     if not can_hide(bound := check_positive(name, value, what)):
         raise ValueError(
-            f"{name} = {value!r} is too extreme for squares and sums in 64-bit floats: they would"
-            " overflow, or be rounded to nothing, depending on one record, which no noise hides."
-            " Take a value between 1e-30 and 1e150; measure the parameters or the data in other"
-            " units if need be."
+            f"{name} = {value!r} is too extreme for sums in 64-bit floats: take a value between"
+            " 1e-30 and 1e150, in other units of the parameters or the data if need be."
         )
     return bound
 

@@ -77,11 +77,9 @@ class GLM:
     ) -> None:
         if family not in FAMILIES:
             raise ValueError(
-                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}. These"
-                " have one linear predictor a record and a convex loss; for anything else (softmax"
-                " among it) clipping the gradients destroys the convexity that the guarantee rests"
-                " on. Use a Pyro model, whose constants are asserted, or dpb.optim.DPSGLD, whose"
-                " guarantee needs none."
+                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}: for other"
+                " models, softmax among them, use a Pyro model with asserted constants, or"
+                " dpb.optim.DPSGLD."
             )
         if isinstance(max_feature_norm, Tensor | bool) or not 0 < max_feature_norm < math.inf:
             raise ValueError(
@@ -450,9 +448,8 @@ def require_representable(name: str, value: float) -> None:
     """Raise unless sums over records that this number bounds stay within what float32 can hold."""
     if not 1 / _LARGEST <= value <= _LARGEST:
         raise ValueError(
-            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}: sums over"
-            " records are made in float32, which would overflow or lose what bounds one record."
-            " Choose units in which the numbers are closer to 1."
+            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}, as sums over"
+            " records in float32 need: choose units in which the numbers are closer to 1."
         )
 
 

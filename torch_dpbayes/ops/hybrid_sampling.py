@@ -130,8 +130,8 @@ def hybrid(
         if num_data is not None and accountant.neighboring == "add_or_remove_one":
             if size > num_data:
                 raise ValueError(
-                    f"there are more records than num_data = {num_data}, which was stated as an"
-                    " upper bound"
+                    f"there are more records than num_data = {num_data}, the upper bound that"
+                    " was stated: choose one for every data set that could occur."
                 )
             spare, size = num_data - size, num_data
             dataset = TensorDataset(
@@ -254,9 +254,8 @@ class _Prepaid(PrivacyAccountant):
         if event != self._paid or count > self._left:
             raise PrivacyBudgetExceeded(
                 f"the chain of a hybrid run was charged beforehand, {self._left} more times"
-                f" {self._paid}; it is about to release {count} x {event}. Nothing was released."
-                " Use an optimizer whose lr does not change, or train by"
-                " PrivacyEngine.make_private, which charges every step."
+                f" {self._paid}, not {count} x {event}. Nothing was released: use an optimizer"
+                " whose lr does not change."
             )
         self._left -= count
         return self

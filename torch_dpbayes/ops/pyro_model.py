@@ -60,11 +60,9 @@ class PyroModel:
             for name, transform in prior.transforms.items():
                 if not _is_identity(transform):
                     raise ValueError(
-                        f"{self._wants_unconstrained} needs latents that live on all of R:"
-                        " convexity and Lipschitz constants are asserted for the space the chain"
-                        f" moves in, and that of {name!r} is transformed. Write the model with a"
-                        " real latent and transform it yourself, or use Bounded, which holds in"
-                        " any space."
+                        f"{self._wants_unconstrained} needs latents that live on all of R, and"
+                        f" {name!r} does not: write the model with a real latent and transform it"
+                        " yourself, or use Bounded."
                     )
         self._prior = prior
         return (density,)

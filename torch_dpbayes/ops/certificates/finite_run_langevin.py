@@ -126,7 +126,7 @@ class FiniteRunLangevin(Certificate):
             if self.strength > self.smoothness:
                 raise ValueError(
                     f"strength = {self.strength} exceeds smoothness = {self.smoothness}: no"
-                    " function has both."
+                    " function has both, so state a smaller strength."
                 )
 
     def check(self, model: Model) -> None:
