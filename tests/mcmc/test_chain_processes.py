@@ -285,7 +285,7 @@ import json, multiprocessing, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import torch_dpbayes as dpb
-import test_mcmc_chains as t
+import test_chain_processes as t
 
 def started(kernel, params, stage, i):
     if stage.startswith("Sample") and i == 20:

@@ -785,7 +785,7 @@ def test_the_kernels_take_what_those_for_one_owner_take():
 
 # -- the example -----------------------------------------------------------------------------------
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--records", "3000", "--iterations", "12", "--quiet"]
 
 
