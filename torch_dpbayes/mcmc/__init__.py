@@ -2,13 +2,13 @@
 posterior.
 """
 
+from .density import RecordDensity, clipped_ratio_sum
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
 from .multi_owner import MultiOwnerHMC, MultiOwnerPenalty
 from .penalty import DPPenalty
 from .planning import Plan, plan
 from .proposals import Proposal
-from .record_density import RecordDensity, clipped_ratio_sum
 
 __all__ = [
     "DPHMC",

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import DpEvent
+from .density import Model, Prior, UnfitModel
+from .density.pyro_runs import FLAVOURS, made_up, public_randomness
 from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
 from .proposals import Moves, Proposal
-from .record_density import FLAVOURS, Model, Prior, UnfitModel, made_up, public_randomness
 
 _ROWS_AT_ONCE = 2**16
 
@@ -216,9 +218,12 @@ class ExponentialFamilyPenalty(PrivateKernel):
     def _scale(self) -> float:
         return self._moves.scale * math.exp(self._log_scale)
 
+    def _charges(self) -> list[tuple[DpEvent, int]]:
+        return [(noise_event(self._multiplier), 1), *self._moves.charges()]
+
     def _iterate(self, theta: Tensor) -> tuple[Tensor, Outcome]:
         assert self._sum is not None and self._current is not None
-        self._charge((noise_event(self._multiplier), 1), *self._moves.charges())
+        self._charge(*self._charges())
         moved, log_proposal_ratio = self._propose(self._moves, theta)
         log_prior, there = self._log_prior_at(moved), self._evaluate(moved)
         if not math.isfinite(log_prior) or there is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
+from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from .kernel import (
     Outcome,
     PrivateKernel,
@@ -18,7 +20,6 @@ from .kernel import (
     check_positive,
     noise_event,
 )
-from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 
 
 class DPHMC(PrivateKernel):
@@ -123,7 +124,7 @@ class DPHMC(PrivateKernel):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         _require_gradients()
-        self._density = RecordDensity(self.model, args, kwargs, data_plate=self._plate)
+        self._density = self._owners.density(self.model, args, kwargs, data_plate=self._plate)
         self._mass.require_dimension(self._density.prior.dimension)
         return self._density.prior
 
@@ -190,10 +191,8 @@ class DPHMC(PrivateKernel):
     def _noisy_gradient(self, theta: Tensor) -> Tensor:
         """∇U with the data's part clipped and noised; the prior's is exact."""
         assert self._prior is not None
-        return -(
-            self._noisy_gradient_sum(theta).to(theta.dtype)
-            + self._prior.log_density_and_gradient(theta)[1]
-        )
+        total = self._owners.gradient_sum(partial(self._noisy_gradient_sum, theta), theta)
+        return -(total.to(theta.dtype) + self._prior.log_density_and_gradient(theta)[1])
 
     def _noisy_gradient_sum(self, theta: Tensor) -> Tensor:
         assert self._density is not None
@@ -228,9 +227,8 @@ def _require_gradients() -> None:
             torch.autograd.grad(one * one, one)
         except RuntimeError as error:
             raise RuntimeError(
-                "this chain was forked from a process in which torch had computed gradients before,"
-                " with threads that a fork does not have, and cannot compute any itself: pass"
-                ' mp_context="spawn" to MCMC. Nothing was released.'
+                "this chain was forked from a process that had computed gradients, and cannot"
+                ' compute any: pass mp_context="spawn" to MCMC. Nothing was released.'
             ) from error
 
 

@@ -8,24 +8,15 @@ with the noisy numbers is post-processing.
 
 from __future__ import annotations
 
-import _thread
 import math
 import multiprocessing
-import os
-import pickle
-import shutil
-import signal
-import sys
-import tempfile
-import threading
 import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
-from functools import cache
-from multiprocessing import connection, util
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from multiprocessing.context import get_spawning_popen
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +26,20 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..noise import GaussianNoise
+from .chain_processes import (
+    Spool,
+    Start,
+    chain_number,
+    give_back_when_terminated,
+    is_next_chains_start,
+)
+from .density import Model, Prior, UnfitModel
+from .owners import ChainStart, SoleOwner, can_hide
 from .proposals import Moves
-from .record_density import Model, Prior, UnfitModel
 
 _DRAWS = 100
-_SECONDS_TO_CHARGE, _SECONDS_TO_WRITE, _SECONDS_TO_NOTICE = 30.0, 1.0, 0.2
-_RUNNER = "pyro.infer.mcmc.api"
-_RUNNING = ("_noise", "_public", "_theta", "_log_prior", "_prior")
+# not pickled: it stems from the data without a charge, or belongs to this process
+_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_charging")
 
 
 class Outcome(NamedTuple):
@@ -68,6 +66,9 @@ class PrivateKernel(MCMCKernel):
     Pyro's and torch's seeds neither repeat a run nor, which matters more, reveal its noise.
     """
 
+    _owners: SoleOwner = SoleOwner()  # kernels for several owners have another
+    _charging: AbstractContextManager[Any] | None = None  # held by a worker while it charges
+
     def __init__(
         self, model: Model, accountant: PrivacyAccountant, target_accept_prob: float | None
     ) -> None:
@@ -85,11 +86,11 @@ class PrivateKernel(MCMCKernel):
         self.transforms: dict[str, Any] | None = None
         self._accountant = accountant
         self._target = target_accept_prob
-        self._starts: dict[int | None, dict[str, Tensor] | None] = {}
+        self._starts: dict[int, Start] = {}
         self._saved: list[str] | None = None
         self._chains: list[list[dict[str, Tensor]]] = []
         self._epsilon = (-math.inf, "")
-        self._spool = _Spool() if accountant.path is not None else None
+        self._spool = Spool() if accountant.path is not None else None
         self._log_scale = 0.0
         self._forget()
 
@@ -129,7 +130,7 @@ class PrivateKernel(MCMCKernel):
         return self._accountant
 
     @property
-    def initial_params(self) -> dict[str, Tensor] | None:
+    def initial_params(self) -> Start:
         """Where the chain starts, in unconstrained space: what the user gave, or else a draw
         from the prior. Never chosen by the data.
         """
@@ -138,20 +139,20 @@ class PrivateKernel(MCMCKernel):
         return self._prior.unflatten(self._theta)
 
     @initial_params.setter
-    def initial_params(self, params: dict[str, Tensor] | None) -> None:
+    def initial_params(self, params: Start) -> None:
         # Of parallel chains Pyro sets all starts on this one object, before it copies it to the
-        # workers; whose it is stands where it does so.
-        caller = sys._getframe(1)
-        chain = (
-            caller.f_locals["chain_id"]
-            if caller.f_globals.get("__name__") == _RUNNER and "chain_id" in caller.f_locals
-            else None
-        )
-        self._starts = {**(self._starts if chain else {}), chain: params}
+        # workers.
+        starts = self._starts if is_next_chains_start(params, self._last_start) else {}
+        self._starts = {**starts, len(starts): params}
 
     @property
-    def _initial(self) -> dict[str, Tensor] | None:
-        return self._starts.get(_chain(), next(iter(self._starts.values()), None))
+    def _last_start(self) -> Start:
+        return next(reversed(self._starts.values()), None)
+
+    @property
+    def _initial(self) -> Start:
+        chain = chain_number()
+        return self._last_start if chain is None else self._starts.get(chain, self._last_start)
 
     @property
     def save_params(self) -> list[str]:
@@ -179,25 +180,37 @@ class PrivateKernel(MCMCKernel):
         self._forget()
         self._warmup_steps = warmup_steps
         self._log_scale = 0.0
-        if self._spool is not None and _chain() is not None:  # before anything that takes long
-            _give_back_when_terminated(self._accountant)
+        if self._spool is not None and chain_number() is not None:  # before what takes long
+            self._charging = give_back_when_terminated(self._accountant)
         with torch.no_grad():
-            prior = self._prepare(args, kwargs)
-            if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
-                raise ValueError(
-                    f"save_params names {unknown}, the model's latents are"
-                    f" {sorted(prior.transforms)}."
-                )
-            self._prior, self.transforms = prior, prior.transforms
-            self._noise, self._public = GaussianNoise(), GaussianNoise()
-            if self._initial is not None:
-                self._theta = prior.flatten(self._initial)
-                self._require_start(self._theta)
-                return
-            for _ in range(_DRAWS):
-                self._theta = prior.sample()
-                if self._is_valid(self._theta):
-                    return
+            self._theta = self._owners.agreed_start(partial(self._set_up, args, kwargs))
+
+    def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChainStart:
+        prior = self._prepare(args, kwargs)
+        if unknown := sorted(set(self._saved or ()) - set(prior.transforms)):
+            raise ValueError(
+                f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}."
+            )
+        self._prior, self.transforms = prior, prior.transforms
+        self._noise, self._public = GaussianNoise(), GaussianNoise()
+        settings = {
+            "target_accept_prob": self._target,
+            "warmup_steps": self._warmup_steps,
+            "save_params": self._saved,
+            "initial_params given": self._initial is not None,
+        }
+        theta = self._first_point(prior)
+        return ChainStart(prior, theta, self._initial is not None, self._can_start, settings)
+
+    def _first_point(self, prior: Prior) -> Tensor:
+        if self._initial is not None:
+            theta = prior.flatten(self._initial)
+            self._require_start(theta)
+            return theta
+        for _ in range(_DRAWS):
+            theta = prior.sample()
+            if self._is_valid(theta):
+                return theta
         raise ValueError(
             f"the model cannot be evaluated at any of {_DRAWS} draws from its prior: pass"
             " initial_params= to MCMC, made without data."
@@ -210,20 +223,29 @@ class PrivateKernel(MCMCKernel):
             PrivacyBudgetExceeded: the iteration does not fit into the budget; nothing was released.
                 The draws so far: :meth:`get_samples`.
         """
-        if self._prior is None:
-            raise RuntimeError(
-                "sample() before setup(): run the kernel with pyro.infer.MCMC(kernel,"
-                " ...).run(data)."
-            )
-        with torch.no_grad():
+        with self._owners.in_iteration(self._iteration), torch.no_grad():
+            if self._prior is None or self._public is None:
+                raise RuntimeError(
+                    "sample() before setup(): run the kernel with pyro.infer.MCMC(kernel,"
+                    " ...).run(data)."
+                )
             theta = self._prior.flatten(params)
             if not self._started or self._theta is None or not torch.equal(theta, self._theta):
                 self._log_prior = self._require_start(theta)
+                self._public = self._owners.public_numbers(self._public, self._iteration, 0)
                 self._start(theta)
                 self._theta, self._started = theta, True
+            theta = self._owners.agreed_point(
+                self._theta, self._accepted, self._charges, self._accountant
+            )
+            self._public = self._owners.public_numbers(self._public, self._iteration, 1)
             self._theta, outcome = self._iterate(theta)
+            self._owners.end_iteration()
             self._record(outcome)
             return self._prior.unflatten(self._theta.clone())
+
+    def _can_start(self, theta: Tensor) -> bool:
+        return math.isfinite(self._log_prior_at(theta)) and self._is_valid(theta)
 
     def _require_start(self, theta: Tensor) -> float:
         """log p(θ) where a chain may start. A chain at a point without density would stay
@@ -232,9 +254,9 @@ class PrivateKernel(MCMCKernel):
         log_prior = self._log_prior_at(theta)
         if not math.isfinite(log_prior) or not self._is_valid(theta):
             raise ValueError(
-                "the chain would start where the values are not finite, the prior has no density or"
-                " the model cannot be evaluated: pass initial_params= in unconstrained space, where"
-                " zeros are a safe choice."
+                "the chain would start where the prior has no density or the model cannot be"
+                " evaluated: pass other initial_params=, in unconstrained space, where zeros are"
+                " safe."
             )
         return log_prior
 
@@ -266,6 +288,7 @@ class PrivateKernel(MCMCKernel):
         """Called by Pyro at the end of a chain: lets go of the data and of the start, and
         returns to the ledger what was reserved and not used.
         """
+        self._owners.end_chain(self._iteration)
         self._forget()
         self._starts = {}
         if self._spool is not None:
@@ -319,7 +342,7 @@ class PrivateKernel(MCMCKernel):
         # A kernel travels to spawned workers before setup; whatever stems from the data without a
         # charge stays here.
         state = dict(self.__dict__)
-        for name in (*_RUNNING, *self._private_state()):
+        for name in (*_OF_THIS_PROCESS, *self._private_state()):
             state[name] = None
         if get_spawning_popen() is not None:
             return {**state, "_chains": []}
@@ -328,7 +351,7 @@ class PrivateKernel(MCMCKernel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._spool is None and self._accountant.path is not None:
-            self._spool = _Spool()  # of its own: that of the original ends with it
+            self._spool = Spool()  # of its own: that of the original ends with it
 
     def _draws(self) -> list[list[dict[str, Tensor]]]:
         return [chain for chain in self._chains if chain] + (
@@ -352,9 +375,14 @@ class PrivateKernel(MCMCKernel):
     def _scale(self) -> float:
         """The scale of the moves in force."""
 
+    def _charges(self) -> list[tuple[events.DpEvent, int]]:
+        """What the next iteration releases, for owners who ask whether all can pay for it."""
+        return []
+
     def _charge(self, *charges: tuple[events.DpEvent, int]) -> None:
-        parts = [events.SelfComposedDpEvent(event, count) for event, count in charges if count]
-        self._accountant.compose(events.ComposedDpEvent(parts), label=type(self).__name__)
+        composed = [events.SelfComposedDpEvent(event, count) for event, count in charges if count]
+        with self._charging or nullcontext():
+            self._accountant.compose(events.ComposedDpEvent(composed), label=type(self).__name__)
 
     def _gaussian(self, size: int, public: bool = False) -> Tensor:
         """Standard normal numbers. Those that hide a sum over records are float64, as the sum
@@ -390,16 +418,13 @@ class PrivateKernel(MCMCKernel):
         ``multiplier``·``bound``; what is not a number rejects. Where ``bound`` is 0, no record has
         a part in ``log_ratio``.
         """
-        std = multiplier * bound
-        if multiplier and bound and not (can_hide(bound) and can_hide(std)):
+        if not self._owners.can_hide_ratio(bound, multiplier):
             return Outcome(False, math.nan)
+        std = multiplier * bound
         noisy = log_ratio + std * self._standard_normal() if std else log_ratio
-        log_uniform = float(
-            torch.special.log_ndtr(
-                torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
-            )
-        )
-        return Outcome(log_uniform < noisy + rest - std**2 / 2, noisy)
+        normal = torch.tensor(self._standard_normal(public=True), dtype=torch.float64)
+        log_uniform = float(torch.special.log_ndtr(normal))
+        return Outcome(*self._owners.accepts(noisy, log_uniform, rest, bound, multiplier))
 
     def _log_prior_at(self, theta: Tensor) -> float:
         """log p(θ), or −inf where the model cannot be evaluated."""
@@ -413,14 +438,6 @@ class PrivateKernel(MCMCKernel):
         except Exception:  # depends on θ alone
             return -math.inf
         return value if not math.isnan(value) else -math.inf
-
-
-def can_hide(scale: float) -> bool:
-    """False for a clip bound, or a noise standard deviation, where squares and sums over records
-    could overflow or be rounded to nothing, and one record would show. All is clipped, summed and
-    noised in float64, whatever the model's dtype. ``scale`` is public.
-    """
-    return 1e-30 < scale < 1e150
 
 
 def noise_event(noise_multiplier: float) -> events.DpEvent:
@@ -448,191 +465,10 @@ def check_clip_bound(name: str, value: Any, what: str) -> float:
     """``value`` as a clip bound that noise can hide."""
     if not can_hide(bound := check_positive(name, value, what)):
         raise ValueError(
-            f"{name} = {value!r} is too extreme for squares and sums in 64-bit floats: they would"
-            " overflow, or be rounded to nothing, depending on one record, which no noise hides."
-            " Take a value between 1e-30 and 1e150; measure the parameters or the data in other"
-            " units if need be."
+            f"{name} = {value!r} is too extreme for sums in 64-bit floats: take a value between"
+            " 1e-30 and 1e150, in other units of the parameters or the data if need be."
         )
     return bound
-
-
-class _Spool:
-    """Draws of worker processes, in files that outlive them. They are releases that were
-    charged, not data.
-    """
-
-    def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="torch_dpbayes_chains_")
-        _keep_interrupts()
-        self._file: Any = None
-        # After all workers have ended. In workers of the standard library nothing else is called at
-        # the end; not in forks.
-        util.Finalize(
-            self,
-            shutil.rmtree,
-            args=(self.folder,),
-            kwargs={"ignore_errors": True},
-            exitpriority=-100,
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "_file": None}
-
-    def write(self, draw: dict[str, Tensor]) -> None:
-        if self._file is None or self._file[0] != os.getpid():
-            chain = f"-{multiprocessing.current_process().name:0>20}"  # Pyro numbers its workers
-            run = sum(path.name.endswith(chain) for path in Path(self.folder).iterdir())
-            self._file = (os.getpid(), open(Path(self.folder, f"{run:010d}{chain}"), "xb"))
-        pickle.dump({name: value.numpy() for name, value in draw.items()}, self._file[1])
-        self._file[1].flush()
-
-    def read(self) -> list[list[dict[str, Tensor]]]:
-        """Run by run, chain by chain."""
-        chains = []
-        for path in sorted(Path(self.folder).iterdir()):
-            chain = []
-            with path.open("rb") as file:
-                while True:
-                    try:
-                        chain.append(
-                            {
-                                name: torch.as_tensor(value)
-                                for name, value in pickle.load(file).items()
-                            }
-                        )
-                    # the last draw of a worker that was stopped may be cut short
-                    except (EOFError, pickle.UnpicklingError):
-                        break
-            chains.append(chain)
-        return [chain for chain in chains if chain]
-
-
-def _chain() -> int | None:
-    """The chain's number in a process that Pyro started to run one of several chains, and
-    nothing else.
-    """
-    worker = getattr(getattr(multiprocessing.current_process(), "_target", None), "__self__", None)
-    return worker.chain_id if type(worker).__module__ == _RUNNER else None  # type: ignore[union-attr]
-
-
-def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
-    """For the rest of this process, which only runs a chain: on SIGTERM, by which Pyro ends it when
-    another chain fails or is interrupted, and when its parent has ended, it gives back what it has
-    reserved, and ends. Ctrl-C, which all processes get, is left to the parent.
-
-    A thread does it: the chain may be waiting for Pyro, or for a lock that nobody is going to
-    release.
-    """
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent_pid, sentinel = parent.pid, parent.sentinel
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)  # as Python asks for
-    mask: set[Any] = set()
-
-    def note(number: int, _: object) -> None:
-        os.write(writer, bytes([number]))
-
-    starter = os.getppid()
-
-    def has_parent() -> bool:
-        # Something else that the parent forked may keep its sentinel open, and it may have ended
-        # before this began.
-        return os.getppid() == starter and _is_there(parent_pid)
-
-    def leave() -> None:
-        is_told = False
-        while not is_told and has_parent():
-            ready = connection.wait([reader, sentinel], timeout=_SECONDS_TO_NOTICE)
-            if sentinel in ready:
-                break
-            is_told = reader in ready and signal.SIGTERM in os.read(reader, 4096)
-        try:
-            # for good: no iteration begins any more
-            if accountant._lock.acquire(timeout=_SECONDS_TO_CHARGE):
-                accountant.close()
-        finally:  # what was not given back stays charged
-            # a thread that writes into a queue holds a lock of all processes
-            end = time.monotonic() + _SECONDS_TO_WRITE
-            while has_parent() and time.monotonic() < end:
-                time.sleep(0.05)
-            os._exit(128 + signal.SIGTERM)
-
-    # What the chain forks is no chain: signals to it are held back until it has forgotten all this.
-
-    def hold_back() -> None:
-        nonlocal mask
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, before)
-
-    def let_through() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    def forget() -> None:
-        signal.set_wakeup_fd(-1)
-        if signal.getsignal(signal.SIGTERM) is note:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        let_through()
-
-    threading.Thread(target=leave, daemon=True).start()
-    # a handler has to wait where the chain waits, this has not
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    before = {
-        number: signal.signal(number, note) or signal.SIG_DFL
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=forget)
-
-
-def _is_there(pid: int | None) -> bool:
-    """Whether there is such a process."""
-    try:
-        os.kill(pid or 0, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # it is another user's
-        pass
-    return True
-
-
-@cache
-def _keep_interrupts() -> None:
-    """From now on Ctrl-C is heard though it comes while a process forks. Python calls functions
-    then whose exceptions it drops, KeyboardInterrupt among them: the program would go on, and so
-    would its chains.
-    """
-    heard: list[int] = []
-    held: list[Any] = []
-
-    def hold() -> None:
-        if (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        ):
-            held.append(signal.signal(signal.SIGINT, lambda number, _: heard.append(number)))
-
-    def release() -> None:
-        if held:
-            signal.signal(signal.SIGINT, held.pop())
-
-    def release_in_parent() -> None:
-        release()
-        if heard:
-            heard.clear()
-            # not a Thread, for whose start one waits here
-            _thread.start_new_thread(interrupt_soon, ())
-
-    def interrupt_soon() -> None:
-        time.sleep(0.05)  # until the fork is over
-        _thread.interrupt_main()
-
-    def release_in_child() -> None:
-        release()
-        heard.clear()  # the parent's
-
-    os.register_at_fork(
-        before=hold, after_in_parent=release_in_parent, after_in_child=release_in_child
-    )
 
 
 __all__ = [

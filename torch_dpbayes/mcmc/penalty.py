@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
+from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
 from .proposals import Moves, Proposal
-from .record_density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 
 
 class DPPenalty(PrivateKernel):
@@ -91,7 +91,7 @@ class DPPenalty(PrivateKernel):
         return ("_density", "_terms")
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-        self._density = RecordDensity(
+        self._density = self._owners.density(
             self.model, args, kwargs, data_plate=self._plate, gradients=False
         )
         self._moves.require_dimension(self._density.prior.dimension)

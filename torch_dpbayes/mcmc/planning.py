@@ -205,15 +205,15 @@ def _accountant(
     for event, count, *rest in history:
         if len(rest) > 1 and rest[1]:
             raise ValueError(
-                "the history holds adaptive charges, whose guarantee is their accountant's budget"
-                " as a whole: nothing can be planned."
+                "the history holds adaptive charges, which only their accountant's budget as a"
+                " whole covers: plan for a new accountant, without history=."
             )
         try:
             accountant.compose(event, count)
         except PrivacyBudgetExceeded as error:
             raise ValueError(
                 f"what was charged before costs more than epsilon = {epsilon:g} at delta ="
-                f" {delta:g} alone."
+                f" {delta:g} alone: raise the target."
             ) from error
     return accountant
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .models import Constants
+
 FAMILIES = ("bernoulli", "gaussian", "poisson")
 
 # Clipped features are shortened by this share, which covers the rounding of float32 features and of
@@ -75,11 +77,9 @@ class GLM:
     ) -> None:
         if family not in FAMILIES:
             raise ValueError(
-                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}. These"
-                " have one linear predictor a record and a convex loss; for anything else (softmax"
-                " among it) clipping the gradients destroys the convexity that the guarantee rests"
-                " on. Use a Pyro model, whose constants are asserted, or dpb.optim.DPSGLD, whose"
-                " guarantee needs none."
+                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}: for other"
+                " models, softmax among them, use a Pyro model with asserted constants, or"
+                " dpb.optim.DPSGLD."
             )
         if isinstance(max_feature_norm, Tensor | bool) or not 0 < max_feature_norm < math.inf:
             raise ValueError(
@@ -170,6 +170,16 @@ class GLM:
         if self._max_count is not None:
             return self._max_count * squared + max_grad_norm * self._max_feature_norm
         return squared / 4
+
+    def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
+        """The constants above with gradients clipped to ``max_grad_norm``."""
+        require_representable("max_grad_norm", max_grad_norm)
+        return Constants(
+            self.lipschitz(max_grad_norm),
+            self.strength,
+            self.prior_smoothness,
+            self.record_smoothness(max_grad_norm),
+        )
 
     # --- records ----------------------------------------------------------------------------------
 
@@ -438,9 +448,8 @@ def require_representable(name: str, value: float) -> None:
     """Raise unless sums over records that this number bounds stay within what float32 can hold."""
     if not 1 / _LARGEST <= value <= _LARGEST:
         raise ValueError(
-            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}: sums over"
-            " records are made in float32, which would overflow or lose what bounds one record."
-            " Choose units in which the numbers are closer to 1."
+            f"{name} = {value:g} is not between {1 / _LARGEST:g} and {_LARGEST:g}, as sums over"
+            " records in float32 need: choose units in which the numbers are closer to 1."
         )
 
 

@@ -130,8 +130,8 @@ def hybrid(
         if num_data is not None and accountant.neighboring == "add_or_remove_one":
             if size > num_data:
                 raise ValueError(
-                    f"there are more records than num_data = {num_data}, which was stated as an"
-                    " upper bound"
+                    f"there are more records than num_data = {num_data}, the upper bound that"
+                    " was stated: choose one for every data set that could occur."
                 )
             spare, size = num_data - size, num_data
             dataset = TensorDataset(
@@ -209,7 +209,7 @@ def hybrid(
     # raises where the chain would refuse its first step
     step = chain.event(chain.effective_noise_multiplier)
     label = f"hybrid ({type(certificate).__name__}, {type(chain).__name__})"
-    start = first._release(
+    start = first.release_together(
         (features, targets), epsilon, None, label, together=SelfComposedDpEvent(step, steps)
     )
     prepaid.pay(step, steps)
@@ -254,9 +254,8 @@ class _Prepaid(PrivacyAccountant):
         if event != self._paid or count > self._left:
             raise PrivacyBudgetExceeded(
                 f"the chain of a hybrid run was charged beforehand, {self._left} more times"
-                f" {self._paid}; it is about to release {count} x {event}. Nothing was released."
-                " Use an optimizer whose lr does not change, or train by"
-                " PrivacyEngine.make_private, which charges every step."
+                f" {self._paid}, not {count} x {event}. Nothing was released: use an optimizer"
+                " whose lr does not change."
             )
         self._left -= count
         return self

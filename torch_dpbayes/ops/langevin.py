@@ -5,43 +5,19 @@ step does the same whatever the records are.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..accounting.events import positive_count
 from ..noise import GaussianNoise
+from .checks import require_positive
+from .models import Density, Target
 
 _LARGEST_FRICTION = 1.2  # of the thermostat, as in DPSGNHT: beyond 2 a step explodes
-
-
-class Target(Protocol):
-    """A density ∝ exp(−U(θ)) over flat vectors θ in float64."""
-
-    @property
-    def start(self) -> Tensor:
-        """Where chains begin, ``[d]``: chosen without the data."""
-
-    def gradient(self, theta: Tensor) -> Tensor:
-        """∇U(θ), ``[d]``."""
-
-    def potential(self, theta: Tensor) -> Tensor:
-        """U(θ) up to a constant, differentiable; for samplers with an accept step."""
-
-    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """U(θ) with every record's log likelihood clipped into [low, high], differentiable;
-        ``relative``: less its value at the start.
-        """
-
-
-class Density(NamedTuple):
-    """∝ exp(−U(θ)) over flat vectors in float64, as samplers see it."""
-
-    start: Tensor  # [d], chosen without the data
-    potential: Callable[[Tensor], Tensor]  # differentiable
-    gradient: Callable[[Tensor], Tensor]
 
 
 class Sampler(Protocol):
@@ -99,8 +75,8 @@ class Overdamped:
     step_size: float
 
     def __post_init__(self) -> None:
-        _require_steps(self.steps)
-        _require_positive("step_size", self.step_size)
+        positive_count(self.steps, "steps")
+        require_positive("step_size", self.step_size)
 
     def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
         return overdamped(density, [self.step_size] * self.steps, noise)
@@ -138,9 +114,9 @@ class Underdamped:
     inverse_mass: float = 1.0
 
     def __post_init__(self) -> None:
-        _require_steps(self.steps)
+        positive_count(self.steps, "steps")
         for name in ("step_size", "friction", "inverse_mass"):
-            _require_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
 
     @torch.no_grad()
     def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
@@ -196,13 +172,13 @@ class NoseHoover:
     thermostat_gain: float = 0.01
 
     def __post_init__(self) -> None:
-        _require_steps(self.steps)
+        positive_count(self.steps, "steps")
         for name in ("step_size", "friction", "thermostat_gain"):
-            _require_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         if self.friction > 1:
             raise ValueError(
                 "friction is the share of the velocity that a step takes away, at most 1; got"
-                f" {self.friction}"
+                f" {self.friction}."
             )
 
     @torch.no_grad()
@@ -223,18 +199,6 @@ class NoseHoover:
         return theta
 
 
-def gradient_of(potential: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """∇U by automatic differentiation."""
-
-    def gradient(theta: Tensor) -> Tensor:
-        with torch.enable_grad():
-            theta = theta.detach().requires_grad_()
-            (result,) = torch.autograd.grad(potential(theta), theta)
-        return result
-
-    return gradient
-
-
 def _gaussian(like: Tensor, noise: GaussianNoise) -> Tensor:
     return noise.standard_normal(len(like), dtype=like.dtype, device=like.device)
 
@@ -251,13 +215,3 @@ def _spread(t: float) -> float:
         if t > 1e-2
         else t**3 / 3 * (1 - 0.75 * t + 0.35 * t * t - 0.125 * t**3)
     )
-
-
-def _require_steps(steps: Any) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be a positive whole number, got {steps!r}")
-
-
-def _require_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value!r}")

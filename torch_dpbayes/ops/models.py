@@ -1,20 +1,55 @@
-"""What a certificate asks of a model."""
+"""What a certificate asks of a model, and what a sampler asks of a density."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
-
-from .langevin import Target
 
 Loss = Callable[[Any, Any], Tensor]  # (output, targets) -> one number a record
 
 # Pyro keeps the effects that are in force in one list for all threads, and torch the global
 # generator: one draw at a time may use them.
 using_pyro = threading.RLock()
+
+
+class Target(Protocol):
+    """A density ∝ exp(−U(θ)) over flat vectors θ in float64."""
+
+    @property
+    def start(self) -> Tensor:
+        """Where chains begin, ``[d]``: chosen without the data."""
+
+    def gradient(self, theta: Tensor) -> Tensor:
+        """∇U(θ), ``[d]``."""
+
+    def potential(self, theta: Tensor) -> Tensor:
+        """U(θ) up to a constant, differentiable; for samplers with an accept step."""
+
+    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
+        """U(θ) with every record's log likelihood clipped into [low, high], differentiable;
+        ``relative``: less its value at the start.
+        """
+
+
+class Density(NamedTuple):
+    """∝ exp(−U(θ)) over flat vectors in float64, as samplers see it."""
+
+    start: Tensor  # [d], chosen without the data
+    potential: Callable[[Tensor], Tensor]  # differentiable
+    gradient: Callable[[Tensor], Tensor]
+
+
+class Constants(NamedTuple):
+    """What holds of a model for every data set, with gradients clipped."""
+
+    lipschitz: float  # L: the largest norm of one record's clipped gradient
+    strength: float  # λ: the prior's −log density is λ-strongly convex, and all losses are convex
+    prior_smoothness: float
+    record_smoothness: float  # of one record's clipped loss
 
 
 class Model(Protocol):
@@ -40,3 +75,20 @@ class Model(Protocol):
 
     def require_unconstrained(self, certificate: str) -> None:
         """Raises unless every latent lives on all of ℝ."""
+
+    def derived_constants(self, max_grad_norm: float = 1.0) -> Constants | None:
+        """What is known of the model with gradients clipped to ``max_grad_norm``; None where a
+        caller has to assert it.
+        """
+
+
+def gradient_of(potential: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """∇U by automatic differentiation."""
+
+    def gradient(theta: Tensor) -> Tensor:
+        with torch.enable_grad():
+            theta = theta.detach().requires_grad_()
+            (result,) = torch.autograd.grad(potential(theta), theta)
+        return result
+
+    return gradient

@@ -20,9 +20,9 @@ from ..accounting.accountant import (
 from ..accounting.events import ComposedDpEvent, DpEvent, positive_count
 from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge
-from .close import TooFar
 from .glm import GLM
 from .models import Loss, Model
+from .sampling_error import TooFar
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _LEAST_TEMPERING = 1e-9
@@ -84,7 +84,7 @@ class OnePosteriorSample:
         if not isinstance(certificate, Certificate):
             raise TypeError(
                 "certificate must be one of torch_dpbayes.ops' certificates, as"
-                f" FiniteRunLangevin(steps=1000), got {certificate!r}"
+                f" FiniteRunLangevin(steps=1000), got {certificate!r}."
             )
         bound = _bound(model)
         certificate.check(bound)
@@ -98,7 +98,7 @@ class OnePosteriorSample:
                 )
         elif reserve is not None:
             raise ValueError(
-                "reserve= leaves room below a target: state epsilon= and delta=, or leave it out"
+                "reserve= leaves room below a target: state epsilon= and delta=, or leave it out."
             )
         if accountant is None:
             accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
@@ -115,9 +115,8 @@ class OnePosteriorSample:
             and certificate.needs_num_data(bound)
         ):
             raise ValueError(
-                "this accountant's neighbours add or remove a record, so the number of records is"
-                " itself private, but the guarantee depends on it: state num_data=, an upper bound"
-                " that holds for every data set that could occur, or use"
+                "the guarantee depends on the number of records, which is private here: state"
+                " num_data=, an upper bound for every data set, or use"
                 " PrivacyAccountant(neighboring='replace_one')."
             )
         self._solved: dict[int | None, float] = {}
@@ -249,14 +248,14 @@ class OnePosteriorSample:
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
         """
-        return self._release(
+        return self.release_together(
             data,
             self._epsilon,
             self._reserve,
             f"one posterior sample ({type(self._certificate).__name__})",
         )
 
-    def _release(
+    def release_together(
         self,
         data: tuple[Any, ...],
         epsilon: float | None,
@@ -296,17 +295,15 @@ class OnePosteriorSample:
             if passes_target(event, reserve):
                 raise PrivacyBudgetExceeded(
                     f"one more draw would pass the target epsilon = {epsilon:g} at delta ="
-                    f" {self._delta:g}: n draws cost n releases, and everything on the accountant"
-                    " counts. Make a new OnePosteriorSample with a larger epsilon; it will temper"
-                    " the likelihood to what is left."
+                    f" {self._delta:g}, as n draws cost n releases: make a new OnePosteriorSample"
+                    " with a larger epsilon."
                 )
             self._accountant.compose(event, label=label)
             if passes_target(reserve):
                 raise PrivacyBudgetExceeded(
-                    "other releases were charged while this draw was: together they pass the"
-                    f" target epsilon = {epsilon:g} at delta = {self._delta:g}. Nothing was drawn,"
-                    " but the charge stays, for it was visible to the others. Give draws that run"
-                    " at the same time an accountant with a budget, or one each."
+                    "other releases were charged meanwhile and pass the target epsilon ="
+                    f" {epsilon:g} at delta = {self._delta:g}. Nothing was drawn, but the charge"
+                    " stays: give simultaneous draws an accountant each."
                 )
 
     # --- the tempering ----------------------------------------------------------------------------
@@ -320,9 +317,9 @@ class OnePosteriorSample:
             return found
         if self._num_data is not None and found > self._num_data:
             raise ValueError(
-                f"there are more records than num_data = {self._num_data}, which was stated as an"
-                " upper bound for every data set that could occur: the guarantee does not cover"
-                " this one. Choose the bound without looking at the data."
+                f"there are more records than num_data = {self._num_data}, the upper bound that was"
+                " stated: choose one for every data set that could occur, without looking at the"
+                " data."
             )
         return self._num_data
 
@@ -334,7 +331,7 @@ class OnePosteriorSample:
         elif num_data is None:
             raise ValueError(
                 "the guarantee depends on the number of records: state OnePosteriorSample(...,"
-                " num_data=N), or draw first"
+                " num_data=N), or draw first."
             )
         if num_data not in self._solved:
             self._solved[num_data] = self._solve(num_data)
@@ -345,10 +342,9 @@ class OnePosteriorSample:
         assert self._delta is not None
         if self._accountant.is_later_job or self._accountant.guarantee != "fixed":
             raise ValueError(
-                "the guarantee of this accountant is its budget as a whole, for its charges are"
-                " adaptive, registered, or those of a job that began after others had charged"
-                " (accountant.summary() says which): no target below it can be met. Leave out"
-                " epsilon= and choose a certificate whose own cost fits the budget."
+                "adaptive or registered charges, or those of a later job, are guaranteed by the"
+                " accountant's budget as a whole: leave out epsilon= and choose a certificate that"
+                " fits the budget."
             )
         joint = PrivacyAccountant(
             method=self._accountant.method, neighboring=self._accountant.neighboring
@@ -391,11 +387,9 @@ class OnePosteriorSample:
         if not meets(low):
             if cost(low) > epsilon:
                 raise ValueError(
-                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met: what the"
-                    " accountant holds, what is reserved for later, or the certificate even"
-                    " without a likelihood, costs more. Use a larger epsilon, an empty accountant,"
-                    " a certificate whose own delta is a small part of this one, or a chain that"
-                    " costs less (a smaller lr or batch, fewer steps)."
+                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met after what is"
+                    " held or reserved for later: use a larger epsilon, an empty accountant, or a"
+                    " certificate with a smaller delta."
                 )
         while high > low * (1 + _PRECISION):
             middle = math.sqrt(low * high)

@@ -1,5 +1,5 @@
 """Pyro models and torch modules as posteriors. What the records say is read by
-:class:`~torch_dpbayes.mcmc.record_density.RecordDensity`.
+:class:`~torch_dpbayes.mcmc.RecordDensity`.
 """
 
 from __future__ import annotations
@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import pyro
@@ -18,7 +17,7 @@ from torch.distributions import transforms
 from torch.func import functional_call
 
 from ..checks.model_checks import check_layers
-from ..mcmc.record_density import InvalidPoint, Prior, RecordDensity, UnfitModel
+from ..mcmc.density import InvalidPoint, Prior, RecordDensity, UnfitModel
 from .models import Loss, using_pyro
 
 # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record
@@ -32,7 +31,7 @@ class PyroModel:
 
     Args:
         model: the model; its data are its arguments. See
-            :class:`~torch_dpbayes.mcmc.record_density.RecordDensity`.
+            :class:`~torch_dpbayes.mcmc.RecordDensity`.
         data_plate: the name of the plate of records.
 
     **Privacy.** Only the prior, which is made without the data, is kept between calls.
@@ -47,25 +46,26 @@ class PyroModel:
         """Remembered until the latents are known."""
         self._wants_unconstrained = certificate
 
+    def derived_constants(self, max_grad_norm: float = 1.0) -> None:
+        """Nobody knows them."""
+
     def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
         """The model on its data, after checks on made-up rows of the data's shapes."""
         with using_pyro:
-            terms = _Terms(self._model, data, data_plate=self._plate)
+            density = RecordDensity(self._model, data, data_plate=self._plate)
             # refuses a prior that no chain can start from, before anything is charged
-            terms.prior.sample()
-        prior = terms.prior
+            density.prior.sample()
+        prior = density.prior
         if self._wants_unconstrained is not None:
             for name, transform in prior.transforms.items():
                 if not _is_identity(transform):
                     raise ValueError(
-                        f"{self._wants_unconstrained} needs latents that live on all of R:"
-                        " convexity and Lipschitz constants are asserted for the space the chain"
-                        f" moves in, and that of {name!r} is transformed. Write the model with a"
-                        " real latent and transform it yourself, or use Bounded, which holds in"
-                        " any space."
+                        f"{self._wants_unconstrained} needs latents that live on all of R, and"
+                        f" {name!r} does not: write the model with a real latent and transform it"
+                        " yourself, or use Bounded."
                     )
         self._prior = prior
-        return (terms,)
+        return (density,)
 
     def num_records(self, data: tuple[Any, ...]) -> int:
         """The number of rows."""
@@ -91,10 +91,11 @@ class PyroTarget:
     infinity leaves them.
     """
 
-    def __init__(self, terms: _Terms, tempering: float, max_grad_norm: float) -> None:
-        self._terms, self._tempering, self._max_grad_norm = terms, tempering, max_grad_norm
+    def __init__(self, density: RecordDensity, tempering: float, max_grad_norm: float) -> None:
+        self._density, self._tempering = density, tempering
+        self._max_norm = (1 - _ROUNDING) * max_grad_norm
         with using_pyro:
-            self._start = terms.prior.sample()
+            self._start = density.prior.sample()
 
     @property
     def start(self) -> Tensor:
@@ -103,36 +104,49 @@ class PyroTarget:
 
     def gradient(self, theta: Tensor) -> Tensor:
         """∇U with clipped gradients."""
-        point = theta.to(self._terms.prior.dtype)
-        _, gradient = self._terms.prior.log_density_and_gradient(point)
+        point = theta.to(self._density.prior.dtype)
+        _, gradient = self._density.prior.log_density_and_gradient(point)
         try:
-            gradient = gradient + self._tempering * self._terms.clipped_gradient_sum(
-                point, (1 - _ROUNDING) * self._max_grad_norm
+            gradient = gradient + self._tempering * self._density.clipped_gradient_sum(
+                point, self._max_norm
             )
         except InvalidPoint:  # asked of made-up rows: the prior alone leads back
             pass
         return -gradient.to(torch.float64)
 
     def potential(self, theta: Tensor) -> Tensor:
-        """U, differentiable once."""
-        return self._differentiable(
-            theta, partial(self._terms.sum_of_terms, max_norm=(1 - _ROUNDING) * self._max_grad_norm)
-        )
+        """U, differentiable once, with clipped gradients."""
+
+        def likelihood(point: Tensor) -> tuple[float, Tensor]:
+            terms = self._density.log_likelihoods(point).to(torch.float64)
+            finite = terms.nan_to_num(nan=0.0, posinf=-_IMPOSSIBLE, neginf=_IMPOSSIBLE)
+            return float(finite.sum()), self._density.clipped_gradient_sum(point, self._max_norm)
+
+        return self._differentiable(theta, likelihood)
 
     def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """U with every log likelihood clipped into [low, high]; ``relative``: its difference
-        to that at the start.
+        """U with every log likelihood clipped into [low, high], what is not a number to ``low``;
+        ``relative``: its difference to that at the start.
         """
-        origin = self._start if relative else None
-        return self._differentiable(
-            theta, partial(self._terms.sum_of_clipped_terms, low=low, high=high, origin=origin)
-        )
+
+        def likelihood(point: Tensor) -> tuple[float, Tensor]:
+            terms = self._density.log_likelihoods(point)
+            if relative:
+                terms = terms - self._density.log_likelihoods(self._start)
+            inside = (terms > low) & (terms < high)
+            clipped = terms.nan_to_num(nan=low, posinf=high, neginf=low).clamp(low, high)
+            return (
+                float(clipped.sum(dtype=torch.float64)),
+                self._density.gradient_sum(point, inside),
+            )
+
+        return self._differentiable(theta, likelihood)
 
     def _differentiable(
         self, theta: Tensor, likelihood: Callable[[Tensor], tuple[float, Tensor]]
     ) -> Tensor:
-        point = theta.detach().to(self._terms.prior.dtype)
-        value, gradient = self._terms.prior.log_density_and_gradient(point)
+        point = theta.detach().to(self._density.prior.dtype)
+        value, gradient = self._density.prior.log_density_and_gradient(point)
         try:
             more, slope = likelihood(point)
         except InvalidPoint:
@@ -157,44 +171,6 @@ class _WithGradient(torch.autograd.Function):
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return outer[0] * gradient, None, None
-
-
-class _Terms(RecordDensity):
-    """The same with sums of log likelihoods that were clipped themselves."""
-
-    def sum_of_terms(self, theta: Tensor, max_norm: float) -> tuple[float, Tensor]:
-        """Σ log p(x_i | θ) and its clipped gradient. Private data."""
-        terms = self.log_likelihoods(theta)
-        value = (
-            terms.to(torch.float64)
-            .nan_to_num(nan=0.0, posinf=-_IMPOSSIBLE, neginf=_IMPOSSIBLE)
-            .sum()
-        )
-        return float(value), self.clipped_gradient_sum(theta, max_norm)
-
-    @torch.no_grad()
-    def sum_of_clipped_terms(
-        self, theta: Tensor, low: float, high: float, origin: Tensor | None
-    ) -> tuple[float, Tensor]:
-        """Σ clip(log p(x_i | θ) − log p(x_i | origin), low, high) and its gradient. What is
-        not a number counts as ``low``. Private data.
-        """
-        terms = self.log_likelihoods(theta)
-        if origin is not None:
-            terms = terms - self.log_likelihoods(origin)
-        inside = (terms > low) & (terms < high)
-        value = float(
-            terms.nan_to_num(nan=low, posinf=high, neginf=low)
-            .clamp(low, high)
-            .sum(dtype=torch.float64)
-        )
-        gradient = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
-        program = self._programs["gradients"]
-        for first, count, rows in self._chunks(program.rows):
-            slopes = self._run(program, theta, first, rows)[:count]
-            kept = inside[first : first + count] & slopes.isfinite().all(dim=1)
-            gradient += slopes[kept].sum(0, dtype=torch.float64)
-        return value, gradient
 
 
 def _is_identity(transform: Any) -> bool:

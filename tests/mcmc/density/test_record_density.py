@@ -1,15 +1,9 @@
-"""Record terms against Pyro's own potential, and every model that has to be refused.
-
-With U Pyro's potential on all N records and U_i the one on record i alone, log p(θ) = (U − Σ
-U_i)/(N − 1) with its Jacobian terms and log p(x_i | θ) = −U_i − log p(θ): nothing of ours computes
-the expected values.
-"""
+"""Record terms and clipped gradients against Pyro's own potential; records that are not numbers."""
 
 import math
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -18,36 +12,26 @@ from pyro.infer import config_enumerate
 from pyro.infer.mcmc.util import initialize_model
 from pyro.nn import PyroModule, PyroSample
 from pyro.ops.integrator import potential_grad
-from scipy.stats import gamma, kstest
+from support.pyro_models import (
+    gaussian,
+    gaussian_rows,
+    ordered,
+    weights,
+)
 from torch import nn
 
 from torch_dpbayes.mcmc import RecordDensity, clipped_ratio_sum
-from torch_dpbayes.mcmc.record_density import InvalidPoint, Prior
+from torch_dpbayes.mcmc.density import InvalidPoint
+
+pytestmark = pytest.mark.usefixtures("double")
 
 RECORDS = 5
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def weights(name, *shape):
-    return pyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape)))
 
 
 def logistic(x, y):
     beta = weights("beta", x.shape[1])
     with pyro.plate("data", len(y)):
         pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
-
-
-def gaussian_rows(x):
-    mean = weights("mean", x.shape[1])
-    with pyro.plate("data", len(x)):
-        pyro.sample("x", dist.Normal(mean, 0.5).to_event(1), obs=x)
 
 
 def hierarchical(group, y):
@@ -99,15 +83,6 @@ def two_discrete_latents(y):
             "z", dist.Categorical(torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]])[on.long()])
         )
         pyro.sample("y", dist.Normal(mean[z] + on, 1.0), obs=y)
-
-
-def ordered(x, y):
-    slope, cut = (
-        weights("slope"),
-        pyro.sample("cut", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1)),
-    )
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.OrderedLogistic(slope * x, torch.cumsum(cut.exp(), 0)), obs=y)
 
 
 def two_sites_with_mask(y, count, seen):
@@ -226,7 +201,7 @@ def test_chunks_of_rows_change_nothing(kind, monkeypatch):
     args = make()
     whole, chunked = RecordDensity(model, args), RecordDensity(model, args, chunk_bytes=5_000)
     theta = torch.randn(whole.prior.dimension)
-    assert chunked._programs["gradients"].rows < 100
+    assert chunked._gradients.rows < 100
     torch.testing.assert_close(chunked.log_likelihoods(theta), whole.log_likelihoods(theta))
     torch.testing.assert_close(
         chunked.clipped_gradient_sum(theta, 0.3), whole.clipped_gradient_sum(theta, 0.3)
@@ -362,282 +337,3 @@ def test_a_sum_over_a_million_records_moves_by_no_more_than_the_bound():
     assert sums[0] == pytest.approx(1.1e6, rel=1e-9)
     for more, less in pairwise(sums):
         assert abs(more - less) <= 1.1 * (1 + 1e-6)
-
-
-# -- what has to be refused ------------------------------------------------------------------------
-
-
-def gaussian(y, mean, size=None, name="data", scale=1.0):
-    with pyro.plate(name, len(y) if size is None else size):
-        pyro.sample("y", dist.Normal(mean, scale), obs=y)
-
-
-def no_plate(y):
-    pyro.sample("y", dist.Normal(weights("m"), 1.0).expand([len(y)]).to_event(1), obs=y)
-
-
-def other_name(y):
-    gaussian(y, weights("m"), name="rows")
-
-
-def two_data_plates(y):
-    m = weights("m")
-    gaussian(y, m)
-    with pyro.plate("more", len(y)):
-        pyro.sample("again", dist.Normal(m, 1.0), obs=y)
-
-
-def one_name_twice(y):
-    m = weights("m")
-    gaussian(y, m)
-    with pyro.plate("data", 3, dim=-2):
-        pyro.sample("again", dist.Normal(m, 1.0), obs=torch.zeros(3, 1))
-
-
-def unplated_observation(y):
-    m = weights("m")
-    gaussian(y, m)
-    pyro.sample("total", dist.Normal(m, 1.0), obs=y.sum())
-
-
-def factor_outside(y):
-    m = weights("m")
-    gaussian(y, m)
-    pyro.factor("total", (m * y).sum())
-
-
-def longer_than_the_plate(y):
-    gaussian(y, weights("m"), size=len(y) - 1)
-
-
-def broadcast_observation(y):
-    gaussian(y[:1], weights("m"), size=len(y))
-
-
-def hard_coded_size(y):
-    gaussian(y, weights("m"), size=20)
-
-
-def centred(y):
-    gaussian(y - y.mean(), weights("m"))
-
-
-def scaled_by_the_largest(y):
-    gaussian(y / y.abs().max(), weights("m"))
-
-
-def most_frequent_label(y, label):
-    gaussian(y, weights("m") * label.max())
-
-
-def tempered_by_the_number(y):
-    with pyro.plate("data", len(y)), pyro.poutine.scale(scale=10.0 / len(y)):
-        pyro.sample("y", dist.Normal(weights_outside["m"], 1.0), obs=y)
-
-
-weights_outside = {}
-
-
-def tempered(y):
-    weights_outside["m"] = weights("m")
-    tempered_by_the_number(y)
-
-
-def neighbours(y):
-    gaussian(y, weights("m") * y.roll(1))
-
-
-def by_position(y):
-    gaussian(y, weights("m") * torch.arange(len(y)))
-
-
-def empirical_bayes(y):
-    gaussian(y, pyro.sample("m", dist.Normal(y.mean(), 1.0)))
-
-
-def local_latent(y):
-    with pyro.plate("data", len(y)):
-        pyro.sample("y", dist.Normal(pyro.sample("m", dist.Normal(0.0, 1.0)), 1.0), obs=y)
-
-
-def global_discrete(y):
-    gaussian(y, weights("m") + pyro.sample("z", dist.Bernoulli(0.5)))
-
-
-def subsampled(y):
-    m = weights("m")
-    with pyro.plate("data", len(y), subsample_size=5) as index:
-        pyro.sample("y", dist.Normal(m, 1.0), obs=y[index])
-
-
-def subsampled_by_hand(y):
-    m = weights("m")
-    with pyro.plate("data", 10 * len(y), subsample=torch.arange(len(y))) as index:
-        pyro.sample("y", dist.Normal(m, 1.0), obs=y[index])
-
-
-def sequential(y):
-    m = weights("m")
-    for i in pyro.plate("data", len(y)):
-        pyro.sample(f"y{i}", dist.Normal(m, 1.0), obs=y[i])
-
-
-def sequential_enumeration(y):
-    m = weights("m")
-    with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Bernoulli(0.5), infer={"enumerate": "sequential"})
-        pyro.sample("y", dist.Normal(m + z, 1.0), obs=y)
-
-
-def nothing_observed(y):
-    m = weights("m")
-    with pyro.plate("data", len(y)):
-        pyro.deterministic("z", m + y)
-        pyro.sample("u", dist.Bernoulli(0.5))
-
-
-def nothing_to_sample(y):
-    gaussian(y, torch.tensor(0.0))
-
-
-def moving_support(y):
-    gaussian(y, pyro.sample("m", dist.Uniform(0.0, pyro.sample("top", dist.HalfNormal(1.0)))))
-
-
-def dropout(y):
-    gaussian(y, weights("m") * nn.functional.dropout(torch.ones(len(y)), 0.5))
-
-
-def batch_norm(y):
-    gaussian(nn.functional.batch_norm(y[:, None], None, None, training=True)[:, 0], weights("m"))
-
-
-def branch_on_the_data(y):
-    gaussian(y, weights("m") * (2.0 if float(y[0]) > 0 else 1.0))
-
-
-def scaled_if_one_is_large(y):
-    gaussian(torch.where(y.abs().max() > 50, y / y.abs().max(), y), weights("m"))
-
-
-def counted_if_large(y):
-    gaussian(y, weights("m") + (y > 100).cumsum(0))
-
-
-def filled_with_the_mean(y):
-    gaussian(torch.where(y.isnan(), y.nanmean(), y), weights("m"))
-
-
-def prior_if_one_is_large(y):
-    gaussian(y, pyro.sample("m", dist.Normal(0.0, y.abs().max().clamp(min=50.0))))
-
-
-def masked(y):
-    y, known = y.clone(), y > -100
-    y[known] = (2 * y)[known]
-    gaussian(y, weights("m"))
-
-
-def one_hot(y):
-    gaussian(y, nn.functional.one_hot((y > 0).long(), 2).double() @ weights("m", 2))
-
-
-def improper(y):
-    gaussian(y, pyro.sample("m", dist.ImproperUniform(dist.constraints.real, (), ())))
-
-
-def by_numpy(y):
-    m = weights("m")
-    gaussian(y, m * torch.as_tensor(np.tanh(y.numpy())))
-
-
-DATA_ELSEWHERE = torch.randn(20)
-
-
-def from_elsewhere(_):
-    gaussian(DATA_ELSEWHERE, weights("m"))
-
-
-REFUSED = [
-    (no_plate, "no sites in a plate named 'data'"),
-    (other_name, "no sites in a plate named 'data'"),
-    (two_data_plates, "'again' is observed outside the plate"),
-    (one_name_twice, "."),  # Pyro itself, or we
-    (unplated_observation, "'total' is observed outside the plate"),
-    (factor_outside, "'total' is observed outside the plate"),
-    (longer_than_the_plate, "."),
-    (broadcast_observation, "another length"),
-    (hard_coded_size, "take its size from the data"),
-    (centred, "changes when"),
-    (scaled_by_the_largest, "changes when"),
-    (tempered, "changes when"),
-    (neighbours, "changes when"),
-    (by_position, "changes when"),
-    (empirical_bayes, "prior changes when"),
-    (local_latent, "'m' lies in the data plate"),
-    (global_discrete, "'z' lies outside the data plate"),
-    (subsampled, "subsamples"),
-    (subsampled_by_hand, "subsamples"),
-    (sequential, "iterated over"),
-    (sequential_enumeration, "enumerated sequentially"),
-    (nothing_observed, "nothing is observed"),
-    (nothing_to_sample, "no continuous latent"),
-    (moving_support, "support of latent 'm'"),
-    (dropout, "random numbers"),
-    (batch_norm, "changes when|made-up"),
-    (branch_on_the_data, "changes when|recorded"),
-    (scaled_if_one_is_large, "changes when another row is very large"),
-    (counted_if_large, "changes when another row is very large"),
-    (filled_with_the_mean, "changes when the others are left out and it is not a number"),
-    (prior_if_one_is_large, "prior changes when"),
-    (masked, r"torch\.where"),
-    (one_hot, "one_hot"),
-    (improper, "proper priors"),
-    (by_numpy, "recorded"),
-    (from_elsewhere, "take its size from the data"),
-]
-
-
-@pytest.mark.parametrize("model, message", REFUSED, ids=[model.__name__ for model, _ in REFUSED])
-def test_what_has_no_guarantee_is_refused(model, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        RecordDensity(model, (torch.randn(20),))
-    assert "\n" not in str(caught.value)
-    # there it is the model's own error that says it
-    if model not in (one_name_twice, longer_than_the_plate, hard_coded_size, from_elsewhere):
-        assert "20" not in str(caught.value), (
-            "the number of records is private under add-or-remove-one"
-        )
-
-
-def test_a_whole_number_shared_by_all_rows_is_refused():
-    with pytest.raises(ValueError, match="changes when"):
-        RecordDensity(most_frequent_label, (torch.randn(20), torch.randint(0, 2, (20,))))
-
-
-def test_a_whole_number_that_scales_all_rows_only_if_it_is_large_is_refused():
-    def model(number, y):
-        ordered(number / number.max().clamp(min=10), y)
-
-    with pytest.raises(ValueError, match="changes when another row is very large"):
-        RecordDensity(model, (torch.randint(0, 10, (20,)), torch.randint(0, 3, (20,))))
-
-
-def test_data_have_to_be_tensors():
-    with pytest.raises(TypeError, match=r"torch\.as_tensor"):
-        RecordDensity(gaussian_rows, (np.zeros((4, 2)),))
-
-
-def test_a_start_comes_from_the_prior_alone():
-    prior = Prior(lambda: pyro.sample("rate", dist.Gamma(3.0, 2.0)))
-    draws = [float(prior.constrain(prior.sample())["rate"]) for _ in range(300)]
-    assert kstest(draws, gamma(3.0, scale=0.5).cdf).pvalue > 1e-6
-
-
-def test_drawing_from_the_prior_neither_uses_nor_moves_the_callers_seed():
-    prior = Prior(lambda: weights("m", 2))
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    first = prior.sample()
-    assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(first, prior.sample())

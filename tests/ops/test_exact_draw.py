@@ -1,4 +1,4 @@
-"""The certificates of exact draws against densities by quadrature, on neighbouring data sets."""
+"""Bounded and StronglyLogConcave: stated profiles against exact densities; the law of a draw."""
 
 import math
 
@@ -8,15 +8,25 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from scipy import stats
+from support.one_draw import (
+    COLUMNS,
+    conjugate,
+)
+from support.profiles import stated
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
-from torch_dpbayes.ops.nuts import no_u_turn
 
 RELATIONS = ("replace_one", "add_or_remove_one")
+
+
 EPSILONS = (0.0, 0.1, 0.3, 0.7, 1.5, 3.0)
+
+
 SIGNIFICANCE = 1e-6 / 6  # one in a million runs of this file fails by chance
+
+
 GRID = np.linspace(-14, 14, 20001)
 
 
@@ -43,17 +53,6 @@ def deltas(p, q):
     ]
 
 
-def profile(event, epsilon):
-    """The stated δ(ε), from the closed forms rather than from the accountant."""
-    if isinstance(event, MuGaussianDpEvent):
-        return stats.norm.cdf(event.mu / 2 - epsilon / event.mu) - math.exp(
-            epsilon
-        ) * stats.norm.cdf(-event.mu / 2 - epsilon / event.mu)
-    assert isinstance(event, BoundedRangeDpEvent)
-    b = event.epsilon
-    return 0.0 if epsilon >= b else (1 - math.exp(-(b - epsilon) / 2)) ** 2 / (1 - math.exp(-b))
-
-
 def potential_of(glm, records, certificate, setting, **options):
     if isinstance(certificate, ops.StronglyLogConcave):
         options = {"max_grad_norm": certificate.max_grad_norm, **options}
@@ -76,9 +75,9 @@ def worst_excess(glm, neighbours, certificate, setting, **options):
             for records in neighbours
         )
     )
-    stated = [profile(certificate.event(glm, setting), epsilon) for epsilon in EPSILONS]
-    return max(e - s for e, s in zip(exact, stated)), max(
-        e / s for e, s in zip(exact, stated) if s > 1e-3
+    claimed = [stated(certificate.event(glm, setting), epsilon) for epsilon in EPSILONS]
+    return max(e - s for e, s in zip(exact, claimed)), max(
+        e / s for e, s in zip(exact, claimed) if s > 1e-3
     )
 
 
@@ -186,7 +185,7 @@ def test_tempering_the_prior_too_would_cost_more():
     assert mu == pytest.approx(2 * rho)
     exact = deltas(*ends)
     assert exact == pytest.approx(
-        [profile(MuGaussianDpEvent(mu / math.sqrt(rho)), e) for e in EPSILONS], abs=1e-4
+        [stated(MuGaussianDpEvent(mu / math.sqrt(rho)), e) for e in EPSILONS], abs=1e-4
     )
 
 
@@ -220,25 +219,9 @@ def test_the_tempering_inverts_the_bounded_range_profile():
     for epsilon, delta in ((1.0, 1e-5), (0.1, 1e-8), (3.0, 1e-3)):
         sampler = ops.OnePosteriorSample(ops.GLM(), ops.Bounded(10.0), epsilon=epsilon, delta=delta)
         b = sampler.event.epsilon
-        assert profile(sampler.event, epsilon) <= delta
-        assert profile(BoundedRangeDpEvent(b * 1.001), epsilon) > delta
+        assert stated(sampler.event, epsilon) <= delta
+        assert stated(BoundedRangeDpEvent(b * 1.001), epsilon) > delta
         assert b > epsilon
-
-
-# --- draws ----------------------------------------------------------------------------------------
-
-COLUMNS = 200  # independent one-dimensional posteriors: every record touches one column
-
-
-def conjugate():
-    y = torch.linspace(-3, 3, COLUMNS, dtype=torch.float64)
-    precision = 1 / 0.8**2 + 1 / 0.5**2
-    return (
-        ops.GLM("gaussian", prior_std=0.8, noise_std=0.5),
-        y,
-        y.numpy() / 0.5**2 / precision,
-        precision,
-    )
 
 
 @pytest.mark.slow
@@ -275,39 +258,3 @@ def test_draws_by_nuts_have_the_mean_and_variance_of_the_tempered_posterior():
     precision = 1 / 0.8**2 + sampler.tempering / 0.5**2
     standard = (draw - sampler.tempering * y.numpy() / 0.5**2 / precision) * math.sqrt(precision)
     assert stats.kstest(standard, "norm").pvalue > SIGNIFICANCE
-
-
-def test_the_sampler_ignores_the_global_seed_and_leaves_it_alone():
-    glm, y, _, _ = conjugate()
-    draws = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        before = torch.get_rng_state()
-        draws.append(
-            ops.OnePosteriorSample(glm, ops.Bounded(10.0, warmup_steps=5)).sample(
-                torch.eye(COLUMNS), y
-            )["weights"]
-        )
-        assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(*draws)
-
-
-def test_a_seed_that_another_thread_sets_does_not_reach_the_chain():
-    draws = []
-    for _ in range(2):
-
-        def potential(theta):
-            torch.manual_seed(0)  # at every step, whatever the other thread is about
-            return theta.square().sum() / 2
-
-        with torch.random.fork_rng([]):
-            draws.append(no_u_turn(potential, torch.zeros(3, dtype=torch.float64), 5))
-    assert not torch.equal(*draws)
-
-
-def test_a_draw_does_not_depend_on_the_arithmetic_that_its_caller_has_switched_on():
-    glm, y, _, _ = conjugate()
-    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
-        for certificate in (ops.Bounded(10.0, warmup_steps=3), ops.FiniteRunLangevin(steps=3)):
-            draw = ops.OnePosteriorSample(glm, certificate).sample(torch.eye(COLUMNS), y)["weights"]
-            assert draw.dtype == torch.float64 and not draw.is_inference()

@@ -25,10 +25,9 @@ from pyro.infer.mcmc.api import StreamingMCMC
 from pyro.ops.streaming import CountMeanStats, StatsOfDict
 
 import torch_dpbayes as dpb
-import torch_dpbayes.mcmc.kernel as kernel_module
 from torch_dpbayes.accounting import events
 from torch_dpbayes.accounting.ledger import Ledger, open_blocks
-from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty
+from torch_dpbayes.mcmc import DPHMC, DPPenalty, ExponentialFamilyPenalty, chain_processes
 
 DATA = torch.linspace(-1.0, 2.0, 40)
 START = {"mean": torch.tensor([0.1, 0.2, 0.3]), "scale": torch.tensor([0.0, 0.1, 0.2])}
@@ -286,7 +285,7 @@ import json, multiprocessing, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, {tests!r})
 import torch_dpbayes as dpb
-import test_mcmc_chains as t
+import test_chain_processes as t
 
 def started(kernel, params, stage, i):
     if stage.startswith("Sample") and i == 20:
@@ -347,7 +346,7 @@ def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, context, tmp_p
 
 
 def charging(accountant, releases):
-    kernel_module._give_back_when_terminated(accountant)
+    lock = chain_processes.give_back_when_terminated(accountant)
     event = events.ComposedDpEvent(
         [
             events.GaussianDpEvent(200.0),
@@ -356,7 +355,8 @@ def charging(accountant, releases):
     )
     with releases.open("ab", buffering=0) as file:
         while True:
-            accountant.compose(event)
+            with lock:
+                accountant.compose(event)
             file.write(b".")
 
 
@@ -405,7 +405,7 @@ def started(target, *arguments):
     ready = context.Event()
 
     def run():
-        kernel_module._give_back_when_terminated(accountant)
+        chain_processes.give_back_when_terminated(accountant)
         accountant.compose(events.GaussianDpEvent(200.0))
         ready.set()
         target(*arguments)
@@ -566,7 +566,7 @@ def test_a_worker_whose_parent_ended_before_it_looked_ends_too(accountant):
         told.put(("worker", os.getpid()))
         while os.getppid() == multiprocessing.parent_process().pid:
             time.sleep(0.01)
-        kernel_module._give_back_when_terminated(accountant)
+        chain_processes.give_back_when_terminated(accountant)
         wait_for_ever()
 
     def parent():
@@ -597,8 +597,8 @@ def test_ctrl_c_is_heard_in_the_middle_of_a_fork(moment):
         os.register_at_fork(
             **{moment: lambda: [os.kill(os.getpid(), signal.SIGINT) for _ in times]}
         )
-        kernel_module._keep_interrupts.cache_clear()
-        kernel_module._keep_interrupts()  # as a kernel does, for its chains
+        chain_processes.keep_interrupts.cache_clear()
+        chain_processes.keep_interrupts()  # as a kernel does, for its chains
         try:
             chain = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.0,))
             chain.start()

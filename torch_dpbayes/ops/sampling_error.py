@@ -9,13 +9,15 @@ free: every bound here is larger than the event of (P, P').
 from __future__ import annotations
 
 import math
+from functools import singledispatch
+from typing import Any
 
 import numpy as np
 
 from ..accounting import privacy_loss
 from ..accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 
-ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # of an exact draw
+ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # of an exact draw; another kind is registered
 
 _ROUND_UP = 1 + 1e-9
 _LEAST_DELTA = 1e-290  # below it the tail of a Gaussian leaves floating point
@@ -27,18 +29,26 @@ class TooFar(ValueError):
     """The sampler is not close enough to its target for any ε at this δ."""
 
 
-def ratio_bounded(event: ExactEvent, divergence: float) -> ExactEvent:
+@singledispatch
+def ratio_bounded(event: Any, divergence: float) -> ExactEvent:
     r"""(Q, Q') where |log dQ/dP| ≤ η everywhere: Rényi divergence η of order ∞ in both directions.
 
     A log ratio of P to P' that spans b becomes one that spans b + 4η. A μ-Gaussian one becomes (μ +
     2m)-Gaussian, m = 2Φ⁻¹(e^η/(1+e^η)): trade-off curves compose along Q, P, P', Q', and an
     η-differentially private pair is m-Gaussian.
     """
-    if isinstance(event, BoundedRangeDpEvent):
-        return BoundedRangeDpEvent((event.epsilon + 4 * divergence) * _ROUND_UP)
-    return MuGaussianDpEvent(
-        (event.mu + 2 * privacy_loss.dominating_mu(privacy_loss.Pure(divergence))) * _ROUND_UP
-    )
+    raise _unknown(event)
+
+
+@ratio_bounded.register
+def _(event: BoundedRangeDpEvent, divergence: float) -> ExactEvent:
+    return BoundedRangeDpEvent((event.epsilon + 4 * divergence) * _ROUND_UP)
+
+
+@ratio_bounded.register
+def _(event: MuGaussianDpEvent, divergence: float) -> ExactEvent:
+    added = 2 * privacy_loss.dominating_mu(privacy_loss.Pure(divergence))
+    return MuGaussianDpEvent((event.mu + added) * _ROUND_UP)
 
 
 def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float) -> float:
@@ -63,13 +73,13 @@ def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float
                 (1 - exact) * (1 - first) * delta,
             )
             a = max(0.0, divergence + (constant - math.log(delta_1)) / (order - 1))
-            middle = _epsilon(event, delta_2 * math.exp(-a))
+            middle = _exact_epsilon(event, delta_2 * math.exp(-a))
             b = max(0.0, divergence + (constant + a + middle - math.log(delta_3)) / (order - 1))
             best = min(best, a + middle + b)
     if math.isinf(best):
         raise TooFar(
-            f"divergence = {divergence:g} of order {order:g} is too large: no finite epsilon comes"
-            f" out at delta = {delta:g}."
+            f"divergence = {divergence:g} of order {order:g} gives no finite epsilon at delta ="
+            f" {delta:g}: state a larger delta, or a sampler that is closer."
         )
     return best * _ROUND_UP
 
@@ -86,7 +96,7 @@ def total_variation_close(event: ExactEvent, distance: float, delta: float) -> f
     """
 
     def meets(epsilon: float) -> bool:
-        return _delta(event, epsilon) + (1 + math.exp(epsilon)) * distance <= delta
+        return _exact_delta(event, epsilon) + (1 + math.exp(epsilon)) * distance <= delta
 
     if delta > 2 * distance:
         # beyond, the second term alone is too large
@@ -98,31 +108,49 @@ def total_variation_close(event: ExactEvent, distance: float, delta: float) -> f
                     low, high = (low, middle) if meets(middle) else (middle, high)
                 return high * _ROUND_UP
     raise TooFar(
-        f"xi = {distance:g} is too large: delta(epsilon) + (1 + e^epsilon) xi stays above delta ="
-        f" {delta:g} for every epsilon. State a larger delta, an exact draw that costs less, or a"
-        " sampler that is closer."
+        f"xi = {distance:g} is too large for delta = {delta:g} at every epsilon: state a larger"
+        " delta, an exact draw that costs less, or a sampler that is closer."
     )
 
 
-def _pair(event: ExactEvent) -> privacy_loss.Pair:
-    return (
-        privacy_loss.BoundedRange(event.epsilon)
-        if isinstance(event, BoundedRangeDpEvent)
-        else privacy_loss.Gaussian(event.mu)
-    )
+@singledispatch
+def _exact_delta(event: Any, epsilon: float) -> float:
+    """δ at ε of (P, P')."""
+    raise _unknown(event)
 
 
-def _delta(event: ExactEvent, epsilon: float) -> float:
-    if isinstance(event, BoundedRangeDpEvent):
-        gap = max(event.epsilon - epsilon, 0.0)
-        return math.expm1(-gap / 2) ** 2 / -math.expm1(-event.epsilon)
-    return privacy_loss.upper_delta({_pair(event): 1}, epsilon)
+@_exact_delta.register
+def _(event: BoundedRangeDpEvent, epsilon: float) -> float:
+    gap = max(event.epsilon - epsilon, 0.0)
+    return math.expm1(-gap / 2) ** 2 / -math.expm1(-event.epsilon)
 
 
-def _epsilon(event: ExactEvent, delta: float) -> float:
-    if isinstance(event, BoundedRangeDpEvent):
-        share = math.sqrt(-delta * math.expm1(-event.epsilon))
-        return max(0.0, event.epsilon + 2 * math.log1p(-share)) if share < 1 else 0.0
+@_exact_delta.register
+def _(event: MuGaussianDpEvent, epsilon: float) -> float:
+    return privacy_loss.upper_delta({privacy_loss.Gaussian(event.mu): 1}, epsilon)
+
+
+@singledispatch
+def _exact_epsilon(event: Any, delta: float) -> float:
+    """ε at δ of (P, P')."""
+    raise _unknown(event)
+
+
+@_exact_epsilon.register
+def _(event: BoundedRangeDpEvent, delta: float) -> float:
+    share = math.sqrt(-delta * math.expm1(-event.epsilon))
+    return max(0.0, event.epsilon + 2 * math.log1p(-share)) if share < 1 else 0.0
+
+
+@_exact_epsilon.register
+def _(event: MuGaussianDpEvent, delta: float) -> float:
     if delta < _LEAST_DELTA:
         return math.inf
-    return privacy_loss.upper_epsilon({_pair(event): 1}, delta)
+    return privacy_loss.upper_epsilon({privacy_loss.Gaussian(event.mu): 1}, delta)
+
+
+def _unknown(event: Any) -> TypeError:
+    return TypeError(
+        "an exact draw is charged as BoundedRangeDpEvent or MuGaussianDpEvent; register another"
+        f" kind in ops/sampling_error.py: {event!r}."
+    )

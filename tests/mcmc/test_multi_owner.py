@@ -35,9 +35,9 @@ from torch_dpbayes.mcmc import (
     MultiOwnerPenalty,
     clipped_ratio_sum,
     hmc,
-    multi_owner,
     penalty,
 )
+from torch_dpbayes.mcmc.process_group import Place
 
 LEVEL = 1e-3 / 8  # of each of the statistical comparisons here, for 0.1 % in all
 DIMENSION = 3
@@ -188,8 +188,7 @@ def law(rank, kind, seed, starts, iterations, noises, total):
     kernel = make(kind, noises[rank])
     kernel.setup(0, records(rank))
     if total is not None:
-        for name, own in kernel._own_noise().items():
-            kernel._total_noise[name] = own / noises[rank] * total
+        kernel._owners.total_multiplier *= total / math.hypot(*noises)
     generator = torch.Generator().manual_seed(seed)
     ends = []
     for _ in range(starts):
@@ -237,7 +236,7 @@ def public_values(rank, kind, counts, iterations):
     options = {} if kind == "penalty" else {"mass_matrix": torch.linspace(0.8, 1.2, DIMENSION)}
     kernel = make(kind, 0.6 / len(counts) ** 0.5, **options)
     kernel.setup(5, POOLED.split(counts)[rank])
-    kernel._seed, kernel._noise = 20261121, Silent()
+    kernel._owners._seed, kernel._noise = 20261121, Silent()
     params, path = {"mean": torch.zeros(DIMENSION)}, []
     for _ in range(iterations):
         params = kernel.sample(params)
@@ -372,13 +371,13 @@ def test_what_leaves_an_owner_is_its_noisy_sums_and_nothing_else_of_its_records(
         for message in sent:
             slots, payload = message[:3], message[3:]
             assert [slot != 0 for slot in slots] == [other == rank for other in range(3)]
-            place = multi_owner._Place(int(slots[rank]) % 16)
-            if place is multi_owner._Place.ITERATE:
+            place = Place(int(slots[rank]) % 16)
+            if place is Place.ITERATE:
                 # the first owner tells where the chain is
                 rest = payload if rank else payload[DIMENSION + 1 :]
             else:
                 exact, noise = next(hidden)
-                if place is multi_owner._Place.RATIO:
+                if place is Place.RATIO:
                     assert payload[0] == pytest.approx(
                         exact[0] + std * exact[1] * noise[0], rel=1e-12
                     )
@@ -420,10 +419,8 @@ def extremes(rank):
         for _ in range(10):
             kernel.sample({"mean": torch.zeros(DIMENSION, dtype=torch.float64)})
         torch.distributed.all_reduce = all_reduce
-        ratios.append(
-            [message[2:5] for message in sent if message[rank] % 16 == multi_owner._Place.RATIO]
-        )
-        kernel._owners.live = False
+        ratios.append([message[2:5] for message in sent if message[rank] % 16 == Place.RATIO])
+        kernel._owners.ranks.live = False
     return ratios
 
 
@@ -760,10 +757,10 @@ def refusals(rank):
             copied.setup(0, records(rank))
     strange = make("penalty", 1.0)
     if rank == 1:
-        strange._facts = lambda *arguments: {"noise": {"noise_multiplier": -1.0}}
+        strange._owners.facts = lambda *arguments: {"noise": {"noise_multiplier": -1.0}}
     with pytest.raises(RuntimeError, match="owner 1 sent settings that cannot be read"):
         strange.setup(0, records(rank))
-    return json.dumps(sorted(kernel._settings()))
+    return json.dumps(sorted(kernel._owners.settings))
 
 
 def test_what_the_constructors_and_copies_refuse(owners, tmp_path):
@@ -788,7 +785,7 @@ def test_the_kernels_take_what_those_for_one_owner_take():
 
 # -- the example -----------------------------------------------------------------------------------
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--records", "3000", "--iterations", "12", "--quiet"]
 
 

@@ -1,0 +1,268 @@
+"""Models in which records depend on each other, or cannot be told apart, are refused."""
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from support.pyro_models import (
+    gaussian,
+    ordered,
+    weights,
+)
+from torch import nn
+
+from torch_dpbayes.mcmc import RecordDensity
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def no_plate(y):
+    pyro.sample("y", dist.Normal(weights("m"), 1.0).expand([len(y)]).to_event(1), obs=y)
+
+
+def other_name(y):
+    gaussian(y, weights("m"), name="rows")
+
+
+def two_data_plates(y):
+    m = weights("m")
+    gaussian(y, m)
+    with pyro.plate("more", len(y)):
+        pyro.sample("again", dist.Normal(m, 1.0), obs=y)
+
+
+def one_name_twice(y):
+    m = weights("m")
+    gaussian(y, m)
+    with pyro.plate("data", 3, dim=-2):
+        pyro.sample("again", dist.Normal(m, 1.0), obs=torch.zeros(3, 1))
+
+
+def unplated_observation(y):
+    m = weights("m")
+    gaussian(y, m)
+    pyro.sample("total", dist.Normal(m, 1.0), obs=y.sum())
+
+
+def factor_outside(y):
+    m = weights("m")
+    gaussian(y, m)
+    pyro.factor("total", (m * y).sum())
+
+
+def longer_than_the_plate(y):
+    gaussian(y, weights("m"), size=len(y) - 1)
+
+
+def broadcast_observation(y):
+    gaussian(y[:1], weights("m"), size=len(y))
+
+
+def hard_coded_size(y):
+    gaussian(y, weights("m"), size=20)
+
+
+def centred(y):
+    gaussian(y - y.mean(), weights("m"))
+
+
+def scaled_by_the_largest(y):
+    gaussian(y / y.abs().max(), weights("m"))
+
+
+def most_frequent_label(y, label):
+    gaussian(y, weights("m") * label.max())
+
+
+def tempered_by_the_number(y):
+    with pyro.plate("data", len(y)), pyro.poutine.scale(scale=10.0 / len(y)):
+        pyro.sample("y", dist.Normal(weights_outside["m"], 1.0), obs=y)
+
+
+weights_outside = {}
+
+
+def tempered(y):
+    weights_outside["m"] = weights("m")
+    tempered_by_the_number(y)
+
+
+def neighbours(y):
+    gaussian(y, weights("m") * y.roll(1))
+
+
+def by_position(y):
+    gaussian(y, weights("m") * torch.arange(len(y)))
+
+
+def empirical_bayes(y):
+    gaussian(y, pyro.sample("m", dist.Normal(y.mean(), 1.0)))
+
+
+def local_latent(y):
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(pyro.sample("m", dist.Normal(0.0, 1.0)), 1.0), obs=y)
+
+
+def global_discrete(y):
+    gaussian(y, weights("m") + pyro.sample("z", dist.Bernoulli(0.5)))
+
+
+def subsampled(y):
+    m = weights("m")
+    with pyro.plate("data", len(y), subsample_size=5) as index:
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y[index])
+
+
+def subsampled_by_hand(y):
+    m = weights("m")
+    with pyro.plate("data", 10 * len(y), subsample=torch.arange(len(y))) as index:
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y[index])
+
+
+def sequential(y):
+    m = weights("m")
+    for i in pyro.plate("data", len(y)):
+        pyro.sample(f"y{i}", dist.Normal(m, 1.0), obs=y[i])
+
+
+def sequential_enumeration(y):
+    m = weights("m")
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Bernoulli(0.5), infer={"enumerate": "sequential"})
+        pyro.sample("y", dist.Normal(m + z, 1.0), obs=y)
+
+
+def nothing_observed(y):
+    m = weights("m")
+    with pyro.plate("data", len(y)):
+        pyro.deterministic("z", m + y)
+        pyro.sample("u", dist.Bernoulli(0.5))
+
+
+def nothing_to_sample(y):
+    gaussian(y, torch.tensor(0.0))
+
+
+def moving_support(y):
+    gaussian(y, pyro.sample("m", dist.Uniform(0.0, pyro.sample("top", dist.HalfNormal(1.0)))))
+
+
+def dropout(y):
+    gaussian(y, weights("m") * nn.functional.dropout(torch.ones(len(y)), 0.5))
+
+
+def batch_norm(y):
+    gaussian(nn.functional.batch_norm(y[:, None], None, None, training=True)[:, 0], weights("m"))
+
+
+def branch_on_the_data(y):
+    gaussian(y, weights("m") * (2.0 if float(y[0]) > 0 else 1.0))
+
+
+def scaled_if_one_is_large(y):
+    gaussian(torch.where(y.abs().max() > 50, y / y.abs().max(), y), weights("m"))
+
+
+def counted_if_large(y):
+    gaussian(y, weights("m") + (y > 100).cumsum(0))
+
+
+def filled_with_the_mean(y):
+    gaussian(torch.where(y.isnan(), y.nanmean(), y), weights("m"))
+
+
+def prior_if_one_is_large(y):
+    gaussian(y, pyro.sample("m", dist.Normal(0.0, y.abs().max().clamp(min=50.0))))
+
+
+def masked(y):
+    y, known = y.clone(), y > -100
+    y[known] = (2 * y)[known]
+    gaussian(y, weights("m"))
+
+
+def one_hot(y):
+    gaussian(y, nn.functional.one_hot((y > 0).long(), 2).double() @ weights("m", 2))
+
+
+def improper(y):
+    gaussian(y, pyro.sample("m", dist.ImproperUniform(dist.constraints.real, (), ())))
+
+
+def by_numpy(y):
+    m = weights("m")
+    gaussian(y, m * torch.as_tensor(np.tanh(y.numpy())))
+
+
+DATA_ELSEWHERE = torch.randn(20)
+
+
+def from_elsewhere(_):
+    gaussian(DATA_ELSEWHERE, weights("m"))
+
+
+REFUSED = [
+    (no_plate, "no sites in a plate named 'data'"),
+    (other_name, "no sites in a plate named 'data'"),
+    (two_data_plates, "'again' is observed outside the plate"),
+    (one_name_twice, "."),  # Pyro itself, or we
+    (unplated_observation, "'total' is observed outside the plate"),
+    (factor_outside, "'total' is observed outside the plate"),
+    (longer_than_the_plate, "."),
+    (broadcast_observation, "another length"),
+    (hard_coded_size, "take its size from the data"),
+    (centred, "changes when"),
+    (scaled_by_the_largest, "changes when"),
+    (tempered, "changes when"),
+    (neighbours, "changes when"),
+    (by_position, "changes when"),
+    (empirical_bayes, "prior changes when"),
+    (local_latent, "'m' lies in the data plate"),
+    (global_discrete, "'z' lies outside the data plate"),
+    (subsampled, "subsamples"),
+    (subsampled_by_hand, "subsamples"),
+    (sequential, "iterated over"),
+    (sequential_enumeration, "enumerated sequentially"),
+    (nothing_observed, "nothing is observed"),
+    (nothing_to_sample, "no continuous latent"),
+    (moving_support, "support of latent 'm'"),
+    (dropout, "random numbers"),
+    (batch_norm, "changes when|made-up"),
+    (branch_on_the_data, "changes when|recorded"),
+    (scaled_if_one_is_large, "changes when another row is very large"),
+    (counted_if_large, "changes when another row is very large"),
+    (filled_with_the_mean, "changes when the others are left out and it is not a number"),
+    (prior_if_one_is_large, "prior changes when"),
+    (masked, r"torch\.where"),
+    (one_hot, "one_hot"),
+    (improper, "proper priors"),
+    (by_numpy, "recorded"),
+    (from_elsewhere, "take its size from the data"),
+]
+
+
+@pytest.mark.parametrize("model, message", REFUSED, ids=[model.__name__ for model, _ in REFUSED])
+def test_what_has_no_guarantee_is_refused(model, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        RecordDensity(model, (torch.randn(20),))
+    assert "\n" not in str(caught.value)
+    # there it is the model's own error that says it
+    if model not in (one_name_twice, longer_than_the_plate, hard_coded_size, from_elsewhere):
+        assert "20" not in str(caught.value), (
+            "the number of records is private under add-or-remove-one"
+        )
+
+
+def test_a_whole_number_shared_by_all_rows_is_refused():
+    with pytest.raises(ValueError, match="changes when"):
+        RecordDensity(most_frequent_label, (torch.randn(20), torch.randint(0, 2, (20,))))
+
+
+def test_a_whole_number_that_scales_all_rows_only_if_it_is_large_is_refused():
+    def model(number, y):
+        ordered(number / number.max().clamp(min=10), y)
+
+    with pytest.raises(ValueError, match="changes when another row is very large"):
+        RecordDensity(model, (torch.randint(0, 10, (20,)), torch.randint(0, 3, (20,))))

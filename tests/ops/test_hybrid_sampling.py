@@ -1,0 +1,382 @@
+"""Hybrid runs: one posterior sample, then a chain."""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from support.one_draw import (
+    RELATIONS,
+    cross_entropy,
+    network,
+    problem,
+)
+from torch import nn
+
+import torch_dpbayes as dpb
+from torch_dpbayes import ops
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
+from torch_dpbayes.accounting.events import GaussianDpEvent
+
+# --- hybrid ---------------------------------------------------------------------------------------
+
+SIGNIFICANCE = 1e-6 / 20  # one in a million runs of this file fails by chance
+
+
+def test_of_a_job_that_came_later_or_a_registered_schedule_no_target_is_promised(tmp_path):
+    path = tmp_path / "budget.db"
+    PrivacyAccountant(5.0, 1e-5, neighboring="replace_one", path=path).compose(
+        GaussianDpEvent(100.0)
+    ).close()
+    later = PrivacyAccountant(neighboring="replace_one", path=path)
+    planned = PrivacyAccountant(5.0, 1e-5, neighboring="replace_one").register(
+        [(GaussianDpEvent(100.0), 3)]
+    )
+    for accountant in (later, planned):
+        with pytest.raises(ValueError, match="budget as a whole"):
+            ops.OnePosteriorSample(
+                ops.GLM(), ops.FiniteRunLangevin(steps=5), 1.0, 1e-5, accountant
+            ).sample(*problem())
+        with pytest.raises(ValueError, match="budget as a whole"):
+            run_hybrid(accountant=accountant)
+        held = len(accountant)
+        ops.OnePosteriorSample(
+            ops.GLM(prior_std=0.1), ops.FiniteRunLangevin(steps=5), accountant=accountant
+        ).sample(*problem())
+        assert len(accountant) == held + 1 and accountant.get_epsilon() <= 5.0
+    later.close()
+
+
+def run_hybrid(**options):
+    x, y = options.pop("data", None) or problem(200)
+    settings = {
+        "certificate": ops.FiniteRunLangevin(steps=50),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=0.05),
+        "epsilon": 2.0,
+        "delta": 1e-5,
+        "epochs": 2,
+        "batch_size": 40,
+    }
+    return ops.hybrid(options.pop("model", None) or ops.GLM(), x, y, **{**settings, **options})
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9, None])
+@pytest.mark.parametrize("optimizer", [dpb.optim.DPSGLD, dpb.optim.DPSGNHT])
+@pytest.mark.parametrize("neighboring", RELATIONS)
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+def test_start_and_chain_together_keep_the_target(share, optimizer, neighboring, method):
+    accountant = PrivacyAccountant(neighboring=neighboring, method=method)
+    run = run_hybrid(
+        start_share=share,
+        optimizer=partial(optimizer, lr=0.05),
+        accountant=accountant,
+        num_data=200,
+    )
+    assert accountant.get_epsilon(1e-5) <= 2.0
+    assert len(accountant) == 1 + 2 * 5 and run.accountant is accountant
+    assert len(run.samples) == 5 and run.start["weights"].shape == (3,)
+    start = (
+        PrivacyAccountant(neighboring=neighboring, method=method)
+        .compose(accountant.history[0].event)
+        .get_epsilon(1e-5)
+    )
+    if share is not None:
+        assert start <= share * 2.0 * (1 + 1e-9)
+    chance = run.samples.predict(run.module, 50 * torch.randn(4, 3), transform=torch.sigmoid)
+    assert chance.shape == (4,) and ((chance > 0) & (chance < 1)).all()
+
+
+def test_a_chain_that_wants_more_noise_than_needed_leaves_the_rest_to_the_best_split():
+    run = run_hybrid(start_share=None)
+    half = run_hybrid(start_share=0.5)
+    assert run.accountant.get_epsilon() == pytest.approx(2.0, rel=1e-6)
+    assert run.accountant.history[0].event.mu > half.accountant.history[0].event.mu
+    chains = [r.accountant.history[1].event for r in (run, half)]
+    assert chains[0] == chains[1]  # the chain's own noise decides either way
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize("budget", [(), (2.0, 1e-5)])
+def test_a_budget_for_a_noisy_chain_is_used_up(budget, method):
+    """By Renyi curves everything costs more, the noise of the chain has to be calibrated by
+    the same ones.
+    """
+    accountant = PrivacyAccountant(*budget, neighboring="replace_one", method=method)
+    run_hybrid(optimizer=partial(dpb.optim.DPSGLD, lr=30.0), start_share=0.5, accountant=accountant)
+    assert 0.995 * 2.0 <= accountant.get_epsilon(1e-5) <= 2.0
+
+
+def test_a_noisy_chain_leaves_nothing_to_the_best_split():
+    with pytest.raises(ValueError, match="reserved for later"):
+        run_hybrid(optimizer=partial(dpb.optim.DPSGLD, lr=30.0), start_share=None)
+
+
+def test_the_chain_begins_at_the_start():
+    class Still(dpb.optim.DPSGLD):
+        def _update(self, parts):
+            pass
+
+    run = run_hybrid(optimizer=partial(Still, lr=0.05))
+    assert any("records are independent" in statement for statement in run.accountant.notes)
+    (weights,) = run.module.parameters()
+    assert torch.allclose(weights.reshape(-1).double(), run.start["weights"], rtol=1e-6)
+
+
+# Features that touch one column a record make every column a one-dimensional problem of its own: d
+# independent chains in one run.
+LAWS = {
+    "gaussian": (lambda u, y: (u - y) / 0.5**2, {"noise_std": 0.5}, 0.9),
+    "bernoulli": (lambda u, y: stats.logistic.cdf(u) - y, {}, 1.8),
+    "poisson": (lambda u, y: np.exp(u) - y, {"max_count": 4.0}, 1.8),
+}
+
+
+def chains_law(slope, y, prior_std, h, steps=600):
+    """The distribution function, on a grid, of full-batch Langevin dynamics of one record:
+    the exact kernel, iterated until nothing changes.
+    """
+    grid = np.linspace(-5, 5, 601)
+    kernel = stats.norm.pdf(
+        grid[None, :],
+        (grid - h * (grid / prior_std**2 + slope(grid, y)))[:, None],
+        math.sqrt(2 * h),
+    ) * (grid[1] - grid[0])
+    density = np.full(len(grid), 0.1)
+    for _ in range(steps):
+        density = density @ kernel
+        density /= density.sum() * (grid[1] - grid[0])
+    return grid, (np.cumsum(density) - density / 2) * (grid[1] - grid[0])
+
+
+@pytest.mark.parametrize(("family", "spare"), [*((family, 0) for family in LAWS), ("gaussian", 30)])
+def test_the_chain_samples_the_posterior_of_the_model(family, spare):
+    """Loss, scale, clip and prior of the chain are those of the GLM: the last state against
+    its law, which no start changes after 200 steps.
+    """
+    slope, extra, lr = LAWS[family]
+    neighboring = "add_or_remove_one" if spare else "replace_one"
+    d, stds = 120, (0.12, 0.9)
+    values = {"gaussian": (-3.0, 3.0), "bernoulli": (0.0, 1.0), "poisson": (0.0, 1.0, 3.0)}[family]
+    groups = [(v, s) for s in stds for v in values]
+    y, prior = (column.repeat_interleave(d // len(groups)) for column in torch.tensor(groups).T)
+    found = []
+    for _ in range(3):
+        run = run_hybrid(
+            model=ops.GLM(family, prior_std=prior.double(), **extra),
+            data=(torch.eye(d), y),
+            epsilon=1e8,
+            start_share=0.5,
+            max_grad_norm=100.0,
+            certificate=ops.FiniteRunLangevin(steps=20, max_grad_norm=100.0),
+            epochs=200,
+            batch_size=d + spare,
+            optimizer=partial(dpb.optim.DPSGLD, lr=lr * (1 + spare / d)),
+            accountant=PrivacyAccountant(neighboring=neighboring),
+            num_data=d + spare,
+        )
+        found.append(run.module.linear.weight.detach().double().reshape(len(groups), -1))
+    for (v, s), weights in zip(groups, torch.cat(found, dim=1).numpy(), strict=True):
+        assert (
+            stats.kstest(np.interp(weights, *chains_law(slope, v, s, lr / d)), "uniform").pvalue
+            > SIGNIFICANCE
+        )
+        if s == stds[0]:  # without its prior the chain would be somewhere else
+            assert (
+                stats.kstest(
+                    np.interp(weights, *chains_law(slope, v, 10.0, lr / d)), "uniform"
+                ).pvalue
+                < SIGNIFICANCE
+            )
+
+
+@pytest.mark.parametrize("family", LAWS)
+@pytest.mark.parametrize("optimizer", [dpb.optim.DPSGLD, dpb.optim.DPSGNHT])
+def test_hybrid_runs_of_every_family_are_private_and_predict(family, optimizer):
+    x, y = torch.randn(200, 3), torch.randint(0, 4, (200,)).float()
+    run = run_hybrid(
+        model=ops.GLM(family, **LAWS[family][1]),
+        data=(x, y),
+        optimizer=partial(optimizer, lr=0.05),
+        certificate=ops.FiniteRunLangevin(steps=50),
+    )
+    assert 1.0 < run.accountant.get_epsilon() <= 2.0
+    assert torch.isfinite(run.samples.predict(run.module, x, transform=None)).all()
+    assert "ASSUMED" not in run.guarantee
+
+
+@pytest.mark.parametrize("family", LAWS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300])
+def test_no_value_of_a_record_stops_a_hybrid_run(family, value):
+    x, y = torch.randn(40, 3, dtype=torch.float64), torch.ones(40, dtype=torch.float64)
+    x[3, 1], y[7] = value, value
+    run = run_hybrid(model=ops.GLM(family, **LAWS[family][1]), data=(x, y), batch_size=40, epochs=3)
+    assert torch.isfinite(run.module.linear.weight).all() and len(run.accountant) == 4
+
+
+def test_start_and_chain_are_charged_before_anything_is_drawn():
+    seen = []
+
+    class Noting(ops.FiniteRunLangevin):
+        def draw(self, *arguments):
+            seen.append(len(accountant))
+            return super().draw(*arguments)
+
+    class Busy(dpb.optim.DPSGLD):
+        """While the chain runs, somebody else charges the same accountant, which has no budget."""
+
+        def _update(self, parts):
+            accountant.compose(GaussianDpEvent(0.5))
+            super()._update(parts)
+
+    accountant = PrivacyAccountant(neighboring="replace_one")
+    run_hybrid(accountant=accountant, certificate=Noting(steps=5), optimizer=partial(Busy, lr=0.05))
+    assert seen == [11] and len(accountant) == 21
+    ours = PrivacyAccountant(neighboring="replace_one")
+    for charge in accountant.history:
+        if charge.label is not None:
+            ours.compose(charge.event, charge.count)
+    assert len(ours) == 11 and ours.get_epsilon(1e-5) <= 2.0
+
+
+@pytest.mark.parametrize("share", [0.5, None])
+def test_a_charge_that_comes_in_between_stops_a_hybrid_run(share):
+    drawn = []
+
+    class Noting(ops.FiniteRunLangevin):
+        def draw(self, *arguments):
+            drawn.append(1)
+            return super().draw(*arguments)
+
+    class Interrupted(PrivacyAccountant):
+        def compose(self, event, count=1, label=None, adaptive=False):
+            if label is not None and label.startswith("hybrid"):
+                super().compose(GaussianDpEvent(1.0), 3)
+            return super().compose(event, count, label, adaptive)
+
+    accountant = Interrupted(neighboring="replace_one")
+    with pytest.raises(PrivacyBudgetExceeded, match="Nothing was drawn, but the charge stays"):
+        run_hybrid(accountant=accountant, certificate=Noting(steps=5), start_share=share)
+    assert not drawn and len(accountant) == 3 + 11
+
+    class Early(ops.FiniteRunLangevin):
+        """Others charge after the noise was calibrated."""
+
+        def statement(self, *arguments):
+            raise AssertionError
+
+        def event(self, *arguments):
+            if len(late) == 0 and len(built) == 2:
+                late.compose(GaussianDpEvent(1.0), 3)
+            return super().event(*arguments)
+
+    late, built = PrivacyAccountant(neighboring="replace_one"), []
+
+    class Telling(dpb.optim.DPSGLD):
+        def __init__(self, *arguments, **options):
+            built.append(self)  # one to calibrate with, one for the chain
+            super().__init__(*arguments, **options)
+
+    with pytest.raises(PrivacyBudgetExceeded, match="would pass the target"):
+        run_hybrid(
+            accountant=late,
+            certificate=Early(steps=5),
+            optimizer=partial(Telling, lr=0.05),
+            start_share=share,
+        )
+    assert len(late) == 3
+
+
+def test_where_records_are_added_or_removed_their_number_changes_nothing_that_is_charged():
+    """The bound decides the sampling rate, the steps and the noise; the rows that are missing
+    have no gradient.
+    """
+    histories = []
+    for n in (1, 50, 99, 100):
+        accountant = PrivacyAccountant()
+        run_hybrid(accountant=accountant, data=problem(n), num_data=100, batch_size=20, epochs=1)
+        histories.append(accountant.history)
+    assert (
+        len(set(histories)) == 1
+        and histories[0][1].event.sampling_probability == 0.2
+        and histories[0][1].count == 5
+    )
+    for options in (
+        {"data": problem(101)},
+        {
+            "model": network(),
+            "loss": cross_entropy,
+            "prior_std": 1.0,
+            "certificate": ops.Bounded(1.0),
+        },
+    ):
+        accountant = PrivacyAccountant()
+        with pytest.raises(ValueError, match="num_data"):
+            run_hybrid(accountant=accountant, num_data=100, **options)
+        assert len(accountant) == 0
+    with pytest.raises(ValueError, match="num_data"):
+        run_hybrid(accountant=PrivacyAccountant())
+
+
+def test_a_hybrid_run_in_a_file_leaves_its_charges_there(tmp_path):
+    path = tmp_path / "budget.db"
+    with PrivacyAccountant(5.0, 1e-5, neighboring="replace_one", path=path) as accountant:
+        run_hybrid(accountant=accountant)
+        pair = ops.TotalVariationClose(
+            ops.Bounded(0.2), xi=1e-9, delta=1e-6, sampler=ops.Overdamped(5, 0.01)
+        )
+        ops.OnePosteriorSample(ops.GLM(), pair, accountant=accountant).sample(*problem())
+    with PrivacyAccountant(neighboring="replace_one", path=path) as later:
+        assert later.history == accountant.history and [
+            charge.count for charge in later.history
+        ] == [1, 10, 1, 1]
+        assert 0 < later.get_epsilon() <= 3.0
+
+
+def test_a_chain_takes_no_step_that_was_not_charged():
+    class Cooling(dpb.optim.DPSGLD):
+        def _update(self, parts):
+            super()._update(parts)
+            self.param_groups[0]["lr"] *= 2  # less noise of its own
+
+    accountant = PrivacyAccountant(neighboring="replace_one")
+    with pytest.raises(PrivacyBudgetExceeded, match="charged beforehand"):
+        run_hybrid(accountant=accountant, optimizer=partial(Cooling, lr=0.05))
+    assert accountant.get_epsilon(1e-5) <= 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start_share": 1.0}, "start_share"),
+        ({"start_share": 0.0}, "start_share"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 300}, "batch_size"),
+        ({"epochs": 0}, "epochs"),
+        ({"loss": cross_entropy}, "leave out loss"),
+        ({"model": nn.Linear(3, 1)}, "needs loss"),
+        ({"optimizer": partial(dpb.optim.DPSGNHT, lr=1e9)}, "lr"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm"),
+    ],
+)
+def test_nothing_is_charged_when_a_hybrid_run_cannot_begin(options, message):
+    accountant = PrivacyAccountant(neighboring="replace_one")
+    with pytest.raises(ValueError, match=message):
+        run_hybrid(accountant=accountant, **options)
+    assert len(accountant) == 0
+
+
+def test_a_hybrid_run_of_a_module():
+    net = network()
+    x = torch.randn(100, 3)
+    run = run_hybrid(
+        model=net,
+        data=(x, (x[:, 0] > 0).long()),
+        certificate=ops.Bounded(2.0, warmup_steps=2),
+        loss=cross_entropy,
+        prior_std=1.0,
+        epochs=1,
+    )
+    assert run.module is net and set(run.start) == set(dict(net.named_parameters()))
+    assert run.accountant.get_epsilon() <= 2.0 and run.samples.predict(net, x).shape == (100, 2)

@@ -1,0 +1,131 @@
+"""Langevin samplers against the stationary laws of their chains."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import linalg, stats
+
+from torch_dpbayes import ops
+from torch_dpbayes.noise import GaussianNoise
+from torch_dpbayes.ops.models import Density
+
+SIGNIFICANCE = 1e-6 / 6  # one in a million runs of this file fails by chance
+
+
+# --- samplers -------------------------------------------------------------------------------------
+
+COLUMNS, REPEATS = 500, 4
+
+
+CURVATURE = np.array([0.7, 2.0])
+
+
+def quadratic():
+    kappa = torch.as_tensor(CURVATURE).repeat(COLUMNS)
+    return Density(
+        torch.zeros(2 * COLUMNS, dtype=torch.float64),
+        lambda x: (kappa * x * x).sum() / 2,
+        lambda x: kappa * x,
+    )
+
+
+def overdamped_variance(kappa, h):
+    return 1 / (kappa * (1 - h * kappa / 2))
+
+
+def underdamped_variance(kappa, h, gamma, u):
+    """Of the chain with frozen gradients: the moments of one step by Van Loan's matrix
+    exponential, then a Lyapunov equation.
+    """
+    drift = np.array([[0.0, 1.0], [0.0, -gamma]])
+    noise = np.array([[0.0, 0.0], [0.0, 2 * gamma * u]])
+    block = linalg.expm(np.block([[-drift, noise], [np.zeros((2, 2)), drift.T]]) * h)
+    flow = block[2:, 2:].T
+    covariance = flow @ block[:2, 2:]
+    push = linalg.expm(
+        np.block([[drift, np.array([[0.0], [-u * kappa]])], [np.zeros((1, 3))]]) * h
+    )[:2, 2:]
+    step = flow + push @ np.array([[1.0, 0.0]])
+    return linalg.solve_discrete_lyapunov(step, covariance)[0, 0]
+
+
+def thermostat_variance(kappa, h, friction):
+    """At the friction at which the half-step kinetic energy is 1: that for which the noise
+    was made.
+    """
+    step = np.array([[1 - h * kappa, 1 - friction], [-h * kappa, 1 - friction]])
+    return linalg.solve_discrete_lyapunov(step, 2 * friction * h * np.ones((2, 2)))[0, 0]
+
+
+SAMPLERS = [
+    (ops.Overdamped(60, 0.3), lambda k: overdamped_variance(k, 0.3)),
+    (
+        ops.Underdamped(120, 0.5, friction=2.0, inverse_mass=0.5),
+        lambda k: underdamped_variance(k, 0.5, 2.0, 0.5),
+    ),
+    (
+        ops.Underdamped(150, 0.2, friction=1.5, inverse_mass=1.0),
+        lambda k: underdamped_variance(k, 0.2, 1.5, 1.0),
+    ),
+    (ops.NoseHoover(300, 0.1, friction=0.3), lambda k: thermostat_variance(k, 0.1, 0.3)),
+]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "variance"),
+    SAMPLERS,
+    ids=["overdamped", "underdamped", "underdamped-fine", "nose-hoover"],
+)
+def test_samplers_have_the_stationary_law_of_their_chain(sampler, variance):
+    draws = np.stack(
+        [
+            sampler.draw(quadratic(), GaussianNoise()).numpy().reshape(COLUMNS, 2)
+            for _ in range(REPEATS)
+        ]
+    )
+    for column, kappa in enumerate(CURVATURE):
+        x = draws[..., column].ravel() / math.sqrt(variance(kappa))
+        n = len(x)
+        # Σx² is chi-squared, which sees an error of 21 % in the variance at this significance; KS
+        # sees the shape
+        assert (
+            stats.chi2.cdf(np.sum(x**2), n) > SIGNIFICANCE / 16
+            and stats.chi2.sf(np.sum(x**2), n) > SIGNIFICANCE / 16
+        )
+        assert stats.kstest(x, "norm").pvalue > SIGNIFICANCE / 8
+
+
+def test_the_exact_step_of_underdamped_dynamics_has_the_moments_of_the_equation():
+    """One step from rest, where W_x and W_v alone move: nothing but their variance is tested,
+    at step sizes on both sides of the series.
+    """
+    zero = Density(
+        torch.zeros(20_000, dtype=torch.float64), lambda x: 0 * x.sum(), torch.zeros_like
+    )
+    for h in (1e-3, 0.03, 1.0):
+        gamma, u = 2.0, 0.7
+        x = ops.Underdamped(1, h, gamma, u).draw(zero, GaussianNoise()).numpy()
+        gone = (1 - math.exp(-gamma * h)) / gamma
+        drift = np.array([[0.0, 1.0], [0.0, -gamma]])
+        block = linalg.expm(
+            np.block([[-drift, np.diag([0.0, 2 * gamma * u])], [np.zeros((2, 2)), drift.T]]) * h
+        )
+        # with the velocity that it starts with
+        variance = (block[2:, 2:].T @ block[:2, 2:])[0, 0] + u * gone**2
+        assert abs(np.mean(x**2) / variance - 1) < 5.5 * math.sqrt(2 / len(x))
+
+
+def test_small_times_lose_no_digits():
+    from decimal import Decimal, getcontext
+
+    from torch_dpbayes.ops.langevin import _second_order, _spread
+
+    getcontext().prec = 60
+    for t in (1e-6, 1e-4, 9e-4, 1.1e-3, 9e-3, 1.1e-2, 0.3, 5.0):
+        d = Decimal(t)
+        assert _second_order(t) == pytest.approx(float(d - 1 + (-d).exp()), rel=1e-7)
+        assert _spread(t) == pytest.approx(
+            float(d - 2 * (1 - (-d).exp()) + (1 - (-2 * d).exp()) / 2), rel=1e-7
+        )

@@ -1,0 +1,366 @@
+"""One posterior sample of Pyro models and torch modules."""
+
+import math
+import threading
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+from support.one_draw import (
+    RELATIONS,
+    cross_entropy,
+    network,
+)
+from torch import nn
+from torch.nn import functional as F
+
+from torch_dpbayes import ops
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
+from torch_dpbayes.ops.certificates import Setting
+from torch_dpbayes.ops.pyro_model import PyroModel, model_of_module
+
+SIGNIFICANCE = 1e-6 / 20  # one in a million runs of this file fails by chance
+
+
+def line(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1], dtype=x.dtype), 0.8).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(x @ w, 0.5), obs=y)
+
+
+def target_of(model, *data, **options):
+    model = PyroModel(model)
+    return model.target(model.prepare(data), **options)
+
+
+def scale(y):
+    s = pyro.sample("s", dist.LogNormal(torch.tensor(0.0, dtype=torch.float64), 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(torch.zeros(len(y), dtype=y.dtype), s), obs=y)
+
+
+def asserted(**options):
+    return ops.FiniteRunLangevin(
+        **{"steps": 20, "lipschitz": 1.0, "strength": 1.0, "smoothness": 10.0, **options}
+    )
+
+
+# --- potentials against torch.distributions -------------------------------------------------------
+
+
+def test_potential_and_gradient_of_a_pyro_model():
+    x, y = torch.randn(9, 3, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+    terms = lambda w: torch.distributions.Normal(x @ w, 0.5).log_prob(y)  # noqa: E731
+    prior = lambda w: torch.distributions.Normal(0.0, 0.8).log_prob(w).sum()  # noqa: E731
+    w = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    model = PyroModel(line)
+    data = model.prepare((x, y))
+    for rho in (0.3, 1.0):
+        for clip in (0.5, math.inf):
+            target = model.target(data, tempering=rho, max_grad_norm=clip)
+            exact = -prior(w) - rho * terms(w).sum()
+            slopes = torch.stack([torch.autograd.grad(terms(w)[i], w)[0] for i in range(9)])
+            clipped = (slopes * (clip / slopes.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)
+            expected = -torch.autograd.grad(prior(w), w)[0] - rho * clipped
+            assert torch.allclose(target.gradient(w.detach()), expected, rtol=1e-5, atol=1e-5)
+            assert float(target.potential(w).detach()) == pytest.approx(
+                float(exact.detach()), rel=1e-6
+            )
+            assert torch.allclose(
+                torch.autograd.grad(target.potential(w), w)[0], expected, rtol=1e-5, atol=1e-5
+            )
+        for relative in (False, True):
+            target = model.target(data, tempering=rho, max_grad_norm=math.inf)
+            base = terms(target.start) if relative else 0.0
+            exact = -prior(w) - rho * (terms(w) - base).clamp(-2.0, -0.1).sum()
+            value = target.clipped_potential(w, -2.0, -0.1, relative)
+            assert float(value.detach()) == pytest.approx(float(exact.detach()), rel=1e-6)
+            assert torch.allclose(
+                torch.autograd.grad(value, w)[0], torch.autograd.grad(exact, w)[0], rtol=1e-6
+            )
+
+
+def test_a_module_and_a_glm_of_the_same_model_agree():
+    x, y = torch.randn(12, 3), torch.randint(0, 2, (12,)).float()
+    net = nn.Linear(3, 1, bias=False)
+    loss = lambda out, y: F.binary_cross_entropy_with_logits(out.squeeze(-1), y, reduction="none")  # noqa: E731
+    module = target_of(model_of_module(net, loss, 0.7), x, y, tempering=0.4, max_grad_norm=math.inf)
+    glm = ops.GLM(prior_std=0.7, max_feature_norm=100.0).target(
+        (x, y), tempering=0.4, max_grad_norm=math.inf
+    )
+    zero = torch.zeros(3, dtype=torch.float64)
+    for _ in range(3):
+        w = torch.randn(3, dtype=torch.float64)
+        assert float(module.potential(w) - module.potential(zero)) == pytest.approx(
+            float(glm.potential(w) - glm.potential(zero)), abs=1e-3
+        )
+        assert torch.allclose(module.gradient(w), glm.gradient(w), atol=1e-3)
+
+
+# --- what is stated, against exact densities ------------------------------------------------------
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+@pytest.mark.parametrize(
+    "certificate",
+    [ops.Bounded((-3.0, 0.5)), ops.Bounded((-2.0, 0.0), temper="posterior")],
+    ids=["likelihood", "posterior"],
+)
+def test_exact_densities_of_a_constrained_model_never_exceed_the_stated_delta(
+    certificate, neighboring
+):
+    """The scale of a Gaussian lives in (0, ∞); densities are compared in the space that the
+    chain moves in.
+    """
+    grid = torch.linspace(-5, 5, 61, dtype=torch.float64)[:, None]
+    setting = Setting(0.7, None, neighboring)
+    span = certificate.event(PyroModel(scale), setting).epsilon
+    common = [0.3, -1.0, 2.0]
+    reached = 0.0
+    for bad in (math.nan, 1e6):
+        first = torch.tensor([*common, 0.0], dtype=torch.float64)
+        second = torch.tensor(
+            [*common, bad] if neighboring == "replace_one" else common, dtype=torch.float64
+        )
+        densities = []
+        for data in (first, second):
+            model = PyroModel(scale)
+            potential = certificate.density(model, model.prepare((data,)), setting).potential
+            values = np.array([float(potential(theta)) for theta in grid])
+            assert np.isfinite(values).all()
+            weights = np.exp(values.min() - values)
+            densities.append(weights / weights.sum())
+        p, q = densities
+        for epsilon in (0.0, 0.2, 0.5, 1.0, 2.0):
+            exact = max(
+                np.clip(a - math.exp(epsilon) * b, 0, None).sum() for a, b in ((p, q), (q, p))
+            )
+            stated = (1 - math.exp(-max(span - epsilon, 0) / 2)) ** 2 / (1 - math.exp(-span))
+            assert exact <= stated + 1e-9
+            reached = max(reached, exact / stated if stated > 1e-3 else 0)
+    assert reached > 0.2
+
+
+# --- draws ----------------------------------------------------------------------------------------
+
+
+def test_asserted_finite_runs_draw_from_the_chains_exact_law():
+    columns, steps, h = 100, 30, 0.1
+    y = torch.linspace(-2, 2, columns, dtype=torch.float64)
+    lam, m = 1 / 0.8**2, 1 / 0.8**2 + 1 / 0.5**2
+    certificate = ops.FiniteRunLangevin(
+        steps=steps, step_size=h, lipschitz=1e6, strength=lam, smoothness=m
+    )
+    shrink = 1 - h * m
+    # it starts with a draw from the prior
+    variance = sum(2 * h * shrink ** (2 * i) for i in range(steps)) + shrink ** (2 * steps) * 0.8**2
+    mean = (1 - shrink**steps) * y.numpy() / 0.5**2 / m
+    standard = []
+    for _ in range(3):
+        draw = ops.OnePosteriorSample(line, certificate).sample(
+            torch.eye(columns, dtype=torch.float64), y
+        )["w"]
+        standard.append((draw.numpy() - mean) / math.sqrt(variance))
+    assert stats.kstest(np.concatenate(standard), "norm").pvalue > SIGNIFICANCE
+
+
+def test_draws_by_nuts_follow_the_tempered_posterior_of_a_pyro_model():
+    columns = 100
+    y = torch.linspace(-2, 2, columns, dtype=torch.float64)
+    certificate = ops.Bounded((-200.0, 5.0), warmup_steps=60)
+    accountant = PrivacyAccountant(neighboring="replace_one")
+    half = accountant.compose(
+        certificate.event(PyroModel(line), Setting(0.5, None, "replace_one"))
+    ).get_epsilon(1e-5)
+    sampler = ops.OnePosteriorSample(line, certificate, half, 1e-5)
+    draw = sampler.sample(torch.eye(columns, dtype=torch.float64), y)["w"].numpy()
+    precision = 1 / 0.8**2 + sampler.tempering / 0.5**2
+    standard = (draw - sampler.tempering * y.numpy() / 0.5**2 / precision) * math.sqrt(precision)
+    assert sampler.tempering == pytest.approx(0.5, rel=1e-3)
+    assert stats.kstest(standard, "norm").pvalue > SIGNIFICANCE
+
+
+def test_a_draw_is_in_the_users_space_and_charged_once():
+    sampler = ops.OnePosteriorSample(scale, ops.Bounded(3.0, warmup_steps=3), 1.0, 1e-5)
+    draw = sampler.sample(torch.randn(20, dtype=torch.float64))
+    assert list(draw) == ["s"] and float(draw["s"]) > 0 and not draw["s"].requires_grad
+    assert len(sampler.accountant) == 1 and sampler.accountant.get_epsilon() <= 1.0
+    with pytest.raises(PrivacyBudgetExceeded):
+        sampler.sample(torch.randn(20, dtype=torch.float64))
+
+
+def test_other_samplers_take_pyro_models_too():
+    y = torch.randn(20, dtype=torch.float64)
+    targets = ops.Bounded(3.0), ops.Bounded.from_lipschitz(1.0, 2.0), ops.Bounded(3.0)
+    for chain, target in zip(
+        (ops.Overdamped(3, 0.01), ops.Underdamped(3, 0.1), ops.NoseHoover(3, 0.01)), targets
+    ):
+        draw = ops.OnePosteriorSample(scale, ops.RenyiClose(target, chain, divergence=0.1)).sample(
+            y
+        )["s"]
+        assert torch.isfinite(draw)
+
+
+def test_a_draw_of_a_module_goes_back_into_the_module():
+    net = network()
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    sampler = ops.OnePosteriorSample.for_module(
+        net, ops.Bounded(3.0, warmup_steps=2), 1.0, 1e-5, loss=cross_entropy, prior_std=1.0
+    )
+    draw = sampler.sample(torch.randn(30, 3), torch.randint(0, 2, (30,)))
+    assert all(torch.equal(p, before[name]) for name, p in net.named_parameters())
+    missing = net.load_state_dict(draw, strict=False)
+    assert not missing.missing_keys and not missing.unexpected_keys
+    assert "clipped into [-3, 0]" in sampler.guarantee()
+
+
+def test_no_label_raises():
+    """cross_entropy fails at a label outside its classes: such a record has to count as one
+    at the end of the range.
+    """
+    x = torch.randn(10, 3)
+    y = torch.randint(0, 2, (10,))
+    y[4] = 7
+    sampler = ops.OnePosteriorSample.for_module(
+        network(), ops.Bounded(3.0, warmup_steps=2), loss=cross_entropy, prior_std=1.0
+    )
+    assert all(torch.isfinite(value).all() for value in sampler.sample(x, y).values())
+
+
+@pytest.mark.parametrize(
+    ("net", "loss", "message"),
+    [
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)),
+            cross_entropy,
+            "BatchNorm",
+        ),
+        (network(), F.cross_entropy, "one number a record"),
+        (nn.Linear(3, 2).requires_grad_(False), cross_entropy, "frozen"),
+    ],
+)
+def test_unfit_modules_are_refused_before_the_charge(net, loss, message):
+    accountant = PrivacyAccountant(neighboring="replace_one")
+    with pytest.raises(ValueError, match=message):
+        ops.OnePosteriorSample.for_module(
+            net, ops.Bounded(3.0, warmup_steps=2), accountant=accountant, loss=loss, prior_std=1.0
+        ).sample(torch.randn(30, 3), torch.randint(0, 2, (30,)))
+    assert len(accountant) == 0
+
+
+def test_a_module_needs_its_own_front_door_and_proper_numbers():
+    with pytest.raises(TypeError, match="for_module"):
+        ops.OnePosteriorSample(network(), ops.Bounded(1.0))
+    with pytest.raises(ValueError, match="prior_std"):
+        ops.OnePosteriorSample.for_module(
+            network(), ops.Bounded(1.0), loss=cross_entropy, prior_std=math.inf
+        )
+
+
+def test_constants_of_pyro_models_are_labelled_and_wanted():
+    text = ops.OnePosteriorSample(line, asserted()).guarantee()
+    assert (
+        "ASSUMED     constants asserted by the caller, not checked" in text
+        and "assumed     nothing" not in text
+    )
+    text = ops.OnePosteriorSample(
+        line, ops.StronglyLogConcave(lipschitz=1.0, strength=2.0)
+    ).guarantee()
+    assert "neither checked nor enforced" in text and "the draw is exact" in text
+    for certificate in (ops.FiniteRunLangevin(steps=5), ops.StronglyLogConcave()):
+        with pytest.raises(ValueError, match="not a GLM"):
+            ops.OnePosteriorSample(line, certificate)
+
+
+@pytest.mark.parametrize(
+    "certificate",
+    [asserted(), ops.StronglyLogConcave(lipschitz=1.0, strength=1.0, warmup_steps=2)],
+    ids=["run", "concave"],
+)
+def test_constrained_latents_are_refused_where_constants_are_asserted(certificate):
+    sampler = ops.OnePosteriorSample(scale, certificate)
+    with pytest.raises(ValueError, match="all of R"):
+        sampler.sample(torch.randn(20, dtype=torch.float64))
+    assert len(sampler.accountant) == 0
+    draw = ops.OnePosteriorSample(line, certificate).sample(torch.randn(9, 2), torch.randn(9))
+    assert draw["w"].shape == (2,)
+
+
+def test_a_model_that_mixes_records_is_refused_before_the_charge():
+    def centred(y):
+        m = pyro.sample("m", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(m + y.mean(), 1.0), obs=y)
+
+    sampler = ops.OnePosteriorSample(centred, ops.Bounded(1.0, warmup_steps=2))
+    with pytest.raises(ValueError, match="log likelihood of a record changes"):
+        sampler.sample(torch.randn(20))
+    assert len(sampler.accountant) == 0
+
+
+def test_the_size_of_the_data_is_checked_for_pyro_models_too():
+    with pytest.raises(ValueError, match="upper bound"):
+        ops.OnePosteriorSample(line, asserted(), accountant=PrivacyAccountant(), num_data=5).sample(
+            torch.randn(9, 2), torch.randn(9)
+        )
+
+
+def test_no_data_stay_in_the_sampler():
+    x, y = torch.randn(9, 2), torch.full((9,), 123456.0)
+    sampler = ops.OnePosteriorSample(line, asserted())
+    sampler.sample(x, y)
+
+    def tensors(value, seen):
+        if id(value) in seen or isinstance(value, torch.Tensor | type(math)):
+            return [value] if isinstance(value, torch.Tensor) else []
+        seen[id(value)] = value
+        inner = (
+            list(value.values())
+            if isinstance(value, dict)
+            else list(value)
+            if isinstance(value, list | tuple | set)
+            else []
+        )
+        if hasattr(value, "__dict__") and not isinstance(value, type):
+            inner += list(vars(value).values())
+        return [t for item in inner for t in tensors(item, seen)]
+
+    assert not any(
+        (t == 123456.0).any() or t.data_ptr() == x.data_ptr() for t in tensors(vars(sampler), {})
+    )
+
+
+@pytest.mark.parametrize(
+    "certificate",
+    [asserted(steps=3), ops.StronglyLogConcave(lipschitz=1.0, strength=1.0, warmup_steps=3)],
+    ids=["run", "concave"],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300])
+def test_no_value_of_a_record_raises_where_constants_are_asserted(certificate, value):
+    x, y = torch.randn(8, 2, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    y[3] = value
+    assert torch.isfinite(ops.OnePosteriorSample(line, certificate).sample(x, y)["w"]).all()
+
+
+def test_draws_in_threads_do_not_meet_in_pyro():
+    x, y = torch.randn(8, 2), torch.randn(8)
+    problems = []
+
+    def draw(certificate):
+        try:
+            ops.OnePosteriorSample(line, certificate).sample(x, y)
+        except Exception as error:
+            problems.append(error)
+
+    threads = [
+        threading.Thread(target=draw, args=(c,))
+        for c in (ops.Bounded(1.0, warmup_steps=20), asserted(steps=3)) * 2
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems

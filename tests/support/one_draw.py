@@ -1,0 +1,52 @@
+"""Data and models for one posterior sample, and accountants that others charge too."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torch_dpbayes import ops
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.events import GaussianDpEvent
+
+RELATIONS = ("replace_one", "add_or_remove_one")
+
+
+def network():
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+cross_entropy = partial(F.cross_entropy, reduction="none")
+
+
+def problem(n=50, d=3):
+    x = torch.randn(n, d)
+    return x, (torch.rand(n) < x[:, 0].sigmoid()).float()
+
+
+def finite(steps=20, **options):
+    return ops.FiniteRunLangevin(steps=steps, **options)
+
+
+COLUMNS = 200  # independent one-dimensional posteriors: every record touches one column
+
+
+def conjugate():
+    y = torch.linspace(-3, 3, COLUMNS, dtype=torch.float64)
+    precision = 1 / 0.8**2 + 1 / 0.5**2
+    return (
+        ops.GLM("gaussian", prior_std=0.8, noise_std=0.5),
+        y,
+        y.numpy() / 0.5**2 / precision,
+        precision,
+    )
+
+
+class Interrupted(PrivacyAccountant):
+    """Another process charges just before this one's charge is recorded."""
+
+    def compose(self, event, count=1, label=None, adaptive=False):
+        if label is not None and label.startswith("one posterior sample"):
+            super().compose(GaussianDpEvent(2.0), 3)
+        return super().compose(event, count, label, adaptive)

@@ -1,0 +1,29 @@
+"""Pyro models with one term a record."""
+
+import pyro
+import pyro.distributions as dist
+import torch
+
+
+def weights(name, *shape):
+    return pyro.sample(name, dist.Normal(0.0, 1.0).expand(shape).to_event(len(shape)))
+
+
+def gaussian_rows(x):
+    mean = weights("mean", x.shape[1])
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 0.5).to_event(1), obs=x)
+
+
+def ordered(x, y):
+    slope, cut = (
+        weights("slope"),
+        pyro.sample("cut", dist.Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1)),
+    )
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.OrderedLogistic(slope * x, torch.cumsum(cut.exp(), 0)), obs=y)
+
+
+def gaussian(y, mean, size=None, name="data", scale=1.0):
+    with pyro.plate(name, len(y) if size is None else size):
+        pyro.sample("y", dist.Normal(mean, scale), obs=y)

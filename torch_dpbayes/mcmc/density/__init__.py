@@ -1,0 +1,39 @@
+r"""A Pyro model and its data as a vector of record terms, their gradients, and the prior.
+
+For a model whose observations lie in one data plate, log p(θ, x) = log p(θ) + Σ_i log p(x_i | θ).
+Everything is a function of one flat vector θ of all latents in *unconstrained* space, the sites in
+sorted order; the Jacobians of the transforms belong to the prior. Discrete latents inside the plate
+are summed out.
+
+The model's own code never sees the data. It runs on one made-up row at a time
+(``torch.func.vmap``), and what it computes is recorded as a fixed graph of tensor operations, which
+is then replayed on the data in chunks of rows. Hence a record can neither raise an exception, nor
+choose a branch, nor reach the term of another record, and refusals depend on the model and on
+shapes alone.
+
+Each file needs only those above it:
+
+* ``pyro_runs``: how the user's model is run; ``recording``: functions as graphs of operations;
+* ``prior``: the latents as one vector θ, and its density;
+* ``arguments``: which arguments are data, and their rows;
+* ``structure``: from shapes, which sites belong to the records;
+* ``record_terms``: the terms of any rows, as Pyro computes them;
+* ``locality``: made-up rows, on which a model that mixes records is found out;
+* ``program``: terms and gradients, recorded on made-up rows;
+* ``record_density``: the programs run on the data, clipped and summed. Only this file and
+  ``arguments`` touch data.
+"""
+
+from .prior import Prior
+from .pyro_runs import InvalidPoint, Model, UnfitModel, without_value_checks
+from .record_density import RecordDensity, clipped_ratio_sum
+
+__all__ = [
+    "InvalidPoint",
+    "Model",
+    "Prior",
+    "RecordDensity",
+    "UnfitModel",
+    "clipped_ratio_sum",
+    "without_value_checks",
+]

@@ -1,0 +1,138 @@
+"""The arguments of a model taken apart: which of them are data, and their rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .pyro_runs import UnfitModel, made_up
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+
+
+class Arguments:
+    """All arguments of a model as one flat list. A tensor with a dimension as long as the data
+    plate is data, one row a record along the first such dimension; everything else is public.
+
+    Args:
+        args, kwargs: as the model is called, nested in any way.
+
+    Raises:
+        TypeError: an argument is an array of another library.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        leaves, self._nesting = tree_flatten((tuple(args), dict(kwargs or {})))
+        for leaf in leaves:
+            if type(leaf).__module__.split(".")[0] in ("numpy", "pandas", "polars", "jax"):
+                raise TypeError(
+                    f"an argument of the model is a {type(leaf).__name__}: pass data as torch"
+                    " tensors, torch.as_tensor(...)."
+                )
+        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._are_own = False
+        self.num_records = 0
+        self.row_dims: dict[int, int] = {}  # number of a data argument -> dimension of its records
+
+    def find_data(self, num_records: int) -> None:
+        """Take the tensors with a dimension of length ``num_records`` as data."""
+        self.num_records = num_records
+        self.row_dims = {
+            k: next(d for d, s in enumerate(leaf.shape) if s == num_records)
+            for k, leaf in enumerate(self._leaves)
+            if isinstance(leaf, Tensor) and num_records in leaf.shape
+        }
+        if not self.row_dims:
+            raise UnfitModel(
+                "no argument of the model has a dimension as long as the data plate: pass the data"
+                " as arguments, MCMC.run(x, y)."
+            )
+
+    # -- rows --------------------------------------------------------------------------------------
+
+    def with_rows(self, rows: Sequence[Tensor]) -> Call:
+        """The arguments of a call on other rows than the data's."""
+        leaves = list(self._leaves)
+        for k, row in zip(self.row_dims, rows, strict=True):
+            leaves[k] = row
+        args, kwargs = tree_unflatten(leaves, self._nesting)
+        return args, kwargs
+
+    def rows(self, start: int, count: int) -> list[Tensor]:
+        """``count`` rows of the data, from number ``start`` on. Private data."""
+        return [self._leaves[k].narrow(dim, start, count) for k, dim in self.row_dims.items()]
+
+    def pick(self, rows: Sequence[Tensor], index: Iterable[int]) -> list[Tensor]:
+        """The rows with these numbers."""
+        chosen = torch.tensor(list(index))
+        return [
+            row.index_select(dim, chosen.to(row.device))
+            for row, dim in zip(rows, self.row_dims.values(), strict=True)
+        ]
+
+    def single_row(self, row: Sequence[Tensor]) -> list[Tensor]:
+        """One row that has lost the dimension of the records, with it."""
+        return [r.unsqueeze(dim) for r, dim in zip(row, self.row_dims.values(), strict=True)]
+
+    def overwrite(self, number: int, rows: Sequence[Tensor], source: int) -> None:
+        """Replace record ``number`` by row ``source`` of ``rows``, in a copy of the data."""
+        if not self._are_own:
+            for k in self.row_dims:
+                self._leaves[k] = self._leaves[k].clone()
+            self._are_own = True
+        for (k, dim), row in zip(self.row_dims.items(), rows, strict=True):
+            self._leaves[k].select(dim, number).copy_(row.select(dim, source))
+
+    # -- shapes and made-up values -----------------------------------------------------------------
+
+    def made_up_call(self, flavour: str) -> Call:
+        """Made-up values of the shapes of all tensors that are no single numbers."""
+        leaves = [
+            made_up(leaf.shape, leaf, flavour) if isinstance(leaf, Tensor) and leaf.dim() else leaf
+            for leaf in self._leaves
+        ]
+        args, kwargs = tree_unflatten(leaves, self._nesting)
+        return args, kwargs
+
+    def made_up_rows(self, count: int, flavour: str) -> list[Tensor]:
+        """Made-up rows of the shapes of the data's."""
+        return [
+            made_up(torch.Size(self._shape(k, [count])), self._leaves[k], flavour)
+            for k in self.row_dims
+        ]
+
+    def described(self) -> list[dict[str, Any]]:
+        """Shape and type of the data's rows; no function of the records, nor of their number."""
+        return [
+            {
+                "argument": k,
+                "dtype": str(self._leaves[k].dtype),
+                "records along": dim,
+                "shape of one": self._shape(k, []),
+            }
+            for k, dim in self.row_dims.items()
+        ]
+
+    def _shape(self, k: int, of_records: list[int]) -> list[int]:
+        shape, dim = list(self._leaves[k].shape), self.row_dims[k]
+        return shape[:dim] + of_records + shape[dim + 1 :]
+
+
+def filled_if_empty(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, bool]:
+    """Arguments with rows in place of tensors that have none, as many as nothing else here is
+    long; and whether there were such tensors.
+    """
+    leaves, nesting = tree_flatten((args, kwargs))
+    tensors = {k: leaf for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    lengths = {length for leaf in tensors.values() for length in leaf.shape}
+    count = next(n for n in itertools.count(2) if n not in lengths)
+    empty = [k for k, leaf in tensors.items() if leaf.shape[:1] == (0,)]
+    for k in empty:
+        leaves[k] = leaves[k].new_zeros((count, *leaves[k].shape[1:]))
+    args, kwargs = tree_unflatten(leaves, nesting)
+    return (args, kwargs), bool(empty)

@@ -1,0 +1,217 @@
+"""Whether the term of a record depends on other records: seen on made-up rows, before the data.
+
+A model that mixes rows would become another model when it is run on one row at a time. So made-up
+rows are exchanged, dropped, and set to NaN or to large values: where that changes the term of
+another row, or the prior, the model is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from .arguments import Arguments
+from .prior import Prior
+from .pyro_runs import FLAVOURS, Model, UnfitModel, first_line, nearly_equal, public_randomness
+from .record_terms import RecordTerms
+from .structure import Structure
+
+_ROWS = 7  # made-up rows of the checks, and one to exchange for
+_LARGE = 10**4
+_SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite
+
+
+class MadeUpRecords:
+    """Rows on which all terms are finite, and θ where they are; independent of the data but for
+    their shapes and dtypes.
+
+    Attributes:
+        prior: made with these rows as the data.
+        terms: of any rows.
+        theta: in the prior's coordinates.
+
+    Raises:
+        UnfitModel: the model does not run on them.
+    """
+
+    def __init__(self, model: Model, arguments: Arguments, structure: Structure) -> None:
+        self._arguments = arguments
+        count = _ROWS + 1 if abs(arguments.num_records - _ROWS) > 1 else _ROWS + 4
+        self._count = count - 1  # without the one to exchange for
+        error: Exception | None = None
+        for flavour in FLAVOURS:
+            for spread in _SPREADS:
+                with public_randomness():
+                    try:
+                        rows = arguments.made_up_rows(count, flavour)
+                        call = arguments.with_rows(arguments.pick(rows, range(count - 1)))
+                        self.prior = Prior(model, *call)
+                        self.theta = spread * (
+                            2
+                            * torch.rand(
+                                self.prior.dimension,
+                                dtype=self.prior.dtype,
+                                device=self.prior.device,
+                            )
+                            - 1
+                        )
+                        self.terms = RecordTerms(model, arguments, structure, self.prior)
+                        self._rows = self._with_observations(model, structure, rows)
+                        terms = self.terms(self.theta, self._rows)
+                    except UnfitModel:
+                        raise
+                    except Exception as caught:
+                        error = error or caught
+                        continue
+                if bool(terms.isfinite().all()):
+                    return
+        if error is not None:
+            raise UnfitModel(
+                f"the model does not run on {count} made-up rows: {first_line(error)}. Its plate"
+                f" has to take its size from the data, pyro.plate({structure.plate!r}, len(y));"
+                " bind arguments that are no data with functools.partial."
+            ) from error
+        raise UnfitModel(
+            "the log likelihood of made-up rows, normal, uniform, 0/1 or counts, is not finite: let"
+            " the model take arguments in such a range and convert them itself."
+        )
+
+    def rows(self, count: int, start: int = 0) -> list[Tensor]:
+        """``count`` rows, which repeat."""
+        return self._arguments.pick(self._rows, [(start + i) % self._count for i in range(count)])
+
+    def few(self) -> list[Tensor]:
+        """Each of the rows once."""
+        return self.rows(self._count)
+
+    def _with_observations(
+        self, model: Model, structure: Structure, rows: list[Tensor]
+    ) -> list[Tensor]:
+        """Arguments that are observed as they are get draws from the model's own distributions."""
+        args, kwargs = self._arguments.with_rows(rows)
+        values = self.prior.constrain(self.theta)
+        trace = poutine.trace(poutine.condition(model, values)).get_trace(*args, **kwargs)
+        result = list(rows)
+        for name in structure.observed:
+            site: Any = trace.nodes[name]
+            for k, row in enumerate(rows):
+                if site["value"] is row:
+                    try:
+                        draw = site["fn"].sample()
+                    except NotImplementedError:
+                        continue
+                    if draw.shape == row.shape:
+                        result[k] = draw.to(row.dtype)
+        return result
+
+    # -- the check ---------------------------------------------------------------------------------
+
+    def require_local(self, plate: str) -> None:
+        """Refuse a model in which what happens to one row changes the term of another, or the
+        prior.
+        """
+        last = self._count
+        everything = self._arguments.pick(self._rows, range(last))
+        expected, prior = self._evaluated(everything)
+        if not nearly_equal(self.terms(self.theta, everything), expected):
+            raise UnfitModel(
+                "two evaluations of the model at the same values differ: it draws random numbers"
+                " that are no sample sites (dropout?). Switch them off, model.eval()."
+            )
+
+        def require(what: str, terms: Tensor, whose: list[int], other_prior: Tensor) -> None:
+            _require_equal(what, terms, expected[whose], other_prior, prior)
+
+        others = list(range(1, last))
+        # what happens, the rows after it, and which of the rows before it the first of these are
+        cases = [
+            ("another row is exchanged", [*others, last], others),
+            ("another row is left out", others, others),
+            *(("all other rows are left out", [j], [j]) for j in range(last)),
+        ]
+        for what, numbers, kept in cases:
+            try:
+                terms, other_prior = self._evaluated(self._arguments.pick(self._rows, numbers))
+            except Exception as error:
+                raise UnfitModel(
+                    f"the model fails when {what}: {first_line(error)}. The data plate has to take"
+                    f" its size from the data: pyro.plate({plate!r}, len(y))."
+                ) from error
+            require(what, terms[: len(kept)], kept, other_prior)
+        odd = last // 2
+        others.insert(0, 0)
+        others.remove(odd)
+        for what, rows in self._odd_rows(everything, odd):
+            try:
+                terms, other_prior = self._evaluated(rows)
+                (alone,) = self.terms(self.theta, self._arguments.pick(rows, [odd]))
+            except Exception:  # as the values may be impossible ones
+                continue
+            require(f"another row {what}", terms[others], others, other_prior)
+            _require_equal(
+                f"the others are left out and it {what}", alone, terms[odd], other_prior, prior
+            )
+
+    def _evaluated(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Terms of the rows, and the prior with them as the data."""
+        return self.terms(self.theta, rows), self.prior.log_density_with(
+            self.theta, *self._arguments.with_rows(rows)
+        )
+
+    def _odd_rows(self, rows: list[Tensor], odd: int) -> Iterator[tuple[str, list[Tensor]]]:
+        """Rows of which the one numbered ``odd`` has extreme or missing values: in all arguments,
+        and in one at a time, which is enough for some models to fail on.
+        """
+        dims = list(self._arguments.row_dims.values())
+
+        def altered(chosen: Iterable[int], alter: Callable[[Tensor], object]) -> list[Tensor]:
+            result = list(rows)
+            for k in chosen:
+                result[k] = rows[k].clone()
+                alter(result[k].select(dims[k], odd))
+            return result
+
+        def fill(value: float) -> Callable[[Tensor], object]:
+            return lambda entries: entries.fill_(value)
+
+        def forget_some(entries: Tensor) -> None:
+            missing = (
+                torch.arange(entries.numel(), device=entries.device).reshape(entries.shape) % 2 == 0
+            )
+            entries.masked_fill_(missing, math.nan)
+
+        floating = [k for k, row in enumerate(rows) if row.is_floating_point()]
+        # On a GPU an index out of range would end the process.
+        whole = [
+            k
+            for k, row in enumerate(rows)
+            if not row.is_floating_point() and row.dtype != torch.bool and row.device.type == "cpu"
+        ]
+        for chosen in (floating, *([k] for k in floating)) if len(floating) > 1 else (floating,):
+            yield "is not a number", altered(chosen, fill(math.nan))
+            yield "lacks some values", altered(chosen, forget_some)
+            yield "is very large", altered(chosen, fill(_LARGE))
+            yield "is very small", altered(chosen, fill(-_LARGE))
+        for k in whole:
+            yield "is very large", altered([k], fill(min(_LARGE, torch.iinfo(rows[k].dtype).max)))
+
+
+def _require_equal(
+    what: str, terms: Tensor, expected: Tensor, other_prior: Tensor, prior: Tensor
+) -> None:
+    if not nearly_equal(terms, expected):
+        raise UnfitModel(
+            f"the log likelihood of a record changes when {what} (seen on made-up rows): centre,"
+            " scale, count and fill in with public constants, not with the data's own mean, largest"
+            " value or number."
+        )
+    if not nearly_equal(other_prior, prior):
+        raise UnfitModel(
+            f"the prior changes when {what} (seen on made-up rows), which would release the data"
+            " without a charge: use a prior with public constants."
+        )

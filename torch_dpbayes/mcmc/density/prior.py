@@ -1,0 +1,198 @@
+"""The latents of a Pyro model as one unconstrained vector θ, and their prior density."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import Tensor
+from torch.distributions import biject_to
+from torch.func import grad_and_value
+from torch.fx import GraphModule
+
+from .pyro_runs import (
+    Model,
+    Trace,
+    UnfitModel,
+    compute_log_prob,
+    continuous_latents,
+    first_line,
+    improper,
+    public_randomness,
+    without_value_checks,
+)
+from .recording import recorded
+
+_DRAWS = 100
+
+
+class Prior:
+    """The latents of a Pyro model as one unconstrained vector θ, and their log density with the
+    Jacobian terms.
+
+    Args:
+        model: its continuous latents make up θ; what it observes is left aside.
+        args, kwargs: the model's arguments. No data: for a model with data, made-up ones.
+
+    Attributes:
+        transforms: by site, from the support of its distribution to unconstrained space.
+        dtype, device: those of θ.
+
+    **Privacy.** A function of θ and public arguments; nothing is charged for it.
+    """
+
+    def __init__(
+        self, model: Model, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self._model, self._args, self._kwargs = model, tuple(args), dict(kwargs or {})
+        self.transforms: dict[str, Any] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        with public_randomness(), without_value_checks():
+            first, second = self._trace(), self._trace()
+        latents = continuous_latents(first)
+        if not latents:
+            raise UnfitModel(
+                "the model has no continuous latent site to sample: write pyro.sample(name,"
+                " distribution) without obs=."
+            )
+        if set(latents) != set(continuous_latents(second)):
+            raise UnfitModel(
+                "two runs of the model have different latent sites: sample the same ones in every"
+                " run."
+            )
+        samples = []
+        for name in sorted(latents):
+            site = first.nodes[name]
+            self.transforms[name] = biject_to(site["fn"].support).inv
+            value = self.transforms[name](site["value"].detach())
+            other = biject_to(second.nodes[name]["fn"].support)
+            if not torch.equal(
+                self.transforms[name].inv(torch.ones_like(value)), other(torch.ones_like(value))
+            ):
+                raise UnfitModel(
+                    f"the support of latent {name!r} changes from one run of the model to the next:"
+                    " sample it in a fixed support and scale the value."
+                )
+            self._shapes[name] = value.shape
+            samples.append(value)
+        dtypes = {sample.dtype for sample in samples}
+        self.dtype = dtypes.pop() if len(dtypes) == 1 else torch.float64
+        self.device = samples[0].device
+        self._sizes = [shape.numel() for shape in self._shapes.values()]
+        self._value: GraphModule | None = None
+        self._value_and_gradient: GraphModule | None = None
+
+    # -- coordinates -------------------------------------------------------------------------------
+
+    @property
+    def dimension(self) -> int:
+        """Length of θ."""
+        return sum(self._sizes)
+
+    def flatten(self, params: Mapping[str, Tensor]) -> Tensor:
+        """θ from unconstrained values by site; the sites and shapes are checked.
+
+        Raises:
+            ValueError: a site is missing or unknown, or has another shape.
+        """
+        if set(params) != set(self._shapes):
+            raise UnfitModel(
+                f"values for the latents {sorted(self._shapes)} are needed, got {sorted(params)}."
+            )
+        for name, shape in self._shapes.items():
+            if params[name].shape != shape:
+                raise UnfitModel(
+                    f"latent {name!r} needs the unconstrained shape {tuple(shape)}, got"
+                    f" {tuple(params[name].shape)}."
+                )
+        return torch.cat(
+            [params[name].detach().reshape(-1).to(self.device, self.dtype) for name in self._shapes]
+        )
+
+    def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
+        """Unconstrained values by site."""
+        values = theta.split(self._sizes)
+        return {
+            name: value.reshape(shape)
+            for (name, shape), value in zip(self._shapes.items(), values, strict=True)
+        }
+
+    def constrain(self, theta: Tensor) -> dict[str, Tensor]:
+        """Values by site, in the supports of the model's distributions."""
+        return {
+            name: self.transforms[name].inv(value) for name, value in self.unflatten(theta).items()
+        }
+
+    # -- density -----------------------------------------------------------------------------------
+
+    def log_density(self, theta: Tensor) -> float:
+        """log p(θ) with the Jacobian terms."""
+        if self._value is None:
+            self._value = self._recorded(self._log_density, theta)
+        with torch.no_grad():
+            return float(self._value(theta))
+
+    def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
+        """log p(θ) with the Jacobian terms, and its gradient."""
+        if self._value_and_gradient is None:
+            self._value_and_gradient = self._recorded(grad_and_value(self._log_density), theta)
+        with torch.no_grad():
+            gradient, value = self._value_and_gradient(theta)
+        return float(value), gradient
+
+    def log_density_with(
+        self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor:
+        """log p(θ) as the model computes it from other arguments."""
+        unconstrained, values = self.unflatten(theta), self.constrain(theta)
+        trace = poutine.trace(poutine.condition(self._model, values)).get_trace(*args, **kwargs)
+        compute_log_prob(trace, self._shapes)
+        result = theta.new_zeros(())
+        for name in self._shapes:
+            jacobian = self.transforms[name].log_abs_det_jacobian(values[name], unconstrained[name])
+            result = result + trace.nodes[name]["log_prob_sum"] - jacobian.sum()
+        return result
+
+    def sample(self) -> Tensor:
+        """A draw of θ from the prior.
+
+        Raises:
+            ValueError: its draws are not finite.
+        """
+        for _ in range(_DRAWS):
+            with public_randomness(), without_value_checks():
+                trace = self._trace()
+            theta = self.flatten(
+                {name: self.transforms[name](trace.nodes[name]["value"]) for name in self._shapes}
+            )
+            if theta.isfinite().all() and math.isfinite(self.log_density(theta)):
+                return theta
+        raise UnfitModel(
+            f"{_DRAWS} draws from the prior had no finite density: pass initial_params= to MCMC,"
+            " made without the data."
+        )
+
+    def _log_density(self, theta: Tensor) -> Tensor:
+        return self.log_density_with(theta, self._args, self._kwargs)
+
+    def _recorded(self, function: Callable[..., Any], theta: Tensor) -> GraphModule:
+        try:
+            with without_value_checks():
+                # make_fx counts the arguments of a bound method wrongly
+                return recorded(lambda theta: function(theta), theta)
+        except Exception as error:
+            raise UnfitModel(
+                f"the prior cannot be recorded as tensor operations: {first_line(error)}. Write the"
+                " model without Python branches on values, .item(), .numpy(), one_hot (instead:"
+                " z[..., None] == torch.arange(K)) and custom autograd functions."
+            ) from error
+
+    def _trace(self) -> Trace:
+        with poutine.block():
+            try:
+                return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)
+            except NotImplementedError as error:
+                raise improper(error) from error

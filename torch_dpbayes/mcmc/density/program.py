@@ -1,0 +1,155 @@
+"""Terms and gradients of records, recorded once on made-up rows and replayed on the data.
+
+Rows meet only under ``torch.func.vmap``, which cannot let one see another: what the check on
+made-up rows overlooks still costs no privacy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jacfwd, vmap
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+
+from .locality import MadeUpRecords
+from .pyro_runs import UnfitModel, first_line, nearly_equal, without_value_checks
+from .recording import most_bytes, recorded
+
+_FEW_ROWS = 16  # on which a program's need of memory is measured
+
+
+class Program:
+    """Tensor operations recorded for a fixed number of rows."""
+
+    def __init__(self, graph: GraphModule, rows: int) -> None:
+        self._graph, self.rows = graph, rows
+
+    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """One result for each of ``self.rows`` rows."""
+        result: Tensor = self._graph(theta, *rows)
+        return result
+
+
+class Recorder:
+    """Makes programs for chunks of records.
+
+    Args:
+        made_up: rows to record on, and what a record's term is.
+        row_dims: dimension of the records of each data argument.
+        num_records: how many records the programs will be run on.
+        chunk_bytes: bound on the intermediate results of one chunk.
+    """
+
+    def __init__(
+        self, made_up: MadeUpRecords, row_dims: Sequence[int], num_records: int, chunk_bytes: int
+    ) -> None:
+        self._made_up, self._in_dims = made_up, (None, *row_dims)
+        self._num_records, self._chunk_bytes = num_records, chunk_bytes
+        self._row_terms = (made_up.terms.of_row, self._of_row_with_own_tensors)
+
+    def terms(self) -> Program:
+        """A record's term."""
+        ways = [vmap(term, in_dims=self._in_dims) for term in self._row_terms]
+        return self._first_right(
+            ways,
+            lambda output, weights, theta, rows: nearly_equal(
+                output, self._made_up.terms(theta, rows)
+            ),
+        )
+
+    def gradients(self) -> Program:
+        """The gradient of a record's term."""
+        ways = [
+            *(vmap(grad(term), in_dims=self._in_dims) for term in self._row_terms),
+            *(jacfwd(vmap(term, in_dims=self._in_dims)) for term in self._row_terms),
+        ]
+
+        def is_right(output: Tensor, weights: Tensor, theta: Tensor, rows: list[Tensor]) -> bool:
+            with torch.enable_grad():
+                point = theta.detach().requires_grad_()
+                (expected,) = torch.autograd.grad(
+                    (self._made_up.terms(point, rows) * weights).sum(), point
+                )
+            return not expected.isfinite().all() or nearly_equal(weights @ output, expected)
+
+        return self._first_right(ways, is_right)
+
+    def _of_row_with_own_tensors(self, theta: Tensor, *row: Tensor) -> Tensor:
+        with _TensorsOfTheRow(row[0]):
+            return self._made_up.terms.of_row(theta, *row)
+
+    def _first_right(
+        self, ways: Sequence[Callable[..., Tensor]], is_right: Callable[..., bool]
+    ) -> Program:
+        """The first way that can be recorded and agrees with Pyro on other made-up rows than
+        it was recorded on.
+        """
+        made_up, theta = self._made_up, self._made_up.theta
+        problems = []
+        for way in ways:
+            try:
+                with without_value_checks(), torch.no_grad():
+                    program = self._recorded(way)
+                    other = theta.flip(0) * 0.7
+                    rows = made_up.rows(program.rows, start=3)
+                    weights = torch.linspace(
+                        0.5, 1.5, program.rows, dtype=theta.dtype, device=theta.device
+                    )
+                    if is_right(program(other, rows), weights, other, rows):
+                        return program
+                problems.append("it computes with numpy, or with .item()?")
+            except Exception as error:
+                problems.append(first_line(error))
+        raise UnfitModel(
+            "the record terms cannot be recorded as tensor operations on one row:"
+            f" {'; '.join(dict.fromkeys(problems))}. Write torch.where instead of masks,"
+            " (z[..., None] == torch.arange(K)) instead of one_hot, no branches on values and no"
+            " .item()."
+        )
+
+    def _recorded(self, way: Callable[..., Tensor]) -> Program:
+        """In chunks of about equal length that keep within the bound on memory."""
+        made_up = self._made_up
+        few = made_up.rows(_FEW_ROWS)
+        each = most_bytes(recorded(way, made_up.theta, *few), made_up.theta, *few) / _FEW_ROWS
+        limit = max(1, int(self._chunk_bytes / max(each, 1)))
+        chunks = math.ceil(self._num_records / limit)
+        count = max(1, math.ceil(self._num_records / chunks))
+        return Program(recorded(way, made_up.theta, *made_up.rows(count)), count)
+
+
+class _TensorsOfTheRow(TorchFunctionMode):
+    """What vmap lacks: tensors that the model makes belong to the row too, so that values of the
+    row can be written into them, and ``.data`` can be had, of which Pyro's enumeration takes the
+    shape.
+    """
+
+    def __init__(self, row: Tensor) -> None:
+        super().__init__()
+        self._zero = row.new_zeros(())
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        made = function(*args, **(kwargs or {}))
+        if function not in _MAKING:
+            return made
+        return (
+            made.logical_or(self._zero)
+            if made.dtype == torch.bool
+            else made + self._zero.to(made.dtype)
+        )
+
+
+_MAKING = {
+    *(torch.zeros, torch.ones, torch.empty, torch.full, torch.eye, torch.tensor),
+    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
+}

@@ -1,0 +1,134 @@
+"""How a user's Pyro model is run here: without the data, without the caller's random numbers,
+and without checks whose errors depend on values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.subsample_messenger import _Subsample
+from torch import Tensor
+
+from ...noise import fresh_generator
+
+Model = Callable[..., Any]
+Trace = Any  # pyro.poutine.trace_struct.Trace
+
+_CHECKS_VALUES = "_validate_args"  # torch has no public switch for one distribution
+FLAVOURS = ("normal", "uniform", "binary", "counts")
+
+
+class UnfitModel(ValueError):
+    """A model or arguments to which record-wise clipping gives no guarantee; the message says
+    what to write instead.
+    """
+
+
+class InvalidPoint(ArithmeticError):
+    """The model cannot be evaluated at this θ, whatever the data are."""
+
+
+without_value_checks = partial(pyro.validation_enabled, False)
+"""Switches off Pyro's and torch's checks of values, whose errors depend on them."""
+
+
+@contextmanager
+def public_randomness() -> Iterator[None]:
+    """Sites drawn inside come from the operating system's entropy; the caller's seeds are
+    neither used nor moved.
+    """
+    devices = (
+        list(range(torch.cuda.device_count()))
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else []
+    )
+    with torch.random.fork_rng(devices):
+        torch.set_rng_state(fresh_generator().get_state())
+        for device in devices:
+            torch.cuda.set_rng_state(fresh_generator(f"cuda:{device}").get_state(), device)
+        yield
+
+
+def made_up(shape: torch.Size, like: Tensor, flavour: str) -> Tensor:
+    """Values that take nothing but the dtype and the device from ``like``. Whole numbers start at
+    0, as indices have to.
+    """
+    values = torch.zeros(shape, dtype=like.dtype, device=like.device)
+    if flavour == "zeros":
+        return values
+    if like.is_complex() or (flavour == "normal" and like.is_floating_point()):
+        return values.normal_()
+    if flavour == "uniform" and like.is_floating_point():
+        return values.uniform_(0.05, 0.95)
+    if flavour == "counts" and like.dtype != torch.bool:
+        return values.random_(1, 3)
+    return values.random_(0, 2)
+
+
+def is_plate(site: Any) -> bool:
+    """Whether a site of a trace only notes the indices that a plate drew."""
+    return isinstance(site["fn"], _Subsample)
+
+
+def sample_sites(trace: Trace) -> dict[str, Any]:
+    """The sites of a trace that have a distribution."""
+    return {
+        name: site
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not is_plate(site)
+    }
+
+
+def continuous_latents(trace: Trace) -> list[str]:
+    """Names of the latent sites of a trace that are not summed out."""
+    return [
+        name
+        for name, site in sample_sites(trace).items()
+        if not site["is_observed"] and not site["fn"].has_enumerate_support
+    ]
+
+
+def compute_log_prob(trace: Trace, wanted: Container[str]) -> None:
+    """Compute the log density of the ``wanted`` sites. Distributions that were built outside of
+    the model (those of PyroSample) have their own checks of values switched on: they are off here.
+    """
+    checking = []
+    for name, site in trace.nodes.items():
+        distribution = site["fn"] if name in wanted else None
+        while distribution is not None:
+            if getattr(distribution, _CHECKS_VALUES, False):
+                setattr(distribution, _CHECKS_VALUES, False)
+                checking.append(distribution)
+            distribution = getattr(distribution, "base_dist", None)
+    try:
+        trace.compute_log_prob(lambda name, _site: name in wanted)
+    finally:
+        for distribution in checking:
+            setattr(distribution, _CHECKS_VALUES, True)
+
+
+def first_line(error: Exception) -> str:
+    """An error without the table of shapes that Pyro appends, which has the number of records."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def improper(error: Exception) -> UnfitModel:
+    """For a model from which nothing can be drawn."""
+    return UnfitModel(
+        f"the model cannot be sampled from: {first_line(error)}. Latents need proper priors:"
+        " write a wide Normal instead of an improper distribution."
+    )
+
+
+def nearly_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two results agree but for rounding in their dtype."""
+    if a.shape != b.shape:
+        return False
+    tolerance = 1e-9 if a.dtype == torch.float64 else 1e-4 if a.dtype == torch.float32 else 3e-2
+    scale = float(b.detach().nan_to_num(0.0, 0.0, 0.0).abs().max()) if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * (scale + 1e-30), equal_nan=True)

@@ -1,0 +1,244 @@
+"""The record terms of a model on its data: exact, clipped and summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import Arguments
+from .locality import MadeUpRecords
+from .program import Program, Recorder
+from .pyro_runs import InvalidPoint, Model, without_value_checks
+from .recording import recorded
+from .structure import find_structure
+
+_CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
+_ROWS_IN_FLOAT64 = 2**13  # likewise
+
+
+class RecordDensity:
+    r"""log p(x_i | θ) of every record, clipped sums over the records, and the prior.
+
+    Args:
+        model: a Pyro model with one vectorised data plate that holds every observed site. Its data
+            are its arguments.
+        args, kwargs: those arguments. A tensor with a dimension as long as the data plate is data,
+            one row a record along the first such dimension; every other argument is a public
+            constant.
+        data_plate: the plate's name.
+        gradients: also record the gradients.
+        chunk_bytes: bound on the intermediate results of one chunk of rows.
+
+    Attributes:
+        prior: θ's coordinates and log prior, a :class:`Prior`.
+
+    Raises:
+        ValueError: the model has no such plate, observes something outside it, has local continuous
+            or global discrete latents, subsamples, or a record's term depends on other records; the
+            message says what to write instead. All of it is found on made-up rows.
+
+    **Privacy.** The methods return exact functions of the data, which are no release: add noise to
+    a clipped sum, and charge it before. A clipped sum moves by at most its bound when a record is
+    added or removed, and by twice that when one is replaced. A record whose term or gradient is not
+    finite, or at which the computation fails, contributes 0. What the model takes from elsewhere
+    than its arguments cannot be checked and counts as public.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        data_plate: str = "data",
+        gradients: bool = True,
+        chunk_bytes: int = _CHUNK_BYTES,
+    ) -> None:
+        self._arguments = Arguments(args, kwargs)
+        with torch.no_grad(), without_value_checks():
+            structure = find_structure(model, self._arguments, data_plate)
+            self.made_up = MadeUpRecords(model, self._arguments, structure)
+            self.made_up.require_local(data_plate)
+        self.prior = self.made_up.prior
+        self._dims = list(self._arguments.row_dims.values())
+        self._left_out: Tensor | None = None
+        recorder = Recorder(self.made_up, self._dims, self.num_records, chunk_bytes)
+        self._terms = recorder.terms()
+        # what cannot be recorded is refused before anything is charged
+        self.prior.log_density(self.made_up.theta)
+        if gradients:
+            self._gradients = recorder.gradients()
+            self.prior.log_density_and_gradient(self.made_up.theta)
+        with torch.no_grad(), without_value_checks():
+            self._few_rows, terms = self.made_up.few(), self.made_up.terms
+            self._few_terms = recorded(
+                lambda theta, *rows: terms(theta, rows), self.made_up.theta, *self._few_rows
+            )
+
+    @property
+    def num_records(self) -> int:
+        """Number of rows: under add-or-remove-one not a public number."""
+        return self._arguments.num_records
+
+    # -- what kernels use --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def is_valid(self, theta: Tensor) -> bool:
+        """Whether made-up records have terms at θ. No function of the data."""
+        try:
+            terms = self._few_terms(theta, *self._few_rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            return False
+        return not bool(terms.isnan().all())
+
+    @torch.no_grad()
+    def log_likelihoods(self, theta: Tensor) -> Tensor:
+        """log p(x_i | θ) of every record, (num_records,). Private data.
+
+        Raises:
+            InvalidPoint: the terms of made-up records are not numbers either: θ lies outside of
+                what the model can compute.
+        """
+        result = torch.empty(self.num_records, dtype=self.prior.dtype, device=self.prior.device)
+        for records, terms in self._by_chunks(self._terms, theta):
+            result[records] = terms
+        if self._left_out is not None:
+            result[self._left_out] = math.nan
+        return result
+
+    @torch.no_grad()
+    def clipped_gradient_sum(self, theta: Tensor, max_norm: float) -> Tensor:
+        r"""Σ_i g_i·min(1, ``max_norm``/‖g_i‖) with g_i = ∇_θ log p(x_i | θ), (dimension,) in
+        float64. Private data.
+
+        Add the noise before anything is rounded: in float32 the sum over a million records can move
+        by thousands of bounds when one is taken out, as the rounding of all others changes with it.
+        Outside of 1e-30 < ``max_norm`` < 1e150 the bound does not hold: float64 overflows, or
+        rounds to nothing.
+
+        Raises:
+            InvalidPoint: the model cannot be evaluated at θ.
+        """
+        result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
+        for records, gradients in self._by_chunks(self._gradients, theta):
+            if self._left_out is not None:
+                gradients = gradients[~self._left_out[records]]
+            for some in gradients.split(_ROWS_IN_FLOAT64):
+                block = some.to(torch.float64)
+                norm = torch.linalg.vector_norm(block, dim=1)
+                finite = norm.isfinite()
+                if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
+                    block, norm = block[finite], norm[finite]
+                result += (max_norm / norm).clamp_(max=1.0) @ block
+        return result
+
+    @torch.no_grad()
+    def gradient_sum(self, theta: Tensor, chosen: Tensor) -> Tensor:
+        """Σ ∇_θ log p(x_i | θ) over the records in the mask ``chosen`` whose gradients are finite,
+        not clipped, (dimension,) in float64. Private data.
+
+        Raises:
+            InvalidPoint: the model cannot be evaluated at θ.
+        """
+        result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
+        for records, gradients in self._by_chunks(self._gradients, theta):
+            kept = chosen[records] & gradients.isfinite().all(dim=1)
+            result += gradients[kept].sum(0, dtype=torch.float64)
+        return result
+
+    # -- for owners who compare their models -------------------------------------------------------
+
+    def described_data(self) -> list[dict[str, Any]]:
+        """Shape and type of the data's rows; no function of the records, nor of their number."""
+        return self._arguments.described()
+
+    def leave_out_all_records(self) -> None:
+        """From now on no record contributes anything."""
+        self._left_out = torch.ones(self.num_records, dtype=torch.bool, device=self.prior.device)
+
+    # -- chunks of records -------------------------------------------------------------------------
+
+    def _by_chunks(self, program: Program, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Which records, and the program's results for them."""
+        # asked of made-up rows alone: no record decides whether a trajectory ends here
+        if not self.is_valid(theta):
+            raise InvalidPoint
+        for start in range(0, self.num_records, program.rows):
+            count = min(program.rows, self.num_records - start)
+            yield slice(start, start + count), self._run(program, theta, start)[:count]
+
+    def _rows(self, program: Program, start: int) -> list[Tensor]:
+        """Rows of the data, filled up with made-up ones to the recorded number."""
+        count = min(program.rows, self.num_records - start)
+        rows = self._arguments.rows(start, count)
+        if count == program.rows:
+            return rows
+        return [
+            torch.cat([row, more.to(row.dtype)], dim)
+            for row, more, dim in zip(
+                rows, self.made_up.rows(program.rows - count), self._dims, strict=True
+            )
+        ]
+
+    def _run(self, program: Program, theta: Tensor, start: int) -> Tensor:
+        rows = self._rows(program, start)
+        try:
+            return program(theta, rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            try:
+                program(theta, self.made_up.rows(program.rows))
+            except Exception:
+                raise InvalidPoint from error
+            self._leave_out_failing(program, theta, start, rows)
+            return program(theta, self._rows(program, start))
+
+    def _leave_out_failing(
+        self, program: Program, theta: Tensor, start: int, rows: list[Tensor]
+    ) -> None:
+        """Exchange the rows at which the computation fails for made-up ones, for good; they
+        contribute 0 from now on.
+        """
+        filling = self.made_up.rows(program.rows)
+
+        def failing(first: int, last: int) -> list[int]:
+            mixed = [more.clone() for more in filling]
+            for row, into, dim in zip(rows, mixed, self._dims, strict=True):
+                into.narrow(dim, first, last - first).copy_(row.narrow(dim, first, last - first))
+            try:
+                program(theta, mixed)
+                return []
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                if last - first == 1:
+                    return [first]
+                middle = (first + last) // 2
+                return failing(first, middle) + failing(middle, last)
+
+        found = failing(0, min(program.rows, self.num_records - start))
+        if self._left_out is None:
+            self._left_out = torch.zeros(
+                self.num_records, dtype=torch.bool, device=self.prior.device
+            )
+        for i in found:
+            self._left_out[start + i] = True
+            self._arguments.overwrite(start + i, filling, i)
+
+
+def clipped_ratio_sum(current: Tensor, proposed: Tensor, bound: float) -> float:
+    r"""Σ_i clip(proposed_i − current_i, ±``bound``), where what is not a number counts as 0.
+    Private data.
+
+    **Privacy.** Moves by at most ``bound`` when a record is added or removed.
+    """
+    return float(
+        (proposed.double() - current.double()).clamp_(-bound, bound).nan_to_num_(nan=0.0).sum()
+    )

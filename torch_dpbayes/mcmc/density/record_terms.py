@@ -1,0 +1,165 @@
+"""log p(x_i | θ) of rows, as Pyro computes it by running the model."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pyro import poutine
+from pyro.infer import config_enumerate
+from pyro.ops.contract import contract_tensor_tree
+from pyro.ops.rings import LogRing
+from torch import Tensor
+
+from .arguments import Arguments
+from .prior import Prior
+from .pyro_runs import Model, Trace, UnfitModel, compute_log_prob
+from .structure import Structure
+
+_PYRO_DIMS = "_pyro_dims"  # of Pyro's packed tensors; there is no public name
+
+
+class RecordTerms:
+    """The terms of rows at θ: one number for each row, discrete latents summed out.
+
+    Args:
+        model: the Pyro model.
+        arguments: its arguments; which of them are data is known.
+        structure: which of its sites belong to the records.
+        prior: θ's coordinates.
+    """
+
+    def __init__(
+        self, model: Model, arguments: Arguments, structure: Structure, prior: Prior
+    ) -> None:
+        self._model, self._arguments, self._structure = model, arguments, structure
+        self._prior = prior
+
+    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """log p(row | θ), one for each row."""
+        structure = self._structure
+        args, kwargs = self._arguments.with_rows(rows)
+        count = rows[0].shape[next(iter(self._arguments.row_dims.values()))]
+        model = poutine.condition(self._model, self._prior.constrain(theta))
+        if structure.discrete:
+            model = poutine.enum(
+                config_enumerate(model), first_available_dim=-1 - structure.deepest_dim
+            )
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+        wanted = {*structure.observed, *structure.discrete}
+        compute_log_prob(trace, wanted)
+        if set(trace.nodes) & wanted != wanted:
+            raise UnfitModel(
+                "the model has different sites in different runs: let it have the same ones in"
+                " every run."
+            )
+        if structure.discrete:
+            return self._summed_out(trace, count)
+        return _total(self._by_row(name, trace.nodes[name], count) for name in structure.observed)
+
+    def of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
+        """The term of one row that has lost the dimension of the records."""
+        return self(theta, self._arguments.single_row(row)).sum()
+
+    def _by_row(self, name: str, site: Any, count: int) -> Tensor:
+        terms: Tensor = site["log_prob"]
+        plate_dim = self._structure.plate_dim
+        if terms.dim() < -plate_dim or terms.shape[plate_dim] != count:
+            raise UnfitModel(
+                f"site {name!r} has factors of shape {tuple(terms.shape)} for {count} made-up rows:"
+                f" the data plate has to {self._take_size}."
+            )
+        if other := [d for d in range(-terms.dim(), 0) if d != plate_dim]:
+            terms = terms.sum(other)
+        return terms
+
+    def _summed_out(self, trace: Trace, count: int) -> Tensor:
+        structure = self._structure
+        trace.pack_tensors()
+        records = trace.plate_to_symbol[structure.plate]
+        factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
+        for name in [*structure.discrete, *structure.observed]:
+            site = trace.nodes[name]
+            if not any(
+                frame.name == structure.plate and frame.size == count
+                for frame in site["cond_indep_stack"]
+            ):
+                raise UnfitModel(f"the data plate has to {self._take_size}.")
+            plates = frozenset(
+                trace.plate_to_symbol[frame.name]
+                for frame in site["cond_indep_stack"]
+                if frame.vectorized
+            )
+            factors.setdefault(plates, []).append(site["packed"]["log_prob"])
+        discrete = set(trace.symbol_to_dim) - set(trace.plate_to_symbol.values())
+        contracted = contract_tensor_tree(factors, discrete, ring=_LogSumExpRing())
+
+        def by_row(term: Tensor) -> Tensor:
+            dims = _dims(term)
+            if other := [d for d, symbol in enumerate(dims) if symbol != records]:
+                term = term.sum(other)
+            # Pyro drops dimensions of size 1
+            return term if records in dims else term.expand(count)
+
+        return _total(by_row(term) for terms in contracted.values() for term in terms)
+
+    @property
+    def _take_size(self) -> str:
+        return f"take its size from the data: pyro.plate({self._structure.plate!r}, len(y))"
+
+
+def _total(terms: Iterable[Tensor]) -> Tensor:
+    first, *rest = terms
+    for term in rest:
+        first = first + term
+    return first
+
+
+def _dims(term: Tensor) -> str:
+    """A letter for each dimension of a packed tensor."""
+    dims: str = getattr(term, _PYRO_DIMS)
+    return dims
+
+
+class _LogSumExpRing(LogRing):
+    """Pyro's sums of products in log space without its autograd function, which torch.func
+    cannot differentiate: one discrete site after another.
+    """
+
+    def sumproduct(self, terms: Sequence[Any], dims: Iterable[str]) -> Tensor:
+        left = [(_dims(term), term) for term in terms]
+        sizes = {
+            symbol: size
+            for names, term in left
+            for symbol, size in zip(names, term.shape, strict=True)
+        }
+
+        def joined(symbol: str) -> int:
+            return math.prod(
+                sizes[s] for s in set().union(*(names for names, _ in left if symbol in names))
+            )
+
+        pending = set(dims) & set(sizes)
+        while pending:
+            symbol = min(sorted(pending), key=joined)
+            pending.remove(symbol)
+            names, term = self._product([pair for pair in left if symbol in pair[0]])
+            left = [pair for pair in left if symbol not in pair[0]]
+            left.append((names.replace(symbol, ""), term.logsumexp(names.index(symbol))))
+        names, term = self._product(left)
+        result = term[...]
+        setattr(result, _PYRO_DIMS, names)
+        return result
+
+    @staticmethod
+    def _product(terms: list[tuple[str, Tensor]]) -> tuple[str, Tensor]:
+        names = "".join(sorted(set().union(*(n for n, _ in terms))))
+        total: Any = 0.0
+        for own, term in terms:
+            term = term.permute([own.index(s) for s in names if s in own])
+            total = total + term.reshape(
+                [term.shape[sorted(own).index(s)] if s in own else 1 for s in names]
+            )
+        return names, total

@@ -1,0 +1,184 @@
+"""What shapes alone say about a model: which of its sites belong to the records, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pyro import poutine
+
+from .arguments import Arguments
+from .pyro_runs import (
+    FLAVOURS,
+    Model,
+    Trace,
+    UnfitModel,
+    continuous_latents,
+    first_line,
+    improper,
+    is_plate,
+    public_randomness,
+    sample_sites,
+)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The data plate and the sites in it.
+
+    Attributes:
+        plate: its name.
+        plate_dim: the dimension that it takes among the batch dimensions of its sites.
+        observed: names of the observed sites, all of which lie in it.
+        discrete: names of the discrete latents, all of which lie in it; they are summed out.
+        deepest_dim: how many batch dimensions all plates of the model take.
+    """
+
+    plate: str
+    plate_dim: int
+    observed: list[str]
+    discrete: list[str]
+    deepest_dim: int
+
+
+def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
+    """The structure of ``model`` from one run on made-up data of the size of the real ones; tells
+    ``arguments`` which of them are data.
+
+    Raises:
+        UnfitModel: the records' factors cannot be told apart.
+    """
+    trace = _traced(model, arguments)
+    dim, size = _data_plate(trace, plate)
+    observed, discrete = _sites(trace, plate, dim, size)
+    deepest = max(
+        -frame.dim
+        for node in trace.nodes.values()
+        if node["type"] == "sample"
+        for frame in node["cond_indep_stack"]
+        if frame.vectorized
+    )
+    arguments.find_data(size)
+    return Structure(plate, dim, observed, discrete, deepest)
+
+
+def _traced(model: Model, arguments: Arguments) -> Trace:
+    errors = []
+    for flavour in ("zeros", *FLAVOURS):
+        with public_randomness(), poutine.block():
+            args, kwargs = arguments.made_up_call(flavour)
+            try:
+                return poutine.trace(model).get_trace(*args, **kwargs)
+            except Exception as error:
+                errors.append(error)
+    if isinstance(errors[0], NotImplementedError):
+        raise improper(errors[0]) from errors[0]
+    raise UnfitModel(
+        "the model does not run on made-up data of the shapes that were passed:"
+        f" {first_line(errors[0])} Let it take such values: it never sees the data themselves."
+    ) from errors[0]
+
+
+def _data_plate(trace: Trace, plate: str) -> tuple[int, int]:
+    """Dimension and size of the data plate."""
+    found: dict[str, set[tuple[int | None, int]]] = {}
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample":
+            continue
+        if is_plate(site):
+            if (
+                site["fn"].subsample_size is not None
+                and site["fn"].subsample_size < site["fn"].size
+            ):
+                raise _subsamples(name)
+            continue
+        for frame in site["cond_indep_stack"]:
+            if frame.full_size not in (None, frame.size):
+                raise _subsamples(frame.name)
+            found.setdefault(frame.name, set()).add(
+                (frame.dim if frame.vectorized else None, frame.size)
+            )
+    if plate not in found:
+        others = f"its plates are {sorted(found)}" if found else "it has no plate"
+        raise UnfitModel(
+            f"the model has no sites in a plate named {plate!r} ({others}): write with"
+            f" pyro.plate({plate!r}, len(y)): around the observations, or name their plate with"
+            " data_plate=."
+        )
+    if len(found[plate]) > 1:
+        raise UnfitModel(
+            f"the plate {plate!r} occurs more than once, with different dimensions or sizes: put"
+            " all observations into one."
+        )
+    ((dim, size),) = found[plate]
+    if dim is None:
+        raise UnfitModel(
+            f"the plate {plate!r} is iterated over: write it as a context, with"
+            f" pyro.plate({plate!r}, ...), which is vectorised."
+        )
+    return dim, size
+
+
+def _subsamples(plate: str) -> UnfitModel:
+    return UnfitModel(
+        f"plate {plate!r} subsamples, but every release is charged as one over all records: leave"
+        " out subsample_size= and subsample=."
+    )
+
+
+def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], list[str]]:
+    """Names of the observed sites and of the discrete latents, all of them in the plate."""
+    observed, discrete = [], []
+    latents = set(continuous_latents(trace))
+    for name, site in sample_sites(trace).items():
+        if site["infer"].get("_deterministic"):
+            continue
+        inside = any(frame.name == plate for frame in site["cond_indep_stack"])
+        if site["is_observed"]:
+            _require_row_by_row(name, site, inside, plate, dim, size)
+            observed.append(name)
+        elif name in latents and inside:
+            raise UnfitModel(
+                f"latent {name!r} lies in the data plate, where every record has its own: integrate"
+                " it out, or move it out of the plate."
+            )
+        elif name not in latents:
+            if not inside:
+                raise UnfitModel(
+                    f"discrete latent {name!r} lies outside the data plate, where summing it out"
+                    " ties records together: move it into the plate, or make it continuous."
+                )
+            if site["infer"].get("enumerate", "parallel") != "parallel":
+                raise UnfitModel(
+                    f"latent {name!r} is enumerated sequentially: leave out infer=, or write"
+                    ' infer={"enumerate": "parallel"}.'
+                )
+            discrete.append(name)
+    if not observed:
+        raise UnfitModel(f"nothing is observed in the plate {plate!r}: pass obs= to a site in it.")
+    return observed, discrete
+
+
+def _require_row_by_row(
+    name: str, site: Any, inside: bool, plate: str, plate_dim: int, size: int
+) -> None:
+    """Refuse an observed site that has not one entry for each record."""
+    if not inside:
+        raise UnfitModel(
+            f"site {name!r} is observed outside the plate {plate!r}, so nothing bounds what one"
+            " record can do: move it into the plate."
+        )
+    batch = site["fn"].batch_shape
+    if len(batch) >= -plate_dim and batch[plate_dim] != size:
+        raise UnfitModel(
+            f"site {name!r} has another number of entries along the data plate {plate!r} than the"
+            " plate: give every record exactly one."
+        )
+    if site["value"].numel() and not type(site["fn"]).__name__ == "Unit":
+        dim = plate_dim - site["fn"].event_dim
+        length = site["value"].shape[dim] if site["value"].dim() >= -dim else 1
+        if length != size:
+            raise UnfitModel(
+                f"the observation of site {name!r} has another length along the data plate"
+                f" {plate!r} than the plate: give every record exactly one row."
+            )

@@ -1,0 +1,125 @@
+"""StronglyLogConcave: a strongly log-concave prior, and a log-concave Lipschitz likelihood."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ...accounting.events import MuGaussianDpEvent, positive_count
+from ..checks import require_positive
+from ..models import Density, Model
+from .certificate import ROUND_UP, Setting, Statement
+from .exact_draw import ExactDraw
+
+
+@dataclass(frozen=True)
+class StronglyLogConcave(ExactDraw):
+    r"""A draw from a posterior whose prior is strongly log-concave and whose likelihood is
+    log-concave and Lipschitz.
+
+    .. math:: p(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho \ \text{ is } \
+    G/\sqrt{\lambda}\text{-GDP},
+
+    G = 2Lρ (replace one) or Lρ (add or remove one). Only the likelihood is tempered: tempering the
+    prior too would give 2L√(ρ/λ), which is worse.
+
+    Source: Gopi, Lee, Liu (2022), "Private convex optimization via exponential mechanism", Theorem
+    4.1.
+
+    Args:
+        max_grad_norm: clip norm of one record's gradient of a :class:`~torch_dpbayes.ops.GLM`, for
+            which L and λ are derived. What is sampled has the clipped gradient (a Huber loss in the
+            linear predictor).
+        lipschitz: L, asserted for other models: the largest norm of the gradient of one record's
+            log likelihood over the whole support. It is not enforced: a clipped gradient of a
+            general model is not the gradient of anything.
+        strength: λ, asserted: −log prior is λ-strongly convex, λ > 0, and every record's loss is
+            convex, in the unconstrained space.
+        warmup_steps: adaptive steps of the No-U-Turn sampler before the state that is released.
+
+    Raises:
+        ValueError: a constant is out of range, or the prior is not strongly log-concave.
+
+    **Privacy.** The event is ``MuGaussianDpEvent(G/√λ)``, for an *exact* draw: that the chain has
+    converged is assumed, and no diagnostic of it is computed, for its value would be a release.
+    :class:`~torch_dpbayes.ops.FiniteRunLangevin` costs the same and assumes nothing.
+    """
+
+    max_grad_norm: float = 1.0
+    lipschitz: float | None = None
+    strength: float | None = None
+    warmup_steps: int = 1000
+
+    def __post_init__(self) -> None:
+        require_positive("max_grad_norm", self.max_grad_norm)
+        if (self.lipschitz is None) != (self.strength is None):
+            raise ValueError(
+                "lipschitz and strength are asserted together: state both; for a GLM, whose"
+                " constants are derived, none."
+            )
+        if self.lipschitz is not None:
+            require_positive("lipschitz", self.lipschitz)
+            require_positive("strength", self.strength)
+        positive_count(self.warmup_steps, "warmup_steps")
+
+    def check(self, model: Model) -> None:
+        constants = model.derived_constants(self.max_grad_norm)
+        if constants is not None:
+            if self.lipschitz is not None:
+                raise ValueError(
+                    "the constants of a GLM are derived, not asserted: leave out lipschitz= and"
+                    " strength=."
+                )
+            if constants.strength == 0:
+                raise ValueError(
+                    "prior_std is infinite, so the prior is not strongly log-concave: state a"
+                    " finite prior_std."
+                )
+        elif self.lipschitz is None:
+            raise ValueError(
+                "the constants of a model that is not a GLM have to be asserted:"
+                " StronglyLogConcave(lipschitz=..., strength=...)."
+            )
+        else:
+            model.require_unconstrained("StronglyLogConcave")
+
+    def event(self, model: Model, setting: Setting) -> MuGaussianDpEvent:
+        lipschitz, strength = self._constants(model)
+        return MuGaussianDpEvent(
+            setting.records_changed * setting.tempering * lipschitz / math.sqrt(strength) * ROUND_UP
+        )
+
+    def conditions(self, model: Model, setting: Setting) -> Statement:
+        """What was proved and assumed, the sampler aside."""
+        lipschitz, strength = self._constants(model)
+        numbers = (
+            f"one record's gradient has norm at most L = {lipschitz:g}; -log prior is"
+            f" {strength:.4g}-strongly convex"
+        )
+        theorem = (
+            "an exact draw is then (G / sqrt(strength))-Gaussian differentially private (Gopi, Lee,"
+            " Liu 2022)"
+        )
+        if self.lipschitz is None:
+            return Statement([f"{numbers} ({model!r} enforces it by clipping)", theorem], [])
+        return Statement(
+            [theorem],
+            [
+                f"constants asserted by the caller, neither checked nor enforced: {numbers}; every"
+                " record's loss is convex"
+            ],
+        )
+
+    def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
+        """What a draw is drawn from."""
+        clip = self.max_grad_norm if self.lipschitz is None else math.inf
+        target = model.target(data, tempering=setting.tempering, max_grad_norm=clip)
+        return Density(target.start, target.potential, target.gradient)
+
+    def _constants(self, model: Model) -> tuple[float, float]:
+        if self.lipschitz is not None and self.strength is not None:
+            return self.lipschitz, self.strength
+        constants = model.derived_constants(self.max_grad_norm)
+        assert constants is not None
+        return constants.lipschitz, constants.strength
