@@ -25,9 +25,10 @@ from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
     book,
+    bounds,
     headroom,
     ledger,
-    privacy_loss,
+    pairs,
     renyi,
 )
 from torch_dpbayes.accounting.__main__ import main, spent
@@ -155,9 +156,9 @@ def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
     )
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     composed = []
-    price = privacy_loss.compose
+    price = bounds.compose
     monkeypatch.setattr(
-        privacy_loss, "compose", lambda *a, **k: (composed.append(len(said)), price(*a, **k))[1]
+        bounds, "compose", lambda *a, **k: (composed.append(len(said)), price(*a, **k))[1]
     )
     with pytest.raises(PrivacyBudgetExceeded):
         for _ in range(100_000):
@@ -250,9 +251,7 @@ def test_tiny_budgets_hold(epsilon, adaptive, method):
     assert done >= 0.9 * fit or adaptive  # the first charge decides the filter's order
     if done:
         assert (
-            privacy_loss.lower_epsilon(
-                {privacy_loss.dominating_pair(event, "add_or_remove_one"): done}, DELTA
-            )
+            bounds.lower_epsilon({pairs.dominating_pair(event, "add_or_remove_one"): done}, DELTA)
             <= epsilon
         )
     with pytest.raises(PrivacyBudgetExceeded):
@@ -325,11 +324,11 @@ def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
         assert counted(f"{folder}/l.db") == len(file)
         counts = {}
         for charge in file.history:
-            pair = privacy_loss.dominating_pair(charge.event, relation)
+            pair = pairs.dominating_pair(charge.event, relation)
             counts[pair] = counts.get(pair, 0) + charge.count
         if counts:
-            assert privacy_loss.lower_epsilon(counts, DELTA) <= 1.5
-            assert privacy_loss.upper_epsilon(counts, DELTA) <= 1.5 * (1 + 3e-3)
+            assert bounds.lower_epsilon(counts, DELTA) <= 1.5
+            assert bounds.upper_epsilon(counts, DELTA) <= 1.5 * (1 + 3e-3)
 
 
 def test_no_more_releases_than_can_be_counted(path):
@@ -361,9 +360,9 @@ def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(wher
     other.close()
     counts = {}
     for charge in accountant.history:
-        pair = privacy_loss.dominating_pair(charge.event, "add_or_remove_one")
+        pair = pairs.dominating_pair(charge.event, "add_or_remove_one")
         counts[pair] = counts.get(pair, 0) + charge.count
-    assert 1.99 < privacy_loss.upper_epsilon(counts, DELTA) <= 2.0
+    assert 1.99 < bounds.upper_epsilon(counts, DELTA) <= 2.0
 
 
 def test_a_refused_charge_changes_nothing(path):
@@ -384,12 +383,12 @@ def test_a_refused_charge_changes_nothing(path):
 @pytest.mark.parametrize("noises", ["rising", "falling", "waves"])
 def test_a_schedule_costs_few_commits_and_few_compositions(path, noises, monkeypatch):
     commits, compositions = [], []
-    append, compose = ledger.Ledger.append, privacy_loss.compose
+    append, compose = ledger.Ledger.append, bounds.compose
     monkeypatch.setattr(
         ledger.Ledger, "append", lambda *a, **k: (commits.append(1), append(*a, **k))[1]
     )
     monkeypatch.setattr(
-        privacy_loss, "compose", lambda *a, **k: (compositions.append(1), compose(*a, **k))[1]
+        bounds, "compose", lambda *a, **k: (compositions.append(1), compose(*a, **k))[1]
     )
     accountant = PrivacyAccountant(4.0, DELTA, path=path)
     for t in range(3000):
@@ -558,8 +557,7 @@ def test_a_second_job_is_adaptive_and_everything_counts_against_its_filter(path)
         next(row.label for row in look_at(path)[1] if row.kind == "filter").removeprefix("renyi ")
     )
     total = (
-        len(second)
-        * renyi.curve({privacy_loss.dominating_pair(STEP, "add_or_remove_one"): 1}, [order])[0]
+        len(second) * renyi.curve({pairs.dominating_pair(STEP, "add_or_remove_one"): 1}, [order])[0]
     )
     assert renyi.epsilon(np.array([total]), DELTA, [order]) <= 3.0 + 1e-6
     assert renyi.epsilon(np.array([total * 1.002]), DELTA, [order]) > 3.0
@@ -1191,9 +1189,9 @@ def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch, relation, 
             accountant.compose(sampled(0.9 + (t % levels) / 60))
     counts = {}
     for charge in accountant.history:
-        pair = privacy_loss.dominating_pair(charge.event, relation)
+        pair = pairs.dominating_pair(charge.event, relation)
         counts[pair] = counts.get(pair, 0) + charge.count
-    assert privacy_loss.upper_epsilon(counts, DELTA) <= 2.0
+    assert bounds.upper_epsilon(counts, DELTA) <= 2.0
     assert (1.8 if levels > 1 else 1.95) < renyi.epsilon(renyi.curve(counts), DELTA) <= 2.0
 
 
@@ -1208,7 +1206,7 @@ def test_the_cheap_bound_rounds_towards_less_privacy(settings, relation):
     bound._costs = {k: 0.0 for k in range(100)}
     # often of one cell
     for noise, rate in [near for z, q in settings for near in ((1.01 * z, q / 1.01), (z, q))]:
-        pair = privacy_loss.dominating_pair(sampled(noise, rate), relation)
+        pair = pairs.dominating_pair(sampled(noise, rate), relation)
         assert (bound._cost(pair) >= renyi.curve({pair: 1}, bound._orders) * (1 - 1e-8)).all()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, privacy_loss
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, pairs
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.book import Book
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
@@ -48,11 +48,9 @@ def epsilon_of(path):
     counts = {}
     for row in look_at(path)[1]:
         if row.kind in ("charge", "block", "return"):
-            pair = privacy_loss.dominating_pair(row.event, "add_or_remove_one")
+            pair = pairs.dominating_pair(row.event, "add_or_remove_one")
             counts[pair] = counts.get(pair, 0) + row.count
-    return privacy_loss.upper_epsilon(
-        {pair: count for pair, count in counts.items() if count}, DELTA
-    )
+    return bounds.upper_epsilon({pair: count for pair, count in counts.items() if count}, DELTA)
 
 
 def charge(opener, steps, noises, answers):

@@ -14,7 +14,7 @@ from scipy.interpolate import CubicSpline
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.privacy_loss import _gaussian_delta as gaussian_delta
+from torch_dpbayes.accounting.gaussian import gaussian_delta
 from torch_dpbayes.noise import GaussianNoise
 
 RELATIONS = ("replace_one", "add_or_remove_one")

@@ -17,7 +17,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
-from . import events, privacy_loss, renyi
+from . import bounds, events, failures, renyi
 from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, filter_code
 from .choices import (
     Method,
@@ -34,8 +34,9 @@ from .events import (
     RecordwiseBatchGaussianDpEvent,
     SelfComposedDpEvent,
 )
+from .failures import SMALLEST_DELTA
 from .ledger import Flag, Key, Ledger, LedgerError, Row, Session, checked_flag
-from .privacy_loss import SMALLEST_DELTA, Concentrated, NonPrivate, Pair
+from .pairs import Concentrated, NonPrivate, Pair
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
@@ -390,7 +391,7 @@ class PrivacyAccountant:
                 for pair, n in self._book.counts.items()
                 if not isinstance(pair, Concentrated)
             }
-            lower = privacy_loss.lower_epsilon(known, delta) if known else 0.0
+            lower = bounds.lower_epsilon(known, delta) if known else 0.0
             return EpsilonBounds(min(lower, upper), upper)
 
     def get_delta(self, epsilon: float) -> float:
@@ -408,7 +409,7 @@ class PrivacyAccountant:
                 return book.filter.delta(epsilon)
             if self._method == "rdp":
                 return renyi.upper_delta(book.guaranteed(), epsilon)
-            return privacy_loss.upper_delta(book.guaranteed(), epsilon)
+            return bounds.upper_delta(book.guaranteed(), epsilon)
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
@@ -588,7 +589,7 @@ class PrivacyAccountant:
         for part, times in events.elementary(event, count):
             pair = self._book.pair(part)
             if self._method == "pld" and isinstance(pair, Concentrated):
-                raise ValueError(privacy_loss.ZCDP_REFUSAL)
+                raise ValueError(bounds.ZCDP_REFUSAL)
             parts.append((part, times, pair))
         if len(parts) == 1 and parts[0][0] == event:
             if len(self._known) >= _KNOWN_EVENTS:
@@ -642,7 +643,7 @@ class PrivacyAccountant:
                 f"  guarantee   {self._describe(self._book, delta)}",
             ]
             if math.isinf(bounds.upper) and (
-                why := privacy_loss.without_delta(self._book.guaranteed(), delta)
+                why := failures.without_delta(self._book.guaranteed(), delta)
             ):
                 lines.insert(3, f"              {why}")
             if self._ledger is not None:
@@ -705,7 +706,7 @@ class PrivacyAccountant:
             group[pair] = group.get(pair, 0) + count
         if any(isinstance(pair, NonPrivate) for pair in counts):
             return {label: (None, sum(group.values())) for label, group in labels.items()}
-        _, others = privacy_loss.apart(counts)
+        _, others = failures.apart(counts)
         if not others:
             return {label: (None, sum(group.values())) for label, group in labels.items()}
         total = renyi.curve(others)
@@ -714,7 +715,7 @@ class PrivacyAccountant:
             return {label: (None, sum(group.values())) for label, group in labels.items()}
         return {
             label: (
-                float(renyi.curve(privacy_loss.apart(group)[1])[best] / total[best]),
+                float(renyi.curve(failures.apart(group)[1])[best] / total[best]),
                 sum(group.values()),
             )
             for label, group in labels.items()

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn
 
-from . import events, privacy_loss, renyi
+from . import bounds, events, failures, pairs, renyi
 from .choices import Method, Neighboring
 from .events import DpEvent
 from .headroom import Filter, Headroom, covers, take
 from .ledger import Block, Entry, Flag, Key, Row, Session
-from .privacy_loss import Failure, Gaussian, NonPrivate, Pair, added
+from .pairs import Failure, Gaussian, NonPrivate, Pair, added
 
 _LARGEST_BLOCK = 8192  # steps
 _GROWTH = 4
@@ -112,13 +112,13 @@ class Book:
         return self.session is not None and self.session.later
 
     def pair(self, event: DpEvent) -> Pair:
-        return privacy_loss.dominating_pair(event, self.settings.neighboring)
+        return pairs.dominating_pair(event, self.settings.neighboring)
 
     def price(self, counts: Mapping[Pair, int], delta: float) -> float:
         """Epsilon of releases that were fixed in advance."""
         if self.settings.method == "rdp":
             return renyi.upper_epsilon(counts, delta)
-        return privacy_loss.upper_epsilon(counts, delta)
+        return bounds.upper_epsilon(counts, delta)
 
     def guaranteed(self) -> Mapping[Pair, int]:
         """What the guarantee has to cover: what was charged, or all that is registered, for
@@ -276,9 +276,7 @@ class Book:
                 " it (PrivacyAccountant.register) before the first release. Nothing was recorded;"
                 " release nothing."
             )
-        if why := privacy_loss.without_delta(
-            added(self._committed(), need), self.settings.budget[1]
-        ):
+        if why := failures.without_delta(added(self._committed(), need), self.settings.budget[1]):
             raise PrivacyBudgetExceeded(f"{why} Nothing was recorded; release nothing.")
         times = sum(need.values())
         fit = "not one more fits"
@@ -394,7 +392,7 @@ class Book:
                 )
             epsilon, delta = self.settings.budget
             if (cost := self.price(_need(parts), delta)) > epsilon:
-                if math.isinf(cost) and (why := privacy_loss.without_delta(_need(parts), delta)):
+                if math.isinf(cost) and (why := failures.without_delta(_need(parts), delta)):
                     raise PrivacyBudgetExceeded(
                         f"the schedule costs more than the budget. {why} Nothing was registered."
                     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import events, privacy_loss, renyi
+from . import bounds, events, failures, pairs, renyi
 from .accountant import check_delta, check_epsilon
 from .choices import (
     Method,
@@ -17,7 +17,7 @@ from .choices import (
 )
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .headroom import largest
-from .privacy_loss import Pair
+from .pairs import Pair
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
 _SMALLEST_NOISE = 1e-2
@@ -69,9 +69,9 @@ def calibrated(
     steps = events.positive_count(steps, "steps")
     neighboring, method = neighboring_relation(neighboring), accounting_method(method)
     before = _counts(history, neighboring)
-    price = renyi.upper_epsilon if method == "rdp" else privacy_loss.upper_epsilon
+    price = renyi.upper_epsilon if method == "rdp" else bounds.upper_epsilon
     if before and price(before, delta) > epsilon:
-        if why := privacy_loss.without_delta(before, delta):
+        if why := failures.without_delta(before, delta):
             raise ValueError(
                 f"what was charged before costs more than epsilon = {epsilon:g} alone. {why}"
             )
@@ -83,7 +83,7 @@ def calibrated(
     def excess(log_noise: float) -> float:
         counts = dict(before)
         _add(counts, make_event(math.exp(log_noise)), steps, neighboring)
-        if why := privacy_loss.without_delta(counts, delta):
+        if why := failures.without_delta(counts, delta):
             raise ValueError(f"no noise multiplier meets the target. {why}")
         return price(counts, delta) - epsilon
 
@@ -105,7 +105,7 @@ def _counts(history: Iterable[tuple[Any, ...]], neighboring: Neighboring) -> dic
 
 def _add(counts: dict[Pair, int], event: DpEvent, count: int, neighboring: Neighboring) -> None:
     for part, times in events.elementary(event, count):
-        pair = privacy_loss.dominating_pair(part, neighboring)
+        pair = pairs.dominating_pair(part, neighboring)
         counts[pair] = counts.get(pair, 0) + times
 
 
@@ -209,6 +209,6 @@ def get_num_steps(
     def excess(steps: int) -> float:
         counts = dict(before)
         _add(counts, event, steps, neighboring)
-        return privacy_loss.upper_epsilon(counts, delta) - epsilon
+        return bounds.upper_epsilon(counts, delta) - epsilon
 
     return largest(excess)

@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from . import privacy_loss, renyi
+from . import bounds, gaussian, pairs, renyi
 from .choices import Method
-from .privacy_loss import Array, Gaussian, NonPrivate, Pair, Sampled, added
+from .pairs import Array, Gaussian, NonPrivate, Pair, Sampled, added
 
 _MOST_STEPS = 2**40
 _GRID = 1.02  # ratio of the cells in which the additive bound rounds
@@ -52,7 +52,7 @@ class Filter(NamedTuple):
     @classmethod
     def gaussian(cls, epsilon: float, delta: float) -> Filter:
         """The filter of a budget for releases that are Gaussian."""
-        return cls("gaussian", math.inf, privacy_loss.gaussian_mu(epsilon, delta) ** 2)
+        return cls("gaussian", math.inf, gaussian.gaussian_mu(epsilon, delta) ** 2)
 
     @classmethod
     def renyi(cls, epsilon: float, delta: float, first: Mapping[Pair, int]) -> Filter:
@@ -72,18 +72,18 @@ class Filter(NamedTuple):
     def cost(self, counts: Mapping[Pair, int]) -> float:
         if self.kind == "gaussian":
             return math.fsum(
-                count * privacy_loss.dominating_mu(pair) ** 2 for pair, count in counts.items()
+                count * pairs.dominating_mu(pair) ** 2 for pair, count in counts.items()
             )
         return float(renyi.curve(counts, [self.order])[0])
 
     def epsilon(self, delta: float) -> float:
         if self.kind == "gaussian":
-            return privacy_loss.upper_epsilon({Gaussian(math.sqrt(self.limit)): 1}, delta)
+            return bounds.upper_epsilon({Gaussian(math.sqrt(self.limit)): 1}, delta)
         return renyi.epsilon(np.array([self.limit]), delta, [self.order])
 
     def delta(self, epsilon: float) -> float:
         if self.kind == "gaussian":
-            return privacy_loss.upper_delta({Gaussian(math.sqrt(self.limit)): 1}, epsilon)
+            return bounds.upper_delta({Gaussian(math.sqrt(self.limit)): 1}, epsilon)
         return renyi.delta(np.array([self.limit]), epsilon, [self.order])
 
     def describe(self) -> str:
@@ -139,7 +139,7 @@ class Headroom:
         self._costs: dict[Hashable, Array] = {}
         self._families: dict[Hashable, _Family] = {}
         self._certificate: dict[Pair, int] = {}
-        self._fine: tuple[dict[Pair, int], privacy_loss.Extension] | None = None
+        self._fine: tuple[dict[Pair, int], bounds.Extension] | None = None
         self._guess = 0
         self._spent = np.zeros(len(self._limits))
 
@@ -265,7 +265,7 @@ class Headroom:
             return cheap
         start = max(cheap + cheap // 4, 1)
         if self._method == "pld" and self._filter is None and len(added(counts, unit)) > _FEW:
-            price = privacy_loss.Extension(counts, unit, self._delta, start)
+            price = bounds.Extension(counts, unit, self._delta, start)
             start = max(largest(lambda steps: price(steps) - self._epsilon, start=start), 1)
         return max(largest(self._excess(counts, unit), start=start), cheap)
 
@@ -305,7 +305,7 @@ class Headroom:
             if self._orders:
                 cost = renyi.curve({pair: 1}, self._orders)
             else:
-                cost = np.array([privacy_loss.dominating_mu(pair) ** 2])
+                cost = np.array([pairs.dominating_mu(pair) ** 2])
             if len(self._costs) < 100_000:
                 self._costs[key] = cost
         return cost
@@ -362,15 +362,13 @@ class Headroom:
         if self._method == "rdp" or self._filter is not None or len(added(base, unit)) <= _FEW:
             return largest(excess, start=self._guess) if excess(0) <= 0 else -1
         if len(base) <= _MANY:
-            price = privacy_loss.Extension(base, unit, self._delta, self._guess)
+            price = bounds.Extension(base, unit, self._delta, self._guess)
             steps = largest(lambda n: price(n) - self._epsilon, start=self._guess)
             if steps > 8:  # the last ones are left to the bound that is reported
                 return steps - 1 - steps // 500
             return largest(excess, start=max(steps, 1)) if excess(0) <= 0 else -1
         if self._fine is None:
-            price = privacy_loss.Extension(
-                base, unit, self._delta, self._guess, _COARSE, accuracy=1e-3
-            )
+            price = bounds.Extension(base, unit, self._delta, self._guess, _COARSE, accuracy=1e-3)
             steps = largest(lambda n: price(n) - self._epsilon, start=self._guess)
             if steps > 16:
                 return steps
@@ -386,7 +384,7 @@ class Headroom:
                 return self._filter.cost(counts) - self._filter.limit
             if self._method == "rdp":
                 return renyi.upper_epsilon(counts, self._delta) - self._epsilon
-            return privacy_loss.upper_epsilon(counts, self._delta) - self._epsilon
+            return bounds.upper_epsilon(counts, self._delta) - self._epsilon
 
         return excess
 
@@ -406,7 +404,7 @@ class Headroom:
             else:
                 self._fine = None
         if self._fine is None:
-            price = privacy_loss.Extension(
+            price = bounds.Extension(
                 base, unit, self._delta, max(self._guess, sum(base.values()) // 50)
             )
         self._fine = (base, price)

@@ -23,7 +23,7 @@ from ..accounting.events import (
     MuGaussianDpEvent,
     PureDpEvent,
 )
-from ..accounting.privacy_loss import Array
+from ..accounting.pairs import Array
 from ..noise import GaussianNoise
 from . import close, langevin
 from .glm import GLM, require_representable

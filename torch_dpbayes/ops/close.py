@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from ..accounting import privacy_loss
+from ..accounting import bounds, pairs
 from ..accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 
 ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # of an exact draw
@@ -37,7 +37,7 @@ def ratio_bounded(event: ExactEvent, divergence: float) -> ExactEvent:
     if isinstance(event, BoundedRangeDpEvent):
         return BoundedRangeDpEvent((event.epsilon + 4 * divergence) * _ROUND_UP)
     return MuGaussianDpEvent(
-        (event.mu + 2 * privacy_loss.dominating_mu(privacy_loss.Pure(divergence))) * _ROUND_UP
+        (event.mu + 2 * pairs.dominating_mu(pairs.Pure(divergence))) * _ROUND_UP
     )
 
 
@@ -104,11 +104,11 @@ def total_variation_close(event: ExactEvent, distance: float, delta: float) -> f
     )
 
 
-def _pair(event: ExactEvent) -> privacy_loss.Pair:
+def _pair(event: ExactEvent) -> pairs.Pair:
     return (
-        privacy_loss.BoundedRange(event.epsilon)
+        pairs.BoundedRange(event.epsilon)
         if isinstance(event, BoundedRangeDpEvent)
-        else privacy_loss.Gaussian(event.mu)
+        else pairs.Gaussian(event.mu)
     )
 
 
@@ -116,7 +116,7 @@ def _delta(event: ExactEvent, epsilon: float) -> float:
     if isinstance(event, BoundedRangeDpEvent):
         gap = max(event.epsilon - epsilon, 0.0)
         return math.expm1(-gap / 2) ** 2 / -math.expm1(-event.epsilon)
-    return privacy_loss.upper_delta({_pair(event): 1}, epsilon)
+    return bounds.upper_delta({_pair(event): 1}, epsilon)
 
 
 def _epsilon(event: ExactEvent, delta: float) -> float:
@@ -125,4 +125,4 @@ def _epsilon(event: ExactEvent, delta: float) -> float:
         return max(0.0, event.epsilon + 2 * math.log1p(-share)) if share < 1 else 0.0
     if delta < _LEAST_DELTA:
         return math.inf
-    return privacy_loss.upper_epsilon({_pair(event): 1}, delta)
+    return bounds.upper_epsilon({_pair(event): 1}, delta)
