@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from . import bounds, events, failures, pairs, renyi
 from .choices import Method, Neighboring
 from .events import DpEvent
-from .headroom import Filter, Headroom, covers, take
+from .headroom import Filter, Headroom, take
 from .ledger import Block, Entry, Flag, Key, Row, Session
-from .pairs import Failure, Gaussian, NonPrivate, Pair, added
+from .pairs import Failure, Gaussian, NonPrivate, Pair, added, covers
 
 _LARGEST_BLOCK = 8192  # steps
 _GROWTH = 4

@@ -16,8 +16,8 @@ from .choices import (
     neighboring_relation,
 )
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from .headroom import largest
 from .pairs import Pair
+from .search import crossing, largest
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
 _SMALLEST_NOISE = 1e-2
@@ -87,7 +87,14 @@ def calibrated(
             raise ValueError(f"no noise multiplier meets the target. {why}")
         return price(counts, delta) - epsilon
 
-    return math.exp(_smallest(excess))
+    least, most = math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE)
+    log_noise = crossing(excess, 0.0, least, most, _PRECISION)
+    if log_noise is None:
+        raise ValueError(
+            f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
+            " smaller sampling rate, or a larger epsilon."
+        )
+    return math.exp(log_noise)
 
 
 def _counts(history: Iterable[tuple[Any, ...]], neighboring: Neighboring) -> dict[Pair, int]:
@@ -107,45 +114,6 @@ def _add(counts: dict[Pair, int], event: DpEvent, count: int, neighboring: Neigh
     for part, times in events.elementary(event, count):
         pair = pairs.dominating_pair(part, neighboring)
         counts[pair] = counts.get(pair, 0) + times
-
-
-def _smallest(excess: Callable[[float], float]) -> float:
-    """Where the falling function turns non-positive, within ``_PRECISION`` above: false
-    position, safe end returned.
-    """
-    low, high = 0.0, 0.0
-    above = below = excess(0.0)
-    step = 0.7
-    while below > 0:
-        low, above = high, below
-        high, step = high + step, 2 * step
-        if high > math.log(_LARGEST_NOISE):
-            raise ValueError(
-                f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
-                " smaller sampling rate, or a larger epsilon."
-            )
-        below = excess(high)
-    while above <= 0:
-        high, below = low, above
-        if low <= math.log(_SMALLEST_NOISE):
-            return math.log(_SMALLEST_NOISE)
-        low, step = max(low - step, math.log(_SMALLEST_NOISE)), 2 * step
-        above = excess(low)
-    kept = 0
-    while high - low > _PRECISION:
-        # Illinois variant of false position; aims a little to the safe side, so that the bracket
-        # closes from both ends.
-        share = above / (above - below) if math.isfinite(above) and kept < 3 else 0.5
-        middle = low + (high - low) * share + 0.3 * _PRECISION
-        middle = min(max(middle, low + 0.02 * (high - low)), high - 0.02 * (high - low))
-        value = excess(middle)
-        if value <= 0:
-            high, below, kept = middle, value, max(kept, 0) + 1
-            above = above / 2 if kept > 1 else above
-        else:
-            low, above, kept = middle, value, min(kept, 0) - 1
-            below = below / 2 if kept < -1 else below
-    return high
 
 
 def get_noise_multiplier(

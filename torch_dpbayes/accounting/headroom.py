@@ -24,9 +24,9 @@ import numpy as np
 
 from . import bounds, gaussian, pairs, renyi
 from .choices import Method
-from .pairs import Array, Gaussian, NonPrivate, Pair, Sampled, added
+from .pairs import Array, Gaussian, NonPrivate, Pair, Sampled, added, covers
+from .search import MOST_STEPS, largest
 
-_MOST_STEPS = 2**40
 _GRID = 1.02  # ratio of the cells in which the additive bound rounds
 _EXACT_COSTS = 16  # so many different releases are priced as they are before rounding starts
 _SLACK = 1.01  # the least by which a reserve for falling noise lies below it
@@ -261,7 +261,7 @@ class Headroom:
         if any(isinstance(pair, NonPrivate) for pair in counts):
             return 0
         cheap = self._cheap({}, unit)
-        if cheap >= _MOST_STEPS:
+        if cheap >= MOST_STEPS:
             return cheap
         start = max(cheap + cheap // 4, 1)
         if self._method == "pld" and self._filter is None and len(added(counts, unit)) > _FEW:
@@ -282,7 +282,7 @@ class Headroom:
             return int(
                 min(
                     np.max(left[possible] / np.maximum(each[possible], 1e-300)) * (1 - 1e-12),
-                    _MOST_STEPS,
+                    MOST_STEPS,
                 )
             )
 
@@ -437,56 +437,6 @@ def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:
         pair, left = found, tokens[found]
     tokens[pair] = left - count
     return pair
-
-
-def largest(excess: Callable[[int], float], *, start: int = 1) -> int:
-    """The largest n >= 1 at which the increasing function is at most 0, or 0: bracketing,
-    then false position.
-    """
-    low, high = 0, 0
-    below, above = -math.inf, math.inf
-    n = max(start, 1)
-    while not high or not low:
-        value = excess(n)
-        if value <= 0:
-            low, below = n, value
-            if high or n >= _MOST_STEPS:
-                break
-            n *= 2
-        else:
-            high, above = n, value
-            if low or high == 1:
-                break
-            n = max(1, n // 2)
-    if not high:
-        return low
-    kept = 0
-    while high - low > 1:
-        if math.isfinite(above) and math.isfinite(below) and abs(kept) < 3:
-            n = low + int((high - low) * below / (below - above))
-        else:
-            n = (low + high) // 2
-            kept = 0
-        n = min(max(n, low + 1), high - 1)
-        value = excess(n)
-        if value <= 0:
-            low, below, kept = n, value, max(kept, 0) + 1
-        else:
-            high, above, kept = n, value, min(kept, 0) - 1
-    return low
-
-
-def covers(reserve: Pair, pair: Pair) -> bool:
-    """Whether ``reserve`` dominates ``pair``: less noise and a larger sampling rate are less
-    private.
-    """
-    if isinstance(reserve, Sampled) and isinstance(pair, Sampled):
-        return (
-            reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
-        )
-    if isinstance(reserve, Gaussian) and isinstance(pair, Gaussian):
-        return reserve.mu >= pair.mu
-    return reserve == pair
 
 
 def weaker(pair: Pair, slack: float) -> Pair:
