@@ -20,9 +20,9 @@ import pytest
 
 from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, pairs
 from torch_dpbayes.accounting.accountant import look_at
-from torch_dpbayes.accounting.book import Book
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.ledger import open_blocks
+from torch_dpbayes.accounting.reservations import Reservations
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
@@ -448,7 +448,7 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
     path = tmp_path / "budget.db"
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    covering = Book._covering
+    covering = Reservations.covering
 
     def slow(*arguments):
         found = covering(*arguments)
@@ -456,7 +456,7 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
         go_on.wait(20)
         return found
 
-    monkeypatch.setattr(Book, "_covering", slow)
+    monkeypatch.setattr(Reservations, "covering", slow)
     charging = threading.Thread(target=lambda: accountant.compose(STEP))
     charging.start()
     inside.wait(20)

@@ -284,3 +284,17 @@ def added(counts: Mapping[Pair, int], more: Mapping[Pair, int], times: int = 1) 
     for pair, count in more.items():
         total[pair] = total.get(pair, 0) + times * count
     return total
+
+
+def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:
+    """Takes ``count`` of what covers ``pair`` out of ``tokens``, and says what that was;
+    ``None``: nothing does.
+    """
+    left = tokens.get(pair, 0)
+    if left < count:
+        found = next((p for p, n in tokens.items() if n >= count and covers(p, pair)), None)
+        if found is None:
+            return None
+        pair, left = found, tokens[found]
+    tokens[pair] = left - count
+    return pair
