@@ -182,10 +182,8 @@ class Charging:
             fit = f"{left} of these would still fit"
         under = ""
         if rule is not None:
-            why = "adaptive charges" if self.history.declared else _LATER
-            under = (
-                f" {self.used_share():.1%} of {rule.describe()} is used, which counts for {why}."
-            )
+            why = "the charges were declared adaptive" if self.history.declared else _LATER
+            under = f" {self.used_share():.1%} of {rule.describe()} is used, which counts: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon ="
             f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan with fewer steps, more"
@@ -271,10 +269,11 @@ class Charging:
             if self.history.schedule == schedule:
                 return
             if self.history.schedule or self.history.counts or self.history.filter is not None:
-                what = "another schedule" if self.history.schedule else "a charge"
+                had = self.history.schedule
+                what = "another schedule is registered" if had else "something was charged"
                 raise ValueError(
-                    f"there is {what} already, and a schedule has to be fixed before the first"
-                    " release: register it in a new accountant."
+                    f"{what} already, and a schedule has to be fixed before the first release:"
+                    " register it in a new accountant."
                 )
             if self.settings.budget is None:
                 raise ValueError(
@@ -547,10 +546,7 @@ class Charging:
             self._admission.restart(self._committed())
 
 
-_LATER = (
-    "this job or another, begun after others had charged, whose outputs it may depend on"
-    " (PrivacyAccountant.register avoids that)"
-)
+_LATER = "this job or another began after others had charged, whose outputs it may depend on"
 
 
 class _Outrun(Exception):
