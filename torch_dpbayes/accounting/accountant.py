@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-import sys
-import threading
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process, util
 from multiprocessing.context import get_spawning_popen
@@ -36,6 +34,7 @@ from .events import (
 )
 from .failures import SMALLEST_DELTA
 from .filters import Budget, Filter
+from .gate import Gate
 from .history import Guarantee, History, Part, PrivacyBudgetExceeded, Settings, needed
 from .ledger import Flag, Key, Ledger, LedgerError, Row, Session, checked_flag
 from .pairs import Concentrated, NonPrivate, Pair
@@ -161,6 +160,13 @@ class PrivacyAccountant:
         }
         self._set_up(settings, None if path is None else Ledger(path, settings, create=True))
 
+    @classmethod
+    def of_ledger(cls, ledger: Ledger, job: str = "", later: bool = False) -> PrivacyAccountant:
+        """The accountant of a job at an open file; ``job`` empty: of a new one."""
+        self = cls.__new__(cls)
+        self._set_up({}, ledger, job, later)
+        return self
+
     def _set_up(
         self, settings: Mapping[str, Any], ledger: Ledger | None, job: str = "", later: bool = False
     ) -> None:
@@ -171,8 +177,7 @@ class PrivacyAccountant:
         self._method: Method = settings["method"]
         self._neighboring: Neighboring = settings["neighboring"]
         self._ledger = ledger
-        self._lock = threading.RLock()
-        self._changing = False
+        self._gate = Gate()
         self._run: Run | None = None
         self._last: DpEvent | None = None
         self._known: dict[DpEvent, Part] = {}
@@ -189,7 +194,6 @@ class PrivacyAccountant:
             self._charging.session.later = bool(self._charging.history.counts)
         # what was unpickled in a fork server's worker before it forgets finalizers
         util.register_after_fork(self, PrivacyAccountant._settle_at_exit)
-        _accountants.add(self)
 
     @property
     def _budget(self) -> Budget | None:
@@ -207,7 +211,7 @@ class PrivacyAccountant:
         """Also in children of multiprocessing; but nothing of another process."""
         if self._charging.session is not None and self._charging.process == os.getpid():
             util.Finalize(
-                self, _settle_quietly, (self._charging.session, self._lock), exitpriority=100
+                self, _settle_quietly, (self._charging.session, self._gate), exitpriority=100
             )
 
     def _current(self, *, charging: bool = False) -> Charging:
@@ -234,7 +238,7 @@ class PrivacyAccountant:
 
     def _read(self) -> Charging:
         """What is known of the history, and what other processes charged since."""
-        if self._changing:
+        if self._gate.is_busy:
             raise RuntimeError(_IN_THE_MIDDLE)
         if self._run is not None:
             self._charging.enter(self._run)
@@ -246,17 +250,17 @@ class PrivacyAccountant:
         """One change at a time: threads wait for each other, and what a signal handler starts
         in the middle of one is refused.
         """
-        with self._lock:
-            if self._changing:
+        with self._gate.lock:
+            if self._gate.is_busy:
                 raise RuntimeError(_IN_THE_MIDDLE)
-            self._changing = True
+            self._gate.is_busy = True
             try:
                 if self._run is not None:
                     self._charging.enter(self._run)
                     self._run = None
                 return change(self._current(charging=charging))
             finally:
-                self._changing = False
+                self._gate.is_busy = False
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -290,7 +294,7 @@ class PrivacyAccountant:
         """``"fixed"``, ``"registered"``, ``"filter"`` or ``"none"``: what :meth:`get_epsilon`
         is a bound for; see the class.
         """
-        with self._lock:
+        with self._gate.lock:
             return self._read().history.guarantee
 
     @property
@@ -305,7 +309,7 @@ class PrivacyAccountant:
         """What was charged, equal charges added up, in the order of their first occurrence. A
         copy.
         """
-        with self._lock:
+        with self._gate.lock:
             found: dict[tuple[DpEvent, str | None, bool], int] = {}
             for (event, label, flag), count in self._read().history.charges.items():
                 key = event, label, flag == "adaptive"
@@ -320,7 +324,7 @@ class PrivacyAccountant:
         """On what the guarantee rests: what :meth:`note` was told, and what charged events
         state.
         """
-        with self._lock:
+        with self._gate.lock:
             return tuple(self._statements(self._read()))
 
     def _statements(self, charging: Charging) -> dict[str, None]:
@@ -343,7 +347,7 @@ class PrivacyAccountant:
 
     def __len__(self) -> int:
         """How many releases were charged."""
-        with self._lock:
+        with self._gate.lock:
             return sum(self._read().history.charges.values())
 
     def __bool__(self) -> bool:
@@ -389,7 +393,7 @@ class PrivacyAccountant:
             whole schedule, for the same reason.
         """
         delta = self._default_delta(delta)
-        with self._lock:
+        with self._gate.lock:
             upper = self._upper(self._read().history, delta)
             if not return_bounds:
                 return upper
@@ -406,7 +410,7 @@ class PrivacyAccountant:
         epsilon = float(epsilon)
         if not 0 <= epsilon < math.inf:
             raise ValueError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
-        with self._lock:
+        with self._gate.lock:
             history = self._read().history
             if not history.counts:
                 return 0.0
@@ -428,7 +432,7 @@ class PrivacyAccountant:
         with several parts, what a registered schedule would cover is left out.
         """
         need = needed(self._parts(event, 1))
-        with self._lock:
+        with self._gate.lock:
             left = self._read().remaining(need) if need else None
             return math.inf if left is None else left
 
@@ -490,7 +494,7 @@ class PrivacyAccountant:
             and adaptive is run.adaptive
         )
         if run is not None and same and (event is run.event or event == run.event):
-            with self._lock:
+            with self._gate.lock:
                 process, charging = os.getpid(), self._charging
                 # No call from here on, so no signal handler: what is checked holds when it is used.
                 if (
@@ -498,7 +502,7 @@ class PrivacyAccountant:
                     and run.block.left > 0
                     and run.block.open
                     and process == charging.process
-                    and not (charging.stale or self._changing)
+                    and not (charging.stale or self._gate.is_busy)
                 ):
                     run.block.left -= 1
                     run.taken += 1
@@ -616,6 +620,16 @@ class PrivacyAccountant:
         """
         self._change(Charging.settle, charging=False)
 
+    def close_for_good(self, timeout: float) -> None:
+        """:meth:`close` in a process that is about to end: no other thread charges any more.
+
+        Args:
+            timeout: seconds to wait for a charge that is being made. After that nothing is
+                returned, so that what is reserved stays charged.
+        """
+        if self._gate.lock.acquire(timeout=timeout):
+            self.close()
+
     def __enter__(self) -> PrivacyAccountant:
         return self
 
@@ -634,7 +648,7 @@ class PrivacyAccountant:
         """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, and
         the shares of each label.
         """
-        with self._lock:
+        with self._gate.lock:
             delta = self._delta if self._delta is not None else 1e-5
             bounds = self.get_epsilon(delta, return_bounds=True)
             lines = [
@@ -709,7 +723,7 @@ class PrivacyAccountant:
         it.
         """
         delta = self._default_delta(delta)
-        with self._lock:
+        with self._gate.lock:
             history = self._read().history
             counts, charges = dict(history.counts), dict(history.charges)
         labels: dict[str | None, dict[Pair, int]] = {}
@@ -861,7 +875,7 @@ class PrivacyAccountant:
                 " the accountant is not empty: resume with an empty one, which takes them over, and"
                 " save again."
             )
-        with self._lock:
+        with self._gate.lock:
             charging = self._read()
             if self._ledger is None:
                 held = self._charged_by_jobs(charging)
@@ -988,7 +1002,9 @@ class PrivacyAccountant:
         rate = events.sampling_rate(sample_rate)
         # Opacus asks in the same words whether it samples or not; the answer stands in the call
         # that asks
-        if not sys._getframe(1).f_locals.get("poisson_sampling", True):
+        asking = inspect.currentframe()
+        caller = None if asking is None else asking.f_back
+        if caller is not None and not caller.f_locals.get("poisson_sampling", True):
             raise ValueError(
                 "poisson_sampling=False: every step would be charged as a Poisson draw, which costs"
                 " far less than these batches. Leave it at True, Opacus' default, or take"
@@ -1008,29 +1024,12 @@ class PrivacyAccountant:
         return hook
 
 
-_accountants: weakref.WeakSet[PrivacyAccountant] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    # A lock that another thread held at the moment of the fork would never be released in the
-    # child.
-    for accountant in _accountants:
-        accountant._lock, accountant._changing = threading.RLock(), False
-
-
-if hasattr(os, "register_at_fork"):  # else there is no fork
-    os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _settle_quietly(session: Session, lock: AbstractContextManager[Any]) -> None:
+def _settle_quietly(session: Session, gate: Gate) -> None:
     """At the end of the program, or of the accountant, where an error could only be printed:
     what is not returned stays charged.
     """
-    with lock:
-        try:
-            session.settle()
-        except (LedgerError, OSError):
-            pass
+    with gate.lock, suppress(LedgerError, OSError):
+        session.settle()
 
 
 def _open_again(
@@ -1042,9 +1041,7 @@ def _open_again(
     parent = parent_process()
     same = starting_worker or program == _PROGRAM or (parent is not None and maker == parent.pid)
     ledger = Ledger(path, {"id": identity})
-    accountant = PrivacyAccountant.__new__(PrivacyAccountant)
-    accountant._set_up({}, ledger, job if same else "", later)
-    return accountant
+    return PrivacyAccountant.of_ledger(ledger, job if same else "", later)
 
 
 def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]:
@@ -1052,9 +1049,7 @@ def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]
     new job.
     """
     rows = (ledger := Ledger(path, {}, read_only=True)).read()
-    accountant = PrivacyAccountant.__new__(PrivacyAccountant)
-    accountant._set_up({}, Ledger(ledger.path, {}, read_only=True))
-    return accountant, rows
+    return PrivacyAccountant.of_ledger(Ledger(ledger.path, {}, read_only=True)), rows
 
 
 def check_epsilon(epsilon: Any) -> float:

@@ -10,7 +10,7 @@ from .choices import Method, Neighboring
 from .events import DpEvent
 from .filters import Budget, Filter
 from .ledger import Flag, Key
-from .pairs import Pair, added, dominating_pair, take
+from .pairs import Pair, dominating_pair, take
 
 Guarantee = Literal["fixed", "registered", "filter", "none"]
 
@@ -126,8 +126,8 @@ class History:
 def needed(parts: Iterable[Part]) -> dict[Pair, int]:
     """Parts added up by pair."""
     counts: dict[Pair, int] = {}
-    for part in parts:
-        counts = added(counts, {part.pair: part.times})
+    for _, times, pair in parts:
+        counts[pair] = counts.get(pair, 0) + times
     return counts
 
 

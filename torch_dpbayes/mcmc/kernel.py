@@ -548,9 +548,7 @@ def _give_back_when_terminated(accountant: PrivacyAccountant) -> None:
                 break
             is_told = reader in ready and signal.SIGTERM in os.read(reader, 4096)
         try:
-            # for good: no iteration begins any more
-            if accountant._lock.acquire(timeout=_SECONDS_TO_CHARGE):
-                accountant.close()
+            accountant.close_for_good(_SECONDS_TO_CHARGE)  # no iteration begins any more
         finally:  # what was not given back stays charged
             # a thread that writes into a queue holds a lock of all processes
             end = time.monotonic() + _SECONDS_TO_WRITE
