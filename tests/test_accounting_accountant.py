@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_dpbayes.accounting
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, events, privacy_loss
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    bounds,
+    events,
+    pairs,
+)
 from torch_dpbayes.accounting.calibration import get_noise_multiplier
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
@@ -198,20 +204,18 @@ def test_any_schedule_keeps_the_budget(schedule, each):
             break
     counts: dict = {}
     for charge in accountant.history:
-        pair = privacy_loss.dominating_pair(charge.event, "add_or_remove_one")
+        pair = pairs.dominating_pair(charge.event, "add_or_remove_one")
         counts[pair] = counts.get(pair, 0) + charge.count
     if counts:
-        assert privacy_loss.lower_epsilon(counts, DELTA) <= 1.0
-        assert privacy_loss.upper_epsilon(counts, DELTA) <= 1.0 * (1 + 3e-3)
+        assert bounds.lower_epsilon(counts, DELTA) <= 1.0
+        assert bounds.upper_epsilon(counts, DELTA) <= 1.0 * (1 + 3e-3)
 
 
 def test_alternating_charges_are_checked_rarely(monkeypatch):
     accountant = PrivacyAccountant(3.0, DELTA)
     checks = []
-    compose = privacy_loss.compose
-    monkeypatch.setattr(
-        privacy_loss, "compose", lambda *a, **k: (checks.append(a), compose(*a, **k))[1]
-    )
+    compose = bounds.compose
+    monkeypatch.setattr(bounds, "compose", lambda *a, **k: (checks.append(a), compose(*a, **k))[1])
     with pytest.raises(PrivacyBudgetExceeded):
         for _ in range(10_000):
             accountant.compose(STEP).compose(GaussianDpEvent(50.0))

@@ -18,10 +18,12 @@ from scipy import optimize, stats
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
+    bounds,
     get_noise_multiplier,
     get_num_steps,
-    privacy_loss,
+    pairs,
 )
+from torch_dpbayes.accounting.bounds import Extension
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
@@ -34,14 +36,8 @@ from torch_dpbayes.accounting.events import (
     SelfComposedDpEvent,
     ZCDpEvent,
 )
-from torch_dpbayes.accounting.privacy_loss import (
-    BoundedRange,
-    Extension,
-    Failure,
-    Gaussian,
-    Pure,
-    Sampled,
-)
+from torch_dpbayes.accounting.failures import failing
+from torch_dpbayes.accounting.pairs import BoundedRange, Failure, Gaussian, Pure, Sampled
 
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 METHODS = ("pld", "rdp")
@@ -136,16 +132,12 @@ def test_beside_gaussians_and_pure_releases_it_is_the_exact_profile(
     failed = 1 - (1 - Fraction(failure)) ** failures
     truth = true_delta(epsilon, mu, pure, responses, float(failed))
     counts = {Gaussian(mu): 1, Pure(pure): responses, Failure(failure): failures}
-    assert (
-        truth * (1 - 1e-9) - 1e-15
-        <= privacy_loss.upper_delta(counts, epsilon)
-        <= truth * 1.01 + 1e-11
-    )
+    assert truth * (1 - 1e-9) - 1e-15 <= bounds.upper_delta(counts, epsilon) <= truth * 1.01 + 1e-11
     if truth > float(failed) * (1 + 1e-6) + 1e-9:
-        assert privacy_loss.lower_epsilon(counts, truth) <= epsilon * (1 + 1e-6) + 1e-9
+        assert bounds.lower_epsilon(counts, truth) <= epsilon * (1 + 1e-6) + 1e-9
         assert (
             epsilon * (1 - 1e-6) - 1e-9
-            <= privacy_loss.upper_epsilon(counts, truth)
+            <= bounds.upper_epsilon(counts, truth)
             <= epsilon * 1.01 + 1e-3
         )
 
@@ -189,7 +181,7 @@ def test_the_probability_of_a_failure_is_rounded_to_the_safe_side(failures):
         exact = 1 - math.prod(
             (1 - Decimal(failure.delta)) ** count for failure, count in counts.items()
         )
-        lower, upper = privacy_loss.failing(counts, upper=False), privacy_loss.failing(counts)
+        lower, upper = failing(counts, upper=False), failing(counts)
         assert Decimal(lower) <= exact <= Decimal(upper)
     assert upper - lower <= 3e-14 * upper
 
@@ -219,16 +211,16 @@ histories = st.lists(
 @settings(max_examples=20, deadline=None)
 def test_a_failure_never_lowers_a_bound_and_leaves_the_rest_of_delta(history, delta, failure):
     counts = dict(history)
-    more = privacy_loss.added(counts, {Failure(failure): 1})
-    before, after = (privacy_loss.upper_epsilon(c, delta) for c in (counts, more))
+    more = pairs.added(counts, {Failure(failure): 1})
+    before, after = (bounds.upper_epsilon(c, delta) for c in (counts, more))
     assert after >= before * (1 - 1e-4)
-    assert privacy_loss.lower_epsilon(more, delta) <= after
+    assert bounds.lower_epsilon(more, delta) <= after
     if math.isfinite(after):
         left = (delta - failure) / (1 - failure)
         assert left >= 0
-        assert after >= privacy_loss.upper_epsilon(counts, max(left, 1e-10)) * (1 - 1e-3)
-        assert privacy_loss.upper_delta(more, after * 1.002 + 1e-6) <= delta * (1 + 1e-6)
-    assert privacy_loss.upper_delta(more, 1.0) >= failure
+        assert after >= bounds.upper_epsilon(counts, max(left, 1e-10)) * (1 - 1e-3)
+        assert bounds.upper_delta(more, after * 1.002 + 1e-6) <= delta * (1 + 1e-6)
+    assert bounds.upper_delta(more, 1.0) >= failure
 
 
 @given(history=histories, steps=st.integers(0, 300), failure=st.floats(1e-9, 1e-4))
@@ -238,10 +230,10 @@ def test_a_kept_composition_counts_failures_with_every_step(history, steps, fail
     counts, delta = dict(history), 1e-3
     unit = {Failure(failure): 2, Sampled("directed", 0.01, 1.0): 1}
     kept = Extension(counts, unit, delta, 10)
-    fresh = privacy_loss.upper_epsilon(privacy_loss.added(counts, unit, steps), delta)
+    fresh = bounds.upper_epsilon(pairs.added(counts, unit, steps), delta)
     assert kept(steps) >= fresh * (1 - 1e-3) - 1e-6
     assert kept(10) == pytest.approx(
-        privacy_loss.upper_epsilon(privacy_loss.added(counts, unit, 10), delta), rel=1e-2, abs=1e-4
+        bounds.upper_epsilon(pairs.added(counts, unit, 10), delta), rel=1e-2, abs=1e-4
     )
     kept.extend({Failure(1e-2): 1}, unit)
     assert kept(steps) == math.inf
@@ -251,7 +243,7 @@ def test_only_failures_may_be_added_to_a_kept_composition():
     counts = {Sampled("directed", 0.01, 1.0): 5, Pure(0.1): 1}
     kept = Extension(counts, {Failure(1e-7): 1}, 1e-5, 1)
     assert (
-        kept(99) >= kept(1) >= kept(0) >= privacy_loss.lower_epsilon(counts, 1e-5)
+        kept(99) >= kept(1) >= kept(0) >= bounds.lower_epsilon(counts, 1e-5)
         and math.isfinite(kept(99))
         and kept(101) == math.inf
     )

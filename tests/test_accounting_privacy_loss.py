@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, optimize, stats
 
-from torch_dpbayes.accounting import privacy_loss
-from torch_dpbayes.accounting.privacy_loss import BoundedRange, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting import bounds, composition, loss_grid, pairs
+from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure, Sampled
 
 DELTA = 1e-5
 KINDS = ("directed", "antipodal", "symmetric")
@@ -30,28 +30,28 @@ REFERENCE = [
 @pytest.mark.parametrize(("kind", "noise", "rate", "steps", "epsilon", "half_digit"), REFERENCE)
 def test_reference_values(kind, noise, rate, steps, epsilon, half_digit):
     counts = {Sampled(kind, rate, noise): steps}
-    upper = privacy_loss.upper_epsilon(counts, DELTA)
+    upper = bounds.upper_epsilon(counts, DELTA)
     assert epsilon - half_digit <= upper <= 1.001 * epsilon
-    assert 0.99 * epsilon <= privacy_loss.lower_epsilon(counts, DELTA) <= epsilon + half_digit
+    assert 0.99 * epsilon <= bounds.lower_epsilon(counts, DELTA) <= epsilon + half_digit
 
 
 def test_reference_values_full_batch():
     for sensitivity, epsilon in ((1.0, 418.1993), (2.0, 1462.285)):
-        upper = privacy_loss.upper_epsilon({Gaussian(sensitivity / 4.0): 10_000}, DELTA)
+        upper = bounds.upper_epsilon({Gaussian(sensitivity / 4.0): 10_000}, DELTA)
         assert upper == pytest.approx(epsilon, rel=1e-6)
 
 
 def test_reference_value_of_a_schedule():
     counts = {Sampled("directed", 0.01, math.sqrt(1 + t / 1000)): 1 for t in range(10_000)}
-    assert 2.243 <= privacy_loss.upper_epsilon(counts, DELTA) <= 2.246 * 1.003
-    assert 2.1 <= privacy_loss.lower_epsilon(counts, DELTA) <= 2.246
+    assert 2.243 <= bounds.upper_epsilon(counts, DELTA) <= 2.246 * 1.003
+    assert 2.1 <= bounds.lower_epsilon(counts, DELTA) <= 2.246
 
 
 @given(mu=st.floats(1e-3, 30.0), delta=st.floats(1e-10, 0.5), steps=st.integers(1, 50))
 def test_gaussian_closed_form(mu, delta, steps):
     counts = {Gaussian(mu / math.sqrt(steps)): steps}
     truth = dpa.get_epsilon_gaussian(1 / mu, delta, tol=1e-13)
-    assert privacy_loss.upper_epsilon(counts, delta) == pytest.approx(truth, rel=1e-7, abs=1e-9)
+    assert bounds.upper_epsilon(counts, delta) == pytest.approx(truth, rel=1e-7, abs=1e-9)
 
 
 @pytest.mark.parametrize("steps", [1, 30, 1000])
@@ -70,7 +70,7 @@ def test_equals_dp_accounting_at_equal_discretisation(kind, rate, noise, steps):
         value_discretization_interval=interval,
         neighboring_relation=relation,
     ).self_compose(steps)
-    ours = privacy_loss.compose({Sampled(kind, rate, noise): steps}, delta=DELTA, interval=interval)
+    ours = composition.compose({Sampled(kind, rate, noise): steps}, delta=DELTA, interval=interval)
     expected = theirs.get_epsilon_for_delta(DELTA)
     assert max(c.upper_epsilon(DELTA) for c in ours) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
@@ -89,7 +89,7 @@ def test_mixed_composition_equals_dp_accounting():
         )
     )
     levels = {Sampled("directed", 0.02, 1.2): 200, Gaussian(1 / 3.0): 1, Pure(0.5): 1}
-    ours = privacy_loss.compose(levels, delta=DELTA, interval=interval)
+    ours = composition.compose(levels, delta=DELTA, interval=interval)
     expected = theirs.get_epsilon_for_delta(DELTA)
     assert max(c.upper_epsilon(DELTA) for c in ours) == pytest.approx(expected, rel=1e-5)
 
@@ -171,11 +171,11 @@ def test_one_release_equals_quadrature(kind, rate, noise):
         else:
             p, q = densities(kind, rate, noise)
             truth = max(hockey_stick(p, q, epsilon, noise), hockey_stick(q, p, epsilon, noise))
-        bound = privacy_loss.upper_delta({pair: 1}, epsilon)
+        bound = bounds.upper_delta({pair: 1}, epsilon)
         assert truth * (1 - 1e-7) - 1e-13 <= bound <= truth * 1.005 + 1e-9
         if truth > 1e-9:
-            assert privacy_loss.upper_epsilon({pair: 1}, truth) == pytest.approx(epsilon, rel=1e-3)
-            assert privacy_loss.lower_epsilon({pair: 1}, truth) <= epsilon * (1 + 1e-7)
+            assert bounds.upper_epsilon({pair: 1}, truth) == pytest.approx(epsilon, rel=1e-3)
+            assert bounds.lower_epsilon({pair: 1}, truth) <= epsilon * (1 + 1e-7)
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
@@ -188,7 +188,7 @@ def test_two_releases_equal_quadrature(kind):
     for reverse in (False, True):
         inner = profile(kind, rate, noise, reverse, 0.5 + loss if reverse else 0.5 - loss)
         truths.append(integrate.simpson((q(x) if reverse else p(x)) * inner, x=x))
-    bound = privacy_loss.upper_delta({Sampled(kind, rate, noise): 2}, 0.5)
+    bound = bounds.upper_delta({Sampled(kind, rate, noise): 2}, 0.5)
     assert bound == pytest.approx(max(truths), rel=2e-3)
 
 
@@ -212,9 +212,9 @@ def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
         flipping = max(values["remove", "flip"], values["add", "flip"])
         one_direction = max(values["remove", "remove"], values["add", "add"])
         won.append(flipping > one_direction * (1 + 1e-3))
-        assert flipping <= privacy_loss.upper_delta(
-            {Sampled("symmetric", rate, noise): 2}, epsilon
-        ) * (1 + 1e-6)
+        assert flipping <= bounds.upper_delta({Sampled("symmetric", rate, noise): 2}, epsilon) * (
+            1 + 1e-6
+        )
     assert any(won)  # so composing one direction only is refuted
 
 
@@ -226,7 +226,7 @@ def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
 def test_bounded_range_profile(range_, share):
     epsilon = share * range_
     truth = math.expm1(-(range_ - epsilon) / 2) ** 2 / -math.expm1(-range_)
-    bound = privacy_loss.upper_delta({BoundedRange(range_): 1}, epsilon)
+    bound = bounds.upper_delta({BoundedRange(range_): 1}, epsilon)
     assert truth * (1 - 1e-9) <= bound <= truth * 1.01 + 1e-9
 
 
@@ -234,39 +234,39 @@ def test_bounded_range_profile(range_, share):
 @settings(max_examples=30, deadline=None)
 def test_pure_profile(epsilon, delta):
     truth = max(0.0, math.log(math.exp(epsilon) - delta * (1 + math.exp(epsilon))))
-    bound = privacy_loss.upper_epsilon({Pure(epsilon): 1}, delta)
+    bound = bounds.upper_epsilon({Pure(epsilon): 1}, delta)
     assert truth * (1 - 1e-9) <= bound <= truth * 1.001 + 1e-3 * epsilon
 
 
 def test_bounded_range_never_costs_more_than_pure():
     for steps in (1, 5, 40):
-        ranged = privacy_loss.upper_epsilon({BoundedRange(0.4): steps}, DELTA)
-        assert ranged <= privacy_loss.upper_epsilon({Pure(0.4): steps}, DELTA) * (1 + 1e-3)
+        ranged = bounds.upper_epsilon({BoundedRange(0.4): steps}, DELTA)
+        assert ranged <= bounds.upper_epsilon({Pure(0.4): steps}, DELTA) * (1 + 1e-3)
 
 
 # --- histories ------------------------------------------------------------------------------------
 
-pairs = st.one_of(
+any_pair = st.one_of(
     st.builds(Sampled, st.sampled_from(KINDS), st.floats(1e-4, 0.9), st.floats(0.05, 30.0)),
     st.builds(Gaussian, st.floats(0.01, 2.0)),
     st.builds(Pure, st.floats(0.01, 1.0)),
     st.builds(BoundedRange, st.floats(0.01, 1.0)),
 )
-histories = st.lists(st.tuples(pairs, st.integers(1, 300)), min_size=1, max_size=4)
+histories = st.lists(st.tuples(any_pair, st.integers(1, 300)), min_size=1, max_size=4)
 
 
 @given(history=histories, delta=st.floats(1e-8, 1e-2))
 @settings(max_examples=25, deadline=None)
 def test_bounds_are_ordered_and_order_does_not_matter(history, delta):
     counts = dict(history)
-    upper = privacy_loss.upper_epsilon(counts, delta)
-    lower = privacy_loss.lower_epsilon(counts, delta)
+    upper = bounds.upper_epsilon(counts, delta)
+    lower = bounds.lower_epsilon(counts, delta)
     assert math.isfinite(upper)
     assert 0 <= lower <= upper * (1 + 1e-9)
     shuffled = dict(reversed(list(counts.items())))
-    assert privacy_loss.upper_epsilon(shuffled, delta) == pytest.approx(upper, rel=1e-9, abs=1e-12)
+    assert bounds.upper_epsilon(shuffled, delta) == pytest.approx(upper, rel=1e-9, abs=1e-12)
     # the other way to ask
-    assert privacy_loss.upper_delta(counts, upper * 1.002 + 1e-6) <= delta * (1 + 1e-6)
+    assert bounds.upper_delta(counts, upper * 1.002 + 1e-6) <= delta * (1 + 1e-6)
 
 
 @given(
@@ -279,7 +279,7 @@ def test_bounds_are_ordered_and_order_does_not_matter(history, delta):
 @settings(max_examples=25, deadline=None)
 def test_more_noise_less_sampling_fewer_steps_cost_less(kind, rate, noise, steps, factor):
     def cost(q, z, n):
-        return privacy_loss.upper_epsilon({Sampled(kind, q, z): n}, DELTA)
+        return bounds.upper_epsilon({Sampled(kind, q, z): n}, DELTA)
 
     base = cost(rate, noise, steps)
     slack = base * 3e-4 + 1e-9
@@ -293,10 +293,10 @@ def test_merging_levels_is_never_optimistic():
     noise = np.exp(generator.uniform(-0.3, 1.0, 60))
     rate = np.exp(generator.uniform(-5.0, -3.0, 60))
     counts = {Sampled("directed", float(q), float(z)): 5 for q, z in zip(rate, noise, strict=True)}
-    exact = max(c.upper_epsilon(DELTA) for c in privacy_loss.compose(counts, delta=DELTA))
+    exact = max(c.upper_epsilon(DELTA) for c in composition.compose(counts, delta=DELTA))
     for ratio in (1.002, 1.05, 1.3):
-        assert privacy_loss.upper_epsilon(counts, DELTA, ratio) >= exact * (1 - 1e-4)
-    assert privacy_loss.lower_epsilon(counts, DELTA) <= exact
+        assert bounds.upper_epsilon(counts, DELTA, ratio) >= exact * (1 - 1e-4)
+    assert bounds.lower_epsilon(counts, DELTA) <= exact
 
 
 @pytest.mark.parametrize(
@@ -307,9 +307,9 @@ def test_losses_of_thousands(kind, rate, noise, steps):
     of Gaussian profiles.
     """
     counts = {Sampled(kind, rate, noise): steps}
-    epsilon = privacy_loss.upper_epsilon(counts, DELTA)
-    assert privacy_loss.lower_epsilon(counts, DELTA) <= epsilon
-    assert privacy_loss.upper_delta(counts, epsilon * 1.001) <= DELTA
+    epsilon = bounds.upper_epsilon(counts, DELTA)
+    assert bounds.lower_epsilon(counts, DELTA) <= epsilon
+    assert bounds.upper_delta(counts, epsilon * 1.001) <= DELTA
     if kind == "directed":
         # The loss of a step with the record is close to N(1/2z^2 + log q, 1/z^2), that of one
         # without to log(1 - q).
@@ -322,18 +322,18 @@ def test_losses_of_thousands(kind, rate, noise, steps):
 
 
 def test_tiny_noise_is_charged_without_amplification():
-    event_cost = privacy_loss.dominating_pair(
+    event_cost = pairs.dominating_pair(
         dpa.PoissonSampledDpEvent(0.1, dpa.GaussianDpEvent(0.01)), "add_or_remove_one"
     )
     assert event_cost == Gaussian(100.0)
 
 
 PAIRS_FOR_MASS = [
-    *(privacy_loss.Gaussian(mu) for mu in (0.1, 1.0, 3.0, 12.0)),
-    *(privacy_loss.Pure(e) for e in (0.1, 8.1, 40.0)),
-    *(privacy_loss.BoundedRange(e) for e in (0.1, 8.1, 40.0)),
+    *(pairs.Gaussian(mu) for mu in (0.1, 1.0, 3.0, 12.0)),
+    *(pairs.Pure(e) for e in (0.1, 8.1, 40.0)),
+    *(pairs.BoundedRange(e) for e in (0.1, 8.1, 40.0)),
     *(
-        privacy_loss.Sampled(kind, q, z)
+        pairs.Sampled(kind, q, z)
         for kind in ("directed", "antipodal", "symmetric")
         for q, z in ((0.01, 1.0), (0.35, 0.3), (0.99, 0.5))
     ),
@@ -345,7 +345,7 @@ def test_no_mass_is_missing_in_either_direction(pair):
     """A direction whose masses do not add up to 1, what is at infinity included, would be no
     upper bound.
     """
-    for masses in privacy_loss.grid_masses(pair, 1e-2, 1e-14):
+    for masses in loss_grid.grid_masses(pair, 1e-2, 1e-14):
         assert masses.masses.sum() + masses.infinity >= 1 - 1e-12
 
 
@@ -371,19 +371,19 @@ def test_a_gaussian_and_a_pure_release_beside_a_sampled_one():
 
     truth = optimize.brentq(lambda e: true_delta(e) - delta, 0.0, 50.0)
     counts = {
-        privacy_loss.Sampled("directed", q, z): 1,
-        privacy_loss.Gaussian(mu): 1,
-        privacy_loss.Pure(pure): 1,
+        pairs.Sampled("directed", q, z): 1,
+        pairs.Gaussian(mu): 1,
+        pairs.Pure(pure): 1,
     }
-    assert truth <= privacy_loss.upper_epsilon(counts, delta) <= truth * 1.001
+    assert truth <= bounds.upper_epsilon(counts, delta) <= truth * 1.001
 
 
 def test_losses_beyond_floating_point_are_infinite_and_not_forgotten():
-    step = privacy_loss.Sampled("directed", 1e-7, 0.03)
-    assert privacy_loss.upper_epsilon({step: 10**9}, 1e-5) > 1e3
-    for strange in (privacy_loss.Pure(800.0), privacy_loss.BoundedRange(800.0)):
-        alone = privacy_loss.upper_epsilon({strange: 1}, 1e-5)
-        together = privacy_loss.upper_epsilon(
-            {strange: 1, privacy_loss.Sampled("directed", 0.01, 1.0): 10}, 1e-5
+    step = pairs.Sampled("directed", 1e-7, 0.03)
+    assert bounds.upper_epsilon({step: 10**9}, 1e-5) > 1e3
+    for strange in (pairs.Pure(800.0), pairs.BoundedRange(800.0)):
+        alone = bounds.upper_epsilon({strange: 1}, 1e-5)
+        together = bounds.upper_epsilon(
+            {strange: 1, pairs.Sampled("directed", 0.01, 1.0): 10}, 1e-5
         )
         assert together >= alone * (1 - 1e-3) > 700

@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from torch_dpbayes.accounting import privacy_loss, renyi
-from torch_dpbayes.accounting.privacy_loss import (
-    BoundedRange,
-    Concentrated,
-    Gaussian,
-    Pure,
-    Sampled,
-)
+from torch_dpbayes.accounting import bounds, renyi
+from torch_dpbayes.accounting.pairs import BoundedRange, Concentrated, Gaussian, Pure, Sampled
 
 DELTA = 1e-5
 
@@ -103,7 +97,7 @@ def test_conversion_equals_dp_accounting():
 @settings(max_examples=25, deadline=None)
 def test_never_below_the_tight_bound(kind, rate, noise, steps):
     counts = {Sampled(kind, rate, noise): steps}
-    tight = privacy_loss.upper_epsilon(counts, DELTA)
+    tight = bounds.upper_epsilon(counts, DELTA)
     assert renyi.epsilon(renyi.curve(counts), DELTA) >= tight * (1 - 3e-4)
 
 

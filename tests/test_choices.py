@@ -19,7 +19,7 @@ from torch_dpbayes.accounting import (
 from torch_dpbayes.accounting.calibration import calibrated
 from torch_dpbayes.accounting.choices import accounting_method, neighboring_relation
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.privacy_loss import dominating_pair
+from torch_dpbayes.accounting.pairs import dominating_pair
 from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.clipping.gradient_source import HooksGradientSource
 from torch_dpbayes.ops.certificates import Setting

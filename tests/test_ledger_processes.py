@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, privacy_loss
+from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, pairs
 from torch_dpbayes.accounting.accountant import look_at
-from torch_dpbayes.accounting.book import Book
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.ledger import open_blocks
+from torch_dpbayes.accounting.reservations import Reservations
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
@@ -48,11 +48,9 @@ def epsilon_of(path):
     counts = {}
     for row in look_at(path)[1]:
         if row.kind in ("charge", "block", "return"):
-            pair = privacy_loss.dominating_pair(row.event, "add_or_remove_one")
+            pair = pairs.dominating_pair(row.event, "add_or_remove_one")
             counts[pair] = counts.get(pair, 0) + row.count
-    return privacy_loss.upper_epsilon(
-        {pair: count for pair, count in counts.items() if count}, DELTA
-    )
+    return bounds.upper_epsilon({pair: count for pair, count in counts.items() if count}, DELTA)
 
 
 def charge(opener, steps, noises, answers):
@@ -450,7 +448,7 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
     path = tmp_path / "budget.db"
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     inside, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    covering = Book._covering
+    covering = Reservations.covering
 
     def slow(*arguments):
         found = covering(*arguments)
@@ -458,7 +456,7 @@ def test_what_gives_blocks_back_at_the_end_waits_for_the_charge_that_takes_from_
         go_on.wait(20)
         return found
 
-    monkeypatch.setattr(Book, "_covering", slow)
+    monkeypatch.setattr(Reservations, "covering", slow)
     charging = threading.Thread(target=lambda: accountant.compose(STEP))
     charging.start()
     inside.wait(20)

@@ -14,7 +14,7 @@ from scipy.interpolate import CubicSpline
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.privacy_loss import _gaussian_delta as gaussian_delta
+from torch_dpbayes.accounting.gaussian import gaussian_delta
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.ops.certificates.finite_run_langevin import finite_run_mu
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-import sys
-import threading
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process, util
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
-from . import events, privacy_loss, renyi
-from .book import Book, Guarantee, Part, PrivacyBudgetExceeded, Run, Settings, filter_code
+from . import bounds, events, failures, renyi
+from .charging import Charging, Run
 from .choices import (
     Method,
     Neighboring,
@@ -34,8 +32,12 @@ from .events import (
     RecordwiseBatchGaussianDpEvent,
     SelfComposedDpEvent,
 )
+from .failures import SMALLEST_DELTA
+from .filters import Budget, Filter
+from .gate import Gate
+from .history import Guarantee, History, Part, PrivacyBudgetExceeded, Settings, needed
 from .ledger import Flag, Key, Ledger, LedgerError, Row, Session, checked_flag
-from .privacy_loss import SMALLEST_DELTA, Concentrated, NonPrivate, Pair
+from .pairs import Concentrated, NonPrivate, Pair
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
@@ -158,6 +160,13 @@ class PrivacyAccountant:
         }
         self._set_up(settings, None if path is None else Ledger(path, settings, create=True))
 
+    @classmethod
+    def of_ledger(cls, ledger: Ledger, job: str = "", later: bool = False) -> PrivacyAccountant:
+        """The accountant of a job at an open file; ``job`` empty: of a new one."""
+        self = cls.__new__(cls)
+        self._set_up({}, ledger, job, later)
+        return self
+
     def _set_up(
         self, settings: Mapping[str, Any], ledger: Ledger | None, job: str = "", later: bool = False
     ) -> None:
@@ -168,8 +177,7 @@ class PrivacyAccountant:
         self._method: Method = settings["method"]
         self._neighboring: Neighboring = settings["neighboring"]
         self._ledger = ledger
-        self._lock = threading.RLock()
-        self._changing = False
+        self._gate = Gate()
         self._run: Run | None = None
         self._last: DpEvent | None = None
         self._known: dict[DpEvent, Part] = {}
@@ -181,35 +189,39 @@ class PrivacyAccountant:
         # same.
         self._job = job or uuid.uuid4().hex
         self._earlier: dict[str, Counter[DpEvent]] = {}
-        self._open_book(None if ledger is None else Session(ledger, self._job, later))
-        if self._book.session is not None and not job:
-            self._book.session.later = bool(self._book.counts)
+        self._begin(None if ledger is None else Session(ledger, self._job, later))
+        if self._charging.session is not None and not job:
+            self._charging.session.later = bool(self._charging.history.counts)
         # what was unpickled in a fork server's worker before it forgets finalizers
         util.register_after_fork(self, PrivacyAccountant._settle_at_exit)
-        _accountants.add(self)
 
-    def _open_book(self, session: Session | None) -> None:
-        budget = (
-            None if self._epsilon is None or self._delta is None else (self._epsilon, self._delta)
-        )
+    @property
+    def _budget(self) -> Budget | None:
+        if self._epsilon is None or self._delta is None:
+            return None
+        return self._epsilon, self._delta
+
+    def _begin(self, session: Session | None) -> None:
         self._run = None
-        self._book = Book(Settings(budget, self._method, self._neighboring), session)
-        self._book.refresh()
+        self._charging = Charging(Settings(self._budget, self._method, self._neighboring), session)
+        self._charging.refresh()
         self._settle_at_exit()
 
     def _settle_at_exit(self) -> None:
         """Also in children of multiprocessing; but nothing of another process."""
-        if self._book.session is not None and self._book.process == os.getpid():
-            util.Finalize(self, _settle_quietly, (self._book.session, self._lock), exitpriority=100)
+        if self._charging.session is not None and self._charging.process == os.getpid():
+            util.Finalize(
+                self, _settle_quietly, (self._charging.session, self._gate), exitpriority=100
+            )
 
-    def _current(self, *, charging: bool = False) -> Book:
+    def _current(self, *, charging: bool = False) -> Charging:
         """What is known of the history; begun anew from the file in a forked child, and after
         an interruption.
         """
-        book = self._book
-        if os.getpid() == book.process and not book.stale:
-            return book
-        if book.session is None:
+        known = self._charging
+        if os.getpid() == known.process and not known.stale:
+            return known
+        if known.session is None:
             if charging:
                 raise RuntimeError(
                     "this accountant was forked into another process, where a charge would be lost"
@@ -217,38 +229,38 @@ class PrivacyAccountant:
                     " PrivacyAccountant(..., path='budget.db'), which processes share, or give"
                     " every process an accountant with a share of the budget."
                 )
-            return book
-        book.settle()
-        ledger = Ledger(book.session.ledger.path, {"id": book.session.ledger.id})
-        self._open_book(Session(ledger, book.session.job, book.session.later))
+            return known
+        known.settle()
+        ledger = Ledger(known.session.ledger.path, {"id": known.session.ledger.id})
+        self._begin(Session(ledger, known.session.job, known.session.later))
         self._ledger = ledger
-        return self._book
+        return self._charging
 
-    def _read(self) -> Book:
+    def _read(self) -> Charging:
         """What is known of the history, and what other processes charged since."""
-        if self._changing:
+        if self._gate.is_busy:
             raise RuntimeError(_IN_THE_MIDDLE)
         if self._run is not None:
-            self._book.enter(self._run)
-        book = self._current()
-        book.refresh()
-        return book
+            self._charging.enter(self._run)
+        charging = self._current()
+        charging.refresh()
+        return charging
 
-    def _change(self, change: Callable[[Book], T], *, charging: bool = True) -> T:
+    def _change(self, change: Callable[[Charging], T], *, charging: bool = True) -> T:
         """One change at a time: threads wait for each other, and what a signal handler starts
         in the middle of one is refused.
         """
-        with self._lock:
-            if self._changing:
+        with self._gate.lock:
+            if self._gate.is_busy:
                 raise RuntimeError(_IN_THE_MIDDLE)
-            self._changing = True
+            self._gate.is_busy = True
             try:
                 if self._run is not None:
-                    self._book.enter(self._run)
+                    self._charging.enter(self._run)
                     self._run = None
                 return change(self._current(charging=charging))
             finally:
-                self._changing = False
+                self._gate.is_busy = False
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -282,24 +294,24 @@ class PrivacyAccountant:
         """``"fixed"``, ``"registered"``, ``"filter"`` or ``"none"``: what :meth:`get_epsilon`
         is a bound for; see the class.
         """
-        with self._lock:
-            return self._read().guarantee
+        with self._gate.lock:
+            return self._read().history.guarantee
 
     @property
     def is_later_job(self) -> bool:
         """Whether this job began after others had charged the ledger: what it charges is held
         by a filter, or by the registered schedule.
         """
-        return self._book.is_later
+        return self._charging.is_later
 
     @property
     def history(self) -> tuple[Charge, ...]:
         """What was charged, equal charges added up, in the order of their first occurrence. A
         copy.
         """
-        with self._lock:
+        with self._gate.lock:
             found: dict[tuple[DpEvent, str | None, bool], int] = {}
-            for (event, label, flag), count in self._read().charges.items():
+            for (event, label, flag), count in self._read().history.charges.items():
                 key = event, label, flag == "adaptive"
                 found[key] = found.get(key, 0) + count
             return tuple(
@@ -312,22 +324,22 @@ class PrivacyAccountant:
         """On what the guarantee rests: what :meth:`note` was told, and what charged events
         state.
         """
-        with self._lock:
+        with self._gate.lock:
             return tuple(self._statements(self._read()))
 
-    def _statements(self, book: Book) -> dict[str, None]:
+    def _statements(self, charging: Charging) -> dict[str, None]:
         found = dict.fromkeys(self._notes if self._ledger is None else self._ledger.notes())
-        if self._earlier and self._job in self._charged_by_jobs(book):
+        if self._earlier and self._job in self._charged_by_jobs(charging):
             found[_RESUMED] = None
-        known = (*book.charges, *book.plan)
+        known = (*charging.history.charges, *charging.history.schedule)
         if any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event, _, _ in known):
             found[_RECORDWISE] = None
         return found
 
-    def _charged_by_jobs(self, book: Book) -> dict[str, Counter[DpEvent]]:
+    def _charged_by_jobs(self, charging: Charging) -> dict[str, Counter[DpEvent]]:
         """Whose releases a history in memory holds."""
         own: Counter[DpEvent] = Counter()
-        for (event, _, _), count in book.charges.items():
+        for (event, _, _), count in charging.history.charges.items():
             own[event] += count
         for counts in self._earlier.values():
             own -= counts
@@ -335,8 +347,8 @@ class PrivacyAccountant:
 
     def __len__(self) -> int:
         """How many releases were charged."""
-        with self._lock:
-            return sum(self._read().charges.values())
+        with self._gate.lock:
+            return sum(self._read().history.charges.values())
 
     def __bool__(self) -> bool:
         # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would
@@ -345,7 +357,7 @@ class PrivacyAccountant:
 
     def __repr__(self) -> str:
         place = "" if self._ledger is None else f", path={str(self._ledger.path)!r}"
-        releases = sum(self._book.charges.values()) + (
+        releases = sum(self._charging.history.charges.values()) + (
             self._run.taken if self._run is not None else 0
         )
         return (
@@ -381,16 +393,16 @@ class PrivacyAccountant:
             whole schedule, for the same reason.
         """
         delta = self._default_delta(delta)
-        with self._lock:
-            upper = self._upper(self._read(), delta)
+        with self._gate.lock:
+            upper = self._upper(self._read().history, delta)
             if not return_bounds:
                 return upper
             known: dict[Pair, int] = {
                 pair: n
-                for pair, n in self._book.counts.items()
+                for pair, n in self._charging.history.counts.items()
                 if not isinstance(pair, Concentrated)
             }
-            lower = privacy_loss.lower_epsilon(known, delta) if known else 0.0
+            lower = bounds.lower_epsilon(known, delta) if known else 0.0
             return EpsilonBounds(min(lower, upper), upper)
 
     def get_delta(self, epsilon: float) -> float:
@@ -398,17 +410,17 @@ class PrivacyAccountant:
         epsilon = float(epsilon)
         if not 0 <= epsilon < math.inf:
             raise ValueError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
-        with self._lock:
-            book = self._read()
-            if not book.counts:
+        with self._gate.lock:
+            history = self._read().history
+            if not history.counts:
                 return 0.0
-            if book.guarantee == "none":
+            if history.guarantee == "none":
                 return 1.0
-            if book.guarantee == "filter" and book.filter is not None:
-                return book.filter.delta(epsilon)
+            if history.guarantee == "filter" and history.filter is not None:
+                return history.filter.delta(epsilon)
             if self._method == "rdp":
-                return renyi.upper_delta(book.guaranteed(), epsilon)
-            return privacy_loss.upper_delta(book.guaranteed(), epsilon)
+                return renyi.upper_delta(history.guaranteed(), epsilon)
+            return bounds.upper_delta(history.guaranteed(), epsilon)
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
@@ -419,10 +431,8 @@ class PrivacyAccountant:
         lets through; before a first charge with ``adaptive=True`` it is not yet that. Of an event
         with several parts, what a registered schedule would cover is left out.
         """
-        need: dict[Pair, int] = {}
-        for _, times, pair in self._parts(event, 1):
-            need[pair] = need.get(pair, 0) + times
-        with self._lock:
+        need = needed(self._parts(event, 1))
+        with self._gate.lock:
             left = self._read().remaining(need) if need else None
             return math.inf if left is None else left
 
@@ -435,17 +445,17 @@ class PrivacyAccountant:
             )
         return self._delta
 
-    def _upper(self, book: Book, delta: float) -> float:
-        if not book.counts:
+    def _upper(self, history: History, delta: float) -> float:
+        if not history.counts:
             return 0.0
-        if book.guarantee == "none":
+        if history.guarantee == "none":
             return math.inf
-        if book.guarantee == "filter" and book.filter is not None:
-            return book.filter.epsilon(delta)
-        if self._memory_of != book.changes:
-            self._memory, self._memory_of = {}, book.changes
+        if history.guarantee == "filter" and history.filter is not None:
+            return history.filter.epsilon(delta)
+        if self._memory_of != history.changes:
+            self._memory, self._memory_of = {}, history.changes
         if delta not in self._memory:
-            value = book.price(book.guaranteed(), delta)
+            value = history.price(history.guaranteed(), delta)
             if self._epsilon is not None and delta == self._delta:
                 # What is recorded was admitted by a bound on more releases than these, which kept
                 # the budget.
@@ -484,15 +494,15 @@ class PrivacyAccountant:
             and adaptive is run.adaptive
         )
         if run is not None and same and (event is run.event or event == run.event):
-            with self._lock:
-                process, book = os.getpid(), self._book
+            with self._gate.lock:
+                process, charging = os.getpid(), self._charging
                 # No call from here on, so no signal handler: what is checked holds when it is used.
                 if (
                     run is self._run
                     and run.block.left > 0
                     and run.block.open
-                    and process == book.process
-                    and not (book.stale or self._changing)
+                    and process == charging.process
+                    and not (charging.stale or self._gate.is_busy)
                 ):
                     run.block.left -= 1
                     run.taken += 1
@@ -503,20 +513,27 @@ class PrivacyAccountant:
             raise ValueError(f"label must be a non-empty string or None, got {label!r}.")
         parts = self._parts(event, count)
         if parts:
-            self._change(lambda book: self._charge(book, event, parts, label, bool(adaptive)))
+            self._change(
+                lambda charging: self._charge(charging, event, parts, label, bool(adaptive))
+            )
         return self
 
     def _charge(
-        self, book: Book, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool
+        self,
+        charging: Charging,
+        event: DpEvent,
+        parts: list[Part],
+        label: str | None,
+        adaptive: bool,
     ) -> None:
-        book.charge(parts, label, adaptive)
+        charging.charge(parts, label, adaptive)
         # Known events, whose numbers cannot change, are one object each time.
         repeated, self._last = (
             len(parts) == 1 and parts[0][1] == 1 and parts[0][0] is self._last,
             parts[0][0],
         )
         if repeated:
-            self._run = book.run(event, parts[0], label, adaptive)
+            self._run = charging.run(event, parts[0], label, adaptive)
 
     def note(self, statement: str) -> None:
         """Keeps a statement on which the guarantee rests, such as what was asserted about a model.
@@ -532,8 +549,8 @@ class PrivacyAccountant:
         statement = " ".join(statement.split())
         if self._ledger is None:
             self._notes[statement] = None
-        elif self._book.session is not None:
-            self._ledger.add_note(statement, self._book.session.job)
+        elif self._charging.session is not None:
+            self._ledger.add_note(statement, self._charging.session.job)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One Poisson-sampled Gaussian release, under the name that Opacus uses.
@@ -573,7 +590,7 @@ class PrivacyAccountant:
             for event, count in schedule
             for part in self._parts(event, events.positive_count(count))
         ]
-        self._change(lambda book: book.register(parts))
+        self._change(lambda charging: charging.register(parts))
         return self
 
     def _parts(self, event: DpEvent, count: int) -> list[Part]:
@@ -583,13 +600,13 @@ class PrivacyAccountant:
         except TypeError:
             known = None
         if known is not None:
-            return [(known[0], count, known[2])]
+            return [Part(known.event, count, known.pair)]
         parts = []
         for part, times in events.elementary(event, count):
-            pair = self._book.pair(part)
+            pair = self._charging.history.pair(part)
             if self._method == "pld" and isinstance(pair, Concentrated):
-                raise ValueError(privacy_loss.ZCDP_REFUSAL)
-            parts.append((part, times, pair))
+                raise ValueError(bounds.ZCDP_REFUSAL)
+            parts.append(Part(part, times, pair))
         if len(parts) == 1 and parts[0][0] == event:
             if len(self._known) >= _KNOWN_EVENTS:
                 self._known.clear()
@@ -601,7 +618,17 @@ class PrivacyAccountant:
         """Returns to the file what is reserved and was not used. The accountant can still be
         used; without ``path`` nothing happens.
         """
-        self._change(Book.settle, charging=False)
+        self._change(Charging.settle, charging=False)
+
+    def close_for_good(self, timeout: float) -> None:
+        """:meth:`close` in a process that is about to end: no other thread charges any more.
+
+        Args:
+            timeout: seconds to wait for a charge that is being made. After that nothing is
+                returned, so that what is reserved stays charged.
+        """
+        if self._gate.lock.acquire(timeout=timeout):
+            self.close()
 
     def __enter__(self) -> PrivacyAccountant:
         return self
@@ -621,7 +648,7 @@ class PrivacyAccountant:
         """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, and
         the shares of each label.
         """
-        with self._lock:
+        with self._gate.lock:
             delta = self._delta if self._delta is not None else 1e-5
             bounds = self.get_epsilon(delta, return_bounds=True)
             lines = [
@@ -637,12 +664,12 @@ class PrivacyAccountant:
                 ),
                 (
                     f"  spent       epsilon <= {bounds.upper:.5g} at delta = {delta:g} (and >="
-                    f" {bounds.lower:.5g}), {sum(self._book.charges.values())} releases"
+                    f" {bounds.lower:.5g}), {sum(self._charging.history.charges.values())} releases"
                 ),
-                f"  guarantee   {self._describe(self._book, delta)}",
+                f"  guarantee   {self._describe(self._charging, delta)}",
             ]
             if math.isinf(bounds.upper) and (
-                why := privacy_loss.without_delta(self._book.guaranteed(), delta)
+                why := failures.without_delta(self._charging.history.guaranteed(), delta)
             ):
                 lines.insert(3, f"              {why}")
             if self._ledger is not None:
@@ -656,20 +683,21 @@ class PrivacyAccountant:
                 lines.append(f"  {label:<{max(width, 11)}} {cost}{count} releases")
             return "\n".join(lines)
 
-    def _describe(self, book: Book, delta: float) -> str:
-        if book.guarantee == "none":
+    def _describe(self, charging: Charging, delta: float) -> str:
+        history = charging.history
+        if history.guarantee == "none":
             return (
                 "none for jobs that began after others had charged: there is no budget that a"
                 " filter could keep. Had all parameters been fixed before the first release,"
-                f" epsilon <= {book.price(book.counts, delta):.5g} at delta = {delta:g}"
+                f" epsilon <= {history.price(history.counts, delta):.5g} at delta = {delta:g}"
             )
-        if book.guarantee == "registered":
-            left = sum(book.open_registered().values())
+        if history.guarantee == "registered":
+            left = sum(charging.open_registered().values())
             return (
                 "upper bound for the schedule that was registered before the first release,"
                 f" whoever releases what of it; {left} releases of it are left"
             )
-        if book.guarantee == "fixed" or book.filter is None:
+        if history.guarantee == "fixed" or history.filter is None:
             kind = (
                 "privacy loss distributions"
                 if self._method == "pld"
@@ -677,10 +705,10 @@ class PrivacyAccountant:
             )
             return f"upper bound by {kind}; valid for parameters fixed before the first release"
         text = (
-            f"filter on {book.filter.describe()}, valid for parameters chosen from earlier outputs;"
-            f" {book.used_share():.1%} of it used"
+            f"filter on {history.filter.describe()}, valid for parameters chosen from earlier"
+            f" outputs; {charging.used_share():.1%} of it used"
         )
-        if not book.declared:
+        if not history.declared:
             doubled = 2 * (self._delta or 0.0)
             text += (
                 "; in force since a second job began: if outputs decided whether there would be"
@@ -695,17 +723,17 @@ class PrivacyAccountant:
         it.
         """
         delta = self._default_delta(delta)
-        with self._lock:
-            book = self._read()
-            counts, charges = dict(book.counts), dict(book.charges)
+        with self._gate.lock:
+            history = self._read().history
+            counts, charges = dict(history.counts), dict(history.charges)
         labels: dict[str | None, dict[Pair, int]] = {}
         for (event, label, _), count in charges.items():
             group = labels.setdefault(label, {})
-            pair = book.pair(event)
+            pair = history.pair(event)
             group[pair] = group.get(pair, 0) + count
         if any(isinstance(pair, NonPrivate) for pair in counts):
             return {label: (None, sum(group.values())) for label, group in labels.items()}
-        _, others = privacy_loss.apart(counts)
+        _, others = failures.apart(counts)
         if not others:
             return {label: (None, sum(group.values())) for label, group in labels.items()}
         total = renyi.curve(others)
@@ -714,7 +742,7 @@ class PrivacyAccountant:
             return {label: (None, sum(group.values())) for label, group in labels.items()}
         return {
             label: (
-                float(renyi.curve(privacy_loss.apart(group)[1])[best] / total[best]),
+                float(renyi.curve(failures.apart(group)[1])[best] / total[best]),
                 sum(group.values()),
             )
             for label, group in labels.items()
@@ -728,29 +756,28 @@ class PrivacyAccountant:
         open blocks is written down first.
         """
 
-        def saved(book: Book) -> dict[str, Any]:
-            book.refresh()
-            book.settle()
-            book.refresh()  # up to the rows that were just written
-            jobs = self._charged_by_jobs(book) if self._ledger is None else {}
+        def saved(charging: Charging) -> dict[str, Any]:
+            charging.refresh()
+            charging.settle()
+            charging.refresh()  # up to the rows that were just written
+            history = charging.history
+            jobs = self._charged_by_jobs(charging) if self._ledger is None else {}
             return {
                 "method": self._method,
                 "neighboring": self._neighboring,
                 "filter": (
-                    filter_code(book.filter) if book.filter is not None and not book.plan else ""
+                    history.filter.code
+                    if history.filter is not None and not history.schedule
+                    else ""
                 ),
-                "budget": (
-                    [b for b in (self._epsilon, self._delta) if b is not None]
-                    if self._epsilon
-                    else []
-                ),
+                "budget": list(self._budget or ()),
                 "history": [
                     [events.encode(event), float(count), label or "", flag]
-                    for (event, label, flag), count in book.charges.items()
+                    for (event, label, flag), count in history.charges.items()
                 ],
                 "registered": [
                     [events.encode(event), float(count)]
-                    for (event, _, _), count in book.plan.items()
+                    for (event, _, _), count in history.schedule.items()
                 ],
                 "ledger": "" if self._ledger is None else self._ledger.id,
                 "place": [] if self._ledger is None else self._ledger.place,
@@ -758,7 +785,7 @@ class PrivacyAccountant:
                     job: [[events.encode(event), float(count)] for event, count in counts.items()]
                     for job, counts in jobs.items()
                 },
-                "notes": list(self._statements(book)),
+                "notes": list(self._statements(charging)),
             }
 
         return self._change(saved, charging=False)
@@ -785,19 +812,17 @@ class PrivacyAccountant:
         """
         lines, jobs = self._checked_state(state_dict)
 
-        def load(book: Book) -> None:
-            book.refresh()
+        def load(charging: Charging) -> None:
+            charging.refresh()
             if home := state_dict.get("ledger"):
                 self._check_same_ledger(str(home), state_dict.get("place"), lines)
                 return
-            if book.counts or book.plan:
+            if charging.history.counts or charging.history.schedule:
                 raise ValueError(
                     "this accountant is not empty: loading would forget or double what it holds."
                     " Load into a new PrivacyAccountant."
                 )
-            own = (
-                [] if self._epsilon is None or self._delta is None else [self._epsilon, self._delta]
-            )
+            own = list(self._budget or ())
             same = list(state_dict["budget"]) == own
             plan: dict[Key, int] = {
                 (events.recorded(code, self._neighboring), None, "registered"): int(count)
@@ -809,7 +834,7 @@ class PrivacyAccountant:
                     f" private only against the limit {state_dict['budget']} that was fixed at its"
                     f" start; this accountant's is {own}."
                 )
-            rule = book.saved_filter(state_dict["filter"])
+            rule = Filter.decoded(state_dict["filter"], self._budget)
             # A history that was admitted under the same budget may be priced a hair above it by
             # another discretisation.
             slack = 1.0 if not same else 1.001 if self._method == "pld" else 1 + 1e-9
@@ -818,7 +843,7 @@ class PrivacyAccountant:
                 for event, count, label, flag, job in lines
                 for part in self._parts(event, count)
             ]
-            book.load(parts, plan, rule, slack)
+            charging.load(parts, plan, rule, slack)
             if self._ledger is None:
                 self._earlier = jobs
             elif lines:
@@ -850,10 +875,10 @@ class PrivacyAccountant:
                 " the accountant is not empty: resume with an empty one, which takes them over, and"
                 " save again."
             )
-        with self._lock:
-            book = self._read()
+        with self._gate.lock:
+            charging = self._read()
             if self._ledger is None:
-                held = self._charged_by_jobs(book)
+                held = self._charged_by_jobs(charging)
             else:
                 held = {job: self._ledger.charged_by(job) for job in jobs}
         if any(counts - held.get(job, Counter()) for job, counts in jobs.items()):
@@ -942,7 +967,7 @@ class PrivacyAccountant:
             )
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        session = self._book.session
+        session = self._charging.session
         if session is None:
             raise TypeError(
                 "a PrivacyAccountant in memory cannot be copied or sent to another process: both"
@@ -977,7 +1002,9 @@ class PrivacyAccountant:
         rate = events.sampling_rate(sample_rate)
         # Opacus asks in the same words whether it samples or not; the answer stands in the call
         # that asks
-        if not sys._getframe(1).f_locals.get("poisson_sampling", True):
+        asking = inspect.currentframe()
+        caller = None if asking is None else asking.f_back
+        if caller is not None and not caller.f_locals.get("poisson_sampling", True):
             raise ValueError(
                 "poisson_sampling=False: every step would be charged as a Poisson draw, which costs"
                 " far less than these batches. Leave it at True, Opacus' default, or take"
@@ -997,29 +1024,12 @@ class PrivacyAccountant:
         return hook
 
 
-_accountants: weakref.WeakSet[PrivacyAccountant] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    # A lock that another thread held at the moment of the fork would never be released in the
-    # child.
-    for accountant in _accountants:
-        accountant._lock, accountant._changing = threading.RLock(), False
-
-
-if hasattr(os, "register_at_fork"):  # else there is no fork
-    os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _settle_quietly(session: Session, lock: AbstractContextManager[Any]) -> None:
+def _settle_quietly(session: Session, gate: Gate) -> None:
     """At the end of the program, or of the accountant, where an error could only be printed:
     what is not returned stays charged.
     """
-    with lock:
-        try:
-            session.settle()
-        except (LedgerError, OSError):
-            pass
+    with gate.lock, suppress(LedgerError, OSError):
+        session.settle()
 
 
 def _open_again(
@@ -1031,9 +1041,7 @@ def _open_again(
     parent = parent_process()
     same = starting_worker or program == _PROGRAM or (parent is not None and maker == parent.pid)
     ledger = Ledger(path, {"id": identity})
-    accountant = PrivacyAccountant.__new__(PrivacyAccountant)
-    accountant._set_up({}, ledger, job if same else "", later)
-    return accountant
+    return PrivacyAccountant.of_ledger(ledger, job if same else "", later)
 
 
 def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]:
@@ -1041,9 +1049,7 @@ def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]
     new job.
     """
     rows = (ledger := Ledger(path, {}, read_only=True)).read()
-    accountant = PrivacyAccountant.__new__(PrivacyAccountant)
-    accountant._set_up({}, Ledger(ledger.path, {}, read_only=True))
-    return accountant, rows
+    return PrivacyAccountant.of_ledger(Ledger(ledger.path, {}, read_only=True)), rows
 
 
 def check_epsilon(epsilon: Any) -> float:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from . import events, privacy_loss, renyi
+from . import bounds, events, failures, pairs, renyi
 from .accountant import check_delta, check_epsilon
 from .choices import (
     Method,
@@ -16,8 +16,8 @@ from .choices import (
     neighboring_relation,
 )
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from .headroom import largest
-from .privacy_loss import Pair
+from .pairs import Pair
+from .search import crossing, largest
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
 _SMALLEST_NOISE = 1e-2
@@ -69,9 +69,9 @@ def calibrated(
     steps = events.positive_count(steps, "steps")
     neighboring, method = neighboring_relation(neighboring), accounting_method(method)
     before = _counts(history, neighboring)
-    price = renyi.upper_epsilon if method == "rdp" else privacy_loss.upper_epsilon
+    price = renyi.upper_epsilon if method == "rdp" else bounds.upper_epsilon
     if before and price(before, delta) > epsilon:
-        if why := privacy_loss.without_delta(before, delta):
+        if why := failures.without_delta(before, delta):
             raise ValueError(
                 f"what was charged before costs more than epsilon = {epsilon:g} alone. {why}"
             )
@@ -83,11 +83,18 @@ def calibrated(
     def excess(log_noise: float) -> float:
         counts = dict(before)
         _add(counts, make_event(math.exp(log_noise)), steps, neighboring)
-        if why := privacy_loss.without_delta(counts, delta):
+        if why := failures.without_delta(counts, delta):
             raise ValueError(f"no noise multiplier meets the target. {why}")
         return price(counts, delta) - epsilon
 
-    return math.exp(_smallest(excess))
+    least, most = math.log(_SMALLEST_NOISE), math.log(_LARGEST_NOISE)
+    log_noise = crossing(excess, 0.0, least, most, _PRECISION)
+    if log_noise is None:
+        raise ValueError(
+            f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
+            " smaller sampling rate, or a larger epsilon."
+        )
+    return math.exp(log_noise)
 
 
 def _counts(history: Iterable[tuple[Any, ...]], neighboring: Neighboring) -> dict[Pair, int]:
@@ -105,47 +112,8 @@ def _counts(history: Iterable[tuple[Any, ...]], neighboring: Neighboring) -> dic
 
 def _add(counts: dict[Pair, int], event: DpEvent, count: int, neighboring: Neighboring) -> None:
     for part, times in events.elementary(event, count):
-        pair = privacy_loss.dominating_pair(part, neighboring)
+        pair = pairs.dominating_pair(part, neighboring)
         counts[pair] = counts.get(pair, 0) + times
-
-
-def _smallest(excess: Callable[[float], float]) -> float:
-    """Where the falling function turns non-positive, within ``_PRECISION`` above: false
-    position, safe end returned.
-    """
-    low, high = 0.0, 0.0
-    above = below = excess(0.0)
-    step = 0.7
-    while below > 0:
-        low, above = high, below
-        high, step = high + step, 2 * step
-        if high > math.log(_LARGEST_NOISE):
-            raise ValueError(
-                f"no noise multiplier up to {_LARGEST_NOISE:g} meets the target: use fewer steps, a"
-                " smaller sampling rate, or a larger epsilon."
-            )
-        below = excess(high)
-    while above <= 0:
-        high, below = low, above
-        if low <= math.log(_SMALLEST_NOISE):
-            return math.log(_SMALLEST_NOISE)
-        low, step = max(low - step, math.log(_SMALLEST_NOISE)), 2 * step
-        above = excess(low)
-    kept = 0
-    while high - low > _PRECISION:
-        # Illinois variant of false position; aims a little to the safe side, so that the bracket
-        # closes from both ends.
-        share = above / (above - below) if math.isfinite(above) and kept < 3 else 0.5
-        middle = low + (high - low) * share + 0.3 * _PRECISION
-        middle = min(max(middle, low + 0.02 * (high - low)), high - 0.02 * (high - low))
-        value = excess(middle)
-        if value <= 0:
-            high, below, kept = middle, value, max(kept, 0) + 1
-            above = above / 2 if kept > 1 else above
-        else:
-            low, above, kept = middle, value, min(kept, 0) - 1
-            below = below / 2 if kept < -1 else below
-    return high
 
 
 def get_noise_multiplier(
@@ -209,6 +177,6 @@ def get_num_steps(
     def excess(steps: int) -> float:
         counts = dict(before)
         _add(counts, event, steps, neighboring)
-        return privacy_loss.upper_epsilon(counts, delta) - epsilon
+        return bounds.upper_epsilon(counts, delta) - epsilon
 
     return largest(excess)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator
-from typing import Any
+from functools import singledispatch
+from typing import Any, TypeAlias
 
 import attr
 from dp_accounting.dp_event import (
@@ -132,11 +133,11 @@ class FailureDpEvent(DpEvent):
     delta: float
 
 
-_NOISE_ONLY = (
-    GaussianDpEvent,
-    UnspecifiedBatchGaussianDpEvent,
-    RecordwiseBatchGaussianDpEvent,
-    ShuffledEpochDpEvent,
+GaussianSum: TypeAlias = (
+    GaussianDpEvent
+    | UnspecifiedBatchGaussianDpEvent
+    | RecordwiseBatchGaussianDpEvent
+    | ShuffledEpochDpEvent
 )
 
 
@@ -214,7 +215,10 @@ def _sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
     return GaussianDpEvent(gaussian_noise_multiplier(event.noise_multiplier))
 
 
-def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
+Parts = Iterator[tuple[DpEvent, int]]
+
+
+def elementary(event: DpEvent, count: int = 1) -> Parts:
     """The releases that ``event`` consists of, validated, with plain ``float`` parameters.
 
     Yields:
@@ -224,85 +228,132 @@ def elementary(event: DpEvent, count: int = 1) -> Iterator[tuple[DpEvent, int]]:
         TypeError: the event is of a kind that this library does not account for.
         ValueError: a parameter is out of range.
     """
-    kind = type(event)
-    if kind is NoOpDpEvent:
-        return
-    if isinstance(event, ComposedDpEvent):
-        for part in event.events:
-            yield from elementary(part, count)
-    elif isinstance(event, SelfComposedDpEvent):
-        if event.count != 0:
-            times = count * positive_count(event.count, "SelfComposedDpEvent.count")
-            yield from elementary(
-                event.event,
-                positive_count(times, "the number of releases in a SelfComposedDpEvent"),
-            )
-    elif kind is NonPrivateDpEvent:
-        yield event, count
-    elif isinstance(event, _NOISE_ONLY):
-        yield type(event)(gaussian_noise_multiplier(event.noise_multiplier)), count
-    elif isinstance(event, PoissonSampledDpEvent):
-        gaussian = _sampled_gaussian(event.event, "PoissonSampledDpEvent")
-        if _real(event.sampling_probability, "sampling_probability") != 0:
-            rate = sampling_rate(event.sampling_probability, "sampling_probability")
-            yield PoissonSampledDpEvent(rate, gaussian), count
-    elif isinstance(event, SampledWithoutReplacementDpEvent):
-        gaussian = _sampled_gaussian(event.event, "SampledWithoutReplacementDpEvent")
-        size = positive_count(event.source_dataset_size, "source_dataset_size")
-        batch = positive_count(event.sample_size, "sample_size")
-        if batch > size:
-            raise ValueError(f"sample_size {batch} is larger than source_dataset_size {size}.")
-        yield SampledWithoutReplacementDpEvent(size, batch, gaussian), count
-    elif isinstance(event, MuGaussianDpEvent):
-        if mu := _non_negative(event.mu, "mu"):
-            yield MuGaussianDpEvent(mu), count
-    elif isinstance(event, PureDpEvent | BoundedRangeDpEvent):
-        if epsilon := _non_negative(event.epsilon, "epsilon"):
-            yield type(event)(epsilon), count
-    elif isinstance(event, FailureDpEvent):
-        delta = _real(event.delta, "delta")
-        if not 0 < delta < 1:
-            raise ValueError(
-                f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. What never"
-                " fails needs no such event, and what always fails is NonPrivateDpEvent()."
-            )
-        yield FailureDpEvent(delta), count
-    elif isinstance(event, ZCDpEvent):
-        rho, xi = _non_negative(event.rho, "rho"), _non_negative(event.xi, "xi")
-        if rho or xi:
-            yield ZCDpEvent(rho, xi), count
-    elif isinstance(event, DpEvent):
-        raise TypeError(
-            f"{kind.__name__} is not accounted for here. If the release is epsilon-differentially"
-            " private under the accountant's neighbouring relation (Laplace noise is, with epsilon"
-            " = sensitivity / scale) charge PureDpEvent(epsilon); if it is mu-Gaussian"
-            " differentially private charge MuGaussianDpEvent(mu); if it is (epsilon,"
-            " delta)-differentially private charge ComposedDpEvent([PureDpEvent(epsilon),"
-            " FailureDpEvent(delta)])."
-        )
-    else:
-        raise TypeError(f"an event from torch_dpbayes.accounting.events is needed, got {event!r}.")
+    return parts_of(event, count)
 
 
-def lowered(event: DpEvent, slack: float) -> DpEvent:
-    """An elementary event that dominates ``event`` and all those with up to ``slack`` times
-    less noise, on a grid of ratio 1.005.
+@singledispatch
+def parts_of(event: Any, count: int) -> Parts:
+    """:func:`elementary` of one kind of event. A new kind registers its own, and in
+    :mod:`pairs` the pair that dominates it; it is then charged, saved and read like the others.
     """
+    raise TypeError(f"an event from torch_dpbayes.accounting.events is needed, got {event!r}.")
 
-    def down(noise: float) -> float:
-        return min(_GRID ** math.floor(math.log(noise / slack) / math.log(_GRID)), noise / slack)
 
-    if isinstance(event, PoissonSampledDpEvent):
-        return PoissonSampledDpEvent(event.sampling_probability, lowered(event.event, slack))
-    if isinstance(event, SampledWithoutReplacementDpEvent):
-        return SampledWithoutReplacementDpEvent(
-            event.source_dataset_size, event.sample_size, lowered(event.event, slack)
+@parts_of.register
+def _(event: DpEvent, count: int) -> Parts:
+    raise TypeError(
+        f"{type(event).__name__} is not accounted for here: charge what its guarantee is under the"
+        " accountant's relation, PureDpEvent(epsilon), MuGaussianDpEvent(mu), or for (epsilon,"
+        " delta) ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])."
+    )
+
+
+@parts_of.register
+def _(event: NoOpDpEvent, count: int) -> Parts:
+    yield from ()
+
+
+@parts_of.register
+def _(event: ComposedDpEvent, count: int) -> Parts:
+    for part in event.events:
+        yield from parts_of(part, count)
+
+
+@parts_of.register
+def _(event: SelfComposedDpEvent, count: int) -> Parts:
+    if event.count != 0:
+        times = count * positive_count(event.count, "SelfComposedDpEvent.count")
+        what = "the number of releases in a SelfComposedDpEvent"
+        yield from parts_of(event.event, positive_count(times, what))
+
+
+@parts_of.register
+def _(event: NonPrivateDpEvent, count: int) -> Parts:
+    yield event, count
+
+
+@parts_of.register
+def _(event: GaussianSum, count: int) -> Parts:
+    yield type(event)(gaussian_noise_multiplier(event.noise_multiplier)), count
+
+
+@parts_of.register
+def _(event: PoissonSampledDpEvent, count: int) -> Parts:
+    gaussian = _sampled_gaussian(event.event, "PoissonSampledDpEvent")
+    if _real(event.sampling_probability, "sampling_probability") != 0:
+        rate = sampling_rate(event.sampling_probability, "sampling_probability")
+        yield PoissonSampledDpEvent(rate, gaussian), count
+
+
+@parts_of.register
+def _(event: SampledWithoutReplacementDpEvent, count: int) -> Parts:
+    gaussian = _sampled_gaussian(event.event, "SampledWithoutReplacementDpEvent")
+    size = positive_count(event.source_dataset_size, "source_dataset_size")
+    batch = positive_count(event.sample_size, "sample_size")
+    if batch > size:
+        raise ValueError(
+            f"sample_size {batch} is larger than source_dataset_size {size}: a batch holds at most"
+            " all records."
         )
-    if isinstance(event, _NOISE_ONLY):
-        return type(event)(down(event.noise_multiplier))
-    if isinstance(event, MuGaussianDpEvent):
-        return MuGaussianDpEvent(1 / down(1 / event.mu))
+    yield SampledWithoutReplacementDpEvent(size, batch, gaussian), count
+
+
+@parts_of.register
+def _(event: MuGaussianDpEvent, count: int) -> Parts:
+    if mu := _non_negative(event.mu, "mu"):
+        yield MuGaussianDpEvent(mu), count
+
+
+@parts_of.register
+def _(event: PureDpEvent | BoundedRangeDpEvent, count: int) -> Parts:
+    if epsilon := _non_negative(event.epsilon, "epsilon"):
+        yield type(event)(epsilon), count
+
+
+@parts_of.register
+def _(event: FailureDpEvent, count: int) -> Parts:
+    delta = _real(event.delta, "delta")
+    if not 0 < delta < 1:
+        raise ValueError(
+            f"delta of a FailureDpEvent must lie in (0, 1), got {event.delta!r}. What never fails"
+            " needs no such event, and what always fails is NonPrivateDpEvent()."
+        )
+    yield FailureDpEvent(delta), count
+
+
+@parts_of.register
+def _(event: ZCDpEvent, count: int) -> Parts:
+    rho, xi = _non_negative(event.rho, "rho"), _non_negative(event.xi, "xi")
+    if rho or xi:
+        yield ZCDpEvent(rho, xi), count
+
+
+@singledispatch
+def lowered(event: DpEvent, slack: float) -> DpEvent:
+    """An elementary event that dominates ``event`` and all those with up to ``slack`` times less
+    noise, on a grid of ratio 1.005. The event itself where no noise is known.
+    """
     return event
+
+
+def _down(noise: float, slack: float) -> float:
+    return min(_GRID ** math.floor(math.log(noise / slack) / math.log(_GRID)), noise / slack)
+
+
+@lowered.register
+def _(event: PoissonSampledDpEvent | SampledWithoutReplacementDpEvent, slack: float) -> DpEvent:
+    changed: DpEvent = attr.evolve(event, event=lowered(event.event, slack))
+    return changed
+
+
+@lowered.register
+def _(event: GaussianSum, slack: float) -> DpEvent:
+    return type(event)(_down(event.noise_multiplier, slack))
+
+
+@lowered.register
+def _(event: MuGaussianDpEvent, slack: float) -> DpEvent:
+    return MuGaussianDpEvent(1 / _down(1 / event.mu, slack))
 
 
 def encode(event: DpEvent) -> list[Any]:
@@ -316,12 +367,13 @@ def encode(event: DpEvent) -> list[Any]:
 
 def decode(code: Any) -> DpEvent:
     """The event that :func:`encode` wrote."""
-    if not isinstance(code, list) or not code or code[0] not in __all__:
-        raise ValueError(f"this is not a saved event: {code!r}.")
+    kinds = {kind.__name__: kind for kind in parts_of.registry if issubclass(kind, DpEvent)}
+    if not isinstance(code, list) or not code or code[0] not in kinds:
+        raise ValueError(f"this is not a saved event: {code!r}. Load what state_dict() returned.")
     values = [decode(value) if isinstance(value, list) else float(value) for value in code[1:]]
     if code[0] == "SampledWithoutReplacementDpEvent":
         values[:2] = int(values[0]), int(values[1])
-    event: DpEvent = globals()[code[0]](*values)
+    event: DpEvent = kinds[code[0]](*values)
     return event
 
 

@@ -44,7 +44,7 @@ from urllib.parse import quote
 from . import events
 from .choices import accounting_method, neighboring_relation
 from .events import DpEvent
-from .privacy_loss import Pair
+from .pairs import Pair
 
 BUSY_SECONDS = 60.0
 MAKING_SECONDS = 10.0

@@ -1,7 +1,7 @@
 """Renyi differential privacy: from releases to one curve, and from the curve to (epsilon, delta).
 
 The curve of a release is that of the pair which dominates it
-(:func:`privacy_loss.dominating_pair`): every Renyi divergence is a positive combination of
+(:func:`pairs.dominating_pair`): every Renyi divergence is a positive combination of
 hockey-stick divergences, so it can only grow from the release to its dominating pair. Curves add up
 under composition, also when parameters are chosen adaptively, for as long as the sum at one order
 fixed in advance stays below a limit fixed in advance (Feldman, Zrnic 2021).
@@ -11,25 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 
 import numpy as np
 from scipy import special
 
-from .privacy_loss import (
-    Array,
-    BoundedRange,
-    Concentrated,
-    Gaussian,
-    Pair,
-    Pure,
-    Sampled,
-    beside_failures,
-    log_mixture,
-    merge,
-    pieces,
-    with_failures,
-)
+from .failures import beside_failures, with_failures
+from .levels import merge
+from .loss_grid import log_mixture, pieces
+from .pairs import Array, BoundedRange, Concentrated, Gaussian, Pair, Pure, Sampled
 
 ORDERS: tuple[float, ...] = (
     *(1 + i / 10 for i in range(1, 100)),
@@ -43,36 +33,56 @@ _RATIO = 1.005
 _MARGIN = 1e-9  # relative error of the quadrature, by far
 
 
+@singledispatch
+def divergences(pair: Pair, alpha: Array) -> Array:
+    """The Renyi divergence of one release at the orders ``alpha``; infinite where nothing is known.
+
+    A new kind of pair registers its own.
+    """
+    return np.full(len(alpha), math.inf)
+
+
+@divergences.register
+def _(pair: Gaussian, alpha: Array) -> Array:
+    return alpha * pair.mu**2 / 2
+
+
+@divergences.register
+def _(pair: Concentrated, alpha: Array) -> Array:
+    return pair.xi + pair.rho * alpha
+
+
+@divergences.register
+def _(pair: Pure, alpha: Array) -> Array:
+    # log E exp(theta L) for L = e with probability e^e / (1 + e^e), else -e
+    e, theta = pair.epsilon, alpha - 1
+    log_moment = np.logaddexp(alpha * e - np.logaddexp(0, e), -theta * e - np.logaddexp(0, e))
+    return _of_bounded_loss(log_moment, e, alpha)
+
+
+@divergences.register
+def _(pair: BoundedRange, alpha: Array) -> Array:
+    # density exp((l - b) / 2) / (2 (1 - e^-b)) on [-b, b]
+    b, slope = pair.epsilon, alpha - 1 + 0.5
+    log_moment = (
+        (slope - 0.5) * b
+        + np.log(-np.expm1(-2 * slope * b) / (2 * slope))
+        - math.log(-math.expm1(-b))
+    )
+    return _of_bounded_loss(log_moment, b, alpha)
+
+
+@divergences.register
+def _(pair: Sampled, alpha: Array) -> Array:
+    # Where the loss is tiny, the logarithm of a sum close to 1 has lost digits: an absolute margin
+    # as well.
+    found = np.array([_sampled(pair, order) for order in alpha.tolist()])
+    return found * (1 + _MARGIN) + 2e-15 * (1 + alpha) / (alpha - 1)
+
+
 @lru_cache(maxsize=4096)
 def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
-    alpha = np.array(orders, dtype=np.float64)
-    theta = alpha - 1
-    if isinstance(pair, Gaussian):
-        return alpha * pair.mu**2 / 2
-    if isinstance(pair, Concentrated):
-        return pair.xi + pair.rho * alpha
-    if isinstance(pair, Pure):
-        # log E exp(theta L) for L = e with probability e^e / (1 + e^e), else -e
-        e = pair.epsilon
-        log_moment = np.logaddexp(alpha * e - np.logaddexp(0, e), -theta * e - np.logaddexp(0, e))
-        return _of_bounded_loss(log_moment, e, alpha)
-    if isinstance(pair, BoundedRange):
-        # density exp((l - b) / 2) / (2 (1 - e^-b)) on [-b, b]
-        b, slope = pair.epsilon, theta + 0.5
-        log_moment = (
-            (slope - 0.5) * b
-            + np.log(-np.expm1(-2 * slope * b) / (2 * slope))
-            - math.log(-math.expm1(-b))
-        )
-        return _of_bounded_loss(log_moment, b, alpha)
-    if isinstance(pair, Sampled):
-        # Where the loss is tiny, the logarithm of a sum close to 1 has lost digits: an absolute
-        # margin as well.
-        return (
-            np.array([_sampled(pair, a) for a in orders]) * (1 + _MARGIN)
-            + 2e-15 * (1 + alpha) / theta
-        )
-    return np.full(len(alpha), math.inf)
+    return divergences(pair, np.array(orders, dtype=np.float64))
 
 
 def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
@@ -132,21 +142,21 @@ def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array
     return total
 
 
-def epsilon(divergences: Array, delta: float, orders: Sequence[float] = ORDERS) -> float:
+def epsilon(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> float:
     """Epsilon at ``delta``: Canonne, Kamath, Steinke 2020, Proposition 12, at the best order."""
     alpha = np.asarray(orders, dtype=np.float64)
-    return max(0.0, float(np.min(divergences - _conversion(alpha, delta))))
+    return max(0.0, float(np.min(of_orders - _conversion(alpha, delta))))
 
 
-def best_order(divergences: Array, delta: float, orders: Sequence[float] = ORDERS) -> int:
+def best_order(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> int:
     """Index of the order that decides :func:`epsilon`."""
-    return int(np.argmin(divergences - _conversion(np.asarray(orders, dtype=np.float64), delta)))
+    return int(np.argmin(of_orders - _conversion(np.asarray(orders, dtype=np.float64), delta)))
 
 
-def delta(divergences: Array, epsilon: float, orders: Sequence[float] = ORDERS) -> float:
+def delta(of_orders: Array, epsilon: float, orders: Sequence[float] = ORDERS) -> float:
     """Delta at ``epsilon``, by the same bound."""
     alpha = np.asarray(orders, dtype=np.float64)
-    log_delta = (alpha - 1) * (divergences - epsilon + np.log1p(-1 / alpha)) - np.log(alpha)
+    log_delta = (alpha - 1) * (of_orders - epsilon + np.log1p(-1 / alpha)) - np.log(alpha)
     return math.exp(min(0.0, float(np.min(log_delta))))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..accounting import privacy_loss
+from ..accounting import bounds, pairs
 from ..accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 
 ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # of an exact draw; another kind is registered
@@ -47,7 +47,7 @@ def _(event: BoundedRangeDpEvent, divergence: float) -> ExactEvent:
 
 @ratio_bounded.register
 def _(event: MuGaussianDpEvent, divergence: float) -> ExactEvent:
-    added = 2 * privacy_loss.dominating_mu(privacy_loss.Pure(divergence))
+    added = 2 * pairs.dominating_mu(pairs.Pure(divergence))
     return MuGaussianDpEvent((event.mu + added) * _ROUND_UP)
 
 
@@ -127,7 +127,7 @@ def _(event: BoundedRangeDpEvent, epsilon: float) -> float:
 
 @_exact_delta.register
 def _(event: MuGaussianDpEvent, epsilon: float) -> float:
-    return privacy_loss.upper_delta({privacy_loss.Gaussian(event.mu): 1}, epsilon)
+    return bounds.upper_delta({pairs.Gaussian(event.mu): 1}, epsilon)
 
 
 @singledispatch
@@ -146,7 +146,7 @@ def _(event: BoundedRangeDpEvent, delta: float) -> float:
 def _(event: MuGaussianDpEvent, delta: float) -> float:
     if delta < _LEAST_DELTA:
         return math.inf
-    return privacy_loss.upper_epsilon({privacy_loss.Gaussian(event.mu): 1}, delta)
+    return bounds.upper_epsilon({pairs.Gaussian(event.mu): 1}, delta)
 
 
 def _unknown(event: Any) -> TypeError:

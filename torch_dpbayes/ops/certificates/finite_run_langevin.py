@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ...accounting.events import DpEvent, MuGaussianDpEvent, positive_count
-from ...accounting.privacy_loss import Array
+from ...accounting.pairs import Array
 from ...noise import GaussianNoise
 from ..checks import require_positive
 from ..langevin import overdamped

@@ -10,23 +10,24 @@
 3. *A composition.* Only it refuses, so that no charge is refused that the reported epsilon would
    have allowed.
 
-A filter (see :class:`Filter`) takes the place of all three where parameters may depend on earlier
-outputs: one order, one limit.
+A filter takes the place of all three where parameters may depend on earlier outputs: one order, one
+limit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import Literal, NamedTuple
 
 import numpy as np
 
-from . import privacy_loss, renyi
+from . import bounds, renyi
+from .bounds import Extension
 from .choices import Method
-from .privacy_loss import Array, Gaussian, NonPrivate, Pair, Sampled, added
+from .filters import Budget, Filter, orders_of
+from .pairs import Array, Gaussian, NonPrivate, Pair, Sampled, added, covers, dominating_mu, take
+from .search import MOST_STEPS, largest
 
-_MOST_STEPS = 2**40
 _GRID = 1.02  # ratio of the cells in which the additive bound rounds
 _EXACT_COSTS = 16  # so many different releases are priced as they are before rounding starts
 _SLACK = 1.01  # the least by which a reserve for falling noise lies below it
@@ -35,61 +36,6 @@ _MANY = 48  # levels beyond which compositions merge
 _FAR_FROM_EDGE = 256  # steps that are known to fit, of which a small share is to be reserved
 _SHRINK = 8  # how much less a certificate is expected to hold than the one before
 _COARSE = 1.02  # ratio within which a first, cheap composition of many levels merges
-
-
-class Filter(NamedTuple):
-    """A limit on an additive cost, fixed before the first release, so that it holds however the
-    charges are chosen.
-
-    kind "renyi": the Renyi divergence at one order (Feldman, Zrnic 2021, Theorem 4.3); kind
-    "gaussian": mu^2 (Smith, Thakurta 2022).
-    """
-
-    kind: Literal["gaussian", "renyi"]
-    order: float
-    limit: float
-
-    @classmethod
-    def gaussian(cls, epsilon: float, delta: float) -> Filter:
-        """The filter of a budget for releases that are Gaussian."""
-        return cls("gaussian", math.inf, privacy_loss.gaussian_mu(epsilon, delta) ** 2)
-
-    @classmethod
-    def renyi(cls, epsilon: float, delta: float, first: Mapping[Pair, int]) -> Filter:
-        """The filter of a budget at the order that lets ``first`` happen most often: what is
-        released first, which no output can have decided.
-        """
-        orders = _orders(epsilon, delta, 0.05, 2, 60)
-        limits = renyi.allowed(epsilon, delta, orders)
-        best = int(np.argmax(limits / np.maximum(renyi.curve(first, orders), 1e-300)))
-        return cls.at(orders[best], epsilon, delta)
-
-    @classmethod
-    def at(cls, order: float, epsilon: float, delta: float) -> Filter:
-        """The filter of a budget at this order."""
-        return cls("renyi", order, float(renyi.allowed(epsilon, delta, [order])[0]))
-
-    def cost(self, counts: Mapping[Pair, int]) -> float:
-        if self.kind == "gaussian":
-            return math.fsum(
-                count * privacy_loss.dominating_mu(pair) ** 2 for pair, count in counts.items()
-            )
-        return float(renyi.curve(counts, [self.order])[0])
-
-    def epsilon(self, delta: float) -> float:
-        if self.kind == "gaussian":
-            return privacy_loss.upper_epsilon({Gaussian(math.sqrt(self.limit)): 1}, delta)
-        return renyi.epsilon(np.array([self.limit]), delta, [self.order])
-
-    def delta(self, epsilon: float) -> float:
-        if self.kind == "gaussian":
-            return privacy_loss.upper_delta({Gaussian(math.sqrt(self.limit)): 1}, epsilon)
-        return renyi.delta(np.array([self.limit]), epsilon, [self.order])
-
-    def describe(self) -> str:
-        return (
-            "mu^2" if self.kind == "gaussian" else f"the Renyi divergence of order {self.order:.3g}"
-        )
 
 
 class _Family:
@@ -115,22 +61,20 @@ class _Family:
         self.slack = max(math.sqrt(self.slack), _SLACK)
 
 
-class Headroom:
+class Admission:
     """What is left of one budget after what was charged.
 
     Args:
-        epsilon, delta: the budget.
+        budget: epsilon and delta.
         method: how compositions are priced.
         filter: the rule for parameters that may depend on earlier outputs, or ``None``.
     """
 
-    def __init__(
-        self, epsilon: float, delta: float, method: Method, filter: Filter | None = None
-    ) -> None:
-        self._epsilon, self._delta, self._method, self._filter = epsilon, delta, method, filter
+    def __init__(self, budget: Budget, method: Method, filter: Filter | None = None) -> None:
+        (self._epsilon, self._delta), self._method, self._filter = budget, method, filter
         if filter is None:
-            self._orders = _orders(epsilon, delta, 0.15, 1.6, 12)
-            limits = renyi.allowed(epsilon, delta, self._orders)
+            self._orders = orders_of(budget, 0.15, 1.6, 12)
+            limits = renyi.allowed(*budget, self._orders)
         else:
             self._orders = () if filter.kind == "gaussian" else (filter.order,)
             limits = np.array([filter.limit])
@@ -139,7 +83,7 @@ class Headroom:
         self._costs: dict[Hashable, Array] = {}
         self._families: dict[Hashable, _Family] = {}
         self._certificate: dict[Pair, int] = {}
-        self._fine: tuple[dict[Pair, int], privacy_loss.Extension] | None = None
+        self._fine: tuple[dict[Pair, int], Extension] | None = None
         self._guess = 0
         self._spent = np.zeros(len(self._limits))
 
@@ -261,11 +205,11 @@ class Headroom:
         if any(isinstance(pair, NonPrivate) for pair in counts):
             return 0
         cheap = self._cheap({}, unit)
-        if cheap >= _MOST_STEPS:
+        if cheap >= MOST_STEPS:
             return cheap
         start = max(cheap + cheap // 4, 1)
         if self._method == "pld" and self._filter is None and len(added(counts, unit)) > _FEW:
-            price = privacy_loss.Extension(counts, unit, self._delta, start)
+            price = Extension(counts, unit, self._delta, start)
             start = max(largest(lambda steps: price(steps) - self._epsilon, start=start), 1)
         return max(largest(self._excess(counts, unit), start=start), cheap)
 
@@ -282,7 +226,7 @@ class Headroom:
             return int(
                 min(
                     np.max(left[possible] / np.maximum(each[possible], 1e-300)) * (1 - 1e-12),
-                    _MOST_STEPS,
+                    MOST_STEPS,
                 )
             )
 
@@ -305,7 +249,7 @@ class Headroom:
             if self._orders:
                 cost = renyi.curve({pair: 1}, self._orders)
             else:
-                cost = np.array([privacy_loss.dominating_mu(pair) ** 2])
+                cost = np.array([dominating_mu(pair) ** 2])
             if len(self._costs) < 100_000:
                 self._costs[key] = cost
         return cost
@@ -362,15 +306,13 @@ class Headroom:
         if self._method == "rdp" or self._filter is not None or len(added(base, unit)) <= _FEW:
             return largest(excess, start=self._guess) if excess(0) <= 0 else -1
         if len(base) <= _MANY:
-            price = privacy_loss.Extension(base, unit, self._delta, self._guess)
+            price = Extension(base, unit, self._delta, self._guess)
             steps = largest(lambda n: price(n) - self._epsilon, start=self._guess)
             if steps > 8:  # the last ones are left to the bound that is reported
                 return steps - 1 - steps // 500
             return largest(excess, start=max(steps, 1)) if excess(0) <= 0 else -1
         if self._fine is None:
-            price = privacy_loss.Extension(
-                base, unit, self._delta, self._guess, _COARSE, accuracy=1e-3
-            )
+            price = Extension(base, unit, self._delta, self._guess, _COARSE, accuracy=1e-3)
             steps = largest(lambda n: price(n) - self._epsilon, start=self._guess)
             if steps > 16:
                 return steps
@@ -386,7 +328,7 @@ class Headroom:
                 return self._filter.cost(counts) - self._filter.limit
             if self._method == "rdp":
                 return renyi.upper_epsilon(counts, self._delta) - self._epsilon
-            return privacy_loss.upper_epsilon(counts, self._delta) - self._epsilon
+            return bounds.upper_epsilon(counts, self._delta) - self._epsilon
 
         return excess
 
@@ -406,89 +348,9 @@ class Headroom:
             else:
                 self._fine = None
         if self._fine is None:
-            price = privacy_loss.Extension(
-                base, unit, self._delta, max(self._guess, sum(base.values()) // 50)
-            )
+            price = Extension(base, unit, self._delta, max(self._guess, sum(base.values()) // 50))
         self._fine = (base, price)
         return lambda steps: price(steps) - self._epsilon
-
-
-def _orders(
-    epsilon: float, delta: float, low: float, high: float, number: int
-) -> tuple[float, ...]:
-    """Orders around the one that lasts longest for Gaussians, and below it, where sampling
-    makes large orders explode.
-    """
-    orders = np.minimum(
-        1 + (renyi.filter_order(epsilon, delta) - 1) * np.geomspace(low, high, number),
-        renyi.ORDERS[-1],
-    )
-    # of a whole order sampling has a closed form
-    return tuple(sorted({float(round(order)) if order > 3 else float(order) for order in orders}))
-
-
-def take(tokens: dict[Pair, int], pair: Pair, count: int) -> Pair | None:
-    """Takes ``count`` of what covers ``pair`` out of ``tokens``, and says what that was;
-    ``None``: nothing does.
-    """
-    left = tokens.get(pair, 0)
-    if left < count:
-        found = next((p for p, n in tokens.items() if n >= count and covers(p, pair)), None)
-        if found is None:
-            return None
-        pair, left = found, tokens[found]
-    tokens[pair] = left - count
-    return pair
-
-
-def largest(excess: Callable[[int], float], *, start: int = 1) -> int:
-    """The largest n >= 1 at which the increasing function is at most 0, or 0: bracketing,
-    then false position.
-    """
-    low, high = 0, 0
-    below, above = -math.inf, math.inf
-    n = max(start, 1)
-    while not high or not low:
-        value = excess(n)
-        if value <= 0:
-            low, below = n, value
-            if high or n >= _MOST_STEPS:
-                break
-            n *= 2
-        else:
-            high, above = n, value
-            if low or high == 1:
-                break
-            n = max(1, n // 2)
-    if not high:
-        return low
-    kept = 0
-    while high - low > 1:
-        if math.isfinite(above) and math.isfinite(below) and abs(kept) < 3:
-            n = low + int((high - low) * below / (below - above))
-        else:
-            n = (low + high) // 2
-            kept = 0
-        n = min(max(n, low + 1), high - 1)
-        value = excess(n)
-        if value <= 0:
-            low, below, kept = n, value, max(kept, 0) + 1
-        else:
-            high, above, kept = n, value, min(kept, 0) - 1
-    return low
-
-
-def covers(reserve: Pair, pair: Pair) -> bool:
-    """Whether ``reserve`` dominates ``pair``: less noise and a larger sampling rate are less
-    private.
-    """
-    if isinstance(reserve, Sampled) and isinstance(pair, Sampled):
-        return (
-            reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
-        )
-    if isinstance(reserve, Gaussian) and isinstance(pair, Gaussian):
-        return reserve.mu >= pair.mu
-    return reserve == pair
 
 
 def weaker(pair: Pair, slack: float) -> Pair:

@@ -1,0 +1,252 @@
+"""Epsilon and delta of a history by privacy loss distributions: upper bounds, and lower ones.
+
+Upper bounds merge close levels at their least private member, discretise so that privacy only
+looks worse, and add what the computation does not see. Lower bounds round the other way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from .composition import ACCURACY, Composition, choose_window, compose, tail_of
+from .failures import (
+    SMALLEST_DELTA,
+    apart,
+    beside_failures,
+    failing,
+    largest_sum,
+    left_of,
+    with_failures,
+)
+from .gaussian import gaussian_delta, gaussian_epsilon
+from .levels import EXACT_LEVELS, RATIO, directions, merge, only_mu
+from .pairs import (
+    Concentrated,
+    Failure,
+    Gaussian,
+    NonPrivate,
+    Pair,
+    added,
+    dominating_mu,
+    largest_loss,
+)
+
+_ROUGH_RATIO, _ROUGH_ACCURACY = 1.02, 1e-3  # of a first bound where levels are many
+_LOWER_RATIO = 1.005
+_FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
+
+ZCDP_REFUSAL = (
+    "zero-concentrated differential privacy has no privacy loss distribution: use"
+    " PrivacyAccountant(method='rdp'), or, if the release is a Gaussian, charge"
+    " MuGaussianDpEvent(sqrt(2 * rho)), which costs less."
+)
+
+
+def _refused(counts: Mapping[Pair, int]) -> bool:
+    if any(isinstance(pair, Concentrated) for pair in counts):
+        raise ValueError(ZCDP_REFUSAL)
+    return any(isinstance(pair, NonPrivate) for pair in counts)
+
+
+def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO) -> float:
+    """An upper bound on epsilon at ``delta``, for releases whose parameters were fixed in advance.
+
+    Args:
+        counts: how often each pair was released.
+        delta: the probability with which the loss may pass epsilon.
+        ratio: if there are many levels, those within this ratio of each other are merged at the
+            least private.
+    """
+    if _refused(counts):
+        return math.inf
+    return beside_failures(
+        counts,
+        delta,
+        lambda others, left: min(_upper_epsilon(others, left, ratio), largest_sum(others)),
+    )
+
+
+def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> float:
+    counts, largest = _without_extremes(counts)
+    if largest:
+        return (largest + _upper_epsilon(counts, delta, ratio)) * (1 + 1e-15)
+    levels = merge(counts, ratio)
+    if (mu := only_mu(levels)) is not None:
+        return gaussian_epsilon(mu, delta)
+    try:
+        if len(levels) <= EXACT_LEVELS:
+            return _worst([c.upper_epsilon(delta) for c in compose(levels, delta=delta)])
+        # Where levels are many a rough bound on one direction often shows that it is not the worse
+        # one.
+        rough = compose(merge(levels, _ROUGH_RATIO), delta=delta, accuracy=_ROUGH_ACCURACY)
+        bounds = {c.reverse: c.upper_epsilon(delta) for c in rough}
+        fine: dict[bool, float] = {}
+        for reverse in sorted(bounds, key=lambda direction: -bounds[direction]):
+            if not fine or not bounds[reverse] <= max(fine.values()):
+                (composition,) = compose(levels, delta=delta, reverse=reverse)
+                fine[reverse] = composition.upper_epsilon(delta)
+        return _worst(list(fine.values()))
+    except OverflowError:
+        return math.inf
+
+
+class Extension:
+    """The function from steps to an upper bound on epsilon of ``counts`` and ``steps`` times
+    ``more``.
+
+    A call costs one inverse FFT. The bound is tightest near ``guess`` steps.
+    """
+
+    def __init__(
+        self,
+        counts: Mapping[Pair, int],
+        more: Mapping[Pair, int],
+        delta: float,
+        guess: int,
+        ratio: float = RATIO,
+        accuracy: float = ACCURACY,
+    ) -> None:
+        self._delta, self._ratio, self._counts, self._more = delta, ratio, dict(counts), dict(more)
+        self._directions: list[tuple[Composition, Composition]] = []
+        self._beyond = False
+        joint = added(counts, more, guess)
+        # of these a bound that needs no grid is asked for each time
+        self._gridless = set(map(type, joint)) <= {Gaussian, Failure} or _without_extremes(
+            apart(joint)[1]
+        ) != (apart(joint)[1], 0.0)
+        if self._gridless:
+            return
+        failures, others = apart(added(counts, more, guess))
+        delta = max(left_of(delta, min(failing(failures), delta)), SMALLEST_DELTA)
+        base, step = merge(apart(counts)[1], ratio), merge(apart(more)[1], ratio)
+        joint = merge(others, ratio)
+        tail = tail_of(delta, 4 * sum(joint.values()))
+
+        def composed(
+            reverse: bool, levels: Mapping[Pair, int], accuracy: float
+        ) -> tuple[Composition, Composition]:
+            window = choose_window(
+                joint, reverse, tail, log_delta=math.log(delta), accuracy=accuracy
+            )
+            return Composition(window, levels, reverse, tail), Composition(
+                window, step, reverse, tail
+            )
+
+        try:
+            # the better direction does not decide: it may stay rough
+            if len(base) > EXACT_LEVELS and ratio < _ROUGH_RATIO:
+                rough = [
+                    composed(reverse, merge(base, _ROUGH_RATIO), _ROUGH_ACCURACY)
+                    for reverse in directions(joint)
+                ]
+                rough.sort(key=lambda pair: pair[0].upper_epsilon(delta))
+                self._directions = [*rough[:-1], composed(rough[-1][0].reverse, base, accuracy)]
+            else:
+                self._directions = [
+                    composed(reverse, base, accuracy) for reverse in directions(joint)
+                ]
+        except OverflowError:
+            self._beyond = True
+
+    def extend(self, counts: Mapping[Pair, int], more: Mapping[Pair, int]) -> None:
+        """``counts`` were released too, and ``more`` is to be asked for from now on. The grid
+        stays what it was.
+        """
+        self._counts, self._more = added(self._counts, counts), dict(more)
+        new, step = merge(apart(counts)[1], self._ratio), merge(apart(more)[1], self._ratio)
+        try:
+            self._directions = [
+                (base.followed_by(base.like(new), 1) if new else base, base.like(step))
+                for base, _ in self._directions
+            ]
+        except OverflowError:
+            self._beyond = True
+
+    def __call__(self, steps: int) -> float:
+        if self._gridless:
+            return upper_epsilon(added(self._counts, self._more, steps), self._delta)
+        if self._beyond:
+            return math.inf
+
+        def price(_: dict[Pair, int], delta: float) -> float:
+            try:
+                joint = [
+                    before.followed_by(after, steps) if steps else before
+                    for before, after in self._directions
+                ]
+                return _worst([c.upper_epsilon(delta) for c in joint])
+            except OverflowError:
+                return math.inf
+
+        return beside_failures(added(self._counts, self._more, steps), self._delta, price)
+
+
+def _without_extremes(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], float]:
+    """What a distribution on a grid can tell apart, and what is to be added to its epsilon for the
+    rest, which costs far more than any guarantee is worth: bounded losses count at their largest
+    (basic composition), and beside such a Gaussian other releases count as Gaussians without
+    amplification.
+    """
+    far: dict[Pair, int] = {
+        pair: n for pair, n in counts.items() if _FAR_LOSS < largest_loss(pair) < math.inf
+    }
+    near: dict[Pair, int] = {pair: n for pair, n in counts.items() if pair not in far}
+    if (
+        math.fsum(n * pair.mu**2 for pair, n in near.items() if isinstance(pair, Gaussian))
+        > _FAR_MU**2
+    ):
+        squared = math.fsum(n * dominating_mu(pair) ** 2 for pair, n in near.items())
+        near = {Gaussian(math.sqrt(squared) * (1 + 1e-15)): 1}
+    return near, largest_sum(far)
+
+
+def _worst(values: list[float]) -> float:
+    """The largest; ``max`` would pass over a NaN that does not come first."""
+    return math.inf if any(map(math.isnan, values)) else max(values)
+
+
+def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
+    """A lower bound: no accountant that knows no more than the events can prove less than this."""
+    if _refused(counts):
+        return math.inf
+    failures, others = apart(counts)
+    if failures:
+        failed = failing(failures, upper=False)
+        if failed > delta:
+            return math.inf
+        delta = max((delta - failed) / (1 - failed) * (1 + 1e-15), SMALLEST_DELTA)
+    if (near := _without_extremes(others)[0]) != others:  # leaving the others out only lowers it
+        others = (
+            {pair: n for pair, n in others.items() if isinstance(pair, Gaussian)}
+            if _FAR_MU < (only_mu(near) or 0.0)
+            else near
+        )
+    levels = merge(others, _LOWER_RATIO, upper=False)
+    if (mu := only_mu(levels)) is not None:
+        return gaussian_epsilon(mu, delta) * (1 - 1e-9)
+    accuracy = ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= EXACT_LEVELS else 3)
+    try:
+        return max(c.lower_epsilon(delta) for c in compose(levels, delta=delta, accuracy=accuracy))
+    except OverflowError:
+        return 0.0
+
+
+def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    """An upper bound on delta at ``epsilon``."""
+    if _refused(counts):
+        return 1.0
+    return with_failures(counts, lambda others: _upper_delta(others, epsilon))
+
+
+def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    counts, largest = _without_extremes(counts)
+    if largest:
+        return _upper_delta(counts, (epsilon - largest) * (1 - 1e-15)) if epsilon > largest else 1.0
+    levels = merge(counts)
+    if (mu := only_mu(levels)) is not None:
+        return max(0.0, min(1.0, gaussian_delta(mu, epsilon) * (1 + 1e-10)))
+    try:
+        return min(1.0, _worst([c.upper_delta(epsilon) for c in compose(levels, epsilon=epsilon)]))
+    except OverflowError:
+        return 1.0
