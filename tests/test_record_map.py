@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.clipping import record_map
+from torch_dpbayes.clipping import isolated, record_map
 from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.clipping.isolated import IsolatedGradientSource
 from torch_dpbayes.clipping.record_map import CannotBeMapped, Nested, RecordMap
@@ -524,14 +524,80 @@ def test_attention_with_operands_of_several_dimensions_stays_within_a_record():
     assert torch.equal(first[1:], second[1:]) and not torch.equal(first[0], second[0])
 
 
-def test_isolated_records_that_come_out_differently_when_run_again_are_refused():
+def test_isolated_records_that_come_out_differently_when_run_again_are_refused(monkeypatch):
     net = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    monkeypatch.setattr(isolated, "_NUMBERS_HELD", 2 * sum(p.numel() for p in net.parameters()))
     source = IsolatedGradientSource(net)
     F.cross_entropy(net(torch.randn(5, 6)), torch.randint(3, (5,))).backward()
     net.eval()
     with pytest.raises(RuntimeError, match="gave other outputs"):
         source.per_record_gradients(net[0].weight)
     source.remove()
+
+
+@pytest.mark.parametrize("held, runs", [(2**25, 1), (0, 5 + 5)])
+def test_isolated_records_of_one_chunk_run_once(held, runs, monkeypatch):
+    """What is done to the model or its output meanwhile does not matter then."""
+    monkeypatch.setattr(isolated, "_NUMBERS_HELD", held)
+    calls = []
+
+    def count(h):
+        calls.append(1)
+        return torch.tanh(h)
+
+    net, x, y = Call(count), torch.randn(5, 6), torch.randint(3, (5,))
+    expected = truth(net, x, y, 0.3)
+    calls.clear()
+    source = IsolatedGradientSource(net)
+    out = net(x)
+    F.cross_entropy(out, y).backward()
+    out.detach().zero_()
+    named = list(net.named_parameters())
+    sums = [torch.zeros(p.numel()) for _, p in named]
+    assert source.add_clipped_sum(named, 0.3, sums) == 5
+    assert len(calls) == runs
+    assert torch.allclose(torch.cat(sums), expected, atol=1e-6)
+    source.remove()
+
+
+BOX: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("held", [2**25, 0])
+def test_isolated_records_may_leave_nothing_behind_in_any_pass(held, monkeypatch):
+    """The first pass keeps nothing, as a check would see it; later ones keep everything."""
+    monkeypatch.setattr(isolated, "_NUMBERS_HELD", held)
+    is_keeping = []
+
+    def keep(h):
+        BOX.extend([h] * len(is_keeping))
+        return torch.tanh(h)
+
+    net, x, y = Call(keep), torch.randn(3, 6), torch.randint(3, (3,))
+    source = IsolatedGradientSource(net)
+    named = list(net.named_parameters())
+    try:
+        clipped_sum(source, net, x, y, 0.3)
+        out = net(x)
+        F.cross_entropy(out, y).backward()
+        is_keeping.append(1)
+        sums = [torch.zeros(p.numel()) for _, p in named]
+        if held == 0:  # which are run again
+            with pytest.raises(RuntimeError, match="keeps a tensor"):
+                source.add_clipped_sum(named, 0.3, sums)
+            BOX.clear()
+        source.discard(())
+        with pytest.raises(RuntimeError, match="keeps a tensor"):
+            F.cross_entropy(net(x), y).backward()
+            source.add_clipped_sum(named, 0.3, sums)
+        source.discard(())
+        with pytest.raises(RuntimeError, match="keeps a tensor"):
+            net(x)
+            source.discard(())
+            net(x)
+    finally:
+        BOX.clear()
+        source.remove()
 
 
 @pytest.mark.parametrize("make", [BookkeepingGradientSource, IsolatedGradientSource])
@@ -803,8 +869,6 @@ def test_empty_batches_give_noise_only(mode):
 
 
 def test_chunks_of_isolated_records_add_up(monkeypatch):
-    from torch_dpbayes.clipping import isolated
-
     net, x, y = (
         nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)),
         torch.randn(7, 6),

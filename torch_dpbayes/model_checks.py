@@ -257,6 +257,8 @@ def _check_map(
             source.discard(parameters)
             for p in parameters:
                 p.grad = None
+        with _blamed(module):
+            source.require_nothing_kept()
         _require_unchanged(module, before)
         as_checked = as_checked or ModelAsChecked(
             module, source.passing_attributes, watch_passes=False

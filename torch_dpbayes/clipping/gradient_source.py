@@ -128,6 +128,9 @@ class GradientSource(ABC):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         """Forget everything that forward and backward passes left behind."""
 
+    def require_nothing_kept(self) -> None:
+        """Raise if a tensor of the last forward pass is still alive, after :meth:`discard`."""
+
     @abstractmethod
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the

@@ -178,7 +178,7 @@ class MappedForward:
         try:
             found = self.source.over_records(of_one, rows, direct, n)
         except KeptTensors as kept:
-            raise KeptTensors(kept.tensors, self._where(kept.tensors)) from None
+            raise KeptTensors(kept.tensors, self.where(kept.tensors)) from None
         assert result is not None
         is_mean = self.source.loss_reduction == "mean"
         return result.rebuilt(
@@ -207,7 +207,8 @@ class MappedForward:
             for owner, parameters in before:
                 owner.__dict__["_parameters"] = parameters
 
-    def _where(self, kept: Sequence[Tensor]) -> str:
+    def where(self, kept: Sequence[Tensor]) -> str:
+        """What to say of tensors that outlive their map."""
         places = (
             f"as {attribute!r} of module {name or type(self.module).__name__!r}"
             for name, layer in self.module.named_modules()

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -38,7 +38,6 @@ try:
         _remove_batch_dim,
         _vmap_decrement_nesting,
         _vmap_increment_nesting,
-        get_unwrapped,
         maybe_current_level,
         maybe_get_bdim,
         pop_dynamic_layer_stack,
@@ -52,7 +51,7 @@ except ImportError:  # pragma: no cover - another version of torch
 Run = Callable[..., Tensor]
 
 
-_SAVED_TENSORS = (
+SAVED_TENSORS = (
     "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
     ' batch at once: leave them out, or take grad_sample_mode="hooks"'
 )
@@ -131,7 +130,7 @@ class RecordMap:
         Random numbers differ between records. Hooks on saved tensors are off inside, for they would
         see, and could mix, what the backward pass of all records needs.
         """
-        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
+        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
         with (
             no_hooks,
             _masks_without_shortcuts(),
@@ -181,7 +180,7 @@ class RecordMap:
     def see(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
         if isinstance(result, Tensor):
-            if is_batchedtensor(result):
+            if _is_of_records(result):
                 self._seen.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
@@ -218,6 +217,13 @@ class RecordMap:
         device = tensors[0].device if tensors else None
         anchor = torch.zeros(self.records, device=device)
         return list(torch.func.vmap(one, randomness="different")(anchor, *tensors))
+
+
+def _is_of_records(t: Tensor) -> bool:
+    """Whether a tensor stands for one of each record; it may be tracked by transforms inside."""
+    while is_gradtrackingtensor(t):
+        t = get_unwrapped(t)
+    return is_batchedtensor(t)
 
 
 class _OnBatch(torch.autograd.Function):
@@ -283,7 +289,7 @@ def one_record_only() -> Iterator[None]:
     """Torch functions as inside a map, around a ``torch.func`` transform that runs the same
     program.
     """
-    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
+    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
     with no_hooks, _masks_without_shortcuts(), _OfOneRecord(None, _nothing):
         yield
 
@@ -307,7 +313,7 @@ class _OfOneRecord(TorchFunctionMode):
                 with self:
                     return _plain_attention(*args, **kwargs)
             return self._attention(self._map, *args, **kwargs)
-        if func in _LOOKS and is_batchedtensor(args[0]):
+        if func in _LOOKS and _is_of_records(args[0]):
             raise CannotBeMapped(
                 "it takes a number or a truth value out of a tensor made of the records"
                 f" ({func.__name__}), so one record may decide for all: compute with tensors"
@@ -411,9 +417,11 @@ def _plain_attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # sees nothing: torch's own gives it zeros, softmax NaN
-    is_blind = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
+    if attn_mask is None or is_causal:
+        weights = scores.softmax(-1)
+    else:  # what sees nothing gets zeros from torch's own, NaN from softmax
+        is_blind = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
     return F.dropout(weights, dropout_p, dropout_p > 0) @ value
 
 
