@@ -763,6 +763,114 @@ def test_a_loss_that_the_model_computes(mode):
     assert torch.allclose(moved, expected, atol=0.05 * 2e-3)
 
 
+@dataclass
+class Input:
+    x: torch.Tensor
+    factor: torch.Tensor  # of no dimension: the same for all records
+
+
+class TakesDataclass(Call):
+    def forward(self, given):
+        return super().forward(given.x) * given.factor
+
+
+class TakesNumber(Call):
+    def forward(self, x, factor):
+        return super().forward(x) * factor
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "isolated", "hooks"])
+@pytest.mark.parametrize("is_dataclass", [False, True])
+def test_example_inputs_of_every_kind_that_a_model_takes(is_dataclass, mode):
+    x, y, factor = torch.randn(7, 6), torch.randint(3, (7,)), torch.tensor(0.5)
+    net = (TakesDataclass if is_dataclass else TakesNumber)(torch.tanh)
+    two = (Input(x[:2], factor),) if is_dataclass else (x[:2], factor)
+    net, optimizer, loader = make_private(net, x, y, mode, example_inputs=two)
+    assert optimizer.independence.startswith("by construction") is (mode != "hooks")
+    for a, b in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(net(Input(a, factor)) if is_dataclass else net(a, factor), b).backward()
+        optimizer.step()
+
+
+class WithScalar(Call):
+    """Outputs, and a loss or a statistic of each record."""
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(h), self.function(h)
+
+
+@BOTH
+def test_a_scalar_beside_outputs_is_a_loss(mode):
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net = WithScalar(lambda h: 0.1 * h.square().sum())
+    parameters = list(net.parameters())
+    total = 0.0
+    for i in range(7):
+        out, penalty = net(x[i : i + 1])
+        loss = F.cross_entropy(out, y[i : i + 1]) + penalty
+        g = torch.cat([t.flatten() for t in torch.autograd.grad(loss, parameters)])
+        total = total + g * min(1.0, 0.3 / float(g.norm()))
+    net, optimizer, loader = make_private(net, x, y, mode, clip=0.3)
+    start = torch.cat([p.detach().flatten().clone() for p in parameters])
+    for a, b in loader:
+        out, penalty = net(a)
+        (F.cross_entropy(out, b) + penalty).backward()
+        optimizer.step()
+        moved = (start - torch.cat([p.detach().flatten() for p in parameters])) * 7
+        assert torch.allclose(moved, total, atol=0.3 * 2e-3)
+        out, penalty = net(a)
+        with pytest.raises(RuntimeError, match="weigh its terms in forward"):
+            (F.cross_entropy(out, b) + 0.1 * penalty).backward()
+
+
+@BOTH
+def test_a_scalar_that_is_no_loss_does_not_matter(mode):
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net, optimizer, loader = make_private(WithScalar(lambda h: h.detach().abs().mean()), x, y, mode)
+    for a, b in loader:
+        out, mean = net(a)
+        assert mean.shape == () and out.shape == (7, 3)
+        F.cross_entropy(out, b).backward()
+        optimizer.step()
+
+
+def test_outputs_without_tensors_say_what_to_return():
+    def gaussian(h):
+        return torch.distributions.Normal(h, 1.0, validate_args=False)
+
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+
+    class Distributed(Call):
+        def forward(self, x):
+            return gaussian(super().forward(x))
+
+    for mode in (None, "bookkeeping", "isolated"):
+        with pytest.raises(ValueError, match=r"must be a tensor|return tensors"):
+            make_private(Distributed(torch.tanh), x, y, mode)
+    for mode in ("bookkeeping", "isolated"):
+        with pytest.raises(ValueError, match="no gradient: return a tensor"):
+            make_private(nn.Sequential(Call(torch.tanh), Whole()), x, y, mode)
+
+    class Beside(Call):
+        def forward(self, x):
+            out = super().forward(x)
+            return out, gaussian(out)
+
+    for mode in ("bookkeeping", "isolated"):
+        net, optimizer, loader = make_private(Beside(torch.tanh), x, y, mode)
+        assert optimizer.independence.startswith("by construction")
+        _, distribution = net(x)
+        with pytest.raises(RuntimeError, match="returned a Normal.*its parameters"):
+            distribution.rsample()
+
+
+class Whole(nn.Module):
+    def forward(self, x):
+        return x.argmax(1)
+
+
 # -- what cannot be mapped -------------------------------------------------------------------------
 
 

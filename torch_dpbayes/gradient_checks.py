@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -155,7 +154,9 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
         if trial.is_comparable:
             with source.paused():
                 for row in range(len(keep)):
-                    one = _map(trial.first, partial(torch.narrow, dim=0, start=row, length=1))
+                    one = _map(
+                        trial.first, lambda t, row=row: t[row : row + 1] if t.dim() > 0 else t
+                    )
                     _compare_alone(named, first, norms, row, loss(one, 0, row))
         second = recorded(trial.second, 1)
     finally:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
+from .clipping.gradient_source import _map as _map_tensors
 from .clipping.record_map import CannotBeMapped, KeptTensors, Nested
 from .gradient_checks import (
     HOOKED,
@@ -71,7 +72,12 @@ def made_up_inputs(batch: Any) -> tuple[Any, ...]:
     )
     generator = torch.Generator().manual_seed(17)
     for _ in range(64):
-        made = tuple(_map(lambda t: _values_like(t, 2, 2, generator), inputs))
+        made = tuple(
+            _map_tensors(
+                inputs,
+                lambda t: _values_like(t, 2, 2, generator) if t.dim() > 0 else torch.ones_like(t),
+            )
+        )
         if not _are_equal_records(made):
             break
     return made
@@ -232,7 +238,7 @@ def _check_map(
     ]
     start = time.thread_time()
     for place, batch in enumerate([*given, *others]):
-        is_given, rows = place < len(given), len(next(_tensors(batch)))
+        is_given, rows = place < len(given), len(next(_rows(batch)))
         if rows > 2 and time.thread_time() - start > _SECONDS:
             break
         axes = [0] * _MANY if rows > 1 else ()
@@ -264,8 +270,8 @@ def _check_map(
             module, source.passing_attributes, watch_passes=False
         )
         # a loss, of which the batched one may be another mean
-        if any(t.dim() == 0 for t in mapped):
-            continue
+        has_losses = any(t.dim() == 0 for t in mapped)
+        mapped, batched = [t for t in mapped if t.dim() > 0], [t for t in batched if t.dim() > 0]
         if is_given and not all(
             bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()
         ):
@@ -273,7 +279,8 @@ def _check_map(
         mapped = [t.detach() for t in mapped]
         if _same_outputs(mapped, batched, torch.ones(rows, dtype=torch.bool), is_same_size=False):
             continue
-        _check_independence(module, source, inputs)
+        if not has_losses:
+            _check_independence(module, source, inputs)
         # its draws come in another order; one record alone was the same
         if rows > 1 and draws.is_random:
             break
@@ -296,23 +303,28 @@ def _check_mapped_gradients(
     parameters = [p for _, p in named]
     generator, weights = torch.Generator().manual_seed(1), dict[int, Tensor]()
 
-    def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
+    def loss_of(arguments: tuple[Any, ...]) -> Tensor:
         outputs = [t for t in Nested(module(*arguments)).tensors if t.is_floating_point()]
-        if losses := [t for t in outputs if t.dim() == 0]:
-            return torch.stack(losses).sum()
-        total: Any = 0.0
-        for k, t in enumerate(t.float().reshape(len(t), -1) for t in outputs):
+        rows = [t.float().reshape(len(t), -1) for t in outputs if t.dim() > 0]
+        total = torch.zeros(len(rows[0]) if rows else 1, device=parameters[0].device)
+        for k, t in enumerate(rows):
             if k not in weights:
                 weights[k] = torch.randn(t.shape[1], generator=generator).to(t.device)
             total = total + t @ weights[k]
-        return total
+        total = total.sum() if source.loss_reduction == "sum" else total.mean()
+        return total + sum(t.float() for t in outputs if t.dim() == 0)
 
     def draws() -> _SeededDraws:
         return _SeededDraws(0, [0] * _MANY, are_alike=True)
 
     with draws():
-        losses = loss_per_record(inputs)
-    (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
+        loss = loss_of(inputs)
+    if not loss.requires_grad:
+        raise ValueError(
+            "the model's output has no gradient: return a tensor of floating-point numbers with a"
+            " row per record, or a loss, computed from trainable parameters"
+        )
+    loss.backward()
     recorded = []
     for p in parameters:
         with draws():  # a source may run the records again
@@ -321,7 +333,7 @@ def _check_mapped_gradients(
     is_used = [False] * len(parameters)
     for k in range(2):
         with source.paused(), _SeededDraws(0, are_alike=True):
-            loss = loss_per_record(_given(inputs, [k])).sum()
+            loss = loss_of(_given(inputs, [k]))
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         is_used = [used or g is not None for used, g in zip(is_used, found, strict=True)]
         truth.append(
@@ -669,12 +681,12 @@ def _require_unmoved(
 
 def _exchanged(base: tuple[Any, ...], others: tuple[Any, ...], keep: Tensor) -> tuple[Any, ...]:
     """The records in ``keep`` of ``base``, and all others of ``others``."""
-    exchanged = iter(list(_tensors(others)))
+    exchanged = iter(list(_rows(others)))
     return tuple(_map(lambda t: torch.where(_like(keep, t), t, next(exchanged)), base))
 
 
 def _are_equal_records(inputs: tuple[Any, ...]) -> bool:
-    tensors = [t for t in _tensors(inputs) if t.dim() > 0 and len(t) == 2 and t.numel() > 0]
+    tensors = [t for t in _rows(inputs) if len(t) == 2 and t.numel() > 0]
     return len(tensors) > 0 and all(torch.equal(t[0], t[1]) for t in tensors)
 
 
@@ -692,7 +704,7 @@ def _neighbours(
     generator = torch.Generator().manual_seed(seed)
     pairs = [
         _neighbours_like(t, rows, kind, limit, generator)
-        for t, limit in zip(_tensors(inputs), limits, strict=True)
+        for t, limit in zip(_rows(inputs), limits, strict=True)
     ]
     bases, others = iter(pairs), iter(pairs)
     return tuple(_map(lambda _: next(bases)[0], inputs)), tuple(
@@ -779,7 +791,7 @@ def _integer_limits(module: nn.Module, inputs: tuple[Any, ...]) -> list[int]:
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
     }
     candidates = sorted(
-        {100_001, 256, *tables, *(n for t in _tensors(inputs) for n in t.shape[1:])}, reverse=True
+        {100_001, 256, *tables, *(n for t in _rows(inputs) for n in t.shape[1:])}, reverse=True
     )
     on_cpu = _on_cpu(module)
 
@@ -797,7 +809,7 @@ def _integer_limits(module: nn.Module, inputs: tuple[Any, ...]) -> list[int]:
             return False
 
     limits = []
-    for place, t in enumerate(_tensors(inputs)):
+    for place, t in enumerate(_rows(inputs)):
         is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
         fitting = [n for n in candidates if is_integer and 2 < n <= torch.iinfo(t.dtype).max + 1]
         limits.append(next((n for n in fitting if takes(place, n)), 2))
@@ -821,14 +833,14 @@ def _on_cpu(module: nn.Module) -> dict[str, Tensor]:
 def _tried(module: nn.Module, arguments: tuple[Any, ...], on_cpu: dict[str, Tensor]) -> Any:
     with torch.no_grad(), _SeededDraws(0):
         return (
-            torch.func.functional_call(module, on_cpu, _map(lambda t: t.cpu(), arguments))
+            torch.func.functional_call(module, on_cpu, _map_tensors(arguments, Tensor.cpu))
             if on_cpu
             else module(*arguments)
         )
 
 
 def _sizes(inputs: tuple[Any, ...]) -> list[int]:
-    largest = max((t[:1].numel() for t in _tensors(inputs)), default=1)
+    largest = max((t[:1].numel() for t in _rows(inputs)), default=1)
     return sorted({min(n, max(2, 2**18 // max(largest, 1))) for n in _SIZES})
 
 
@@ -1265,14 +1277,14 @@ def _vary(module: nn.Module, seed: int) -> None:
 
 
 def _map(function: Any, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {k: _map(function, v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        mapped = [_map(function, v) for v in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    return value
+    """``function`` of every tensor with a row for each record; one without dimensions is the same
+    for all.
+    """
+    return _map_tensors(value, lambda t: function(t) if t.dim() > 0 else t)
+
+
+def _rows(value: Any) -> Iterator[Tensor]:
+    return (t for t in _tensors(value) if t.dim() > 0)
 
 
 class _SeededDraws(TorchDispatchMode):

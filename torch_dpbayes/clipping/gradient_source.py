@@ -9,6 +9,7 @@ the checks of ``optim/base.py`` see.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -225,7 +226,7 @@ class ForwardPasses:
             return None
         if self.has_stand_in:
             return _map(output, lambda t: t[:0] if t.dim() > 0 else t)
-        nested = Nested(output, keeps_strangers=True)
+        nested = Nested(output)
         rows = [t for t in nested.tensors if t.requires_grad and t.dim() > 0]
         if not rows:
             return None
@@ -612,7 +613,9 @@ def _records_of(name: str, parameter: Tensor) -> Tensor:
 
 
 def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``function`` of every tensor in nested tuples, lists and mappings, which keep their types."""
+    """``function`` of every tensor in nested tuples, lists, mappings and dataclasses, which keep
+    their types.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -623,6 +626,11 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         items = [_map(v, function) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        whole = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(whole, field.name, _map(getattr(value, field.name), function))
+        return whole
     return value
 
 
@@ -632,3 +640,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, tuple, list)):
         for v in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(v)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

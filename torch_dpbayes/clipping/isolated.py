@@ -32,7 +32,7 @@ from .gradient_source import (
     require_no_ordinary_gradient,
 )
 from .mapped_forward import Loss, MappedForward, OfOne
-from .record_map import SAVED_TENSORS, KeptTensors, RecordMap, one_record_only
+from .record_map import SAVED_TENSORS, CannotBeMapped, KeptTensors, RecordMap, one_record_only
 
 _NUMBERS_HELD = 2**25  # of per-record gradients in a chunk, 128 MiB in float32
 
@@ -322,7 +322,13 @@ class _Graph:
                 # in the map's words, not in vjp's
                 with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
                     results = tuple(of_one(slices, values))
-                return tuple(t for t in results if t.is_floating_point()), results
+                numbers = tuple(t for t in results if t.is_floating_point())
+                if not numbers:
+                    raise CannotBeMapped(
+                        "its output has no gradient: return a tensor of floating-point numbers"
+                        " with a row per record, or a loss"
+                    )
+                return numbers, results
 
             _, self._pull, results = vjp(program, *values, has_aux=True)
             return results  # type: ignore[no-any-return]

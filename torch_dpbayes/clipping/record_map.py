@@ -465,15 +465,16 @@ class Nested:
 
     Args:
         value: the arguments or the result of a model.
-        keeps_strangers: put them back as they are, and not None.
+        stands_in: what is put back in a stranger's place, given the name of its type; None:
+            itself.
 
     Attributes:
         tensors: those found, in order.
         strangers: what is neither a tensor nor a plain value, and may hold tensors unseen.
     """
 
-    def __init__(self, value: Any, *, keeps_strangers: bool = False) -> None:
-        self._keeps_strangers = keeps_strangers
+    def __init__(self, value: Any, *, stands_in: Callable[[str], Any] | None = None) -> None:
+        self._stands_in = stands_in
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._is_tensor = isinstance(value, Tensor)
@@ -489,7 +490,7 @@ class Nested:
             return _PLACE
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and _has_fields_only(leaf):
             inner = {
-                f.name: Nested(getattr(leaf, f.name), keeps_strangers=self._keeps_strangers)
+                f.name: Nested(getattr(leaf, f.name), stands_in=self._stands_in)
                 for f in dataclasses.fields(leaf)
             }
             shell = copy.copy(leaf)
@@ -501,7 +502,7 @@ class Nested:
             return _Dataclass(shell, inner)
         if not isinstance(leaf, _PLAIN):
             self.strangers.append(leaf)
-            return leaf if self._keeps_strangers else None
+            return leaf if self._stands_in is None else self._stands_in(type(leaf).__name__)
         return leaf
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
