@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 import types
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +12,13 @@ import torch
 import torch.nn.functional as F
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.clipping import isolated, record_map
 from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.clipping.gradient_source import HooksGradientSource
 from torch_dpbayes.clipping.isolated import IsolatedGradientSource
 from torch_dpbayes.clipping.record_map import CannotBeMapped, Nested, RecordMap
 
@@ -662,6 +665,205 @@ def test_isolated_gradients_use_the_random_numbers_of_the_forward_pass():
     )
     assert torch.allclose(restored @ net[2].weight.T + net[2].bias, out, atol=1e-4)
     source.remove()
+
+
+# -- what a layer's call may stand in ----------------------------------------------------------
+
+
+class Functional(Call):
+    """The first layer with another weight."""
+
+    def forward(self, x):
+        weight = {"weight": self.first.weight.clamp(min=0)}
+        return self.last(torch.tanh(torch.func.functional_call(self.first, weight, (x,))))
+
+
+class Mapped(Call):
+    def forward(self, x):
+        return self.last(torch.tanh(torch.func.vmap(self.first)(x)))
+
+
+class Derivative(Call):
+    def forward(self, x):
+        return self.last(torch.func.grad(lambda x: torch.tanh(self.first(x)).sum())(x))
+
+
+class Tangent(Call):
+    def forward(self, x):
+        return self.last(torch.tanh(sum(torch.func.jvp(self.first, (x,), (x,)))))
+
+
+class MappedAttention(Fused):
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = torch.func.vmap(F.scaled_dot_product_attention)(q, k, v)
+        return self.head(y.transpose(1, 2).flatten(2).mean(1))
+
+
+@pytest.mark.filterwarnings("ignore")  # attention is slow in torch's own map, jvp old
+@pytest.mark.parametrize("use_steps", [True, False])
+@pytest.mark.parametrize(
+    "make, shape",
+    [
+        *((kind, FLAT) for kind in (Functional, Mapped, Derivative, Tangent)),
+        (lambda _: MappedAttention(), SEQUENCE),
+    ],
+)
+@BOTH
+def test_layers_inside_transforms_and_functional_calls(make, shape, mode, use_steps, monkeypatch):
+    monkeypatch.setattr(
+        RecordMap.__init__, "__kwdefaults__", {"leaves": True, "use_steps": use_steps}
+    )
+    net, x, y = make(None), records(shape), torch.randint(3, (7,))
+    expected = truth(net, x, y, 0.3)
+    net, optimizer, loader = make_private(net, x, y, mode, clip=0.3)
+    assert optimizer.independence.startswith("by construction")
+    for a, b in loader:
+        assert torch.allclose(
+            clipped_sum(optimizer._source, net, a, b, 0.3)[0], expected, atol=1e-5
+        )
+        F.cross_entropy(net(a), b).backward()
+        optimizer.step()
+
+
+UNMAPPABLE = {
+    "one_hot": (lambda h: h + F.one_hot(h.argmax(-1)).sum(), "num_classes"),
+    "checkpoint": (lambda h: checkpoint(torch.tanh, h, use_reentrant=False), "checkpoint"),
+    "old checkpoint": (lambda h: checkpoint(torch.tanh, h, use_reentrant=True), "use_reentrant"),
+    "requires_grad_": (lambda h: h.detach().requires_grad_() + h, "torch.func.grad"),
+    "grad_fn": (lambda h: h if h.grad_fn is None else h * 1.0, "grad_fn"),
+}
+
+
+class Named(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("name", UNMAPPABLE)
+@pytest.mark.filterwarnings("ignore")  # of the old checkpoint
+def test_what_cannot_run_for_one_record_is_named_with_a_remedy(name):
+    function, word = UNMAPPABLE[name]
+    net = nn.Sequential(nn.Linear(6, 6), Named(function), nn.Linear(6, 3))
+    with pytest.raises(ValueError, match=f"(?s)module '1': .*{word}"):
+        make_private(net, torch.randn(7, 6), torch.randint(3, (7,)), "isolated")
+
+
+def test_a_backward_pass_that_cannot_run_for_one_record_says_so(monkeypatch):
+    net = Call(torch.tanh)
+    source = IsolatedGradientSource(net)
+    F.cross_entropy(net(torch.randn(4, 6)), torch.randint(3, (4,))).backward()
+    original = RecordMap.__call__
+
+    def fail(self, function, tensors):
+        raise RuntimeError("Cannot access data pointer\nand so on")
+
+    monkeypatch.setattr(RecordMap, "__call__", fail)
+    with pytest.raises(CannotBeMapped, match="backward pass cannot be run .*pointer$"):
+        source.per_record_gradients(net.first.weight)
+    monkeypatch.setattr(RecordMap, "__call__", original)
+    source.remove()
+
+
+def test_hooks_on_grad_fn_are_refused():
+    def hooked(h):
+        if h.grad_fn is not None:
+            h.grad_fn.register_hook(lambda given, _: tuple(None if g is None else g for g in given))
+        return torch.tanh(h)
+
+    for make in (partial(BookkeepingGradientSource, is_mapped=True), IsolatedGradientSource):
+        source = make(net := Call(hooked))
+        with pytest.raises(CannotBeMapped, match="grad_fn"):
+            net(torch.randn(4, 6))
+        source.remove()
+
+
+# -- passes that end early, and threads --------------------------------------------------------
+
+SOURCES = pytest.mark.parametrize(
+    "make",
+    [
+        partial(BookkeepingGradientSource, is_mapped=True),
+        BookkeepingGradientSource,
+        IsolatedGradientSource,
+        HooksGradientSource,
+    ],
+    ids=["mapped", "whole", "isolated", "hooks"],
+)
+
+
+@SOURCES
+def test_a_pass_that_raised_is_none(make):
+    fails = []
+
+    def function(h):
+        if fails:
+            raise KeyError("no luck")
+        return torch.tanh(h)
+
+    net, x, y = Call(function), torch.randn(7, 6), torch.randint(3, (7,))
+    expected = truth(net, x, y, 0.3)
+    source = make(net)
+    fails.append(1)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            net(x * 2)
+    fails.clear()
+    assert torch.allclose(clipped_sum(source, net, x, y, 0.3)[0], expected, atol=1e-5)
+    out = net(x)
+    fails.append(1)
+    with pytest.raises(KeyError):
+        net(x * 2)  # while another pass waits, nothing can be told apart
+    fails.clear()
+    F.cross_entropy(out, y).backward()
+    with pytest.raises(RuntimeError, match="2 times"):
+        source.norms(list(net.named_parameters()))
+    source.discard(())
+    source.remove()
+
+
+@SOURCES
+def test_evaluation_in_another_thread_does_not_matter(make):
+    inside, done = threading.Event(), threading.Event()
+    is_training = threading.local()
+
+    def function(h):
+        if hasattr(is_training, "wait"):
+            inside.set()
+            assert done.wait(20)
+        return torch.tanh(h)
+
+    net, x, y = Call(function), torch.randn(7, 6), torch.randint(3, (7,))
+    expected, source = truth(net, x, y, 0.3), make(net)
+    others: list[object] = []
+
+    def evaluate():
+        assert inside.wait(20)
+        try:
+            with torch.no_grad():
+                others.append(net(x))
+            try:
+                net(x)
+            except RuntimeError as error:
+                others.append(str(error))
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    is_training.wait = True
+    found, n = clipped_sum(source, net, x, y, 0.3)
+    thread.join()
+    source.remove()
+    assert n == 7 and torch.allclose(found, expected, atol=1e-5)
+    assert len(others) == 2 and "another thread" in others[1]
+    with torch.no_grad():
+        del is_training.wait
+        assert torch.allclose(others[0], net(x), atol=1e-6)
 
 
 # -- the loss inside -------------------------------------------------------------------------------

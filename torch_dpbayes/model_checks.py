@@ -22,11 +22,13 @@ import numpy
 import torch
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .clipping.bookkeeping import UsedElsewhere
 from .clipping.gradient_source import GradientSource, _tensors
 from .clipping.gradient_source import _map as _map_tensors
-from .clipping.record_map import CannotBeMapped, KeptTensors, Nested
+from .clipping.record_map import CannotBeMapped, KeptTensors, Nested, in_plain_words
 from .gradient_checks import (
     HOOKED,
     MAGNITUDES,
@@ -100,6 +102,12 @@ def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
             " model.train() first"
         )
     for name, layer in module.named_modules():
+        if any(type(hook) is WeightNorm for hook in layer._forward_pre_hooks.values()):
+            raise ValueError(
+                f"module {name!r} has torch's old weight_norm, whose weight is left over from the"
+                " last forward pass: take torch.nn.utils.parametrizations.weight_norm, after"
+                " torch.nn.utils.remove_weight_norm"
+            )
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
             raise ValueError(
                 f"module {name!r} renormalises rows of its weight in the forward pass (max_norm),"
@@ -387,12 +395,14 @@ def _blamed(module: nn.Module) -> Iterator[None]:
         yield
     except KeptTensors as error:
         raise ValueError(str(error)) from None  # the tensors it names are data
+    except UsedElsewhere as error:
+        own = {p: name for name, p in module.named_parameters()}
+        raise Unrecorded([own[p] for p in error.parameters]) from error
     except CannotBeMapped as error:
         raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error
     except Exception as error:
         raise CannotBeMapped(
-            f"module {_name_of(module, running)!r}:"
-            f" {str(error).splitlines()[0] if str(error) else repr(error)}"
+            f"module {_name_of(module, running)!r}: {in_plain_words(error)}"
         ) from error
     finally:
         for handle in handles:
@@ -471,6 +481,7 @@ def _check_independence(
         name: t.detach().clone()
         for name, t in [*module.named_buffers(), *module.named_parameters()]
     }
+    versions = [t._version for t in _tensors(inputs)]
     with source.paused():
         try:
             first = _run(module, inputs, _SeededDraws(0)).outputs
@@ -481,6 +492,7 @@ def _check_independence(
             raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
         as_checked = ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         _require_unchanged(module, before)
+        are_changed = [t._version for t in _tensors(inputs)] != versions
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
                 "the model's output must be a tensor with one row per record in dimension 0 (a loss"
@@ -494,6 +506,12 @@ def _check_independence(
             torch.ones(2, dtype=torch.bool),
             is_same_size=False,
         ):
+            if are_changed:
+                raise ValueError(
+                    f"the forward pass of {type(module).__name__!r} changes its input in place, so"
+                    " that it gives another output when it is run again on the same records: write"
+                    " x = x * 2 instead of x *= 2"
+                )
             raise ValueError(
                 "the model gives another output when it is run again on the same records: it"
                 " remembers earlier batches, or draws from a generator that torch.manual_seed,"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,14 @@ from .gradient_source import (
     require_no_ordinary_gradient,
 )
 from .mapped_forward import Loss, MappedForward, OfOne
-from .record_map import SAVED_TENSORS, CannotBeMapped, KeptTensors, RecordMap, one_record_only
+from .record_map import (
+    SAVED_TENSORS,
+    CannotBeMapped,
+    KeptTensors,
+    RecordMap,
+    in_plain_words,
+    one_record_only,
+)
 
 _NUMBERS_HELD = 2**25  # of per-record gradients in a chunk, 128 MiB in float32
 
@@ -67,7 +75,9 @@ class IsolatedGradientSource(GradientSource):
         if before is not None:
             before.remove()
         self._trainable = [p for p in module.parameters() if p.requires_grad]
-        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
+        self.passes = ForwardPasses(
+            module, self._is_enabled, loss_reduction, partial(self.discard, ())
+        )
         self.mapped = MappedForward(module, self, self._trainable, loss)
         attach(self, module)
 
@@ -137,6 +147,7 @@ class IsolatedGradientSource(GradientSource):
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         if self._last is not None:
+            self._last.is_over = True
             self._last.finish()
         self._pass = None
         self.passes.forget()
@@ -261,9 +272,8 @@ class _Pass:
 
     def finish(self) -> None:
         """Keep nothing of the records."""
-        self.is_over, self._graph = True, None
-        self._gradients, self._found, self._backprops = [], [], []
-        self.rows = []
+        self._graph = None
+        self.rows, self._gradients, self._found, self._backprops = [], [], [], []
 
     def require_nothing_kept(self) -> None:
         """Raise if a tensor of the finished pass is still alive."""
@@ -344,8 +354,13 @@ class _Graph:
         def run(inside: Sequence[Tensor]) -> Sequence[Tensor]:
             return pull(tuple(inside), retain_graph=False)
 
-        with torch.no_grad():
-            found = RecordMap(self.map.records, leaves=False)(run, backprops)
+        try:
+            with torch.no_grad():
+                found = RecordMap(self.map.records, leaves=False)(run, backprops)
+        except Exception as error:
+            raise CannotBeMapped(
+                f"its backward pass cannot be run for one record: {in_plain_words(error)}"
+            ) from error
         del pull, run
         self.map.require_nothing_kept()
         return found

@@ -56,13 +56,39 @@ SAVED_TENSORS = (
     ' batch at once: leave them out, or take grad_sample_mode="hooks"'
 )
 _INSIDE_TRANSFORM = "the model is called inside a torch.func transform: call it by itself"
-_INNER_TRANSFORM = (
-    "a layer with trainable parameters is called inside a torch.func transform of the model's own"
-)
 
 
 class CannotBeMapped(RuntimeError):
     """The model's program cannot be run for one record at a time."""
+
+
+_TORCHS_WORDS = {
+    "calling .item() on a Tensor": (
+        "it takes a number out of a tensor made of the records (item(), one_hot without"
+        " num_classes), so one record may decide for all: compute with tensors, pass num_classes"
+    ),
+    "must override the setup_context staticmethod": (
+        "it calls an autograd.Function of the old style, as checkpoint(use_reentrant=True) does,"
+        " which cannot run for one record: leave it out"
+    ),
+    "requires_grad_() outside": (
+        "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
+    ),
+}
+
+
+def in_plain_words(error: Exception) -> str:
+    """What an error inside a map says: torch's own are about its transforms."""
+    text = str(error) or repr(error)
+    plain = (ours for theirs, ours in _TORCHS_WORDS.items() if theirs in text)
+    return next(plain, text.splitlines()[0])
+
+
+class InnerTransform(CannotBeMapped):
+    """The map cannot be left inside a ``torch.func`` transform of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__("what runs on whole batches is called inside a torch.func transform")
 
 
 _LOOKS = frozenset(
@@ -86,6 +112,9 @@ _LOOKS = frozenset(
         ),
     )
 )
+
+
+_GRAD_FN = frozenset((Tensor.grad_fn.__get__,))  # type: ignore[attr-defined]
 
 
 class KeptTensors(RuntimeError):
@@ -156,13 +185,18 @@ class RecordMap:
 
         A tensor that does not depend on the record is repeated for each, so that its gradient has a
         row for each.
+
+        Raises:
+            InnerTransform: the call comes from another transform inside the map.
         """
+        if any(is_gradtrackingtensor(t) or is_batchedtensor(_within(t)) for t in tensors):
+            raise InnerTransform
         if not self._use_steps:
             anchor, operands = self._anchor, list(tensors)
             return _OnBatch.apply(run, anchor, *operands)
         level = self._level
         if level is None or maybe_current_level() != level:
-            raise CannotBeMapped(_INNER_TRANSFORM)
+            raise InnerTransform
         inside = [
             (get_unwrapped(t), maybe_get_bdim(t)) if is_batchedtensor(t) else (t, -1)
             for t in tensors
@@ -219,6 +253,10 @@ class RecordMap:
         return list(torch.func.vmap(one, randomness="different")(anchor, *tensors))
 
 
+def _within(t: Tensor) -> Tensor:
+    return get_unwrapped(t) if is_batchedtensor(t) else t
+
+
 def _is_of_records(t: Tensor) -> bool:
     """Whether a tensor stands for one of each record; it may be tracked by transforms inside."""
     while is_gradtrackingtensor(t):
@@ -233,7 +271,7 @@ class _OnBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(run: Run, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        raise CannotBeMapped(_INNER_TRANSFORM)
+        raise InnerTransform
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -312,12 +350,21 @@ class _OfOneRecord(TorchFunctionMode):
             if self._map is None or not _are_aligned(*args, **kwargs):
                 with self:
                     return _plain_attention(*args, **kwargs)
-            return self._attention(self._map, *args, **kwargs)
+            try:
+                return self._attention(self._map, *args, **kwargs)
+            except InnerTransform:
+                with self:
+                    return _plain_attention(*args, **kwargs)
         if func in _LOOKS and _is_of_records(args[0]):
             raise CannotBeMapped(
                 "it takes a number or a truth value out of a tensor made of the records"
                 f" ({func.__name__}), so one record may decide for all: compute with tensors"
                 " (torch.where)"
+            )
+        if func in _GRAD_FN and _is_of_records(args[0]):
+            raise CannotBeMapped(
+                "it takes grad_fn of a tensor made of the records, where a hook (grad_fn.register_hook)"
+                " would not run: leave it out"
             )
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise CannotBeMapped(
