@@ -782,6 +782,38 @@ def test_hooks_on_grad_fn_are_refused():
         source.remove()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("mode", [None, "bookkeeping", "isolated", "hooks"])
+def test_the_old_weight_norm_is_refused(mode):
+    net = nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(6, 6)), nn.Linear(6, 3))
+    with pytest.raises(ValueError, match=r"module '0' has torch's old weight_norm.*parametriz"):
+        make_private(net, torch.randn(7, 6), torch.randint(3, (7,)), mode)
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_the_new_weight_norm_works(mode):
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    net = nn.Sequential(weight_norm(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 3))
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    expected = truth(net, x, y, 0.3)
+    net, optimizer, _ = make_private(net, x, y, mode)
+    assert optimizer.independence.startswith("by construction")
+    found, _ = clipped_sum(optimizer._source, net, x, y, 0.3)
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [None, "isolated", "hooks"])
+def test_an_input_that_is_changed_in_place_is_called_so(mode):
+    class Doubles(Call):
+        def forward(self, x):
+            x *= 2
+            return super().forward(x)
+
+    with pytest.raises(ValueError, match="changes its input in place.*write x = x"):
+        make_private(Doubles(torch.tanh), torch.randn(7, 6), torch.randint(3, (7,)), mode)
+
+
 # -- passes that end early, and threads --------------------------------------------------------
 
 SOURCES = pytest.mark.parametrize(

@@ -71,6 +71,10 @@ _TORCHS_WORDS = {
         "it calls an autograd.Function of the old style, as checkpoint(use_reentrant=True) does,"
         " which cannot run for one record: leave it out"
     ),
+    "would mutate a captured Tensor": (
+        "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
+        " x *= 2"
+    ),
     "requires_grad_() outside": (
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
     ),
