@@ -763,7 +763,7 @@ def test_a_backward_pass_that_cannot_run_for_one_record_says_so(monkeypatch):
         raise RuntimeError("Cannot access data pointer\nand so on")
 
     monkeypatch.setattr(RecordMap, "__call__", fail)
-    with pytest.raises(CannotBeMapped, match="backward pass cannot be run .*pointer$"):
+    with pytest.raises(CannotBeMapped, match=r"backward pass cannot be run .*pointer$"):
         source.per_record_gradients(net.first.weight)
     monkeypatch.setattr(RecordMap, "__call__", original)
     source.remove()
@@ -810,7 +810,7 @@ def test_an_input_that_is_changed_in_place_is_called_so(mode):
             x *= 2
             return super().forward(x)
 
-    with pytest.raises(ValueError, match="changes its input in place.*write x = x"):
+    with pytest.raises(ValueError, match=r"changes its input in place.*write x = x"):
         make_private(Doubles(torch.tanh), torch.randn(7, 6), torch.randint(3, (7,)), mode)
 
 
@@ -1096,7 +1096,7 @@ def test_outputs_without_tensors_say_what_to_return():
         net, optimizer, loader = make_private(Beside(torch.tanh), x, y, mode)
         assert optimizer.independence.startswith("by construction")
         _, distribution = net(x)
-        with pytest.raises(RuntimeError, match="returned a Normal.*its parameters"):
+        with pytest.raises(RuntimeError, match=r"returned a Normal.*its parameters"):
             distribution.rsample()
 
 

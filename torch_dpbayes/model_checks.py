@@ -396,7 +396,7 @@ def _blamed(module: nn.Module) -> Iterator[None]:
     except KeptTensors as error:
         raise ValueError(str(error)) from None  # the tensors it names are data
     except UsedElsewhere as error:
-        own = {p: name for name, p in module.named_parameters()}
+        own: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
         raise Unrecorded([own[p] for p in error.parameters]) from error
     except CannotBeMapped as error:
         raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error

@@ -130,7 +130,7 @@ class GradientSource(ABC):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         """Forget everything that forward and backward passes left behind."""
 
-    def require_nothing_kept(self) -> None:
+    def require_nothing_kept(self) -> None:  # noqa: B027 - most have looked before
         """Raise if a tensor of the last forward pass is still alive, after :meth:`discard`."""
 
     @abstractmethod

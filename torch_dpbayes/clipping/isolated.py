@@ -340,18 +340,20 @@ class _Graph:
                     )
                 return numbers, results
 
-            _, self._pull, results = vjp(program, *values, has_aux=True)
-            return results  # type: ignore[no-any-return]
+            found: Any = vjp(program, *values, has_aux=True)
+            _, self._pull, results = found
+            return tuple(results)
 
         self.results = self.map(run, rows)
 
     def gradients(self, backprops: Sequence[Tensor]) -> list[Tensor]:
         """Of every parameter, each record's, from the gradients of its results."""
-        pull, self._pull = self._pull, None
-        assert pull is not None
+        pulls, self._pull = [self._pull], None
         backprops = [g for g in backprops if g.is_floating_point()]
 
         def run(inside: Sequence[Tensor]) -> Sequence[Tensor]:
+            pull = pulls.pop()  # so that nothing holds the graph afterwards
+            assert pull is not None
             return pull(tuple(inside), retain_graph=False)
 
         try:
@@ -361,7 +363,6 @@ class _Graph:
             raise CannotBeMapped(
                 f"its backward pass cannot be run for one record: {in_plain_words(error)}"
             ) from error
-        del pull, run
         self.map.require_nothing_kept()
         return found
 

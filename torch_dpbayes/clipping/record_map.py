@@ -118,7 +118,7 @@ _LOOKS = frozenset(
 )
 
 
-_GRAD_FN = frozenset((Tensor.grad_fn.__get__,))  # type: ignore[attr-defined]
+_GRAD_FN = frozenset((Tensor.grad_fn.__get__,))  # type: ignore[union-attr]
 
 
 class KeptTensors(RuntimeError):
@@ -367,8 +367,8 @@ class _OfOneRecord(TorchFunctionMode):
             )
         if func in _GRAD_FN and _is_of_records(args[0]):
             raise CannotBeMapped(
-                "it takes grad_fn of a tensor made of the records, where a hook (grad_fn.register_hook)"
-                " would not run: leave it out"
+                "it takes grad_fn of a tensor made of the records, where a hook"
+                " (grad_fn.register_hook) would not run: leave it out"
             )
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise CannotBeMapped(
