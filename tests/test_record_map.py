@@ -757,15 +757,15 @@ def test_a_backward_pass_that_cannot_run_for_one_record_says_so(monkeypatch):
     net = Call(torch.tanh)
     source = IsolatedGradientSource(net)
     F.cross_entropy(net(torch.randn(4, 6)), torch.randint(3, (4,))).backward()
-    original = RecordMap.__call__
+    original = RecordMap.again
 
     def fail(self, function, tensors):
         raise RuntimeError("Cannot access data pointer\nand so on")
 
-    monkeypatch.setattr(RecordMap, "__call__", fail)
+    monkeypatch.setattr(RecordMap, "again", fail)
     with pytest.raises(CannotBeMapped, match=r"backward pass cannot be run .*pointer$"):
         source.per_record_gradients(net.first.weight)
-    monkeypatch.setattr(RecordMap, "__call__", original)
+    monkeypatch.setattr(RecordMap, "again", original)
     source.remove()
 
 

@@ -358,7 +358,7 @@ class _Graph:
 
         try:
             with torch.no_grad():
-                found = RecordMap(self.map.records, leaves=False)(run, backprops)
+                found = self.map.again(run, backprops)
         except Exception as error:
             raise CannotBeMapped(
                 f"its backward pass cannot be run for one record: {in_plain_words(error)}"

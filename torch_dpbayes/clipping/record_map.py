@@ -169,19 +169,25 @@ class RecordMap:
             _masks_without_shortcuts(),
             _OfOneRecord(self if self._leaves else None, self.see),
         ):
-            if not self._use_steps:
-                return self._by_vmap(function, tensors)
-            if maybe_current_level() is not None:
-                raise CannotBeMapped(_INSIDE_TRANSFORM)
-            self._level = level = _vmap_increment_nesting(self.records, "different")
-            try:
-                inside = [_add_batch_dim(t, 0, level) for t in tensors]
-                self.see(inside)
-                results = function(inside)
-                return [_remove_batch_dim(t, level, self.records, 0) for t in results]
-            finally:
-                self._level = None
-                _vmap_decrement_nesting()
+            return self.again(function, tensors)
+
+    def again(
+        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """As in a call, for what follows from an earlier one and runs nothing of the model's."""
+        if not self._use_steps:
+            return self._by_vmap(function, tensors)
+        if maybe_current_level() is not None:
+            raise CannotBeMapped(_INSIDE_TRANSFORM)
+        self._level = level = _vmap_increment_nesting(self.records, "different")
+        try:
+            inside = [_add_batch_dim(t, 0, level) for t in tensors]
+            self.see(inside)
+            results = function(inside)
+            return [_remove_batch_dim(t, level, self.records, 0) for t in results]
+        finally:
+            self._level = None
+            _vmap_decrement_nesting()
 
     def on_batch(self, run: Run, tensors: Sequence[Tensor]) -> Tensor:
         """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
