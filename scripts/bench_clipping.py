@@ -2,13 +2,14 @@
 """What a private step costs beside a plain one, for five models: ours, and Opacus' hooks and ghost
 modes.
 
-    python scripts/bench_clipping.py [--seconds 20] [--models mlp cnn] [--plot clipping.png]
+    python scripts/bench_clipping.py [--seconds 20] [--models mlp cnn] [--batches 4]
+        [--plot clipping.png]
 
 The plain step is SGLD without clipping: forward, backward, the same Gaussian noise on the gradient,
 the update. Everything runs on one core, on made-up data that lies ready as tensors, so that loading
 it is nobody's cost. Rounds are interleaved, one step of each way in turn, so that a slow moment of
-the machine hits all alike; a figure is the median over rounds, divided by the plain step's median
-of the same process.
+the machine hits all alike; a figure is the median processor time over rounds, divided by the plain
+step's median of the same process. --batches 4 makes every batch four times as large.
 
 Every model is measured under two settings of the C library's allocator, each in a process of its
 own: "default", and "kept", in which freed memory stays with the process (MALLOC_MMAP_THRESHOLD_ and
@@ -35,6 +36,7 @@ WAYS = {
     "plain": "plain SGLD",
     "ours": "torch_dpbayes",
     "whole": "whole batches",
+    "isolated": "isolated",
     "hooks": "Opacus hooks",
     "ghost": "Opacus ghost",
 }
@@ -48,8 +50,13 @@ TARGETS = {
 LR, CLIP, RECORDS = 0.01, 1.0, 32561
 
 
-def model_and_batch(name: str) -> tuple[Any, Any, Any]:
-    """A model, its input and the labels."""
+def model_and_batch(name: str, batches: int) -> tuple[Any, Any, Any]:
+    """A model, ``batches`` times its batch, and the labels."""
+    net, x, y = _model_and_batch(name)
+    return net, x.repeat(batches, *[1] * (x.dim() - 1)), y.repeat(batches)
+
+
+def _model_and_batch(name: str) -> tuple[Any, Any, Any]:
     import torch
     from torch import nn
 
@@ -167,13 +174,13 @@ def model_and_batch(name: str) -> tuple[Any, Any, Any]:
     return Transformer(), torch.randint(1000, (32, 128)), torch.randint(10, (32,))
 
 
-def stepper(way: str, name: str) -> Callable[[], None]:
+def stepper(way: str, name: str, batches: int = 1) -> Callable[[], None]:
     """A function that makes one step."""
     import torch
     import torch.nn.functional as F
 
     torch.set_num_threads(1)
-    net, x, y = model_and_batch(name)
+    net, x, y = model_and_batch(name, batches)
     n = len(x)
     noise_multiplier = n / CLIP * (2 / (LR * RECORDS)) ** 0.5
     if way == "plain":
@@ -189,9 +196,10 @@ def stepper(way: str, name: str) -> Callable[[], None]:
                     p.grad.add_(torch.randn_like(p), alpha=std).add_(p, alpha=1 / RECORDS)
                     p.add_(p.grad, alpha=-LR)
 
-    elif way in ("ours", "whole"):
+    elif way in ("ours", "whole", "isolated"):
         import torch_dpbayes as dpb
         from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
+        from torch_dpbayes.clipping.isolated import IsolatedGradientSource
 
         # what make_private builds, less the loader, whose Poisson draws would vary the batch
         private = dpb.optim.DPSGLD(
@@ -202,7 +210,11 @@ def stepper(way: str, name: str) -> Callable[[], None]:
             max_grad_norm=CLIP,
             sampling="poisson",
         )
-        private._source = BookkeepingGradientSource(net, is_mapped=way == "ours")
+        private._source = (
+            IsolatedGradientSource(net)
+            if way == "isolated"
+            else BookkeepingGradientSource(net, is_mapped=way == "ours")
+        )
 
         def step() -> None:
             private.zero_grad()
@@ -253,9 +265,9 @@ def stepper(way: str, name: str) -> Callable[[], None]:
     return step
 
 
-def times(name: str, seconds: float) -> dict[str, float]:
+def times(name: str, seconds: float, batches: int) -> dict[str, float]:
     """Median milliseconds of a step, for each way, in this process."""
-    steps = {way: stepper(way, name) for way in WAYS}
+    steps = {way: stepper(way, name, batches) for way in WAYS}
     found: dict[str, list[float]] = {way: [] for way in steps}
     for step in steps.values():
         for _ in range(3):
@@ -263,13 +275,13 @@ def times(name: str, seconds: float) -> dict[str, float]:
     start = time.perf_counter()
     while time.perf_counter() - start < seconds or len(found["plain"]) < 9:
         for way, step in steps.items():
-            before = time.perf_counter()
+            before = time.process_time()
             step()
-            found[way].append(time.perf_counter() - before)
+            found[way].append(time.process_time() - before)
     return {way: 1e3 * statistics.median(values) for way, values in found.items()}
 
 
-def peak(name: str, way: str) -> dict[str, float]:
+def peak(name: str, way: str, batches: int) -> dict[str, float]:
     """Peak MiB of a few steps over what was resident before the first one."""
 
     def status(key: str) -> int:
@@ -282,7 +294,7 @@ def peak(name: str, way: str) -> dict[str, float]:
     before = status("VmRSS")
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
-    step = stepper(way, name)
+    step = stepper(way, name, batches)
     for _ in range(6):
         step()
     return {"peak": (status("VmHWM") - before) / 1024}
@@ -348,26 +360,28 @@ def main() -> None:
         "--seconds", type=float, default=20.0, help="for each model and allocator setting"
     )
     parser.add_argument("--models", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--batches", type=int, default=1, help="times the batch of each model")
     parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--times", help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.times:
-        print(json.dumps(times(arguments.times, arguments.seconds)))
+        print(json.dumps(times(arguments.times, arguments.seconds, arguments.batches)))
         return
     if arguments.peak:
-        print(json.dumps(peak(*arguments.peak)))
+        print(json.dumps(peak(*arguments.peak, arguments.batches)))
         return
     rows: dict[str, dict[str, dict[str, float]]] = {}
     print(
-        "| model | | plain | torch_dpbayes | Opacus ghost | Opacus hooks | to reach"
-        " |\n|---|---|---|---|---|---|---|"
+        "| model | | plain | torch_dpbayes | isolated | Opacus ghost | Opacus hooks | to reach"
+        " |\n|---|---|---|---|---|---|---|---|"
     )
     for name in arguments.models:
+        options = ["--seconds", str(arguments.seconds), "--batches", str(arguments.batches)]
         measured = {
-            "default": run({}, "--times", name, "--seconds", str(arguments.seconds)),
-            "kept": run(KEPT, "--times", name, "--seconds", str(arguments.seconds)),
-            "memory": {way: run({}, "--peak", name, way)["peak"] for way in WAYS},
+            "default": run({}, "--times", name, *options),
+            "kept": run(KEPT, "--times", name, *options),
+            "memory": {way: run({}, "--peak", name, way, *options)["peak"] for way in WAYS},
         }
         rows[name] = measured
         for key, title, unit in (
@@ -377,7 +391,8 @@ def main() -> None:
         ):
             base = measured[key]["plain"]
             ratios = " | ".join(
-                f"{measured[key][way] / max(base, 0.004):.2f}" for way in ("ours", "ghost", "hooks")
+                f"{measured[key][way] / max(base, 0.004):.2f}"
+                for way in ("ours", "isolated", "ghost", "hooks")
             )
             print(
                 f"| {name} | {title} | {base:.3g} {unit} | {ratios} |"

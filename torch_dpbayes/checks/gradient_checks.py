@@ -155,7 +155,7 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
         if trial.is_comparable:
             with source.paused():
                 for row in range(len(keep)):
-                    one = _map(trial.first, partial(torch.narrow, dim=0, start=row, length=1))
+                    one = _map(trial.first, partial(_row, row=row))
                     _compare_alone(named, first, norms, row, loss(one, 0, row))
         second = recorded(trial.second, 1)
     finally:
@@ -169,6 +169,11 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
         scale = torch.maximum(a.norm(dim=1), 1e-3 * norms[rows])
         if not bool(((a - b).norm(dim=1) <= tolerance * scale).all()):
             raise MixedRecordsError(MIXED.format(name, "another record in the batch"))
+
+
+def _row(t: Tensor, row: int) -> Tensor:
+    """That of one record; a tensor without dimensions is the same for all."""
+    return t[row : row + 1] if t.dim() > 0 else t
 
 
 def _compare_alone(

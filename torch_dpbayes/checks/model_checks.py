@@ -22,10 +22,13 @@ import numpy
 import torch
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..clipping.bookkeeping import UsedElsewhere
 from ..clipping.gradient_source import GradientSource, _tensors
-from ..clipping.record_map import CannotBeMapped, KeptTensors, Nested
+from ..clipping.gradient_source import _map as _map_tensors
+from ..clipping.record_map import CannotBeMapped, KeptTensors, Nested, in_plain_words
 from .gradient_checks import (
     HOOKED,
     MAGNITUDES,
@@ -71,7 +74,12 @@ def made_up_inputs(batch: Any) -> tuple[Any, ...]:
     )
     generator = torch.Generator().manual_seed(17)
     for _ in range(64):
-        made = tuple(_map(lambda t: _values_like(t, 2, 2, generator), inputs))
+        made = tuple(
+            _map_tensors(
+                inputs,
+                lambda t: _values_like(t, 2, 2, generator) if t.dim() > 0 else torch.ones_like(t),
+            )
+        )
         if not _are_equal_records(made):
             break
     return made
@@ -94,6 +102,12 @@ def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
             " model.train() first"
         )
     for name, layer in module.named_modules():
+        if any(type(hook) is WeightNorm for hook in layer._forward_pre_hooks.values()):
+            raise ValueError(
+                f"module {name!r} has torch's old weight_norm, whose weight is left over from the"
+                " last forward pass: take torch.nn.utils.parametrizations.weight_norm, after"
+                " torch.nn.utils.remove_weight_norm"
+            )
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
             raise ValueError(
                 f"module {name!r} renormalises rows of its weight in the forward pass (max_norm),"
@@ -232,7 +246,7 @@ def _check_map(
     ]
     start = time.thread_time()
     for place, batch in enumerate([*given, *others]):
-        is_given, rows = place < len(given), len(next(_tensors(batch)))
+        is_given, rows = place < len(given), len(next(_rows(batch)))
         if rows > 2 and time.thread_time() - start > _SECONDS:
             break
         axes = [0] * _MANY if rows > 1 else ()
@@ -257,13 +271,15 @@ def _check_map(
             source.discard(parameters)
             for p in parameters:
                 p.grad = None
+        with _blamed(module):
+            source.require_nothing_kept()
         _require_unchanged(module, before)
         as_checked = as_checked or ModelAsChecked(
             module, source.passing_attributes, watch_passes=False
         )
         # a loss, of which the batched one may be another mean
-        if any(t.dim() == 0 for t in mapped):
-            continue
+        has_losses = any(t.dim() == 0 for t in mapped)
+        mapped, batched = [t for t in mapped if t.dim() > 0], [t for t in batched if t.dim() > 0]
         if is_given and not all(
             bool(torch.isfinite(t).all()) for t in batched if t.is_floating_point()
         ):
@@ -271,7 +287,8 @@ def _check_map(
         mapped = [t.detach() for t in mapped]
         if _same_outputs(mapped, batched, torch.ones(rows, dtype=torch.bool), is_same_size=False):
             continue
-        _check_independence(module, source, inputs)
+        if not has_losses:
+            _check_independence(module, source, inputs)
         # its draws come in another order; one record alone was the same
         if rows > 1 and draws.is_random:
             break
@@ -294,23 +311,28 @@ def _check_mapped_gradients(
     parameters = [p for _, p in named]
     generator, weights = torch.Generator().manual_seed(1), dict[int, Tensor]()
 
-    def loss_per_record(arguments: tuple[Any, ...]) -> Tensor:
+    def loss_of(arguments: tuple[Any, ...]) -> Tensor:
         outputs = [t for t in Nested(module(*arguments)).tensors if t.is_floating_point()]
-        if losses := [t for t in outputs if t.dim() == 0]:
-            return torch.stack(losses).sum()
-        total: Any = 0.0
-        for k, t in enumerate(t.float().reshape(len(t), -1) for t in outputs):
+        rows = [t.float().reshape(len(t), -1) for t in outputs if t.dim() > 0]
+        total = torch.zeros(len(rows[0]) if rows else 1, device=parameters[0].device)
+        for k, t in enumerate(rows):
             if k not in weights:
                 weights[k] = torch.randn(t.shape[1], generator=generator).to(t.device)
             total = total + t @ weights[k]
-        return total
+        total = total.sum() if source.loss_reduction == "sum" else total.mean()
+        return total + sum(t.float() for t in outputs if t.dim() == 0)
 
     def draws() -> _SeededDraws:
         return _SeededDraws(0, [0] * _MANY, are_alike=True)
 
     with draws():
-        losses = loss_per_record(inputs)
-    (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
+        loss = loss_of(inputs)
+    if not loss.requires_grad:
+        raise ValueError(
+            "the model's output has no gradient: return a tensor of floating-point numbers with a"
+            " row per record, or a loss, computed from trainable parameters"
+        )
+    loss.backward()
     recorded = []
     for p in parameters:
         with draws():  # a source may run the records again
@@ -319,7 +341,7 @@ def _check_mapped_gradients(
     is_used = [False] * len(parameters)
     for k in range(2):
         with source.paused(), _SeededDraws(0, are_alike=True):
-            loss = loss_per_record(_given(inputs, [k])).sum()
+            loss = loss_of(_given(inputs, [k]))
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         is_used = [used or g is not None for used, g in zip(is_used, found, strict=True)]
         truth.append(
@@ -373,12 +395,14 @@ def _blamed(module: nn.Module) -> Iterator[None]:
         yield
     except KeptTensors as error:
         raise ValueError(str(error)) from None  # the tensors it names are data
+    except UsedElsewhere as error:
+        own: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        raise Unrecorded([own[p] for p in error.parameters]) from error
     except CannotBeMapped as error:
         raise CannotBeMapped(f"module {_name_of(module, running)!r}: {error}") from error
     except Exception as error:
         raise CannotBeMapped(
-            f"module {_name_of(module, running)!r}:"
-            f" {str(error).splitlines()[0] if str(error) else repr(error)}"
+            f"module {_name_of(module, running)!r}: {in_plain_words(error)}"
         ) from error
     finally:
         for handle in handles:
@@ -457,6 +481,7 @@ def _check_independence(
         name: t.detach().clone()
         for name, t in [*module.named_buffers(), *module.named_parameters()]
     }
+    versions = [t._version for t in _tensors(inputs)]
     with source.paused():
         try:
             first = _run(module, inputs, _SeededDraws(0)).outputs
@@ -467,6 +492,7 @@ def _check_independence(
             raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
         as_checked = ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         _require_unchanged(module, before)
+        are_changed = [t._version for t in _tensors(inputs)] != versions
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
                 "the model's output must be a tensor with one row per record in dimension 0 (a loss"
@@ -480,6 +506,12 @@ def _check_independence(
             torch.ones(2, dtype=torch.bool),
             is_same_size=False,
         ):
+            if are_changed:
+                raise ValueError(
+                    f"the forward pass of {type(module).__name__!r} changes its input in place, so"
+                    " that it gives another output when it is run again on the same records: write"
+                    " x = x * 2 instead of x *= 2"
+                )
             raise ValueError(
                 "the model gives another output when it is run again on the same records: it"
                 " remembers earlier batches, or draws from a generator that torch.manual_seed,"
@@ -667,12 +699,12 @@ def _require_unmoved(
 
 def _exchanged(base: tuple[Any, ...], others: tuple[Any, ...], keep: Tensor) -> tuple[Any, ...]:
     """The records in ``keep`` of ``base``, and all others of ``others``."""
-    exchanged = iter(list(_tensors(others)))
+    exchanged = iter(list(_rows(others)))
     return tuple(_map(lambda t: torch.where(_like(keep, t), t, next(exchanged)), base))
 
 
 def _are_equal_records(inputs: tuple[Any, ...]) -> bool:
-    tensors = [t for t in _tensors(inputs) if t.dim() > 0 and len(t) == 2 and t.numel() > 0]
+    tensors = [t for t in _rows(inputs) if len(t) == 2 and t.numel() > 0]
     return len(tensors) > 0 and all(torch.equal(t[0], t[1]) for t in tensors)
 
 
@@ -690,7 +722,7 @@ def _neighbours(
     generator = torch.Generator().manual_seed(seed)
     pairs = [
         _neighbours_like(t, rows, kind, limit, generator)
-        for t, limit in zip(_tensors(inputs), limits, strict=True)
+        for t, limit in zip(_rows(inputs), limits, strict=True)
     ]
     bases, others = iter(pairs), iter(pairs)
     return tuple(_map(lambda _: next(bases)[0], inputs)), tuple(
@@ -777,7 +809,7 @@ def _integer_limits(module: nn.Module, inputs: tuple[Any, ...]) -> list[int]:
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
     }
     candidates = sorted(
-        {100_001, 256, *tables, *(n for t in _tensors(inputs) for n in t.shape[1:])}, reverse=True
+        {100_001, 256, *tables, *(n for t in _rows(inputs) for n in t.shape[1:])}, reverse=True
     )
     on_cpu = _on_cpu(module)
 
@@ -795,7 +827,7 @@ def _integer_limits(module: nn.Module, inputs: tuple[Any, ...]) -> list[int]:
             return False
 
     limits = []
-    for place, t in enumerate(_tensors(inputs)):
+    for place, t in enumerate(_rows(inputs)):
         is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
         fitting = [n for n in candidates if is_integer and 2 < n <= torch.iinfo(t.dtype).max + 1]
         limits.append(next((n for n in fitting if takes(place, n)), 2))
@@ -819,14 +851,14 @@ def _on_cpu(module: nn.Module) -> dict[str, Tensor]:
 def _tried(module: nn.Module, arguments: tuple[Any, ...], on_cpu: dict[str, Tensor]) -> Any:
     with torch.no_grad(), _SeededDraws(0):
         return (
-            torch.func.functional_call(module, on_cpu, _map(lambda t: t.cpu(), arguments))
+            torch.func.functional_call(module, on_cpu, _map_tensors(arguments, Tensor.cpu))
             if on_cpu
             else module(*arguments)
         )
 
 
 def _sizes(inputs: tuple[Any, ...]) -> list[int]:
-    largest = max((t[:1].numel() for t in _tensors(inputs)), default=1)
+    largest = max((t[:1].numel() for t in _rows(inputs)), default=1)
     return sorted({min(n, max(2, 2**18 // max(largest, 1))) for n in _SIZES})
 
 
@@ -1263,14 +1295,14 @@ def _vary(module: nn.Module, seed: int) -> None:
 
 
 def _map(function: Any, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {k: _map(function, v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        mapped = [_map(function, v) for v in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
-    return value
+    """``function`` of every tensor with a row for each record; one without dimensions is the same
+    for all.
+    """
+    return _map_tensors(value, lambda t: function(t) if t.dim() > 0 else t)
+
+
+def _rows(value: Any) -> Iterator[Tensor]:
+    return (t for t in _tensors(value) if t.dim() > 0)
 
 
 class _SeededDraws(TorchDispatchMode):

@@ -46,7 +46,17 @@ from .gradient_source import (
 )
 from .layers import Contribution, PerRecord
 from .mapped_forward import MappedForward, OfOne
-from .record_map import RecordMap, attention_as_in_maps
+from .record_map import InnerTransform, RecordMap, attention_as_in_maps
+
+
+class UsedElsewhere(RuntimeError):
+    """A layer runs inside the map as book-keeping cannot follow it: with other parameters, or in a
+    transform of the model's own.
+    """
+
+    def __init__(self, text: str, parameters: Iterable[Tensor]) -> None:
+        super().__init__(text)
+        self.parameters = list(parameters)
 
 
 class BookkeepingGradientSource(GradientSource):
@@ -149,7 +159,9 @@ class BookkeepingGradientSource(GradientSource):
                 stacklevel=2,
             )
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
+        self.passes = ForwardPasses(
+            module, self._is_enabled, loss_reduction, partial(self.discard, ())
+        )
         attach(self, module)
 
     def add_clipped_sum(
@@ -439,6 +451,8 @@ class _Layer:
         for owner, name, p in self.known:
             is_trainable |= p.requires_grad
             is_changed |= owner._parameters.get(name) is not p
+        if is_changed and self.source.record_map is not None:  # by functional_call, most likely
+            raise UsedElsewhere(COPIED, (p for _, _, p in self.known))
         if is_changed:
             raise RuntimeError(COPIED)
         if not is_trainable:
@@ -465,7 +479,10 @@ class _Layer:
                 return out.unsqueeze(1)
             return out.unflatten(0, (n, rows)) if is_several else out
 
-        return record_map.on_batch(on_batch, inputs)
+        try:
+            return record_map.on_batch(on_batch, inputs)
+        except InnerTransform as error:
+            raise UsedElsewhere(str(error), (p for _, _, p in self.known)) from error
 
     def _record(self, args: Any, kwargs: Any, rows: int = 1) -> Any:
         inputs = list(_tensors((args, kwargs)))

@@ -9,6 +9,8 @@ the checks of ``optim/base.py`` see.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -128,6 +130,9 @@ class GradientSource(ABC):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         """Forget everything that forward and backward passes left behind."""
 
+    def require_nothing_kept(self) -> None:  # noqa: B027 - most have looked before
+        """Raise if a tensor of the last forward pass is still alive, after :meth:`discard`."""
+
     @abstractmethod
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         """Every record's ‖g_i‖₂ of the last backward pass: data, which must not leave the
@@ -178,29 +183,46 @@ class ForwardPasses:
         module: the model.
         is_enabled: whether anything is recorded at all.
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
+        forget: called after a pass that raised, if no other waits for its backward pass.
     """
 
     def __init__(
-        self, module: nn.Module, is_enabled: Callable[[], bool], loss_reduction: str
+        self,
+        module: nn.Module,
+        is_enabled: Callable[[], bool],
+        loss_reduction: str,
+        forget: Callable[[], None],
     ) -> None:
         self.loss = LossWatch(loss_reduction)
         self._is_mean = loss_reduction == "mean"
         self.watches_loss = False  # while the model is checked, with losses that are made up
         self.count = 0
-        self.is_open = False  # inside a pass that is recorded
+        self._thread: int | None = None  # inside a pass that is recorded, which runs there
         self.has_stand_in = False
         self.uses_stand_in = False
-        self._is_enabled = is_enabled
+        self._is_enabled, self._forget = is_enabled, forget
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this thread is inside a pass that is recorded."""
+        return self._thread is not None and self._thread == threading.get_ident()
+
     @torch.compiler.disable
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.is_open = module.training and torch.is_grad_enabled() and self._is_enabled()
-        if not self.is_open:
+        if not (module.training and torch.is_grad_enabled() and self._is_enabled()):
+            if self.is_open:  # of a pass that was interrupted
+                self._thread = None
             return None
+        if self._thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                "another thread runs this model forward in training mode: train in one thread, and"
+                " evaluate in others under torch.no_grad()"
+            )
+        self._thread = threading.get_ident()
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise RuntimeError(AVERAGED)
         self.count += 1
@@ -217,12 +239,16 @@ class ForwardPasses:
 
     @torch.compiler.disable
     def _after(self, _module: nn.Module, _input: Any, output: Any) -> Any:
-        was_open, self.is_open = self.is_open, False
-        if not was_open:
+        if not self.is_open:
+            return None
+        self._thread = None
+        if output is None:  # it raised
+            if self.count == 1:
+                self._forget()
             return None
         if self.has_stand_in:
             return _map(output, lambda t: t[:0] if t.dim() > 0 else t)
-        nested = Nested(output, keeps_strangers=True)
+        nested = Nested(output)
         rows = [t for t in nested.tensors if t.requires_grad and t.dim() > 0]
         if not rows:
             return None
@@ -249,7 +275,9 @@ class ForwardPasses:
             )
 
     def forget(self) -> None:
-        self.count, self.is_open, self.has_stand_in = 0, False, False
+        self.count, self.has_stand_in = 0, False
+        if self.is_open:
+            self._thread = None
         self.loss.forget()
 
     def remove(self) -> None:
@@ -328,16 +356,7 @@ class HooksGradientSource(GradientSource):
         # what else the caller's hooks keep is on modules that are not known here
         if self._hooks is None:
             return
-        self._hooks.passes.forget()
-        for module in self._hooks._module.modules():
-            for left_behind in ("activations", "max_batch_len"):
-                if hasattr(module, left_behind):
-                    delattr(module, left_behind)
-        for p in self._hooks._module.parameters():
-            if hasattr(p, "_forward_counter"):
-                p._forward_counter = 0
-            if hasattr(p, "_current_grad_sample"):
-                del p._current_grad_sample
+        self._hooks._forget_pass()
 
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         records: Tensor | list[Tensor] | None = getattr(parameter, "grad_sample", None)
@@ -400,7 +419,7 @@ class _Hooks(GradSampleHooks):
         # of gradients that are no more divided by their number
         super().__init__(module, loss_reduction="sum", strict=False)
         self._is_mean = loss_reduction == "mean"
-        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
+        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction, self._forget_pass)
         # Opacus' list, which cleanup() takes off the module
         handles: Any = module.autograd_grad_sample_hooks
         handles += [
@@ -411,6 +430,19 @@ class _Hooks(GradSampleHooks):
 
     def _is_enabled(self) -> bool:
         return bool(self.hooks_enabled)
+
+    def _forget_pass(self) -> None:
+        """Forget the last forward pass."""
+        self.passes.forget()
+        for module in self._module.modules():
+            for left_behind in ("activations", "max_batch_len"):
+                if hasattr(module, left_behind):
+                    delattr(module, left_behind)
+        for p in self._module.parameters():
+            if hasattr(p, "_forward_counter"):
+                p._forward_counter = 0
+            if hasattr(p, "_current_grad_sample"):
+                del p._current_grad_sample
 
     def _forget_gradient(self, parameter: Tensor) -> None:
         """The ordinary gradient is neither clipped nor noisy: another optimizer on these
@@ -609,7 +641,9 @@ def _records_of(name: str, parameter: Tensor) -> Tensor:
 
 
 def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``function`` of every tensor in nested tuples, lists and mappings, which keep their types."""
+    """``function`` of every tensor in nested tuples, lists, mappings and dataclasses, which keep
+    their types.
+    """
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
@@ -620,6 +654,11 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         items = [_map(v, function) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        whole = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(whole, field.name, _map(getattr(value, field.name), function))
+        return whole
     return value
 
 
@@ -629,3 +668,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (Mapping, tuple, list)):
         for v in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(v)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -11,14 +11,15 @@ held.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, vmap
+from torch.func import vjp
 
 from .gradient_source import (
     COPIED,
@@ -32,9 +33,16 @@ from .gradient_source import (
     require_no_ordinary_gradient,
 )
 from .mapped_forward import Loss, MappedForward, OfOne
-from .record_map import RecordMap, one_record_only
+from .record_map import (
+    SAVED_TENSORS,
+    CannotBeMapped,
+    KeptTensors,
+    RecordMap,
+    in_plain_words,
+    one_record_only,
+)
 
-_NUMBERS_HELD = 2**24  # of per-record gradients in a chunk, 64 MiB in float32
+_NUMBERS_HELD = 2**25  # of per-record gradients in a chunk, 128 MiB in float32
 
 
 class IsolatedGradientSource(GradientSource):
@@ -60,43 +68,31 @@ class IsolatedGradientSource(GradientSource):
         self.is_copy = False
         self._has_loss = loss is not None
         self._is_paused = self._is_removed = False
-        self._pass: _Pass | None = None
+        self._pass: _Pass | None = None  # the first since the last step
+        self._last: _Pass | None = None
         self._module = module
         before = GradientSource.attached_to(module)
         if before is not None:
             before.remove()
         self._trainable = [p for p in module.parameters() if p.requires_grad]
-        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction)
+        self.passes = ForwardPasses(
+            module, self._is_enabled, loss_reduction, partial(self.discard, ())
+        )
         self.mapped = MappedForward(module, self, self._trainable, loss)
         attach(self, module)
 
     def over_records(
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
     ) -> Sequence[Tensor]:
-        """The results of all records without a graph; what comes back to them is kept until
-        the step.
-        """
-        size = max(1, _NUMBERS_HELD // max(1, sum(p.numel() for p in direct)))
-        this = _Pass(
-            of_one,
-            list(rows),
-            list(direct),
-            n,
-            size,
-            _random_state(rows),
-            [t._version for t in (*rows, *direct)],
-        )
-        values = [p.detach() for p in direct]
-        parts: list[list[Tensor]] = []
-        with torch.no_grad():
-            for chunk in this.chunks():
-                record_map = RecordMap(len(chunk[0]), leaves=False)
-                parts.append(record_map(lambda inside: of_one(inside, values), chunk))
-                record_map.require_nothing_kept()
-        found = [torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
-        this.found = [t.detach() for t in found]
+        """The results of all records; what comes back to them is kept until the step."""
+        if self._last is not None:
+            self._last.finish()
+            self._last.require_nothing_kept()
+        this = _Pass(of_one, [t.detach() for t in rows], list(direct), n)
+        found = this.run()
         anchor = torch.zeros((), device=rows[0].device, requires_grad=True)
         results = list(_Results.apply(anchor, this, *found))
+        self._last = this
         if self.passes.count == 1:
             self._pass = this
         return results
@@ -146,13 +142,24 @@ class IsolatedGradientSource(GradientSource):
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         if self._pass is not None and self._pass.is_back:
+            self._pass.finish()
             self._pass = None
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
-        if self._pass is not None:
-            self._pass.is_over = True
+        if self._last is not None:
+            self._last.is_over = True
+            self._last.finish()
         self._pass = None
         self.passes.forget()
+
+    def require_nothing_kept(self) -> None:
+        """Of what its graph kept alive, nothing can be said before the pass is finished."""
+        if self._last is None:
+            return
+        try:
+            self._last.require_nothing_kept()
+        except KeptTensors as kept:
+            raise KeptTensors(kept.tensors, self.mapped.where(kept.tensors)) from None
 
     def watch_loss(self) -> None:
         self.passes.watches_loss = True
@@ -186,7 +193,7 @@ class IsolatedGradientSource(GradientSource):
         """A copy of a private model takes along how to get rid of the hooks, and nothing of
         the data.
         """
-        return {**self.__dict__, "_pass": None, "is_copy": True}
+        return {**self.__dict__, "_pass": None, "_last": None, "is_copy": True}
 
     def _is_enabled(self) -> bool:
         return not (self._is_paused or self._is_removed)
@@ -210,68 +217,154 @@ class IsolatedGradientSource(GradientSource):
             return
         places = {id(p): k for k, p in enumerate(this.parameters)}
         wanted = [places[id(p)] for _, p in named_parameters]
-        for gradients in this.gradients():
-            yield [gradients[k].flatten(1) for k in wanted]
+        try:
+            for gradients in this.gradients():
+                yield [gradients[k].flatten(1) for k in wanted]
+        except KeptTensors as kept:
+            raise KeptTensors(kept.tensors, self.mapped.where(kept.tensors)) from None
 
 
-@dataclass(eq=False)
 class _Pass:
-    """One forward pass, to be run again with its gradients."""
+    """One forward pass, and what its gradients follow from.
 
-    of_one: OfOne
-    rows: list[Tensor]
-    parameters: list[Tensor]
-    n: int
-    size: int  # records in a chunk
-    random_state: list[Tensor]
-    versions: list[int]
-    found: list[Tensor] = field(default_factory=list)
-    backprops: list[Tensor] = field(default_factory=list)
-    is_back: bool = False
-    is_over: bool = False
+    Args:
+        of_one: the program of one record.
+        rows: tensors with records in dimension 0.
+        parameters: the trainable parameters.
+        n: the number of records.
+    """
+
+    def __init__(self, of_one: OfOne, rows: list[Tensor], parameters: list[Tensor], n: int) -> None:
+        self.of_one, self.rows, self.parameters, self.n = of_one, rows, parameters, n
+        self.is_back = self.is_over = False
+        self._backprops: list[Tensor] = []
+        largest = max(1, _NUMBERS_HELD // max(1, sum(p.numel() for p in parameters)))
+        self._size = math.ceil(max(n, 1) / math.ceil(max(n, 1) / largest))  # records in a chunk
+        self._versions = [t._version for t in (*rows, *parameters)]
+        self._values = [p.detach() for p in parameters]
+        self._graph: _Graph | None = None  # of one chunk with all records
+        self._map: RecordMap | None = None  # of that
+        self._gradients: list[Tensor] = []
+        self._found: list[Tensor] = []  # of several chunks, which will be run again
+        self._random_state: list[Tensor] = []
+
+    def run(self) -> Sequence[Tensor]:
+        """The results of all records."""
+        if self.n <= self._size:
+            self._graph = _Graph(self.of_one, self.rows, self._values)
+            self._map = self._graph.map
+            found, self._graph.results = self._graph.results, []
+            return found
+        self._random_state = _random_state(self.rows)
+        parts: list[list[Tensor]] = []
+        with torch.no_grad():
+            for chunk in self._chunks(self.rows):
+                record_map = RecordMap(len(chunk[0]), leaves=False)
+                parts.append(record_map(lambda inside: self.of_one(inside, self._values), chunk))
+                record_map.require_nothing_kept()
+        self._found = [torch.cat(part) for part in zip(*parts, strict=True)]
+        return self._found
 
     def receive(self, backprops: Sequence[Tensor]) -> None:
+        """The backward pass reached the results."""
         require_first_backward(self.is_back or self.is_over)
-        self.backprops, self.is_back = [g.detach() for g in backprops], True
+        self._backprops, self.is_back = [g.detach() for g in backprops], True
 
-    def chunks(self) -> Iterator[list[Tensor]]:
-        """The rows of some records at a time; one chunk without rows for an empty batch."""
-        for start in range(0, max(self.n, 1), self.size):
-            yield [t[start : start + self.size] for t in self.rows]
+    def finish(self) -> None:
+        """Keep nothing of the records."""
+        self._graph = None
+        self.rows, self._gradients, self._found, self._backprops = [], [], [], []
+
+    def require_nothing_kept(self) -> None:
+        """Raise if a tensor of the finished pass is still alive."""
+        if self._map is not None:
+            self._map.require_nothing_kept()
 
     def gradients(self) -> Iterator[list[Tensor]]:
         """Of each chunk, the per-record gradients of every parameter."""
-        if [t._version for t in (*self.rows, *self.parameters)] != self.versions:
+        if [t._version for t in (*self.rows, *self.parameters)] != self._versions:
             raise RuntimeError(
                 "an input or a parameter was changed in place between forward() and step(), which"
-                " runs the records again: write into copies"
+                " needs them as they were: write into copies"
             )
-
-        def loss(
-            values: tuple[Tensor, ...], slices: tuple[Tensor, ...], backprops: tuple[Tensor, ...]
-        ) -> tuple[Tensor, tuple[Tensor, ...]]:
-            results = tuple(self.of_one(slices, values))
-            terms = [
-                (t * g).sum()
-                for t, g in zip(results, backprops, strict=True)
-                if t.is_floating_point()
-            ]
-            return torch.stack(terms).sum(), results
-
-        of_chunk: Callable[..., Any] = vmap(
-            grad(loss, has_aux=True), in_dims=(None, 0, 0), randomness="different"
-        )
-        values = tuple(p.detach() for p in self.parameters)
-        starts = range(0, self.n, self.size)
+        if self.n <= self._size:
+            if self._graph is not None:
+                graph, self._graph = self._graph, None
+                self._gradients = graph.gradients(self._backprops)
+            yield self._gradients
+            return
         devices = list({t.device for t in self.rows if t.device.type == "cuda"})
-        with torch.random.fork_rng(devices=devices), one_record_only():
-            _set_random_state(self.random_state, self.rows)
-            for start, slices in zip(starts, self.chunks(), strict=True):
-                backprops = tuple(g[start : start + self.size] for g in self.backprops)
-                gradients, again = of_chunk(values, tuple(slices), backprops)
-                for t, first in zip(again, self.found, strict=True):
-                    _require_same(t.detach(), first[start : start + self.size])
-                yield list(gradients)
+        with torch.random.fork_rng(devices=devices):
+            _set_random_state(self._random_state, self.rows)
+            chunks = (self._chunks(t) for t in (self.rows, self._backprops, self._found))
+            for rows, backprops, found in zip(*chunks, strict=True):
+                graph = _Graph(self.of_one, rows, self._values)
+                for again, first in zip(graph.results, found, strict=True):
+                    _require_same(again, first)
+                graph.results = []
+                yield graph.gradients(backprops)
+
+    def _chunks(self, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        for start in range(0, self.n, self._size):
+            yield [t[start : start + self._size] for t in tensors]
+
+
+class _Graph:
+    """The forward pass of some records, differentiated within their map; one backward pass enters
+    that map again.
+
+    Args:
+        of_one: the program of one record.
+        rows: tensors with records in dimension 0.
+        values: the parameters.
+
+    Attributes:
+        map: of the records.
+        results: what the program returned, records in dimension 0.
+    """
+
+    def __init__(self, of_one: OfOne, rows: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self.map = RecordMap(len(rows[0]), leaves=False)
+        self._pull: Callable[..., Sequence[Tensor]] | None = None
+
+        def run(slices: Sequence[Tensor]) -> Sequence[Tensor]:
+            def program(*values: Tensor) -> tuple[Any, Any]:
+                # in the map's words, not in vjp's
+                with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+                    results = tuple(of_one(slices, values))
+                numbers = tuple(t for t in results if t.is_floating_point())
+                if not numbers:
+                    raise CannotBeMapped(
+                        "its output has no gradient: return a tensor of floating-point numbers"
+                        " with a row per record, or a loss"
+                    )
+                return numbers, results
+
+            found: Any = vjp(program, *values, has_aux=True)
+            _, self._pull, results = found
+            return tuple(results)
+
+        self.results = self.map(run, rows)
+
+    def gradients(self, backprops: Sequence[Tensor]) -> list[Tensor]:
+        """Of every parameter, each record's, from the gradients of its results."""
+        pulls, self._pull = [self._pull], None
+        backprops = [g for g in backprops if g.is_floating_point()]
+
+        def run(inside: Sequence[Tensor]) -> Sequence[Tensor]:
+            pull = pulls.pop()  # so that nothing holds the graph afterwards
+            assert pull is not None
+            return pull(tuple(inside), retain_graph=False)
+
+        try:
+            with torch.no_grad():
+                found = self.map.again(run, backprops)
+        except Exception as error:
+            raise CannotBeMapped(
+                f"its backward pass cannot be run for one record: {in_plain_words(error)}"
+            ) from error
+        self.map.require_nothing_kept()
+        return found
 
 
 def _require_same(again: Tensor, first: Tensor) -> None:
@@ -298,7 +391,7 @@ class _Results(torch.autograd.Function):
         ctx.this = this
         ctx.like = found
         ctx.mark_non_differentiable(*(t for t in found if not t.is_floating_point()))
-        return tuple(t.view_as(t) for t in found)
+        return tuple(t.clone() for t in found)  # the graph may need them as they are
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[None, ...]:

@@ -165,7 +165,13 @@ class MappedForward:
             if one_targets is not None:
                 assert self.loss is not None
                 output = _scalar(self.loss(output, *one_targets))
-            result = Nested(output)
+            result = Nested(output, stands_in=_Withheld)
+            if not result.tensors:
+                raise CannotBeMapped(
+                    f"its output is of type {type(output).__name__}, in which no tensor is found:"
+                    " return tensors (for a distribution its parameters), and make of them what"
+                    " you need outside"
+                )
             for t in result.tensors:
                 if t.dim() > 0 and t.shape[0] != 1:
                     raise CannotBeMapped(
@@ -178,7 +184,7 @@ class MappedForward:
         try:
             found = self.source.over_records(of_one, rows, direct, n)
         except KeptTensors as kept:
-            raise KeptTensors(kept.tensors, self._where(kept.tensors)) from None
+            raise KeptTensors(kept.tensors, self.where(kept.tensors)) from None
         assert result is not None
         is_mean = self.source.loss_reduction == "mean"
         return result.rebuilt(
@@ -207,7 +213,8 @@ class MappedForward:
             for owner, parameters in before:
                 owner.__dict__["_parameters"] = parameters
 
-    def _where(self, kept: Sequence[Tensor]) -> str:
+    def where(self, kept: Sequence[Tensor]) -> str:
+        """What to say of tensors that outlive their map."""
         places = (
             f"as {attribute!r} of module {name or type(self.module).__name__!r}"
             for name, layer in self.module.named_modules()
@@ -218,6 +225,23 @@ class MappedForward:
         return (
             f"the forward pass keeps a tensor made of the records ({place}), which the next batch"
             " would see: return it instead"
+        )
+
+
+class _Withheld:
+    """In the place of what a model returned beside its tensors, which may hold what it made of
+    one record.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.__dict__["_kind"] = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"the model returned a {self._kind}, which cannot leave the map over records: return"
+            " tensors (for a distribution its parameters), and make of them what you need outside"
         )
 
 
@@ -266,7 +290,8 @@ class _Reduced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
         if not bool((gradients[0] == 1).all()):
             raise RuntimeError(
-                "the loss came back with another gradient than 1: call backward() on it as it is;"
-                " scale lr instead of the loss"
+                "a scalar that the model returned came back with another gradient than 1: call"
+                " backward() on a loss as it is, and scale lr; weigh its terms in forward, or"
+                " return them in a row for each record"
             )
         return torch.ones_like(ctx.like), None

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -38,7 +38,6 @@ try:
         _remove_batch_dim,
         _vmap_decrement_nesting,
         _vmap_increment_nesting,
-        get_unwrapped,
         maybe_current_level,
         maybe_get_bdim,
         pop_dynamic_layer_stack,
@@ -52,18 +51,48 @@ except ImportError:  # pragma: no cover - another version of torch
 Run = Callable[..., Tensor]
 
 
-_SAVED_TENSORS = (
+SAVED_TENSORS = (
     "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
     ' batch at once: leave them out, or take grad_sample_mode="hooks"'
 )
 _INSIDE_TRANSFORM = "the model is called inside a torch.func transform: call it by itself"
-_INNER_TRANSFORM = (
-    "a layer with trainable parameters is called inside a torch.func transform of the model's own"
-)
 
 
 class CannotBeMapped(RuntimeError):
     """The model's program cannot be run for one record at a time."""
+
+
+_TORCHS_WORDS = {
+    "calling .item() on a Tensor": (
+        "it takes a number out of a tensor made of the records (item(), one_hot without"
+        " num_classes), so one record may decide for all: compute with tensors, pass num_classes"
+    ),
+    "must override the setup_context staticmethod": (
+        "it calls an autograd.Function of the old style, as checkpoint(use_reentrant=True) does,"
+        " which cannot run for one record: leave it out"
+    ),
+    "would mutate a captured Tensor": (
+        "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
+        " x *= 2"
+    ),
+    "requires_grad_() outside": (
+        "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
+    ),
+}
+
+
+def in_plain_words(error: Exception) -> str:
+    """What an error inside a map says: torch's own are about its transforms."""
+    text = str(error) or repr(error)
+    plain = (ours for theirs, ours in _TORCHS_WORDS.items() if theirs in text)
+    return next(plain, text.splitlines()[0])
+
+
+class InnerTransform(CannotBeMapped):
+    """The map cannot be left inside a ``torch.func`` transform of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__("what runs on whole batches is called inside a torch.func transform")
 
 
 _LOOKS = frozenset(
@@ -87,6 +116,9 @@ _LOOKS = frozenset(
         ),
     )
 )
+
+
+_GRAD_FN = frozenset((Tensor.grad_fn.__get__,))  # type: ignore[union-attr]
 
 
 class KeptTensors(RuntimeError):
@@ -131,25 +163,31 @@ class RecordMap:
         Random numbers differ between records. Hooks on saved tensors are off inside, for they would
         see, and could mix, what the backward pass of all records needs.
         """
-        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
+        no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
         with (
             no_hooks,
             _masks_without_shortcuts(),
             _OfOneRecord(self if self._leaves else None, self.see),
         ):
-            if not self._use_steps:
-                return self._by_vmap(function, tensors)
-            if maybe_current_level() is not None:
-                raise CannotBeMapped(_INSIDE_TRANSFORM)
-            self._level = level = _vmap_increment_nesting(self.records, "different")
-            try:
-                inside = [_add_batch_dim(t, 0, level) for t in tensors]
-                self.see(inside)
-                results = function(inside)
-                return [_remove_batch_dim(t, level, self.records, 0) for t in results]
-            finally:
-                self._level = None
-                _vmap_decrement_nesting()
+            return self.again(function, tensors)
+
+    def again(
+        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """As in a call, for what follows from an earlier one and runs nothing of the model's."""
+        if not self._use_steps:
+            return self._by_vmap(function, tensors)
+        if maybe_current_level() is not None:
+            raise CannotBeMapped(_INSIDE_TRANSFORM)
+        self._level = level = _vmap_increment_nesting(self.records, "different")
+        try:
+            inside = [_add_batch_dim(t, 0, level) for t in tensors]
+            self.see(inside)
+            results = function(inside)
+            return [_remove_batch_dim(t, level, self.records, 0) for t in results]
+        finally:
+            self._level = None
+            _vmap_decrement_nesting()
 
     def on_batch(self, run: Run, tensors: Sequence[Tensor]) -> Tensor:
         """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
@@ -157,13 +195,18 @@ class RecordMap:
 
         A tensor that does not depend on the record is repeated for each, so that its gradient has a
         row for each.
+
+        Raises:
+            InnerTransform: the call comes from another transform inside the map.
         """
+        if any(is_gradtrackingtensor(t) or is_batchedtensor(_within(t)) for t in tensors):
+            raise InnerTransform
         if not self._use_steps:
             anchor, operands = self._anchor, list(tensors)
             return _OnBatch.apply(run, anchor, *operands)
         level = self._level
         if level is None or maybe_current_level() != level:
-            raise CannotBeMapped(_INNER_TRANSFORM)
+            raise InnerTransform
         inside = [
             (get_unwrapped(t), maybe_get_bdim(t)) if is_batchedtensor(t) else (t, -1)
             for t in tensors
@@ -181,7 +224,7 @@ class RecordMap:
     def see(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
         if isinstance(result, Tensor):
-            if is_batchedtensor(result):
+            if _is_of_records(result):
                 self._seen.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
@@ -220,6 +263,17 @@ class RecordMap:
         return list(torch.func.vmap(one, randomness="different")(anchor, *tensors))
 
 
+def _within(t: Tensor) -> Tensor:
+    return get_unwrapped(t) if is_batchedtensor(t) else t
+
+
+def _is_of_records(t: Tensor) -> bool:
+    """Whether a tensor stands for one of each record; it may be tracked by transforms inside."""
+    while is_gradtrackingtensor(t):
+        t = get_unwrapped(t)
+    return is_batchedtensor(t)
+
+
 class _OnBatch(torch.autograd.Function):
     """Leaves ``torch.func.vmap`` by its public way: only the ``vmap`` rule ever runs, on what
     stands behind the map.
@@ -227,7 +281,7 @@ class _OnBatch(torch.autograd.Function):
 
     @staticmethod
     def forward(run: Run, anchor: Tensor, *tensors: Tensor) -> Tensor:
-        raise CannotBeMapped(_INNER_TRANSFORM)
+        raise InnerTransform
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -283,7 +337,7 @@ def one_record_only() -> Iterator[None]:
     """Torch functions as inside a map, around a ``torch.func`` transform that runs the same
     program.
     """
-    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_SAVED_TENSORS)
+    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
     with no_hooks, _masks_without_shortcuts(), _OfOneRecord(None, _nothing):
         yield
 
@@ -306,12 +360,21 @@ class _OfOneRecord(TorchFunctionMode):
             if self._map is None or not _are_aligned(*args, **kwargs):
                 with self:
                     return _plain_attention(*args, **kwargs)
-            return self._attention(self._map, *args, **kwargs)
-        if func in _LOOKS and is_batchedtensor(args[0]):
+            try:
+                return self._attention(self._map, *args, **kwargs)
+            except InnerTransform:
+                with self:
+                    return _plain_attention(*args, **kwargs)
+        if func in _LOOKS and _is_of_records(args[0]):
             raise CannotBeMapped(
                 "it takes a number or a truth value out of a tensor made of the records"
                 f" ({func.__name__}), so one record may decide for all: compute with tensors"
                 " (torch.where)"
+            )
+        if func in _GRAD_FN and _is_of_records(args[0]):
+            raise CannotBeMapped(
+                "it takes grad_fn of a tensor made of the records, where a hook"
+                " (grad_fn.register_hook) would not run: leave it out"
             )
         if func in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
             raise CannotBeMapped(
@@ -411,9 +474,11 @@ def _plain_attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # sees nothing: torch's own gives it zeros, softmax NaN
-    is_blind = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
+    if attn_mask is None or is_causal:
+        weights = scores.softmax(-1)
+    else:  # what sees nothing gets zeros from torch's own, NaN from softmax
+        is_blind = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
     return F.dropout(weights, dropout_p, dropout_p > 0) @ value
 
 
@@ -457,15 +522,16 @@ class Nested:
 
     Args:
         value: the arguments or the result of a model.
-        keeps_strangers: put them back as they are, and not None.
+        stands_in: what is put back in a stranger's place, given the name of its type; None:
+            itself.
 
     Attributes:
         tensors: those found, in order.
         strangers: what is neither a tensor nor a plain value, and may hold tensors unseen.
     """
 
-    def __init__(self, value: Any, *, keeps_strangers: bool = False) -> None:
-        self._keeps_strangers = keeps_strangers
+    def __init__(self, value: Any, *, stands_in: Callable[[str], Any] | None = None) -> None:
+        self._stands_in = stands_in
         self.tensors: list[Tensor] = []
         self.strangers: list[Any] = []
         self._is_tensor = isinstance(value, Tensor)
@@ -481,7 +547,7 @@ class Nested:
             return _PLACE
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type) and _has_fields_only(leaf):
             inner = {
-                f.name: Nested(getattr(leaf, f.name), keeps_strangers=self._keeps_strangers)
+                f.name: Nested(getattr(leaf, f.name), stands_in=self._stands_in)
                 for f in dataclasses.fields(leaf)
             }
             shell = copy.copy(leaf)
@@ -493,7 +559,7 @@ class Nested:
             return _Dataclass(shell, inner)
         if not isinstance(leaf, _PLAIN):
             self.strangers.append(leaf)
-            return leaf if self._keeps_strangers else None
+            return leaf if self._stands_in is None else self._stands_in(type(leaf).__name__)
         return leaf
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
