@@ -22,6 +22,7 @@ from typing import Any
 import opacus
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import _tensors
@@ -30,7 +31,9 @@ Outcome = bool | float
 
 # a number that decides how often something is done, or how large something is made
 LARGEST_COUNT = 4096
+_LONGEST_LIST = 1024
 _MOST_CONSTANTS = 32
+_MOST_NUMBERS = 10  # constants that are put in the place of a number
 _EXTRA_CALLS = 32  # of a place that is forced, in one pass, beyond those that were seen
 _EXTRA_OPERATIONS = 20  # times as many as were seen
 _FOLDERS = tuple(
@@ -65,14 +68,26 @@ class Place:
         return f"{where} ({code})" if code else where
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """How far a pass may go.
+
+    Attributes:
+        calls: of one place that are forced; later ones come out as they do.
+        operations: after which a pass is ended by :class:`EndlessError`.
+    """
+
+    calls: float
+    operations: float
+
+
 class Decisions(TorchDispatchMode):
     """Notes the outcomes of decisions in one pass after another, and forces some of them.
 
     Args:
         forced: outcomes by place.
         call: only this call of each place in ``forced`` is forced, the first one being 0.
-        most_calls: of one place in one pass that are forced; later ones come out as they do.
-        most_operations: after which a pass is ended by :class:`EndlessError`.
+        bounds: how far a pass may go.
     """
 
     def __init__(
@@ -80,12 +95,12 @@ class Decisions(TorchDispatchMode):
         forced: Mapping[Place, Outcome],
         *,
         call: int | None = None,
-        most_calls: float = math.inf,
-        most_operations: float = math.inf,
+        bounds: Bounds | None = None,
     ) -> None:
         super().__init__()
         self._forced, self._call = forced, call
-        self._most_calls, self._most_operations = most_calls, most_operations
+        self._bounds = bounds or Bounds(math.inf, math.inf)
+        self._reads = _Reads()
         self._of_batch: set[int] | None = None  # storages
         self._alive: list[Tensor] = []  # no storage of this pass is used a second time
         self.start()
@@ -94,6 +109,14 @@ class Decisions(TorchDispatchMode):
         """A new pass begins."""
         self.outcomes: dict[Place, list[Outcome]] = defaultdict(list)
         self.operations = 0
+
+    def __enter__(self) -> Any:
+        self._reads.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._reads.__exit__(*error)
 
     @property
     def is_watching(self) -> bool:
@@ -110,17 +133,15 @@ class Decisions(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self.operations += 1
-        if self.operations > self._most_operations:
+        if self.operations > self._bounds.operations:
             raise EndlessError
         args = list(args)
-        if function is torch.ops.aten._local_scalar_dense.default:
-            value = function(*args)
-            if self._depends(args) and (place := _place(not isinstance(value, bool))) is not None:
-                value = self._outcome(place, value)
-            return value
-        if function is torch.ops.aten.equal.default:
-            value = function(*args)
-            if self._depends(args) and (place := _place(False)) is not None:
+        if torch.Tag.data_dependent_output in function.tags:
+            value = function(*args, **kwargs)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if (isinstance(value, bool) or (is_number and self._reads.is_reading)) and (
+                self._depends(args) and (place := _place(is_number)) is not None
+            ):
                 value = self._outcome(place, value)
             return value
         changed = {k for k, a in enumerate(args) if _is_truth_value(a) and self._depends([a])}
@@ -149,7 +170,7 @@ class Decisions(TorchDispatchMode):
     def _outcome(self, place: Place, value: Outcome) -> Outcome:
         calls = self.outcomes[place]
         calls.append(value)
-        if place not in self._forced or len(calls) > self._most_calls:
+        if place not in self._forced or len(calls) > self._bounds.calls:
             return value
         if self._call is not None and len(calls) - 1 != self._call:
             return value
@@ -159,13 +180,47 @@ class Decisions(TorchDispatchMode):
         return outcome
 
 
-def bounds(seen: Decisions) -> dict[str, float]:
+class _Reads(TorchFunctionMode):
+    """Sees when Python takes a number out of a tensor. Where an operation does so inside, another
+    number could make it leave its memory.
+
+    ``tolist`` takes its numbers one by one, past any dispatch otherwise.
+    """
+
+    is_reading = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function not in _READERS:
+            return function(*args, **(kwargs or {}))
+        self.is_reading = True
+        try:
+            if function is Tensor.tolist and 0 < args[0].numel() <= _LONGEST_LIST:
+                return _listed(args[0])
+            return function(*args, **(kwargs or {}))
+        finally:
+            self.is_reading = False
+
+
+_READERS = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+)
+
+
+def _listed(t: Tensor) -> Any:
+    return t.item() if t.dim() == 0 else [_listed(part) for part in t.unbind()]
+
+
+def bounds_after(seen: Decisions) -> Bounds:
     """How far a pass may go when outcomes are forced, after one that was ``seen``."""
     calls = max((len(values) for values in seen.outcomes.values()), default=0)
-    return {
-        "most_calls": 2 * calls + _EXTRA_CALLS,
-        "most_operations": _EXTRA_OPERATIONS * (seen.operations + 100),
-    }
+    return Bounds(2 * calls + _EXTRA_CALLS, _EXTRA_OPERATIONS * (seen.operations + 100))
 
 
 def _storage(t: Tensor) -> int:
@@ -202,9 +257,9 @@ def _place(is_number: bool) -> Place | None:
     layer of torch's or Opacus', or no caller is there.
     """
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame is not None and frame.f_code.co_filename.startswith((_OWN, *_MODES)):
         frame = frame.f_back
-    if is_number and frame is not None and frame.f_code.co_filename.startswith(_LAYERS):
+    if is_number and frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):
         return None
     while frame is not None and frame.f_code.co_filename.startswith((*_FOLDERS, _OWN)):
         frame = frame.f_back
@@ -213,7 +268,11 @@ def _place(is_number: bool) -> Place | None:
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, is_number)
 
 
-_LAYERS = (os.path.join(_FOLDERS[0], "nn", "modules") + os.sep, _FOLDERS[1])
+# what runs between an operation and the modes that see it
+_MODES = tuple(
+    os.path.join(_FOLDERS[0], name)
+    for name in ("_ops.py", "_compile.py", "_dynamo", "overrides.py", "utils/_python_dispatch.py")
+)
 
 
 # -- constants -------------------------------------------------------------------------------------
@@ -263,9 +322,7 @@ class Constants:
     @property
     def numbers(self) -> list[float]:
         """Absolute values; of many the largest and the smallest."""
-        found = sorted(self._numbers)
-        half = _MOST_CONSTANTS // 2
-        return found if len(found) <= _MOST_CONSTANTS else [*found[:half], *found[-half:]]
+        return _few(sorted(self._numbers), _MOST_CONSTANTS)
 
     @property
     def sizes(self) -> list[int]:
@@ -275,11 +332,17 @@ class Constants:
 
 def numbers_near(values: Sequence[Outcome], constants: Sequence[float]) -> list[Outcome]:
     """Other numbers that might have been taken in place of ``values``."""
-    value = max(values)
+    value, few = max(values), _few(constants, _MOST_NUMBERS)
     if all(isinstance(v, int) for v in values):
-        found = {value + 1, value + 7, min(values) - 1, 0, 1}
-        found |= {int(c) + more for c in constants for more in (0, 1) if c < LARGEST_COUNT}
+        found: set[Outcome] = {value + 1, value + 7, min(values) - 1, 0, 1}
+        found |= {int(c) + more for c in few for more in (0, 1) if c < LARGEST_COUNT}
         return sorted(n for n in found if n not in values)
-    found = {2 * abs(value) + 1, 1e6, -1e6, 0.0, min(values) / 2 - 1, -value}
-    found |= {sign * c * scale for c in constants for sign in (1, -1) for scale in (1, 1.5)}
+    found = {2 * abs(value) + 1, 1e6, -1e6, 1e15, -1e15, 0.0, min(values) / 2 - 1, -value}
+    found |= {sign * c * scale for c in few for sign, scale in ((1, 1), (1, 1.5), (-1, 1.5))}
     return sorted(float(n) for n in found if n not in values)
+
+
+def _few(numbers: Sequence[float], most: int) -> list[float]:
+    """Of many numbers the smallest and the largest."""
+    half = most // 2
+    return list(numbers) if len(numbers) <= most else [*numbers[:half], *numbers[-half:]]

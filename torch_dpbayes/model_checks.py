@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,11 +27,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .clipping.gradient_source import GradientSource, _tensors
 from .clipping.record_map import CannotBeMapped, KeptTensors, Nested
-from .decision_checks import Constants, Decisions, Outcome, Place, bounds, numbers_near
+from .decision_checks import (
+    Bounds,
+    Constants,
+    Decisions,
+    Outcome,
+    Place,
+    bounds_after,
+    numbers_near,
+)
 from .gradient_checks import (
     HOOKED,
     MAGNITUDES,
     HookWatch,
+    MissingGradientsError,
     MixedRecordsError,
     Trial,
     check_clipped_sum,
@@ -155,8 +164,8 @@ def check_model(
     forced both ways, with decisions that this brings about up to three deep and 48 lines of code
     in all; numbers that leave a tensor are exchanged for others; the constants in the code that
     runs are tried as values of records and as batch sizes up to 4096. A way of mixing records that
-    none of these, nor 64 seeds, bring about goes unseen: by values that leave torch
-    (``tolist``, ``numpy``), by the shape of ``x[mask]``, or two decisions together.
+    none of these, nor 64 seeds, bring about goes unseen: through NumPy, by the shape of
+    ``x[mask]`` or ``nonzero()``, or by two decisions together of which neither is enough.
     """
     _require_different(inputs)
     require_no_hooks(module)
@@ -1082,7 +1091,7 @@ class _Branches:
         finite = [t.isfinite().all(1).cpu() for t in by_record[len(outputs) :]]
         return by_record, torch.stack([torch.ones(rows, dtype=torch.bool), *finite]).all(0)
 
-    def seen(self, forced: Mapping[Place, Outcome]) -> Decisions | None:
+    def seen(self, forced: Mapping[Place, Outcome]) -> Decisions:
         """The decisions of one pass, as far as they depend on the batch."""
         decisions = Decisions(forced)
         arguments = _map(lambda t: t.clone(), self.made("given")[0])
@@ -1094,7 +1103,6 @@ class _Branches:
         except Exception:
             if not forced:
                 raise
-            return decisions
         return decisions
 
     def changed(
@@ -1141,7 +1149,6 @@ def _check_decisions(
     constants = Constants()
     with constants.collected():
         first = tried.seen({})
-    assert first is not None
     _check_sizes(tried, constants.sizes, batch_size)
     _check_constants(tried, constants.numbers)
     known: set[Place] = set()
@@ -1157,16 +1164,12 @@ def _check_decisions(
             outcomes: Sequence[Outcome] = (
                 numbers_near(values, constants.numbers) if place.is_number else (True, False)
             )
-            _check_flips(tried, place, outcomes, forced, seen)
-            for outcome in outcomes:
+            changing = _check_flips(tried, place, outcomes, forced, seen)
+            for outcome in changing if place.is_number else outcomes:
                 together = {**forced, place: outcome}
-                _check_forced(tried, together, place, bounds(seen))
-                if len(together) < _DEPTH and (
-                    not place.is_number or outcome in (0, max(outcomes))
-                ):
-                    after = tried.seen(together)
-                    if after is not None:
-                        waiting.append((together, after))
+                _check_forced(tried, together, place, bounds_after(seen))
+                if len(together) < _DEPTH:
+                    waiting.append((together, tried.seen(together)))
 
 
 def _check_flips(
@@ -1175,19 +1178,20 @@ def _check_flips(
     outcomes: Sequence[Outcome],
     forced: Mapping[Place, Outcome],
     seen: Decisions,
-) -> None:
+) -> list[Outcome]:
     """Raise if a decision may change other records in the direction in which one record can turn
-    it, where that is seen, or else in every direction that made-up records show.
+    it, where that is seen, or else in every direction that made-up records show. Returns outcomes
+    that change something.
     """
     # 1: up, or from False to True; -1: down
-    is_changed, moves = dict[int, bool](), set[int]()
+    is_changed, moves, changing = dict[int, bool](), set[int](), dict[Outcome, None]()
     suspects = []
     for seed, kind in enumerate(_FLIP_KINDS[: 2 if place.is_number else None]):
         whole = tried.made(kind, seed)[0]
         one = _given(whole, [seed % tried.rows])
         noted = []
         for arguments in (whole, one):
-            decisions = Decisions(forced, **bounds(seen))
+            decisions = Decisions(forced, bounds=bounds_after(seen))
             try:
                 natural = tried.observed(arguments, decisions)
             except MixedRecordsError:
@@ -1200,9 +1204,11 @@ def _check_flips(
                 direction = _direction(values, outcome)
                 if direction == 0:
                     continue
-                other = Decisions({**forced, place: outcome}, **bounds(seen))
+                other = Decisions({**forced, place: outcome}, bounds=bounds_after(seen))
                 count = tried.changed(arguments, other, natural)
                 is_changed.setdefault(direction, False)
+                if count != 0:
+                    changing[outcome] = None
                 if count:
                     is_changed[direction] = True
                     suspects.append((arguments, values, natural))
@@ -1212,9 +1218,9 @@ def _check_flips(
     required = [is_changed[move] for move in moves if move in is_changed]
     is_harmless = not any(required) if required else not all(is_changed.values())
     if not is_changed or is_harmless:
-        return
+        return list(changing)
     if _is_of_single_records(tried, place, forced, seen, suspects):
-        return
+        return list(changing)
     raise MixedRecordsError((_TAKES if place.is_number else _DECIDES).format(place))
 
 
@@ -1242,24 +1248,26 @@ def _is_of_single_records(
     for call, value in list(enumerate(values))[:_MOST_CALLS]:
         others = (value + 1, value - 1) if place.is_number else (not value,)
         for other in others:
-            decisions = Decisions({**forced, place: other}, call=call, **bounds(seen))
+            decisions = Decisions({**forced, place: other}, call=call, bounds=bounds_after(seen))
             if (tried.changed(arguments, decisions, natural) or 0) > 1:
                 return False
     return True
 
 
 def _check_forced(
-    tried: _Branches, forced: Mapping[Place, Outcome], place: Place, limits: Mapping[str, float]
+    tried: _Branches, forced: Mapping[Place, Outcome], place: Place, limits: Bounds
 ) -> None:
     """Raise if records depend on one another where decisions come out as ``forced``."""
     module, inputs, rows = tried.module, tried.inputs, tried.rows
-    decisions = Decisions(forced, **limits)
+    decisions = Decisions(forced, bounds=limits)
     handle = module.register_forward_pre_hook(lambda *_: decisions.start(), prepend=True)
     try:
         with decisions:
             for seed, kind in enumerate(_FORCED_KINDS):
                 keep = _kept(rows)[seed % len(_kept(rows))]
-                _compare_exchanged(tried, *tried.made(kind, seed), keep, seed)
+                # a branch left out may leave layers out, too
+                with suppress(MissingGradientsError):
+                    _compare_exchanged(tried, *tried.made(kind, seed), keep, seed)
             with tried.source.paused():
                 _where_it_runs(
                     lambda: _require_same_alone(

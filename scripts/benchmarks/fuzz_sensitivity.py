@@ -175,6 +175,7 @@ class PrivateSteps:
                 noise_multiplier=0.0,
                 grad_sample_mode=mode,
                 loss_reduction=self._loss.reduction,
+                loss=self._loss.function if recipe.is_loss_given else None,
                 example_inputs=_examples(recipe),
             )
         except Exception as error:
@@ -199,7 +200,7 @@ class PrivateSteps:
         with DrawsByRecord(names) if self._recipe.is_random else nullcontext():
             for *inputs, y in self._loader:
                 self._optimizer.zero_grad()
-                self._loss.function(self._model(*inputs), y).backward()
+                self._loss_of(inputs, y).backward()
                 self._optimizer.step()
         pairs = list(zip(self._start, self._model.parameters(), strict=True))
         moved = torch.cat([(a.double() - p.detach().double()).flatten() for a, p in pairs])
@@ -208,6 +209,13 @@ class PrivateSteps:
                 if p.requires_grad:
                     p.copy_(a)
         return moved
+
+    def _loss_of(self, inputs: list[Tensor], y: Tensor) -> Tensor:
+        if self._recipe.is_loss_given:
+            model: Any = self._model
+            loss: Tensor = model.private_loss(*inputs, y)
+            return loss
+        return self._loss.function(self._model(*inputs), y)
 
     def close(self) -> None:
         if self._undo is not None:
@@ -445,7 +453,8 @@ class Finding:
         is_rounding = self.movement_in_float64 <= LIMIT
         what = self.recipe.culprits or sorted({name for name, _, _ in self.recipe.parts()})
         kinds = ", ".join(["rounding", *self.kinds] if is_rounding else self.kinds)
-        return f"{self.mode}: {kinds} ({'; '.join(what)})"
+        mode = f"{self.mode}, loss given" if self.recipe.is_loss_given else self.mode
+        return f"{mode}: {kinds} ({'; '.join(what)})"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -485,6 +494,7 @@ class Totals:
     free_refused: int = 0
     pairs: int = 0
     free_pairs: int = 0
+    pairs_with_loss_given: int = 0
     unconfirmed: int = 0
     errors: int = 0
     seconds: float = 0.0
@@ -523,12 +533,21 @@ def knows(mode: str) -> bool:
 def search_model(
     recipe: Recipe, mode: str, rng: random.Random, totals: Totals, rounds: int = ROUNDS
 ) -> Finding | None:
-    """Ask for one model, and look for a record that moves its sums too far, seen again if found."""
+    """Ask for one model, and look for a record that moves its sums too far, seen again if found.
+
+    A model that does not take its loss is asked for without.
+    """
     is_free = not recipe.kinds
     totals.models += 1
     totals.free_models += is_free
     try:
-        steps = PrivateSteps(recipe, mode)
+        try:
+            steps = PrivateSteps(recipe, mode)
+        except Refused:
+            if not recipe.is_loss_given:
+                raise
+            recipe = dataclasses.replace(recipe, is_loss_given=False)
+            steps = PrivateSteps(recipe, mode)
     except Refused as error:
         totals.refused += 1
         totals.free_refused += is_free
@@ -584,6 +603,7 @@ def _worst(
             movement = float((whole - without).norm())
             totals.pairs += 1
             totals.free_pairs += is_free
+            totals.pairs_with_loss_given += recipe.is_loss_given
             if movement > best:
                 best, best_record = movement, record
             if movement > LIMIT and suspects < 2:
@@ -670,6 +690,7 @@ def _shorter(finding: Finding) -> Iterator[Finding]:
             loss=with_loss,
             examples="none",
             has_category=False,
+            is_loss_given=False,
         )
         if bare != recipe and (recipe.kinds or bare.body + bare.tail):
             yield dataclasses.replace(finding, recipe=bare, records=[records[0], records[-1]])
@@ -831,7 +852,10 @@ class Search:
                     f"  refused: {t.free_refused} of {t.free_models} free models, "
                     f"{mixing_refused} of {mixing} others"
                 ),
-                f"  accepted pairs: {t.pairs}, {t.free_pairs} of them of free models",
+                (
+                    f"  accepted pairs: {t.pairs}, {t.free_pairs} of them of free models, "
+                    f"{t.pairs_with_loss_given} with the loss given to make_private"
+                ),
                 f"  largest movement: {t.largest:.4g} C, of free models {t.largest_of_free:.4g} C",
                 f"  models with a finding: {t.findings}",
                 f"  suspicions that fresh runs did not confirm: {t.unconfirmed}",
