@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import opacus
@@ -50,16 +51,17 @@ class EndlessError(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a decision is taken: a line of the caller's code, and which instruction in it.
+    """Where a decision is taken: a line of the caller's code, and which expression in it.
 
     Attributes:
-        file, line, instruction: where.
+        file, line, columns: where; the number of the instruction would change when Python
+            specialises code that runs often.
         is_number: a number is taken out of the batch there, not a truth value.
     """
 
     file: str
     line: int
-    instruction: int
+    columns: tuple[int | None, ...]
     is_number: bool
 
     def __str__(self) -> str:
@@ -265,7 +267,13 @@ def _place(is_number: bool) -> Place | None:
         frame = frame.f_back
     if frame is None:
         return None
-    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, is_number)
+    columns = _positions(frame.f_code)[frame.f_lasti // 2]
+    return Place(frame.f_code.co_filename, frame.f_lineno, columns, is_number)
+
+
+@lru_cache(maxsize=256)
+def _positions(code: types.CodeType) -> list[tuple[int | None, ...]]:
+    return list(code.co_positions())
 
 
 # what runs between an operation and the modes that see it

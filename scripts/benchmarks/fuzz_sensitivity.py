@@ -96,11 +96,17 @@ class DrawsByRecord(TorchDispatchMode):
 
     What is drawn for the batch as a whole, with another first dimension, is the same for all
     batches. Given these numbers a step is no longer random, and its sensitivity must still be C.
+    Which draw it is stands in the seed of torch's generator, so that records that are run again
+    from the generator's state draw the same.
     """
 
     def __init__(self, records: Sequence[int], seed: int = 0) -> None:
         super().__init__()
-        self._records, self._seed, self._calls = records, seed, 0
+        self._records, self._seed = records, seed
+
+    def __enter__(self) -> Any:
+        torch.default_generator.manual_seed(self._seed)
+        return super().__enter__()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -108,8 +114,8 @@ class DrawsByRecord(TorchDispatchMode):
         kwargs, n = kwargs or {}, len(self._records)
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **kwargs)
-        self._calls += 1
-        drawn = self._drawn("all", function, args, kwargs)
+        draw = torch.default_generator.initial_seed()
+        drawn = self._drawn(draw, "all", function, args, kwargs)
         for k, record in enumerate(self._records):
             part = [
                 (
@@ -121,17 +127,20 @@ class DrawsByRecord(TorchDispatchMode):
                 )
                 for a in args
             ]
-            one = self._drawn(record, function, part, kwargs)
+            one = self._drawn(draw, record, function, part, kwargs)
             for whole, row in zip(_tensors(drawn), _tensors(one), strict=True):
                 if whole.dim() > 0 and len(whole) == n and whole.shape[1:] == row.shape[1:]:
                     whole[k : k + 1].copy_(row)
+        torch.default_generator.manual_seed(_hash(draw, "next"))
         return drawn
 
-    def _drawn(self, record: int | str, function: Any, args: Any, kwargs: Any) -> Any:
-        torch.default_generator.manual_seed(
-            zlib.crc32(repr((self._seed, self._calls, record)).encode())
-        )
+    def _drawn(self, draw: int, record: int | str, function: Any, args: Any, kwargs: Any) -> Any:
+        torch.default_generator.manual_seed(_hash(draw, record))
         return function(*args, **kwargs)
+
+
+def _hash(*what: Any) -> int:
+    return zlib.crc32(repr(what).encode())
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -528,16 +528,6 @@ _plain(
     lambda shape: lambda h: torch.where(h.isnan(), 0.0, h) if bool(h.isnan().any()) else h,
     ANY,
 )
-_plain(
-    "cut if large",
-    lambda shape: (
-        lambda h: (
-            torch.where(h.abs() > 1e5, h.sign() * 1e5, h) if bool((h.abs() > 1e5).any()) else h
-        )
-    ),
-    ANY,
-)
-_plain("hooked linear", lambda shape: _with_forward_hook(nn.Linear(shape[-1], shape[-1])))
 
 
 class ByKey(nn.Module):
