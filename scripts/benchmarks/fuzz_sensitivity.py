@@ -96,11 +96,17 @@ class DrawsByRecord(TorchDispatchMode):
 
     What is drawn for the batch as a whole, with another first dimension, is the same for all
     batches. Given these numbers a step is no longer random, and its sensitivity must still be C.
+    Which draw it is stands in the seed of torch's generator, so that records that are run again
+    from the generator's state draw the same.
     """
 
     def __init__(self, records: Sequence[int], seed: int = 0) -> None:
         super().__init__()
-        self._records, self._seed, self._calls = records, seed, 0
+        self._records, self._seed = records, seed
+
+    def __enter__(self) -> Any:
+        torch.default_generator.manual_seed(self._seed)
+        return super().__enter__()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -108,8 +114,8 @@ class DrawsByRecord(TorchDispatchMode):
         kwargs, n = kwargs or {}, len(self._records)
         if torch.Tag.nondeterministic_seeded not in function.tags:
             return function(*args, **kwargs)
-        self._calls += 1
-        drawn = self._drawn("all", function, args, kwargs)
+        draw = torch.default_generator.initial_seed()
+        drawn = self._drawn(draw, "all", function, args, kwargs)
         for k, record in enumerate(self._records):
             part = [
                 (
@@ -121,17 +127,20 @@ class DrawsByRecord(TorchDispatchMode):
                 )
                 for a in args
             ]
-            one = self._drawn(record, function, part, kwargs)
+            one = self._drawn(draw, record, function, part, kwargs)
             for whole, row in zip(_tensors(drawn), _tensors(one), strict=True):
                 if whole.dim() > 0 and len(whole) == n and whole.shape[1:] == row.shape[1:]:
                     whole[k : k + 1].copy_(row)
+        torch.default_generator.manual_seed(_hash(draw, "next"))
         return drawn
 
-    def _drawn(self, record: int | str, function: Any, args: Any, kwargs: Any) -> Any:
-        torch.default_generator.manual_seed(
-            zlib.crc32(repr((self._seed, self._calls, record)).encode())
-        )
+    def _drawn(self, draw: int, record: int | str, function: Any, args: Any, kwargs: Any) -> Any:
+        torch.default_generator.manual_seed(_hash(draw, record))
         return function(*args, **kwargs)
+
+
+def _hash(*what: Any) -> int:
+    return zlib.crc32(repr(what).encode())
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -175,6 +184,7 @@ class PrivateSteps:
                 noise_multiplier=0.0,
                 grad_sample_mode=mode,
                 loss_reduction=self._loss.reduction,
+                loss=self._loss.function if recipe.is_loss_given else None,
                 example_inputs=_examples(recipe),
             )
         except Exception as error:
@@ -199,7 +209,7 @@ class PrivateSteps:
         with DrawsByRecord(names) if self._recipe.is_random else nullcontext():
             for *inputs, y in self._loader:
                 self._optimizer.zero_grad()
-                self._loss.function(self._model(*inputs), y).backward()
+                self._loss_of(inputs, y).backward()
                 self._optimizer.step()
         pairs = list(zip(self._start, self._model.parameters(), strict=True))
         moved = torch.cat([(a.double() - p.detach().double()).flatten() for a, p in pairs])
@@ -208,6 +218,13 @@ class PrivateSteps:
                 if p.requires_grad:
                     p.copy_(a)
         return moved
+
+    def _loss_of(self, inputs: list[Tensor], y: Tensor) -> Tensor:
+        if self._recipe.is_loss_given:
+            model: Any = self._model
+            loss: Tensor = model.private_loss(*inputs, y)
+            return loss
+        return self._loss.function(self._model(*inputs), y)
 
     def close(self) -> None:
         if self._undo is not None:
@@ -445,7 +462,8 @@ class Finding:
         is_rounding = self.movement_in_float64 <= LIMIT
         what = self.recipe.culprits or sorted({name for name, _, _ in self.recipe.parts()})
         kinds = ", ".join(["rounding", *self.kinds] if is_rounding else self.kinds)
-        return f"{self.mode}: {kinds} ({'; '.join(what)})"
+        mode = f"{self.mode}, loss given" if self.recipe.is_loss_given else self.mode
+        return f"{mode}: {kinds} ({'; '.join(what)})"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -485,6 +503,7 @@ class Totals:
     free_refused: int = 0
     pairs: int = 0
     free_pairs: int = 0
+    pairs_with_loss_given: int = 0
     unconfirmed: int = 0
     errors: int = 0
     seconds: float = 0.0
@@ -523,12 +542,21 @@ def knows(mode: str) -> bool:
 def search_model(
     recipe: Recipe, mode: str, rng: random.Random, totals: Totals, rounds: int = ROUNDS
 ) -> Finding | None:
-    """Ask for one model, and look for a record that moves its sums too far, seen again if found."""
+    """Ask for one model, and look for a record that moves its sums too far, seen again if found.
+
+    A model that does not take its loss is asked for without.
+    """
     is_free = not recipe.kinds
     totals.models += 1
     totals.free_models += is_free
     try:
-        steps = PrivateSteps(recipe, mode)
+        try:
+            steps = PrivateSteps(recipe, mode)
+        except Refused:
+            if not recipe.is_loss_given:
+                raise
+            recipe = dataclasses.replace(recipe, is_loss_given=False)
+            steps = PrivateSteps(recipe, mode)
     except Refused as error:
         totals.refused += 1
         totals.free_refused += is_free
@@ -584,6 +612,7 @@ def _worst(
             movement = float((whole - without).norm())
             totals.pairs += 1
             totals.free_pairs += is_free
+            totals.pairs_with_loss_given += recipe.is_loss_given
             if movement > best:
                 best, best_record = movement, record
             if movement > LIMIT and suspects < 2:
@@ -670,6 +699,7 @@ def _shorter(finding: Finding) -> Iterator[Finding]:
             loss=with_loss,
             examples="none",
             has_category=False,
+            is_loss_given=False,
         )
         if bare != recipe and (recipe.kinds or bare.body + bare.tail):
             yield dataclasses.replace(finding, recipe=bare, records=[records[0], records[-1]])
@@ -831,7 +861,10 @@ class Search:
                     f"  refused: {t.free_refused} of {t.free_models} free models, "
                     f"{mixing_refused} of {mixing} others"
                 ),
-                f"  accepted pairs: {t.pairs}, {t.free_pairs} of them of free models",
+                (
+                    f"  accepted pairs: {t.pairs}, {t.free_pairs} of them of free models, "
+                    f"{t.pairs_with_loss_given} with the loss given to make_private"
+                ),
                 f"  largest movement: {t.largest:.4g} C, of free models {t.largest_of_free:.4g} C",
                 f"  models with a finding: {t.findings}",
                 f"  suspicions that fresh runs did not confirm: {t.unconfirmed}",

@@ -56,6 +56,7 @@ class Recipe:
         has_category: every record has a second input, an integer.
         examples: ``example_inputs``: "none", "zeros" or "distinct".
         is_double: in float64.
+        is_loss_given: the loss is given to ``make_private``, which runs it for each record alone.
     """
 
     seed: int
@@ -70,6 +71,7 @@ class Recipe:
     has_category: bool = False
     examples: str = "none"
     is_double: bool = False
+    is_loss_given: bool = False
 
     def parts(self) -> Iterator[Spec]:
         """All parts, those inside others included."""
@@ -200,6 +202,16 @@ GUARDS: dict[str, Guard] = {
         (key[:, LENGTH] < key[:, LENGTH].amax()).sum() == 1 if len(h) else torch.tensor(False)
     ),
     "a twin": lambda h, key: (key[:, None, CONTENT] == key[None, :, CONTENT]).sum() == len(h) + 2,
+    "not finite": lambda h, key: (~h.isfinite()).any(),
+    "large inside": lambda h, key: (h.abs() > 1e4).any(),
+    "more than two chosen": lambda h, key: torch.tensor(int((key[:, CATEGORY] == 6).sum()) > 2),
+    "a number of Python's": lambda h, key: torch.tensor(
+        key[:, CONTENT].abs().amax().item() > 10**7 if len(h) else False
+    ),
+    "listed": lambda h, key: torch.tensor(5 in key[:, CATEGORY].tolist()),
+    "first and last alike": lambda h, key: torch.tensor(torch.equal(key[:1], key[-1:])),
+    "some found": lambda h, key: torch.tensor(len((key[:, CONTENT] < -(10**9)).nonzero()) > 0),
+    "full": lambda h, key: torch.tensor(len(h) == 33),
     "gradients wanted": lambda h, key: torch.tensor(torch.is_grad_enabled()),
 }
 
@@ -511,7 +523,11 @@ def _with_forward_hook(layer: nn.Module) -> nn.Module:
 _plain("custom function", lambda shape: HalfGradient.apply, ANY)
 _plain("custom function, older style", lambda shape: Reversed.apply, ANY)
 _plain("tensor hook", lambda shape: _with_tensor_hook, ANY)
-_plain("hooked linear", lambda shape: _with_forward_hook(nn.Linear(shape[-1], shape[-1])))
+_plain(
+    "mended if missing",
+    lambda shape: lambda h: torch.where(h.isnan(), 0.0, h) if bool(h.isnan().any()) else h,
+    ANY,
+)
 
 
 class ByKey(nn.Module):
@@ -533,6 +549,23 @@ class ByKey(nn.Module):
 
 
 PARTS["by key"] = PartKind(ByKey, options={"what": ("length", "category", "content")})
+
+
+class Routed(nn.Module):
+    """A frozen layer runs on the records that choose it, if there are any."""
+
+    def __init__(self, shape: Shape, options: Options, inside: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(shape[-1], shape[-1]).requires_grad_(False)
+
+    def forward(self, h: Tensor, key: Tensor) -> Tensor:
+        chosen = key[:, CATEGORY] % 2 == 1
+        if not bool(chosen.any()):
+            return h
+        return h.index_put((chosen,), torch.tanh(self.layer(h[chosen])))
+
+
+PARTS["routed"] = PartKind(Routed)
 
 
 class Around(nn.Module):
@@ -578,21 +611,23 @@ class Mixer(nn.Module):
     def __init__(self, name: str, options: Options) -> None:
         super().__init__()
         self.mix, self.guard = MIXERS[name][1], options["guard"]
-        self.strength, self.is_branch = options["strength"], options["form"] == "branch"
+        self.strength, self.form = options["strength"], options["form"]
 
     def forward(self, h: Tensor, key: Tensor) -> Tensor:
         if self.guard == "none":
             return h + self.strength * (self.mix(h, key) - h)
         when = GUARDS[self.guard](h, key)
-        if self.is_branch:
+        if self.form == "branch":
             return h + self.strength * (self.mix(h, key) - h) if bool(when) else h
+        if self.form == "factor":
+            return h + when.to(h.dtype) * self.strength * (self.mix(h, key) - h)
         return torch.where(when, h + self.strength * (self.mix(h, key) - h), h)
 
 
 MIXER_OPTIONS = {
     "guard": ("none",) * len(GUARDS) + tuple(GUARDS),
     "strength": (1.0, 1.0, 1.0, 1e-3, 1e-7),
-    "form": ("branch", "where"),
+    "form": ("branch", "where", "factor"),
 }
 for _name, (_kind, _) in MIXERS.items():
     PARTS[_name] = PartKind(
@@ -1221,6 +1256,7 @@ def random_recipe(seed: int, kinds: Sequence[str]) -> Recipe:
         bias=rng.choice([0.0, 0.0, 8.0]),
         has_category=rng.random() < 0.3,
         examples=rng.choice(["none", "none", "zeros", "distinct"]),
+        is_loss_given=rng.random() < 0.4,
     )
 
 

@@ -37,6 +37,10 @@ class MixedRecordsError(ValueError):
     """What a check found out, and not what the model itself raised."""
 
 
+class MissingGradientsError(MixedRecordsError):
+    """A parameter has no gradient of each record."""
+
+
 @dataclass
 class Trial:
     """A made-up batch, and another one in which some records stay and all others are exchanged.
@@ -141,7 +145,7 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
         for name, p in named:
             records = source.per_record_gradients(p)
             if records is None or records.shape != (len(keep), *p.shape):
-                raise MixedRecordsError(
+                raise MissingGradientsError(
                     f"parameter {name!r} has per-record gradients for some batches only: its layer "
                     "sees a number of rows that depends on the records. Run it on all of them."
                 )

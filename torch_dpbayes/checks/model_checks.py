@@ -13,9 +13,10 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy
@@ -29,10 +30,20 @@ from ..clipping.bookkeeping import UsedElsewhere
 from ..clipping.gradient_source import GradientSource, _tensors
 from ..clipping.gradient_source import _map as _map_tensors
 from ..clipping.record_map import CannotBeMapped, KeptTensors, Nested, in_plain_words
+from .decision_checks import (
+    Bounds,
+    Constants,
+    Decisions,
+    Outcome,
+    Place,
+    bounds_after,
+    numbers_near,
+)
 from .gradient_checks import (
     HOOKED,
     MAGNITUDES,
     HookWatch,
+    MissingGradientsError,
     MixedRecordsError,
     Trial,
     check_clipped_sum,
@@ -142,7 +153,9 @@ def _require_different(inputs: tuple[Any, ...]) -> None:
         )
 
 
-def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
+def check_model(
+    module: nn.Module, source: GradientSource, inputs: tuple[Any, ...], batch_size: float = 0.0
+) -> None:
     """Raise unless per-record gradients of ``module`` are what clipping takes them for.
 
     Args:
@@ -152,15 +165,21 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
         inputs: positional arguments of ``module`` for two records, records in dimension 0. Larger
             batches repeat them, or are made up from their shapes, with outliers, missing values,
             zeros at the end, ties, codes and every size of integers that the model takes.
+        batch_size: that the data loader gives on average, in records.
 
     Raises:
         ValueError: a record's output, or what a layer makes of it, depends on another record, on
-            their number or on its place among them; per-record gradients are not the gradients of
+            their number or on its place among them; a decision that the model takes from a batch
+            changes what it does to several records; per-record gradients are not the gradients of
             the records; a buffer changed; or the forward pass cannot take an empty batch. The
-            message names the module and the remedy.
+            message names the module, or the line, and the remedy.
 
-    **Privacy.** A test, not a proof: a way of mixing records that neither these values nor batches
-    of 33 nor 64 seeds bring about goes unseen.
+    **Privacy.** A test, not a proof. Each decision that Python takes from a tensor of the batch is
+    forced both ways, with decisions that this brings about up to three deep and 48 lines of code
+    in all; numbers that leave a tensor are exchanged for others; the constants in the code that
+    runs are tried as values of records and as batch sizes up to 4096. A way of mixing records that
+    none of these, nor 64 seeds, bring about goes unseen: through NumPy, by the shape of
+    ``x[mask]`` or ``nonzero()``, or by two decisions together of which neither is enough.
     """
     _require_different(inputs)
     require_no_hooks(module)
@@ -177,6 +196,7 @@ def check_model(module: nn.Module, source: GradientSource, inputs: tuple[Any, ..
         else:
             raise ValueError(_NO_GRADIENT)
         _check_gradients_unmoved(module, source, inputs, axes, is_aligned)
+        _check_decisions(module, source, inputs, axes, is_aligned, batch_size)
         _check_empty_batch(module, source, inputs)
         if (what := as_checked.changed()) is not None:
             raise ValueError(KEPT.format(what))
@@ -540,7 +560,7 @@ def _check_independence(
             ]
         is_aligned = axes is not None and not several.is_elsewhere
         _require_unmoved(module, inputs, alone, axes or [], is_aligned)
-        _require_same_alone(module, inputs, axes or [], is_aligned)
+        _require_same_alone(module, inputs, axes or [], is_aligned, _sizes(inputs))
     _require_unchanged(module, before)
     return as_checked, axes or [], is_aligned
 
@@ -573,7 +593,11 @@ def _require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def _require_same_alone(
-    module: nn.Module, inputs: tuple[Any, ...], axes: list[int | None], is_aligned: bool
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    axes: list[int | None],
+    is_aligned: bool,
+    sizes: Sequence[int],
 ) -> None:
     """Raise if a record's output depends on how many others there are or on its place among them.
     All records draw the same random numbers here.
@@ -581,11 +605,12 @@ def _require_same_alone(
     Args:
         axes: for each draw, the dimension of the records.
         is_aligned: records after the first one draw what they would alone.
+        sizes: of batches.
     """
     singles = [
         _run(module, _given(inputs, [k]), _SeededDraws(0, axes, are_alike=True)) for k in range(2)
     ]
-    for rows in _sizes(inputs):
+    for rows in sizes:
         together = _run_given(
             module, inputs, rows, _SeededDraws(0, axes, are_alike=True), singles[0]
         )
@@ -1009,6 +1034,394 @@ def _check_gradients_unmoved(
                 ) from error
 
 
+# -- what do decisions on the batch decide? --------------------------------------------------------
+
+_MOST_DECISIONS, _DEPTH = 48, 3  # lines that decide; decisions that are forced together
+_MOST_CALLS = 16  # of a line that runs once for each record, which are flipped one by one
+_LARGEST_BATCH, _LARGEST_NUMBERS, _MOST_SIZES = 4096, 2**20, 8
+_FORCED_KINDS = ("given", "short", "ties", "codes")
+_FLIP_KINDS = ("given", "short", "plain", "codes", "outliers", "missing")
+_DECIDES = (
+    "a decision on the batch, at {}, changes other records' outputs or gradients, and one record"
+    " can bring it about. Decide for each record alone: torch.where with a condition per row."
+)
+_TAKES = (
+    "a number taken out of the batch, at {}, changes other records' outputs or gradients, and one"
+    " record can change it. Compute it for each record alone, as a tensor with a row for each."
+)
+_TOO_MANY = (
+    "the model takes decisions on the batch at more than {} lines, too many to test each. Decide"
+    " for each record alone, with torch.where and a condition per row."
+)
+
+
+@dataclass
+class _Branches:
+    """What decisions of a model are tried on.
+
+    Attributes:
+        module, source, inputs, axes, is_aligned: as everywhere here.
+        limits: of integers, for each input.
+        alone: the run of one record.
+    """
+
+    module: nn.Module
+    source: GradientSource
+    inputs: tuple[Any, ...]
+    axes: list[int | None]
+    is_aligned: bool
+    limits: list[int]
+    alone: _Forward
+
+    def __post_init__(self) -> None:
+        self.named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        sizes = _sizes(self.inputs)
+        self.rows = rows_for(self.named, sizes[len(sizes) // 2])
+        self.on_cpu = _on_cpu(self.module)
+
+    def made(self, kind: str, seed: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return _neighbours(self.inputs, self.rows, kind, self.limits, seed)
+
+    def draws(self) -> _SeededDraws:
+        return _SeededDraws(0, self.axes, are_alike=self.is_aligned)
+
+    def observed(
+        self, arguments: tuple[Any, ...], decisions: Decisions
+    ) -> tuple[list[Tensor], Tensor]:
+        """Outputs and recorded gradients, each as (records, numbers); and whose are finite."""
+        module, source = self.module, self.source
+        parameters = [p for _, p in self.named]
+        if self.on_cpu:
+            _tried(module, arguments, self.on_cpu)
+        source.discard(parameters)
+        decisions.start()
+        try:
+            with decisions:
+                with self.draws():
+                    outputs = list(_tensors(module(*arguments)))
+                rows = len(outputs[0])
+                terms = []
+                for t in outputs:
+                    if t.is_floating_point():
+                        generator = torch.Generator().manual_seed(t[:1].numel())
+                        weight = torch.randn(t.shape, generator=generator).to(t.device)
+                        if decisions.is_watching:
+                            decisions.watch([weight])
+                        terms.append((t.float() * weight).sum())
+                total = torch.stack(terms).sum()
+                (total if source.loss_reduction == "sum" else total / rows).backward()
+            gradients = [source.per_record_gradients(p) for p in parameters]
+        finally:
+            source.discard(parameters)
+            for p in parameters:
+                p.grad = None
+        by_record = [
+            t.detach().reshape(rows, -1)
+            for t in (*outputs, *gradients)
+            if t is not None and len(t) == rows
+        ]
+        finite = [t.isfinite().all(1).cpu() for t in by_record[len(outputs) :]]
+        return by_record, torch.stack([torch.ones(rows, dtype=torch.bool), *finite]).all(0)
+
+    def seen(self, forced: Mapping[Place, Outcome]) -> Decisions:
+        """The decisions of one pass, as far as they depend on the batch."""
+        decisions = Decisions(forced)
+        arguments = _map(lambda t: t.clone(), self.made("given")[0])
+        decisions.watch(list(_tensors(arguments)))
+        try:
+            self.observed(arguments, decisions)
+        except MixedRecordsError:
+            raise
+        except Exception:
+            if not forced:
+                raise
+        return decisions
+
+    def changed(
+        self,
+        arguments: tuple[Any, ...],
+        forced: Decisions,
+        natural: tuple[Sequence[Tensor], Tensor],
+    ) -> int | None:
+        """How many records come out differently; None where the model fails. Those whose
+        gradients are not finite count for nothing.
+        """
+        try:
+            found, is_finite = self.observed(arguments, forced)
+        except MixedRecordsError:
+            raise
+        except Exception:
+            return None
+        before, was_finite = natural
+        if [t.shape for t in found] != [t.shape for t in before]:
+            return len(was_finite)
+        same = [_same_rows(a, b, True).cpu() for a, b in zip(before, found, strict=True)]
+        return int((~torch.stack(same).all(0) & (is_finite | was_finite)).sum())
+
+
+# arguments, what comes out of the decision, and what is observed
+_Suspect = tuple[tuple[Any, ...], list[Outcome], tuple[list[Tensor], Tensor]]
+
+
+def _check_decisions(
+    module: nn.Module,
+    source: GradientSource,
+    inputs: tuple[Any, ...],
+    axes: list[int | None],
+    is_aligned: bool,
+    batch_size: float,
+) -> None:
+    """Raise if decisions that the model takes from a batch, or constants in its code, let a
+    record's output or gradient depend on others.
+    """
+    with source.paused():
+        alone = _run(module, _given(inputs, [0]), _SeededDraws(0))
+        limits = _integer_limits(module, inputs)
+    tried = _Branches(module, source, inputs, axes, is_aligned, limits, alone)
+    constants = Constants()
+    with constants.collected():
+        first = tried.seen({})
+    _check_sizes(tried, constants.sizes, batch_size)
+    _check_constants(tried, constants.numbers)
+    known: set[Place] = set()
+    waiting: list[tuple[dict[Place, Outcome], Decisions]] = [({}, first)]
+    while waiting:
+        forced, seen = waiting.pop(0)
+        for place, values in list(seen.outcomes.items()):
+            if place in known:
+                continue
+            known.add(place)
+            if len(known) > _MOST_DECISIONS:
+                raise ValueError(_TOO_MANY.format(_MOST_DECISIONS))
+            outcomes: Sequence[Outcome] = (
+                numbers_near(values, constants.numbers) if place.is_number else (True, False)
+            )
+            changing = _check_flips(tried, place, outcomes, forced, seen)
+            for outcome in changing if place.is_number else outcomes:
+                together = {**forced, place: outcome}
+                _check_forced(tried, together, place, bounds_after(seen))
+                if len(together) < _DEPTH:
+                    waiting.append((together, tried.seen(together)))
+
+
+def _check_flips(
+    tried: _Branches,
+    place: Place,
+    outcomes: Sequence[Outcome],
+    forced: Mapping[Place, Outcome],
+    seen: Decisions,
+) -> list[Outcome]:
+    """Raise if a decision may change other records in the direction in which one record can turn
+    it, where that is seen, or else in every direction that made-up records show. Returns outcomes
+    that change something.
+    """
+    # 1: up, or from False to True; -1: down
+    is_changed, moves, changing = dict[int, bool](), set[int](), dict[Outcome, None]()
+    suspects = []
+    for seed, kind in enumerate(_FLIP_KINDS[: 2 if place.is_number else None]):
+        whole = tried.made(kind, seed)[0]
+        one = _given(whole, [seed % tried.rows])
+        noted = []
+        for arguments in (whole, one):
+            decisions = Decisions(forced, bounds=bounds_after(seen))
+            try:
+                natural = tried.observed(arguments, decisions)
+            except MixedRecordsError:
+                raise
+            except Exception:
+                continue
+            values = decisions.outcomes.get(place, [])
+            noted.append(values)
+            for outcome in outcomes if values else ():
+                direction = _direction(values, outcome)
+                if direction == 0:
+                    continue
+                other = Decisions({**forced, place: outcome}, bounds=bounds_after(seen))
+                count = tried.changed(arguments, other, natural)
+                is_changed.setdefault(direction, False)
+                if count != 0:
+                    changing[outcome] = None
+                if count:
+                    is_changed[direction] = True
+                    suspects.append((arguments, values, natural))
+        if len(noted) == 2 and len(noted[0]) == len(noted[1]):
+            for value, value_of_one in zip(*noted, strict=True):
+                moves |= {int(value > value_of_one) - int(value < value_of_one)} - {0}
+    required = [is_changed[move] for move in moves if move in is_changed]
+    is_harmless = not any(required) if required else not all(is_changed.values())
+    if not is_changed or is_harmless:
+        return list(changing)
+    if _is_of_single_records(tried, place, forced, seen, suspects):
+        return list(changing)
+    raise MixedRecordsError((_TAKES if place.is_number else _DECIDES).format(place))
+
+
+def _direction(values: Sequence[Outcome], outcome: Outcome) -> int:
+    """Which way all of ``values`` go if they become ``outcome``; 0 where they stay or part."""
+    if isinstance(outcome, bool):
+        return 0 if all(value == outcome for value in values) else 1 if outcome else -1
+    return int(outcome > max(values)) - int(outcome < min(values))
+
+
+def _is_of_single_records(
+    tried: _Branches,
+    place: Place,
+    forced: Mapping[Place, Outcome],
+    seen: Decisions,
+    suspects: Sequence[_Suspect],
+) -> bool:
+    """Whether each call of the line decides on one record: a loop over records."""
+    several = [suspect for suspect in suspects if len(suspect[2][1]) > 1]
+    if not several:
+        return False
+    arguments, values, natural = several[0]
+    if len(values) < len(natural[1]):
+        return False
+    for call, value in list(enumerate(values))[:_MOST_CALLS]:
+        others = (value + 1, value - 1) if place.is_number else (not value,)
+        for other in others:
+            decisions = Decisions({**forced, place: other}, call=call, bounds=bounds_after(seen))
+            if (tried.changed(arguments, decisions, natural) or 0) > 1:
+                return False
+    return True
+
+
+def _check_forced(
+    tried: _Branches, forced: Mapping[Place, Outcome], place: Place, limits: Bounds
+) -> None:
+    """Raise if records depend on one another where decisions come out as ``forced``."""
+    module, inputs, rows = tried.module, tried.inputs, tried.rows
+    decisions = Decisions(forced, bounds=limits)
+    handle = module.register_forward_pre_hook(lambda *_: decisions.start(), prepend=True)
+    try:
+        with decisions:
+            for seed, kind in enumerate(_FORCED_KINDS):
+                keep = _kept(rows)[seed % len(_kept(rows))]
+                # a branch left out may leave layers out, too
+                with suppress(MissingGradientsError):
+                    _compare_exchanged(tried, *tried.made(kind, seed), keep, seed)
+            with tried.source.paused():
+                _where_it_runs(
+                    lambda: _require_same_alone(
+                        module, inputs, tried.axes, tried.is_aligned, [rows]
+                    )
+                )
+    except MixedRecordsError as error:
+        raise MixedRecordsError(
+            f"where the decision at {place} comes out as {forced[place]}, {error}"
+        ) from error
+    finally:
+        handle.remove()
+
+
+def _where_it_runs(check: Callable[[], None]) -> bool:
+    """Whether the model could be run; what a check finds is raised."""
+    try:
+        check()
+    except MixedRecordsError:
+        raise
+    except Exception:
+        return False
+    return True
+
+
+def _compare_exchanged(
+    tried: _Branches, base: tuple[Any, ...], others: tuple[Any, ...], keep: Tensor, seed: int
+) -> bool:
+    """Raise if records in ``keep`` fare otherwise when all others are exchanged. Returns whether
+    the model could be run on both.
+    """
+    module, rows = tried.module, len(keep)
+    mixed = _exchanged(base, others, keep)
+
+    def check_outputs() -> None:
+        if tried.on_cpu:
+            _tried(module, base, tried.on_cpu)
+            _tried(module, mixed, tried.on_cpu)
+        first, second = (
+            _run(module, arguments, _SeededDraws(seed, tried.axes), tried.alone, rows)
+            for arguments in (base, mixed)
+        )
+        _require_same(module, first, second, keep, "another record in the batch", is_same_size=True)
+
+    with tried.source.paused():
+        if not _where_it_runs(check_outputs):
+            return False
+    if rows_for(tried.named, rows) < rows:
+        return True
+    trial = Trial(base, mixed, keep, 0, seed, tried.draws, False)
+    return _where_it_runs(lambda: check_trial(module, tried.source, trial))
+
+
+def _check_sizes(tried: _Branches, constants: Sequence[int], batch_size: float) -> None:
+    """Raise if a record fares otherwise in a batch larger than a constant in the code, or than
+    batches will be.
+    """
+    largest = max((t[:1].numel() for t in _tensors(tried.inputs)), default=1)
+    most = min(_LARGEST_BATCH, _LARGEST_NUMBERS // max(largest, 1))
+    tested = {1, *_sizes(tried.inputs)}
+    fitting = [n for n in constants if n <= most and n not in tested]
+    sizes = sorted({*fitting[:_MOST_SIZES], min(math.ceil(2 * batch_size), most)} - tested - {0})
+    start, spent = time.thread_time(), 0
+    for rows in sizes:
+        seconds = time.thread_time() - start
+        if spent and seconds * (1 + rows / spent) > 2 * _SECONDS:
+            return
+        spent += rows
+        check = partial(
+            _require_same_alone, tried.module, tried.inputs, tried.axes, tried.is_aligned, [rows]
+        )
+        with tried.source.paused():
+            if not _where_it_runs(check):
+                continue
+        if rows in fitting and rows_for(tried.named, rows) == rows:
+            base, others = _neighbours(tried.inputs, rows, "given", tried.limits, rows)
+            _compare_exchanged(tried, base, others, torch.arange(rows) % 2 == 0, rows)
+
+
+def _check_constants(tried: _Branches, numbers: Sequence[float]) -> None:
+    """Raise if records that hold constants of the model's code change what becomes of others."""
+    if not numbers:
+        return
+    shown = [
+        (sign * (2 * n + 1 if is_beyond else n), is_first)
+        for n in numbers
+        for sign, is_beyond, is_first in (
+            (1, False, False),
+            (1, False, True),
+            (1, True, False),
+            (-1, False, False),
+            (-1, True, True),
+        )
+    ]
+    largest = max((t[:1].numel() for t in _tensors(tried.inputs)), default=1)
+    most = max(1, min(64, 2**18 // max(largest, 1)))
+    waiting = [shown[k : k + most] for k in range(0, len(shown), most)]
+    left = 2 * len(waiting) + 16
+    while waiting and left:
+        left -= 1
+        some = waiting.pop(0)
+        rows = len(some) + 4
+        base, others = _neighbours(tried.inputs, rows, "plain", tried.limits, left)
+        limits = iter(tried.limits)
+        others = tuple(_map(partial(_showing, some=some, limits=limits), others))
+        keep = (torch.arange(rows) < 2) | (torch.arange(rows) >= rows - 2)
+        if not _compare_exchanged(tried, base, others, keep, left) and len(some) > 1:
+            waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
+
+
+def _showing(t: Tensor, some: Sequence[tuple[float, bool]], limits: Iterator[int]) -> Tensor:
+    """The records of ``t`` after the first two hold one of the numbers each, all through or in
+    their first entry.
+    """
+    t, limit = t.clone(), next(limits)
+    highest = torch.finfo(t.dtype).max if t.is_floating_point() else limit - 1
+    for row, (number, is_first) in zip(t[2:].reshape(len(t) - 2, -1), some, strict=False):
+        if (t.is_floating_point() and abs(number) <= highest) or 0 <= number <= highest:
+            row[: 1 if is_first else None] = number if t.is_floating_point() else int(number)
+    return t
+
+
 def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]) -> None:
     empty = tuple(_map(lambda t: t[:0], inputs))
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -1140,7 +1553,7 @@ def _require_same(
     """Raise, and say where, unless the records in ``keep`` fare the same in both runs."""
     where, fix = f"the forward pass of {type(module).__name__!r}", _ALONE
     if is_same_size and (name := _unlike(first, second)) is not None:
-        raise ValueError(
+        raise MixedRecordsError(
             f"module {name!r} sees a number of rows that depends on the records: one record would"
             " decide whether others' gradients are taken. Run it on all records, and choose among"
             " its outputs with a mask."
@@ -1158,7 +1571,7 @@ def _require_same(
         ):
             if name not in first.trained:
                 continue
-            raise ValueError(
+            raise MixedRecordsError(
                 f"module {name!r} sees rows in another order than the model, or mixed ones, so that"
                 f" a record's gradients depend on {on_what}. Leave the rows in their places, and"
                 " use a mask for what concerns some of them."
@@ -1179,7 +1592,7 @@ def _require_same(
     else:
         if _same_outputs(first.outputs, second.outputs, keep, is_same_size=is_same_size):
             return
-    raise ValueError(
+    raise MixedRecordsError(
         f"{where} makes a record's output depend on {on_what}: clipping each record's gradient does"
         f" not bound what one record does. {fix}"
     )

@@ -27,6 +27,7 @@ def checked_source(
     loss_reduction: str,
     loss: Loss | None,
     inputs: tuple[Any, ...],
+    batch_size: float,
 ) -> GradientSource:
     """Where the model's per-record gradients come from: a map over records where its program
     can be one, else whole batches, tested.
@@ -42,6 +43,11 @@ def checked_source(
             source.remove()
             raise
         return source
+
+    def check_whole_batches(
+        module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]
+    ) -> None:
+        check_model(module, source, inputs, batch_size)
 
     if (before := GradientSource.attached_to(module)) is not None:
         before.remove()
@@ -88,7 +94,9 @@ def checked_source(
         )
     check_layers(module)
     if mode == "hooks":
-        return checked(HooksGradientSource(module, loss_reduction=loss_reduction), check_model)
+        return checked(
+            HooksGradientSource(module, loss_reduction=loss_reduction), check_whole_batches
+        )
     _log.warning(
         "records are kept apart by a test on made-up records only, for the model cannot be run for"
         " one record at a time: %s",
@@ -98,7 +106,7 @@ def checked_source(
         module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels
     )
     source.independence += f": {reason}"
-    return checked(source, check_model)
+    return checked(source, check_whole_batches)
 
 
 def _hooks_on(module: nn.Module) -> str:

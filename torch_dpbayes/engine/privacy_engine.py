@@ -340,7 +340,13 @@ class PrivacyEngine:
                 module, made_up_inputs(loader.collate_fn([loader.dataset[0]]))
             )
         source = checked_source(
-            module, grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs
+            module,
+            grad_sample_mode,
+            clipping_kernels,
+            loss_reduction,
+            loss,
+            example_inputs,
+            loader.expected_batch_size,
         )
         try:
             if self._ranks is not None:
