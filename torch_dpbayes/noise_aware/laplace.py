@@ -1,0 +1,169 @@
+"""The front door: a private run on a model's records, and the posterior that knows its noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import positive_count
+from ..mcmc.kernel import check_clip_bound
+from ..mcmc.record_density import RecordDensity
+from ..ops.glm import GLM
+from ..ops.models import Loss, using_pyro
+from ..ops.pyro_model import model_of_module
+from .mechanism import PrivateSums, charge
+from .newton import run_general, run_glm
+from .planning import Plan, general_plan, glm_plan, total_multiplier
+from .posterior import FlatCoordinates, NoiseAwarePosterior, PyroCoordinates
+from .priors import PyroPrior
+from .records import DensitySums, GLMSums
+
+_LARGEST_DIMENSION = 4000
+_LABEL = "noise_aware.laplace"
+
+
+def laplace(
+    model: GLM | Callable[..., Any],
+    *data: Any,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    max_grad_norm: float | None = None,
+    num_data: int | None = None,
+    data_plate: str = "data",
+) -> NoiseAwarePosterior:
+    r"""The posterior of a model's parameters given a private run of Newton's method, its noise included.
+
+    A run releases noisy clipped gradients and a noisy curvature. What they say about θ is a Gaussian likelihood whose covariance counts the records'
+    own randomness, the noise on the gradients and that on the curvature (:class:`~torch_dpbayes.noise_aware.surrogate.Surrogate`); times the
+    prior it is the posterior. At a small ε it is close to the prior, at a large one close to the posterior of the records.
+
+    Args:
+        model: a :class:`~torch_dpbayes.ops.GLM`, or a Pyro model with one data plate that takes its data as arguments
+            (:class:`~torch_dpbayes.mcmc.record_density.RecordDensity` says what it may hold).
+        data: features ``[n, d]`` and targets ``[n]`` of a GLM, the arguments of a Pyro model.
+        epsilon: of everything on the accountant after the run. None: the accountant's budget.
+        delta: likewise.
+        accountant: where the run is charged. None: one of its own, for neighbours that replace one record.
+        max_grad_norm: C, a public bound to which every record's gradient is clipped, in unconstrained space. A tight one that clips
+            few gradients is best. None: for a logistic GLM, whose gradients are no longer than the features.
+        num_data: the number of records, a public constant. None: taken from the data under replace-one, where it is public.
+        data_plate: the name of a Pyro model's plate of records.
+
+    Raises:
+        ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
+        PrivacyBudgetExceeded: the run would pass the accountant's budget. Nothing is released.
+
+    **Privacy.** Everything is charged before the first release: a ``GaussianDpEvent`` for each gradient, whose sum moves by C when a record is added or
+    removed and by 2C when one is replaced, and for each matrix, whose sum moves by its bound B or by √2·B. Bounds are R_x² for the Gram
+    matrix of a GLM, R_x²·max b'' for its Hessian, C² for Σ c cᵀ of clipped gradients.
+    """
+    if accountant is None:
+        accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    if isinstance(model, GLM):
+        if len(data) != 2:
+            raise TypeError(f"a GLM takes features and targets, got {len(data)} arguments")
+        sums = GLMSums(model, *data, max_grad_norm)
+        count = _num_data(num_data, sums.num_records, accountant)
+        _require_small(sums.dimension)
+        multiplier = total_multiplier(accountant, epsilon, delta)
+        plan = glm_plan(multiplier, sums.dimension, count, accountant.neighboring, quadratic=sums.is_quadratic)
+        charge(accountant, plan, _LABEL)
+        surrogate, transcript = run_glm(sums, plan, sums.prior, partial(sums.response, num_data=count))
+        statement = _statement(accountant, plan, sums, "features are taken as Gaussian where the curvature away from the last point is needed")
+        return NoiseAwarePosterior(surrogate, sums.prior, FlatCoordinates("weights"), statement, transcript=transcript)
+    if not callable(model) or isinstance(model, type):
+        raise TypeError(f"model must be a dpb.ops.GLM or a Pyro model, got {model!r}")
+    if isinstance(model, nn.Module) and "pyro" not in {base.__module__.split(".")[0] for base in type(model).__mro__}:
+        raise TypeError("for a torch module use noise_aware.laplace_for_module(net, inputs, targets, loss=..., prior_std=...)")
+    if max_grad_norm is None:
+        raise ValueError("the gradients of a Pyro model have no bound of their own: state max_grad_norm, a public number that few of them exceed.")
+    max_grad_norm = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
+    with using_pyro, torch.no_grad():
+        density = RecordDensity(model, data, data_plate=data_plate)
+        _require_small(density.prior.dimension)
+        prior = PyroPrior(density.prior)
+        gaussian = prior.gaussian()
+    sums_of_density = DensitySums(density, max_grad_norm)
+    if not sums_of_density.is_valid(gaussian.mean):
+        raise ValueError("the model cannot be evaluated at the median of its prior, where the run would start: use a prior that suits the likelihood.")
+    count = _num_data(num_data, density.num_records, accountant)
+    plan = general_plan(total_multiplier(accountant, epsilon, delta), density.prior.dimension, count, accountant.neighboring)
+    charge(accountant, plan, _LABEL)
+    surrogate, transcript = run_general(sums_of_density, plan, gaussian)
+    statement = _statement(accountant, plan, sums_of_density, "the log likelihood is taken as quadratic around the last points of the run")
+    return NoiseAwarePosterior(surrogate, prior, PyroCoordinates(density.prior), statement, transcript=transcript)
+
+
+def laplace_for_module(
+    module: nn.Module,
+    inputs: Any,
+    targets: Any,
+    *,
+    loss: Loss,
+    prior_std: float,
+    max_grad_norm: float,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    num_data: int | None = None,
+) -> NoiseAwarePosterior:
+    """The same for the trainable parameters of a torch module, up to a few thousand of them; draws are by parameter name.
+
+    Args:
+        module: ``module(inputs)`` has the records along dimension 0, and no record looks at another. Frozen parameters and buffers count as public:
+            they must not come from the records.
+        inputs, targets: the records.
+        loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs), targets)`` returns ``[n]``.
+        prior_std: standard deviation of the N(0, prior_std²) prior of every trainable parameter.
+        max_grad_norm, epsilon, delta, accountant, num_data: as for :func:`laplace`.
+
+    Raises, **Privacy**: as for :func:`laplace`.
+    """
+    size = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    _require_small(size)
+    model = model_of_module(module, loss, prior_std)
+    return laplace(
+        model, inputs, targets, epsilon=epsilon, delta=delta, accountant=accountant, max_grad_norm=max_grad_norm, num_data=num_data
+    )
+
+
+def _num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:
+    if stated is not None:
+        stated = positive_count(stated, "num_data")
+    if accountant.neighboring == "replace_one":
+        if stated is not None and stated != found:
+            raise ValueError(f"num_data = {stated} was stated, but there are {found} records; under replace-one leave it out.")
+        return max(found, 1)
+    if stated is None:
+        raise ValueError(
+            "this accountant's neighbours add or remove a record, so the number of records is private itself: state num_data=, a public number near "
+            "it, or use PrivacyAccountant(neighboring='replace_one')."
+        )
+    return stated
+
+
+def _require_small(dimension: int) -> None:
+    if dimension > _LARGEST_DIMENSION:
+        raise ValueError(
+            f"{dimension} parameters need a curvature of {dimension}² numbers; at most {_LARGEST_DIMENSION} are possible. Freeze all but the last "
+            "layer (requires_grad_(False)), or use dpb.optim."
+        )
+
+
+def _statement(accountant: PrivacyAccountant, plan: Plan, sums: PrivateSums, assumption: str) -> list[str]:
+    matrices = len(plan.curvature_multipliers) + (plan.gram_multiplier is not None)
+    delta = 1e-5 if accountant.delta is None else accountant.delta
+    return [
+        f"Noise-aware posterior from {len(plan.gradient_multipliers)} noisy gradients and {matrices} noisy matrices",
+        f"  charged     before the first release; the accountant now holds epsilon = {accountant.get_epsilon(delta):.5g} at delta = {delta:g} "
+        f"({accountant.neighboring})",
+        f"  proved      each record moves a gradient sum by at most {sums.gradient_bound:g}, a curvature by at most {sums.curvature_bound:g}",
+        f"  ASSUMED     for the width, not for privacy: {assumption}",
+        "  ASSUMED     for the width, not for privacy: the model is right, and clipping changes few gradients",
+    ]

@@ -1,0 +1,140 @@
+r"""How the gradient sum changes with the parameters, as far as released numbers tell: r(θ), with Σ ∇ℓ_i(θ) = r(θ) − ρ.
+
+ρ does not depend on θ: for a generalised linear model it is Σ y x, and r(θ) = Σ b'(x·θ) x. Every noisy gradient is then an observation of one and
+the same vector ρ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_NODES = 24
+_LARGEST_VARIANCE = 1e4  # of the linear predictor
+
+
+class Response(Protocol):
+    """r and its derivative."""
+
+    def value(self, theta: Tensor) -> Tensor:
+        """r(θ) for ``theta`` ``[..., d]``."""
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """∂r/∂θ, ``[..., d, d]``, symmetric and positive semi-definite."""
+
+
+class LinearResponse:
+    """r(θ) = Fθ: the log likelihood is a quadratic function."""
+
+    def __init__(self, curvature: Tensor) -> None:
+        self.curvature = curvature
+
+    def value(self, theta: Tensor) -> Tensor:
+        """Fθ."""
+        return theta @ self.curvature
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """F."""
+        return self.curvature.expand(*theta.shape[:-1], *self.curvature.shape)
+
+
+class NormalFeatureResponse:
+    r"""r(θ) = n·E[b'(u) x] for features x ~ N(0, G/n), by Stein's lemma, with u = x·θ ~ N(0, θᵀGθ/n):
+
+    .. math:: r(\theta) = \mathrm{E}[b''(u)]\, G\theta, \qquad
+        \partial r / \partial\theta = \mathrm{E}[b''(u)]\, G + \mathrm{E}[b''''(u)]\, (G\theta)(G\theta)^\top / n
+
+    A model of how curvature falls off where the linear predictor is large; its errors are what the release of a Hessian corrects.
+
+    Args:
+        family: ``"bernoulli"`` or ``"poisson"``.
+        gram: G = Σ x xᵀ, positive definite.
+        num_data: n, public.
+    """
+
+    def __init__(self, family: str, gram: Tensor, num_data: int) -> None:
+        self._gram, self._num_data = gram, num_data
+        self._derivatives: Callable[[Tensor], tuple[Tensor, Tensor]] = _OF_MEAN[family]
+        nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+        self._nodes = torch.as_tensor(nodes)
+        self._weights = torch.as_tensor(weights / math.sqrt(2 * math.pi))
+
+    def value(self, theta: Tensor) -> Tensor:
+        """r(θ)."""
+        moved = theta @ self._gram
+        return self.expectations(theta, moved)[0][..., None] * moved
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """∂r/∂θ."""
+        moved = theta @ self._gram
+        second, fourth = self.expectations(theta, moved)
+        outer = moved[..., :, None] * moved[..., None, :] / self._num_data
+        return second[..., None, None] * self._gram + fourth[..., None, None] * outer
+
+    def expectations(self, theta: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
+        """E[b''(u)] and E[b''''(u)]."""
+        variance = ((theta * moved).sum(-1) / self._num_data).clamp(0.0, _LARGEST_VARIANCE)
+        second, fourth = self._derivatives(variance.sqrt()[..., None] * self._nodes)
+        return second @ self._weights, fourth @ self._weights
+
+
+def _logistic(u: Tensor) -> tuple[Tensor, Tensor]:
+    mean = u.sigmoid()
+    second = mean * (1 - mean)
+    return second, second * (1 - 6 * second)
+
+
+def _exponential(u: Tensor) -> tuple[Tensor, Tensor]:
+    mean = u.clamp(max=20.0).exp()
+    return mean, mean
+
+
+_OF_MEAN: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"bernoulli": _logistic, "poisson": _exponential}
+
+
+def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:
+    """A noisy sum of positive semi-definite matrices, shrunk to a multiple of I as far as the noise explains its shape (empirical Bayes).
+
+    Args:
+        released: the noisy matrix.
+        noise_std: on the diagonal; 1/√2 of it off the diagonal.
+
+    Returns:
+        A positive definite matrix, eigenvalues at least a twentieth of their mean, and the standard deviation of what is left of the noise.
+    """
+    size = len(released)
+    level = max(float(released.trace()) / size, noise_std / size)
+    shape = released - level * torch.eye(size, dtype=released.dtype)
+    expected = noise_std**2 * (size * (size + 1) / 2 - 1)
+    found = float(shape.square().sum())
+    kept = max(0.0, 1 - expected / found) if found > 0 else 0.0
+    left = min(1.0, kept + 2 / size)  # the level has noise as well, which moves all eigenvalues together
+    shrunk = level * torch.eye(size, dtype=released.dtype) + kept * shape
+    return floored(shrunk, 0.05 * level), noise_std * math.sqrt(left)
+
+
+def floored(matrix: Tensor, least: float) -> Tensor:
+    """``matrix`` with its eigenvalues raised to ``least``."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    return (vectors * values.clamp_min(least)) @ vectors.T
+
+
+def combined(model: Tensor, model_std: float, released: Tensor, released_std: float) -> tuple[Tensor, float]:
+    """Two estimates of a curvature, averaged by their variances: a model's, and a noisy release.
+
+    The model's own error is estimated from how far the two are apart, beyond what their noise explains.
+
+    Returns:
+        The average, and the standard deviation of what is left of its error, as that of a symmetric Gaussian matrix.
+    """
+    size = len(model)
+    apart = float((released - model).square().sum()) / (size * (size + 1) / 2)
+    model_variance = max(model_std**2, apart - released_std**2)
+    weight = model_variance / (model_variance + released_std**2)
+    variance = model_variance * released_std**2 / (model_variance + released_std**2)
+    return model + weight * (released - model), math.sqrt(variance)
