@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from pyro.nn import PyroModule
 from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant
@@ -20,7 +21,7 @@ from .mechanism import PrivateSums, charge
 from .newton import run_general, run_glm
 from .planning import Plan, general_plan, glm_plan, total_multiplier
 from .posterior import FlatCoordinates, NoiseAwarePosterior, PyroCoordinates
-from .priors import PyroPrior
+from .priors import GaussianPrior, LatentPrior, PyroPrior
 from .records import DensitySums, GLMSums
 
 _LARGEST_DIMENSION = 4000
@@ -79,25 +80,16 @@ def laplace(
         return NoiseAwarePosterior(surrogate, sums.prior, FlatCoordinates("weights"), statement, transcript=transcript)
     if not callable(model) or isinstance(model, type):
         raise TypeError(f"model must be a dpb.ops.GLM or a Pyro model, got {model!r}")
-    if isinstance(model, nn.Module) and "pyro" not in {base.__module__.split(".")[0] for base in type(model).__mro__}:
-        raise TypeError("for a torch module use noise_aware.laplace_for_module(net, inputs, targets, loss=..., prior_std=...)")
+    if isinstance(model, nn.Module) and not isinstance(model, PyroModule):
+        raise TypeError("for a torch module use noise_aware.laplace_for_module(net, inputs, targets, loss=..., prior_std=..., max_grad_norm=...)")
     if max_grad_norm is None:
         raise ValueError("the gradients of a Pyro model have no bound of their own: state max_grad_norm, a public number that few of them exceed.")
-    max_grad_norm = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
+    bound = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
     with using_pyro, torch.no_grad():
         density = RecordDensity(model, data, data_plate=data_plate)
         _require_small(density.prior.dimension)
         prior = PyroPrior(density.prior)
-        gaussian = prior.gaussian()
-    sums_of_density = DensitySums(density, max_grad_norm)
-    if not sums_of_density.is_valid(gaussian.mean):
-        raise ValueError("the model cannot be evaluated at the median of its prior, where the run would start: use a prior that suits the likelihood.")
-    count = _num_data(num_data, density.num_records, accountant)
-    plan = general_plan(total_multiplier(accountant, epsilon, delta), density.prior.dimension, count, accountant.neighboring)
-    charge(accountant, plan, _LABEL)
-    surrogate, transcript = run_general(sums_of_density, plan, gaussian)
-    statement = _statement(accountant, plan, sums_of_density, "the log likelihood is taken as quadratic around the last points of the run")
-    return NoiseAwarePosterior(surrogate, prior, PyroCoordinates(density.prior), statement, transcript=transcript)
+        return _of_density(density, prior, prior.gaussian(), bound, epsilon, delta, accountant, num_data)
 
 
 def laplace_for_module(
@@ -125,12 +117,36 @@ def laplace_for_module(
 
     Raises, **Privacy**: as for :func:`laplace`.
     """
-    size = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    _require_small(size)
-    model = model_of_module(module, loss, prior_std)
-    return laplace(
-        model, inputs, targets, epsilon=epsilon, delta=delta, accountant=accountant, max_grad_norm=max_grad_norm, num_data=num_data
-    )
+    _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
+    bound = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
+    if accountant is None:
+        accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    with using_pyro, torch.no_grad():
+        density = RecordDensity(model_of_module(module, loss, prior_std), (inputs, targets))
+        size = density.prior.dimension
+        prior = GaussianPrior(torch.zeros(size, dtype=torch.float64), torch.full((size,), prior_std**-2, dtype=torch.float64))
+        return _of_density(density, prior, prior, bound, epsilon, delta, accountant, num_data)
+
+
+def _of_density(
+    density: RecordDensity,
+    prior: LatentPrior,
+    gaussian: GaussianPrior,
+    max_grad_norm: float,
+    epsilon: float | None,
+    delta: float | None,
+    accountant: PrivacyAccountant,
+    num_data: int | None,
+) -> NoiseAwarePosterior:
+    sums = DensitySums(density, max_grad_norm)
+    if not sums.is_valid(gaussian.mean):
+        raise ValueError("the model cannot be evaluated at the median of its prior, where the run would start: use a prior that suits the likelihood.")
+    count = _num_data(num_data, density.num_records, accountant)
+    plan = general_plan(total_multiplier(accountant, epsilon, delta), sums.dimension, count, accountant.neighboring)
+    charge(accountant, plan, _LABEL)
+    surrogate, transcript = run_general(sums, plan, gaussian)
+    statement = _statement(accountant, plan, sums, "the log likelihood is taken as quadratic around the last points of the run")
+    return NoiseAwarePosterior(surrogate, prior, PyroCoordinates(density.prior), statement, transcript=transcript)
 
 
 def _num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:
