@@ -142,6 +142,12 @@ class Prior:
         with torch.no_grad():
             return float(self._value(theta))
 
+    def log_densities(self, thetas: Tensor) -> Tensor:
+        """log p(θ) with the Jacobian terms of every row of ``thetas``, (rows,)."""
+        with torch.no_grad(), quiet():
+            values: Tensor = vmap(self._log_density)(thetas)
+        return values
+
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """log p(θ) with the Jacobian terms, and its gradient."""
         if self._value_and_gradient is None:

@@ -11,12 +11,12 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import positive_count
 from ..mcmc.kernel import check_clip_bound
 from ..mcmc.record_density import RecordDensity
 from ..ops.glm import GLM
 from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module
+from .arguments import public_num_data
 from .mechanism import PrivateSums, charge
 from .newton import run_general, run_glm
 from .planning import Plan, general_plan, glm_plan, total_multiplier
@@ -70,7 +70,7 @@ def laplace(
         if len(data) != 2:
             raise TypeError(f"a GLM takes features and targets, got {len(data)} arguments")
         sums = GLMSums(model, *data, max_grad_norm)
-        count = _num_data(num_data, sums.num_records, accountant)
+        count = public_num_data(num_data, sums.num_records, accountant)
         _require_small(sums.dimension)
         multiplier = total_multiplier(accountant, epsilon, delta)
         plan = glm_plan(multiplier, sums.dimension, count, accountant.neighboring, quadratic=sums.is_quadratic)
@@ -141,27 +141,12 @@ def _of_density(
     sums = DensitySums(density, max_grad_norm)
     if not sums.is_valid(gaussian.mean):
         raise ValueError("the model cannot be evaluated at the median of its prior, where the run would start: use a prior that suits the likelihood.")
-    count = _num_data(num_data, density.num_records, accountant)
+    count = public_num_data(num_data, density.num_records, accountant)
     plan = general_plan(total_multiplier(accountant, epsilon, delta), sums.dimension, count, accountant.neighboring)
     charge(accountant, plan, _LABEL)
     surrogate, transcript = run_general(sums, plan, gaussian)
     statement = _statement(accountant, plan, sums, "the log likelihood is taken as quadratic around the last points of the run")
     return NoiseAwarePosterior(surrogate, prior, PyroCoordinates(density.prior), statement, transcript=transcript)
-
-
-def _num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:
-    if stated is not None:
-        stated = positive_count(stated, "num_data")
-    if accountant.neighboring == "replace_one":
-        if stated is not None and stated != found:
-            raise ValueError(f"num_data = {stated} was stated, but there are {found} records; under replace-one leave it out.")
-        return max(found, 1)
-    if stated is None:
-        raise ValueError(
-            "this accountant's neighbours add or remove a record, so the number of records is private itself: state num_data=, a public number near "
-            "it, or use PrivacyAccountant(neighboring='replace_one')."
-        )
-    return stated
 
 
 def _require_small(dimension: int) -> None:

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from .mechanism import Mechanism, PrivateGram, PrivateSums
+from .modes import mode
 from .planning import Plan
 from .priors import GaussianPrior
 from .response import LinearResponse, Response, combined, denoised
 from .surrogate import Surrogate, positive
 from .transcript import Transcript
-
-_ITERATIONS = 30
 
 
 def run_glm(
@@ -75,26 +74,3 @@ def run_general(sums: PrivateSums, plan: Plan, prior: GaussianPrior) -> tuple[Su
         surrogate = Surrogate(transcript.gradients, LinearResponse(curvature), curvature, spread, centre)
         theta = mode(surrogate, prior)
     return surrogate, transcript
-
-
-def mode(surrogate: Surrogate, prior: GaussianPrior, start: Tensor | None = None) -> Tensor:
-    """Where surrogate and prior together are largest, by Gauss-Newton steps that are halved until they gain."""
-    theta = surrogate.centre if start is None else start
-
-    def objective(at: Tensor) -> float:
-        return float(surrogate.log_likelihood(at) + prior.log_density(at))
-
-    value = objective(theta)
-    for _ in range(_ITERATIONS):
-        precision, product = surrogate.precision(theta)
-        total = precision + torch.diag(prior.precision)
-        step = torch.linalg.solve(total, product + prior.precision * prior.mean) - theta
-        scale, gain = 1.0, -1.0
-        while scale > 1e-3 and not (gain := objective(theta + scale * step) - value) > 0:
-            scale /= 2
-        if not gain > 0:
-            break
-        theta, value = theta + scale * step, value + gain
-        if gain < 1e-3:
-            break
-    return theta

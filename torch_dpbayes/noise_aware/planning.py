@@ -59,11 +59,11 @@ def glm_plan(multiplier: float, dimension: int, num_data: int, neighboring: Neig
     gain = num_data / (multiplier * dimension)
     gram = _within(2 / math.sqrt(gain), 0.04, 0.30)
     hessian = 0.0 if quadratic or gain < 20 else _within(1.5 / math.sqrt(gain), 0.04, 0.15)
-    hessians = [_matrix_multiplier(multiplier, hessian, neighboring)] if hessian else []
+    hessians = [matrix_multiplier(multiplier, hessian, neighboring)] if hessian else []
     return Plan(
         _gradients(multiplier, 1 - gram - hessian),
         tuple(hessians),
-        _matrix_multiplier(multiplier, gram, neighboring),
+        matrix_multiplier(multiplier, gram, neighboring),
         (_STEPS - 1,) if hessian else (),
     )
 
@@ -73,7 +73,7 @@ def general_plan(multiplier: float, dimension: int, num_data: int, neighboring: 
     gain = num_data / (multiplier * dimension)
     share = _within(4 / math.sqrt(gain), 0.10, 0.40)
     weights = [0.15, 0.25, 0.60]
-    matrices = tuple(_matrix_multiplier(multiplier, share * w, neighboring) for w in weights)
+    matrices = tuple(matrix_multiplier(multiplier, share * w, neighboring) for w in weights)
     return Plan(_gradients(multiplier, 1 - share), matrices, None, (0, _STEPS // 2, _STEPS - 2))
 
 
@@ -82,7 +82,7 @@ def _gradients(multiplier: float, share: float) -> tuple[float, ...]:
     return tuple(_at_share(multiplier, share * w / sum(weights)) for w in weights)
 
 
-def _matrix_multiplier(multiplier: float, share: float, neighboring: Neighboring) -> float:
+def matrix_multiplier(multiplier: float, share: float, neighboring: Neighboring) -> float:
     """A matrix's price is less than a gradient's under replace-one: see :func:`matrix_event`."""
     return _at_share(multiplier, share) / (math.sqrt(2) if neighboring == "replace_one" else 1.0)
 

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.func import vmap
 
-from .newton import mode
+from .modes import Likelihood, mode
 from .priors import LatentPrior
 from .sampling import WeightedDraws, no_u_turn
-from .surrogate import Surrogate
 
 _DRAWS = 4000
 _CHAIN = 1000
@@ -40,15 +40,15 @@ class NoiseAwarePosterior:
     """
 
     def __init__(
-        self, surrogate: Surrogate, prior: LatentPrior, coordinates: Coordinates, statement: Sequence[str], *, transcript: Any = None
+        self, likelihood: Likelihood, prior: LatentPrior, coordinates: Coordinates, statement: Sequence[str], *, transcript: Any = None
     ) -> None:
-        self._surrogate, self._prior, self._coordinates = surrogate, prior, coordinates
+        self._likelihood, self._prior, self._coordinates = likelihood, prior, coordinates
         self._statement = list(statement)
         self.transcript = transcript
         """The releases themselves, which were paid for and may be published."""
         gaussian = prior.gaussian()
-        self._mode = mode(surrogate, gaussian)
-        precision, _ = surrogate.precision(self._mode)
+        self._mode = mode(likelihood, gaussian)
+        precision, _ = likelihood.precision(self._mode)
         self._precision = precision + torch.diag(gaussian.precision)
         self._draws = WeightedDraws(self._log_density, self._mode, self._precision)
         self._chain: Tensor | None = None
@@ -119,7 +119,7 @@ class NoiseAwarePosterior:
     # --- inside --------------------------------------------------------------------------------------------------------
 
     def _log_density(self, theta: Tensor) -> Tensor:
-        return self._surrogate.log_likelihood(theta) + self._prior.log_density(theta)
+        return self._likelihood.log_likelihood(theta) + self._prior.log_density(theta)
 
     def _unconstrained(self, count: int) -> Tensor:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -137,8 +137,8 @@ class NoiseAwarePosterior:
         return self._chain[torch.randperm(len(self._chain))[:count]]
 
     def _constrained(self, draws: Tensor) -> dict[str, Tensor]:
-        each = [self._coordinates.constrain(theta) for theta in draws]
-        return {name: torch.stack([values[name] for values in each]) for name in each[0]}
+        values: dict[str, Tensor] = vmap(self._coordinates.constrain)(draws)
+        return values
 
     def _both_moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if self._moments is None:

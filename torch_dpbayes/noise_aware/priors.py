@@ -55,6 +55,8 @@ class PyroPrior:
 
     def log_density(self, theta: Tensor) -> Tensor:
         """log p(θ), ``[...]`` for ``[..., d]``; differentiable."""
+        if theta.dim() > 1 and not theta.requires_grad:
+            return self._prior.log_densities(theta.to(self._prior.device, self._prior.dtype)).to(theta)
         if theta.dim() > 1:
             return torch.stack([self.log_density(row) for row in theta])
         result: Tensor = _LogDensity.apply(theta, self._prior)

@@ -276,6 +276,13 @@ class Records:
             factors = mean * (1 - mean) if self.family == "bernoulli" else mean
         return self._outer_sum(factors.clamp(max=largest))
 
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Σ_i factor_i x_i, ``[d]`` in float64."""
+        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
+        for rows, some in zip(self.x.split(_CHUNK), factors.split(_CHUNK), strict=True):
+            total += rows.to(torch.float64).T @ some.to(torch.float64)
+        return total
+
     def _outer_sum(self, factors: Tensor | None) -> Tensor:
         total = torch.zeros(self.x.shape[1], self.x.shape[1], dtype=torch.float64, device=self.x.device)
         for start in range(0, len(self.x), _CHUNK):
