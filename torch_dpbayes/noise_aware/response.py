@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_NODES = 24
-_LARGEST_VARIANCE = 1e4  # of the linear predictor
+# The trapezoidal rule, whose error falls off exponentially for smooth functions. Gauss-Hermite nodes lie too far apart where θ is large.
+_NODES, _REACH = 61, 6.0
+_LEAST_VARIANCE, _LARGEST_VARIANCE = 1e-10, 400.0  # of the linear predictor
 
 
 class Response(Protocol):
@@ -44,10 +44,11 @@ class LinearResponse:
 
 
 class NormalFeatureResponse:
-    r"""r(θ) = n·E[b'(u) x] for features x ~ N(0, G/n), by Stein's lemma, with u = x·θ ~ N(0, θᵀGθ/n):
+    r"""r(θ) = n·E[b'(u) x] for features x ~ N(0, G/n), with u = x·θ = σz and σ² = θᵀGθ/n, by Stein's lemma:
 
-    .. math:: r(\theta) = \mathrm{E}[b''(u)]\, G\theta, \qquad
-        \partial r / \partial\theta = \mathrm{E}[b''(u)]\, G + \mathrm{E}[b''''(u)]\, (G\theta)(G\theta)^\top / n
+    .. math:: r(\theta) = a\, G\theta, \qquad
+        \partial r / \partial\theta = a\, G + (c - a)\, \frac{(G\theta)(G\theta)^\top}{\theta^\top G\theta}, \qquad
+        a = \mathrm{E}[b''(\sigma z)],\ c = \mathrm{E}[b''(\sigma z) z^2]
 
     A model of how curvature falls off where the linear predictor is large; its errors are what the release of a Hessian corrects.
 
@@ -59,42 +60,40 @@ class NormalFeatureResponse:
 
     def __init__(self, family: str, gram: Tensor, num_data: int) -> None:
         self._gram, self._num_data = gram, num_data
-        self._derivatives: Callable[[Tensor], tuple[Tensor, Tensor]] = _OF_MEAN[family]
-        nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
-        self._nodes = torch.as_tensor(nodes)
-        self._weights = torch.as_tensor(weights / math.sqrt(2 * math.pi))
+        self._second_derivative = _SECOND_DERIVATIVES[family]
+        self._nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64)
+        self._weights = torch.softmax(-self._nodes.square() / 2, dim=0)
 
     def value(self, theta: Tensor) -> Tensor:
         """r(θ)."""
         moved = theta @ self._gram
-        return self.expectations(theta, moved)[0][..., None] * moved
+        return self._expectations(theta, moved)[0][..., None] * moved
 
     def slope(self, theta: Tensor) -> Tensor:
         """∂r/∂θ."""
         moved = theta @ self._gram
-        second, fourth = self.expectations(theta, moved)
-        outer = moved[..., :, None] * moved[..., None, :] / self._num_data
-        return second[..., None, None] * self._gram + fourth[..., None, None] * outer
+        across, along, variance = self._expectations(theta, moved)
+        change = (along - across) / (self._num_data * variance)
+        return across[..., None, None] * self._gram + change[..., None, None] * moved[..., :, None] * moved[..., None, :]
 
-    def expectations(self, theta: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
-        """E[b''(u)] and E[b''''(u)]."""
-        variance = ((theta * moved).sum(-1) / self._num_data).clamp(0.0, _LARGEST_VARIANCE)
-        second, fourth = self._derivatives(variance.sqrt()[..., None] * self._nodes)
-        return second @ self._weights, fourth @ self._weights
+    def _expectations(self, theta: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """a, c and σ². The curvature along θ stays above a thousandth of that across it: so far out nothing is released anyway."""
+        variance = ((theta * moved).sum(-1) / self._num_data).clamp_min(_LEAST_VARIANCE)
+        second = self._second_derivative(variance.clamp(max=_LARGEST_VARIANCE).sqrt()[..., None] * self._nodes)
+        across = second @ self._weights
+        return across, torch.maximum(second @ (self._weights * self._nodes.square()), 1e-3 * across), variance
 
 
-def _logistic(u: Tensor) -> tuple[Tensor, Tensor]:
+def _logistic(u: Tensor) -> Tensor:
     mean = u.sigmoid()
-    second = mean * (1 - mean)
-    return second, second * (1 - 6 * second)
+    return mean * (1 - mean)
 
 
-def _exponential(u: Tensor) -> tuple[Tensor, Tensor]:
-    mean = u.clamp(max=20.0).exp()
-    return mean, mean
+def _exponential(u: Tensor) -> Tensor:
+    return u.clamp(max=20.0).exp()
 
 
-_OF_MEAN: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"bernoulli": _logistic, "poisson": _exponential}
+_SECOND_DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {"bernoulli": _logistic, "poisson": _exponential}
 
 
 def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:
