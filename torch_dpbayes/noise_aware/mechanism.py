@@ -72,11 +72,20 @@ class Mechanism:
     def _matrix(self, exact: Tensor, theta: Tensor | None, std: float) -> CurvatureRelease:
         size = len(exact)
         draws = self._standard_normal(size * size).reshape(size, size)
-        # the mean of a square Gaussian matrix and its transpose has variance 1 on the diagonal and 1/2 off it
-        return CurvatureRelease(theta, exact.to(_CPU) + std * (draws + draws.T) / 2, std)
+        return CurvatureRelease(theta, noisy_matrix(exact, std, draws), std)
 
     def _standard_normal(self, size: int) -> Tensor:
         return self._noise.standard_normal(size, dtype=torch.float64, device=_CPU)
+
+
+def noisy_matrix(exact: Tensor, std: float, draws: Tensor) -> Tensor:
+    """A symmetric matrix with symmetric noise, made of as many standard normal draws as it has entries.
+
+    The mean of a square Gaussian matrix and its transpose has variance 1 on the diagonal and 1/2 off it. One triangle is
+    mirrored: rounding makes sums over records a little unsymmetric, and the difference of the two halves would have no noise at all.
+    """
+    upper = torch.triu(exact.to(draws) + std * (draws + draws.T) / 2)
+    return upper + torch.triu(upper, 1).T
 
 
 def matrix_event(multiplier: float, neighboring: Neighboring) -> DpEvent:

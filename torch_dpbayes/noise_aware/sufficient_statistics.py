@@ -19,7 +19,7 @@ from ..ops.glm import GLM
 from ..ops.models import using_pyro
 from .arguments import public_num_data
 from .families import ExponentialFamily, LinearRegression
-from .mechanism import matrix_event
+from .mechanism import matrix_event, noisy_matrix
 from .planning import matrix_multiplier, total_multiplier
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import PyroPrior
@@ -112,8 +112,7 @@ def _linear_regression(
     accountant.compose(ComposedDpEvent(parts), label=_LABEL)
 
     y = records.y.double().clamp(-model.target_bound, model.target_bound)
-    draws = _normal(size * size).reshape(size, size)
-    gram = records.gram().to(_CPU) + stds[0] * (draws + draws.T) / 2
+    gram = noisy_matrix(records.gram(), stds[0], _normal(size * size).reshape(size, size))
     products = records.weighted_sum(y).to(_CPU) + stds[1] * _normal(size)
     squares = (y.square() - bounds[2]).sum(dtype=torch.float64).to(_CPU) + stds[2] * _normal(1) + count * bounds[2]
     released = torch.cat([products, squares])
