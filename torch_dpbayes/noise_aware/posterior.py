@@ -15,7 +15,7 @@ from .priors import LatentPrior
 from .sampling import WeightedDraws, no_u_turn
 
 _DRAWS = 4000
-_CHAIN = 1000
+_CHAIN = 500
 _LARGEST_CHAIN = 200  # dimensions; beyond, the Gaussian approximation is all that is offered
 _LITTLE_LEARNT = 0.95
 

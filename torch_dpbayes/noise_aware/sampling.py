@@ -15,30 +15,54 @@ from torch import Tensor
 LogDensity = Callable[[Tensor], Tensor]
 
 _CANDIDATES = 4000
+_ROUNDS, _MOST_ADAPTED = 6, 50  # of adaptation, and dimensions
 _LEAST_SHARE = 0.1  # of the candidates, that weighted ones have to be worth
 _DEGREES = (8.0, math.inf)  # of freedom: heavy tails are safe, but too far out in many dimensions
-_WARMUP = 400
+_WARMUP = 300
 _NUMBERS_AT_ONCE = 2**22
 
 
 class WeightedDraws:
-    """Candidates of a t or normal distribution around a mode, weighted for the density.
+    """Candidates of a t or normal distribution, weighted for the density.
+
+    The proposal is around a mode. Where that is not close enough, it takes over mean and covariance of the weighted candidates, a few times; of
+    weights that a handful of candidates would share, a power is used (Cappé et al. 2008, with tempering).
 
     Args:
         log_density: of the target, up to a constant, over ``[m, d]``.
-        mean: of the proposal, ``[d]``.
-        precision: of the proposal, ``[d, d]``.
+        mean: of the first proposal, ``[d]``.
+        precision: of the first proposal, ``[d, d]``.
+        count: how many candidates.
     """
 
     def __init__(self, log_density: LogDensity, mean: Tensor, precision: Tensor, count: int = _CANDIDATES) -> None:
-        count = max(count, _CANDIDATES)
-        rows = max(1, _NUMBERS_AT_ONCE // len(mean) ** 2)
+        self._log_density, self._count = log_density, max(count, _CANDIDATES)
         for degrees in _DEGREES:
-            self.values, log_proposal = _proposals(mean, precision, count, degrees)
-            log_target = torch.cat([log_density(part) for part in self.values.split(rows)])
-            self.weights = torch.softmax((log_target - log_proposal).nan_to_num(-math.inf, -math.inf, -math.inf), dim=0)
-            if self.worth >= _LEAST_SHARE * count:
-                break
+            self._propose(mean, precision, degrees)
+            if self.are_good:
+                return
+        for _ in range(_ROUNDS if len(mean) <= _MOST_ADAPTED else 0):
+            mean, precision = self._moments()
+            self._propose(mean, precision, _DEGREES[0])
+            if self.are_good:
+                return
+
+    def _propose(self, mean: Tensor, precision: Tensor, degrees: float) -> None:
+        self.values, log_proposal = _proposals(mean, precision, self._count, degrees)
+        rows = max(1, _NUMBERS_AT_ONCE // len(mean) ** 2)
+        log_target = torch.cat([self._log_density(part) for part in self.values.split(rows)])
+        self._log_weights = (log_target - log_proposal).nan_to_num(-math.inf, -math.inf, -math.inf)
+        self.weights = torch.softmax(self._log_weights, dim=0)
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        power, weights = 1.0, self.weights
+        while power > 1e-3 and 1 / float(weights.square().sum()) < _LEAST_SHARE * self._count:
+            power *= 0.7
+            weights = torch.softmax(power * self._log_weights, dim=0)
+        mean = weights @ self.values
+        apart = self.values - mean
+        covariance = (weights[:, None] * apart).T @ apart
+        return mean, torch.linalg.inv(covariance + 1e-9 * covariance.trace() * torch.eye(len(mean), dtype=mean.dtype))
 
     @property
     def worth(self) -> float:
