@@ -60,8 +60,8 @@ def laplace(
         ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
         PrivacyBudgetExceeded: the run would pass the accountant's budget. Nothing is released.
 
-    **Privacy.** Everything is charged before the first release: a ``GaussianDpEvent`` for each gradient, whose sum moves by C when a record is added or
-    removed and by 2C when one is replaced, and for each matrix, whose sum moves by its bound B or by √2·B. Bounds are R_x² for the Gram
+    **Privacy.** Everything is charged before the first release: a ``GaussianDpEvent`` for each gradient, whose sum moves by C when a record is added
+    or removed and by 2C when one is replaced, and for each matrix, whose sum moves by its bound B or by √2·B. Bounds are R_x² for the Gram
     matrix of a GLM, R_x²·max b'' for its Hessian, C² for Σ c cᵀ of clipped gradients.
     """
     if accountant is None:
@@ -140,7 +140,7 @@ def _of_density(
 ) -> NoiseAwarePosterior:
     sums = DensitySums(density, max_grad_norm)
     if not sums.is_valid(gaussian.mean):
-        raise ValueError("the model cannot be evaluated at the median of its prior, where the run would start: use a prior that suits the likelihood.")
+        raise ValueError("the model cannot be evaluated at the median of its prior, where the run starts: use a prior that suits the likelihood.")
     count = public_num_data(num_data, density.num_records, accountant)
     plan = general_plan(total_multiplier(accountant, epsilon, delta), sums.dimension, count, accountant.neighboring)
     charge(accountant, plan, _LABEL)

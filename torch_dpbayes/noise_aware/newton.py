@@ -61,7 +61,8 @@ def run_general(sums: PrivateSums, plan: Plan, prior: GaussianPrior) -> tuple[Su
     mechanism = Mechanism(sums)
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
-    theta, curvature, spread = prior.mean, torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64), 0.0
+    theta, spread = prior.mean, 0.0
+    raw = torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64)
     for step, multiplier in enumerate(plan.gradient_multipliers):
         transcript.gradients.append(mechanism.gradient(theta, multiplier))
         if step in multipliers:

@@ -52,6 +52,7 @@ class PyroPrior:
 
     def __init__(self, prior: Prior) -> None:
         self._prior = prior
+        self._gaussian: GaussianPrior | None = None
 
     def log_density(self, theta: Tensor) -> Tensor:
         """log p(θ), ``[...]`` for ``[..., d]``; differentiable."""
@@ -64,9 +65,11 @@ class PyroPrior:
 
     def gaussian(self) -> GaussianPrior:
         """From quantiles of draws, coordinate by coordinate: tails of any weight do no harm."""
-        draws = torch.stack([self._prior.sample() for _ in range(_DRAWS)]).to("cpu", torch.float64)
-        low, middle, high = torch.quantile(draws, torch.tensor([0.1587, 0.5, 0.8413], dtype=torch.float64), dim=0)
-        return GaussianPrior(middle, ((high - low) / 2).clamp_min(1e-9) ** -2)
+        if self._gaussian is None:
+            draws = torch.stack([self._prior.sample() for _ in range(_DRAWS)]).to("cpu", torch.float64)
+            low, middle, high = torch.quantile(draws, torch.tensor([0.1587, 0.5, 0.8413], dtype=torch.float64), dim=0)
+            self._gaussian = GaussianPrior(middle, ((high - low) / 2).clamp_min(1e-9) ** -2)
+        return self._gaussian
 
 
 class _LogDensity(torch.autograd.Function):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -98,16 +97,18 @@ class DensitySums:
         self.gradient_bound = float(max_grad_norm)
         self.curvature_bound = self.gradient_bound**2
         self._clip = (1 - _ROUNDING) * self.gradient_bound
-        self.is_valid = partial(self._at, density.is_valid)
 
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ clip(−∇ log p(x_i | θ)). Private data."""
-        return -self._at(partial(self._density.clipped_gradient_sum, max_norm=self._clip), theta)
+        return -self._density.clipped_gradient_sum(self._own(theta), self._clip)
 
     def curvature_sum(self, theta: Tensor) -> Tensor:
         """Σ c cᵀ. Private data."""
-        return self._at(partial(self._density.clipped_outer_sum, max_norm=self._clip), theta)
+        return self._density.clipped_outer_sum(self._own(theta), self._clip)
 
-    def _at(self, function: object, theta: Tensor) -> Tensor:
-        prior = self._density.prior
-        return function(theta.to(prior.device, prior.dtype))  # type: ignore[operator, no-any-return]
+    def is_valid(self, theta: Tensor) -> bool:
+        """Whether the model can be evaluated at θ, whatever the records are."""
+        return self._density.is_valid(self._own(theta))
+
+    def _own(self, theta: Tensor) -> Tensor:
+        return theta.to(self._density.prior.device, self._density.prior.dtype)

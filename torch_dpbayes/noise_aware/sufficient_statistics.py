@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +22,11 @@ from .mechanism import matrix_event, noisy_matrix
 from .planning import matrix_multiplier, total_multiplier
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import PyroPrior
+from .response import denoised
 from .summaries import Moments, Summary
 
 _LABEL = "noise_aware.sufficient_statistics"
-_SHARES = (0.25, 0.70, 0.05)  # of the budget, for Σ x xᵀ, Σ y x and Σ y²
+_SHARE_OF_SQUARES = 0.05  # of the budget, for Σ y², which says little but the level of the noise
 _CPU = torch.device("cpu")
 
 
@@ -59,8 +59,8 @@ def sufficient_statistics(
         ValueError, TypeError: the model or the data do not fit. Nothing is charged.
         PrivacyBudgetExceeded: the release would pass the accountant's budget.
 
-    **Privacy.** One Gaussian release, ``GaussianDpEvent(z)``, of a sum that moves by at most C when a record is added or removed and by 2C when one is
-    replaced. For linear regression three: Σ x xᵀ (R² or √2·R²), Σ y x (YR or 2YR) and Σ (y² − Y²/2) (Y²/2 or Y²).
+    **Privacy.** One Gaussian release, ``GaussianDpEvent(z)``, of a sum that moves by at most C when a record is added or removed, and by 2C
+    when one is replaced. For linear regression three: Σ x xᵀ (R² or √2·R²), Σ y x (YR or 2YR) and Σ (y² − Y²/2) (Y²/2 or Y²).
     """
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
@@ -71,8 +71,9 @@ def sufficient_statistics(
     count = public_num_data(num_data, len(data[0]), accountant)
     multiplier = total_multiplier(accountant, epsilon, delta)
     with using_pyro:
-        release = _linear_regression if isinstance(model, LinearRegression) else _exponential_family
-        return release(model, data, count, multiplier, accountant)  # type: ignore[arg-type, operator]
+        if isinstance(model, LinearRegression):
+            return _linear_regression(model, data, count, multiplier, accountant)
+        return _exponential_family(model, data, count, multiplier, accountant)
 
 
 def _exponential_family(
@@ -89,12 +90,13 @@ def _exponential_family(
         noise = std**2 * torch.eye(statistics.size, dtype=torch.float64)
         return count * grad(model.log_normalizer)(eta), count * jacrev(grad(model.log_normalizer))(eta) + noise
 
-    centre = PyroPrior(prior).gaussian().mean
+    latents = PyroPrior(prior)
+    centre = latents.gaussian().mean
     if len(moments(centre)[0]) != statistics.size:
         raise UnfitModel("natural_parameters and statistics have different lengths: each statistic needs its parameter.")
     accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
     released = statistics.clipped_sum(bound).to(_CPU) + std * _normal(statistics.size)
-    return _posterior(released, moments, centre, prior, accountant, [f"each record moves the statistics by at most {bound:g}"])
+    return _posterior(released, moments, centre, latents, prior, accountant, [f"each record moves the statistics by at most {bound:g}"])
 
 
 def _linear_regression(
@@ -104,15 +106,19 @@ def _linear_regression(
     size = records.x.shape[1]
     prior = Prior(model.prior(size))
     bounds = model.max_feature_norm**2, model.max_feature_norm * model.target_bound, model.target_bound**2 / 2
-    of_gram = matrix_multiplier(multiplier, _SHARES[0], accountant.neighboring)
-    of_vector, of_square = (multiplier / math.sqrt(share) for share in _SHARES[1:])
+    # Noise of the Gram matrix counts with ‖w‖²/2, of which shrinking saves about a half; the shares make the sum of both variances least.
+    weight = math.sqrt(size) * model.prior_std * bounds[0] / 2
+    share = (1 - _SHARE_OF_SQUARES) * min(max(weight / (weight + bounds[1]), 0.1), 0.5)
+    of_gram = matrix_multiplier(multiplier, share, accountant.neighboring)
+    of_vector, of_square = (multiplier / math.sqrt(part) for part in (1 - share - _SHARE_OF_SQUARES, _SHARE_OF_SQUARES))
     stds = of_gram * bounds[0], of_vector * bounds[1], of_square * bounds[2]
     parts: list[DpEvent] = [matrix_event(of_gram, accountant.neighboring), GaussianDpEvent(of_vector), GaussianDpEvent(of_square)]
-    centre = PyroPrior(prior).gaussian().mean
+    latents = PyroPrior(prior)
+    centre = latents.gaussian().mean
     accountant.compose(ComposedDpEvent(parts), label=_LABEL)
 
     y = records.y.double().clamp(-model.target_bound, model.target_bound)
-    gram = noisy_matrix(records.gram(), stds[0], _normal(size * size).reshape(size, size))
+    gram, gram_std = denoised(noisy_matrix(records.gram(), stds[0], _normal(size * size).reshape(size, size)), stds[0])
     products = records.weighted_sum(y).to(_CPU) + stds[1] * _normal(size)
     squares = (y.square() - bounds[2]).sum(dtype=torch.float64).to(_CPU) + stds[2] * _normal(1) + count * bounds[2]
     released = torch.cat([products, squares])
@@ -124,16 +130,16 @@ def _linear_regression(
         w, variance = values["weights"], values["noise_std"].square()
         moved = gram @ w
         explained, length = w @ moved, w.square().sum()
-        of_products = variance * gram + stds[1] ** 2 * eye + stds[0] ** 2 / 2 * (length * eye + torch.outer(w, w))
-        of_square = stds[2] ** 2 + 2 * count * variance.square() + 4 * variance * explained + stds[0] ** 2 * length.square()
-        both = (2 * variance * moved + stds[0] ** 2 * length * w)[:, None]
+        of_products = variance * gram + stds[1] ** 2 * eye + gram_std**2 / 2 * (length * eye + torch.outer(w, w))
+        of_square = stds[2] ** 2 + 2 * count * variance.square() + 4 * variance * explained + gram_std**2 * length.square()
+        both = (2 * variance * moved + gram_std**2 * length * w)[:, None]
         covariance = torch.cat([torch.cat([of_products, both], 1), torch.cat([both.T, of_square.reshape(1, 1)], 1)])
         return torch.cat([moved, (explained + count * variance)[None]]), covariance
 
     proved = [
         f"each record moves sums of x xᵀ, y x and y² by at most {bounds[0]:g}, {bounds[1]:g} and {2 * bounds[2]:g}",
     ]
-    return _posterior(released, moments, centre, prior, accountant, proved)
+    return _posterior(released, moments, centre, latents, prior, accountant, proved)
 
 
 def _features_and_targets(data: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -142,7 +148,7 @@ def _features_and_targets(data: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _posterior(
-    released: Tensor, moments: Moments, centre: Tensor, prior: Prior, accountant: PrivacyAccountant, proved: Sequence[str]
+    released: Tensor, moments: Moments, centre: Tensor, latents: PyroPrior, prior: Prior, accountant: PrivacyAccountant, proved: Sequence[str]
 ) -> NoiseAwarePosterior:
     delta = 1e-5 if accountant.delta is None else accountant.delta
     statement = [
@@ -152,7 +158,7 @@ def _posterior(
         *(f"  proved      {line}" for line in proved),
         "  ASSUMED     for the width, not for privacy: the model is right, few records are clipped, and sums over them are Gaussian",
     ]
-    return NoiseAwarePosterior(Summary(released, moments, centre), PyroPrior(prior), PyroCoordinates(prior), statement, transcript=released)
+    return NoiseAwarePosterior(Summary(released, moments, centre), latents, PyroCoordinates(prior), statement, transcript=released)
 
 
 def _normal(size: int) -> Tensor:

@@ -76,7 +76,9 @@ class Surrogate:
 
     def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this one at ``theta``, M held fixed."""
-        slope = self.curvature if self._is_linear else self.curvature @ torch.linalg.solve(self._response.slope(self.centre), self._response.slope(theta))
+        slope = self.curvature
+        if not self._is_linear:
+            slope = slope @ torch.cholesky_solve(self._response.slope(theta), self._slope_factor)
         delta = self._point - self._straightened(theta)
         residual = self._gradient - self.curvature @ delta
         extra = 0.5 * self._curvature_std**2 * (delta.square().sum() * self._eye + torch.outer(delta, delta))
