@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "release": {"accounting", "noise", "ranks", "clipping", "batches", "checks"},
     "optim": {"accounting", "noise", "release"},
     "mcmc": {"accounting", "noise"},
+    "noise_aware": {"accounting", "noise", "mcmc", "ops"},
     "posterior": {"checks"},
     "engine": {
         "accounting",

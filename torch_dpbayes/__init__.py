@@ -15,6 +15,7 @@ _HOME = {
     "optim": "",
     "mcmc": "",
     "metrics": "",
+    "noise_aware": "",
     "ops": "",
     "PrivacyAccountant": "accounting.accountant",
     "PrivacyBudgetExceeded": "accounting.accountant",
@@ -31,6 +32,7 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from . import mcmc as mcmc
     from . import metrics as metrics
+    from . import noise_aware as noise_aware
     from . import ops as ops
     from . import optim as optim
     from .accounting.accountant import PrivacyAccountant as PrivacyAccountant

@@ -111,19 +111,14 @@ def is_next_chains_start(params: Start, last: Start) -> bool:
     )
 
 
-def give_back_when_terminated(accountant: PrivacyAccountant) -> threading.Lock:
+def give_back_when_terminated(accountant: PrivacyAccountant) -> None:
     """For the rest of this process, which only runs a chain: on SIGTERM, by which Pyro ends it when
     another chain fails or is interrupted, and when its parent has ended, it gives back what it has
     reserved, and ends. Ctrl-C, which all processes get, is left to the parent.
 
     A thread does it: the chain may be waiting for Pyro, or for a lock that nobody is going to
     release.
-
-    Returns:
-        a lock to hold while charging ``accountant``; it is taken for good before the rest is given
-        back.
     """
-    charging = threading.Lock()
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent_pid, sentinel = parent.pid, parent.sentinel
@@ -149,9 +144,7 @@ def give_back_when_terminated(accountant: PrivacyAccountant) -> threading.Lock:
                 break
             is_told = reader in ready and signal.SIGTERM in os.read(reader, 4096)
         try:
-            # for good: no iteration begins any more
-            if charging.acquire(timeout=_SECONDS_TO_CHARGE):
-                accountant.close()
+            accountant.close_for_good(_SECONDS_TO_CHARGE)  # no iteration begins any more
         finally:  # what was not given back stays charged
             # a thread that writes into a queue holds a lock of all processes
             end = time.monotonic() + _SECONDS_TO_WRITE
@@ -183,7 +176,6 @@ def give_back_when_terminated(accountant: PrivacyAccountant) -> threading.Lock:
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     os.register_at_fork(before=hold_back, after_in_parent=let_through, after_in_child=forget)
-    return charging
 
 
 def _is_running(pid: int | None) -> bool:

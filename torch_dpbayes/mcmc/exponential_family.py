@@ -10,16 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
 from .density import Model, Prior, UnfitModel
-from .density.pyro_runs import FLAVOURS, made_up, public_randomness
+from .density.record_statistics import RecordStatistics
 from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
 from .proposals import Moves, Proposal
-
-_ROWS_AT_ONCE = 2**16
 
 
 class ExponentialFamilyPenalty(PrivateKernel):
@@ -137,7 +134,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
                 f"num_data = {self._num_data}, but the data have {len(args[0])} rows. Under"
                 " replace-one leave it out."
             )
-        size = self._statistics_size([arg.detach() for arg in args])
+        statistics = RecordStatistics(self._statistics, args)
+        size = statistics.size
         at = self._at(
             prior.constrain(torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device))
         )
@@ -146,49 +144,9 @@ class ExponentialFamilyPenalty(PrivateKernel):
                 f"natural_parameters has {len(at[0])} entries, sufficient_statistics {size}: each"
                 " statistic needs its parameter."
             )
-        total = torch.zeros(size, dtype=torch.float64, device=args[0].device)
-        for rows in zip(*(arg.detach().split(_ROWS_AT_ONCE) for arg in args), strict=True):
-            found = self._of_rows(list(rows), size).double()
-            norm = torch.linalg.vector_norm(found, dim=1)
-            finite = norm.isfinite()
-            total += (self._max_norm / norm[finite]).clamp_(max=1.0) @ found[finite]
-        self._sum, self._count = total.to(at[0].device), self._num_data or len(args[0])
+        self._sum = statistics.clipped_sum(self._max_norm).to(at[0].device)
+        self._count = self._num_data or len(args[0])
         return prior
-
-    def _statistics_size(self, data: list[Tensor]) -> int:
-        """Length of s(x), from made-up rows."""
-        error: Exception | None = None
-        for flavour in FLAVOURS:
-            with public_randomness():
-                rows = [made_up(torch.Size([3, *arg.shape[1:]]), arg, flavour) for arg in data]
-            try:
-                return self._map(rows).shape[1]
-            except Exception as caught:
-                error = error or caught
-        raise UnfitModel(
-            f"sufficient_statistics cannot be mapped over made-up records: {type(error).__name__}:"
-            f" {error}. It takes one record, without the dimension of the records, and returns a"
-            " vector, by tensor operations alone."
-        ) from error
-
-    def _map(self, rows: list[Tensor]) -> Tensor:
-        found = vmap(self._statistics)(*rows)
-        if not isinstance(found, Tensor) or found.dim() > 2:
-            raise ValueError("the statistics of a record are a vector, or one number")
-        return found.reshape(len(rows[0]), -1)
-
-    def _of_rows(self, rows: list[Tensor], size: int) -> Tensor:
-        """s of every row; zeros where the computation fails, which no record may make known."""
-        try:
-            return self._map(rows)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            count = len(rows[0])
-            if count == 1:
-                return torch.zeros(1, size, dtype=torch.float64, device=rows[0].device)
-            halves = [[row[: count // 2] for row in rows], [row[count // 2 :] for row in rows]]
-            return torch.cat([self._of_rows(half, size).double() for half in halves])
 
     def _at(self, values: dict[str, Tensor]) -> tuple[Tensor, float]:
         """η and A of θ."""

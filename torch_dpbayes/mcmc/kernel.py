@@ -14,7 +14,6 @@ import time
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ from .proposals import Moves
 
 _DRAWS = 100
 # not pickled: it stems from the data without a charge, or belongs to this process
-_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior", "_charging")
+_OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior")
 
 
 class Outcome(NamedTuple):
@@ -67,7 +66,6 @@ class PrivateKernel(MCMCKernel):
     """
 
     _owners: SoleOwner = SoleOwner()  # kernels for several owners have another
-    _charging: AbstractContextManager[Any] | None = None  # held by a worker while it charges
 
     def __init__(
         self, model: Model, accountant: PrivacyAccountant, target_accept_prob: float | None
@@ -181,7 +179,7 @@ class PrivateKernel(MCMCKernel):
         self._warmup_steps = warmup_steps
         self._log_scale = 0.0
         if self._spool is not None and chain_number() is not None:  # before what takes long
-            self._charging = give_back_when_terminated(self._accountant)
+            give_back_when_terminated(self._accountant)
         with torch.no_grad():
             self._theta = self._owners.agreed_start(partial(self._set_up, args, kwargs))
 
@@ -381,8 +379,7 @@ class PrivateKernel(MCMCKernel):
 
     def _charge(self, *charges: tuple[events.DpEvent, int]) -> None:
         composed = [events.SelfComposedDpEvent(event, count) for event, count in charges if count]
-        with self._charging or nullcontext():
-            self._accountant.compose(events.ComposedDpEvent(composed), label=type(self).__name__)
+        self._accountant.compose(events.ComposedDpEvent(composed), label=type(self).__name__)
 
     def _gaussian(self, size: int, public: bool = False) -> Tensor:
         """Standard normal numbers. Those that hide a sum over records are float64, as the sum

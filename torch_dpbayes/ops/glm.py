@@ -162,6 +162,16 @@ class GLM:
             else max_grad_norm
         )
 
+    @property
+    def prior_precision(self) -> Tensor:
+        """1/prior_std², one number or one for each column, in float64."""
+        return self._prior_std**-2
+
+    @property
+    def max_count(self) -> float | None:
+        """The largest count of a Poisson target."""
+        return self._max_count
+
     def record_smoothness(self, max_grad_norm: float = math.inf) -> float:
         """The Lipschitz constant of one record's clipped gradient, times R_x² already."""
         squared = self._max_feature_norm**2
@@ -347,6 +357,42 @@ class Records:
             self.x.split(_ROWS_IN_FLOAT32), u.split(_ROWS_IN_FLOAT32), strict=True
         ):
             total += torch.mv(rows.T, slopes)
+        return total
+
+    def gram(self) -> Tensor:
+        """Σ_i x_i x_iᵀ, ``[d, d]`` in float64; a row adds at most R_x² in Frobenius norm."""
+        return self._outer_sum(None)
+
+    def curvature(self, weights: Tensor, largest: float) -> Tensor:
+        """Σ_i b''(u_i) x_i x_iᵀ (over s² for ``"gaussian"``), ``[d, d]`` in float64, with
+        factors of at most ``largest``.
+        """
+        u = self._predictors(weights)
+        if self.family == "gaussian":
+            factors = torch.full_like(u, self.weight)
+        else:
+            mean = (
+                u.sigmoid() if self.family == "bernoulli" else u.clamp(max=_LARGEST_EXPONENT).exp()
+            )
+            factors = mean * (1 - mean) if self.family == "bernoulli" else mean
+        return self._outer_sum(factors.clamp(max=largest))
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """Σ_i factor_i x_i, ``[d]`` in float64."""
+        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
+        for rows, some in zip(self.x.split(_CHUNK), factors.split(_CHUNK), strict=True):
+            total += rows.to(torch.float64).T @ some.to(torch.float64)
+        return total
+
+    def _outer_sum(self, factors: Tensor | None) -> Tensor:
+        total = torch.zeros(
+            self.x.shape[1], self.x.shape[1], dtype=torch.float64, device=self.x.device
+        )
+        for start in range(0, len(self.x), _CHUNK):
+            rows = self.x[start : start + _CHUNK].to(torch.float64)
+            total += rows.T @ (
+                rows if factors is None else factors[start : start + _CHUNK, None] * rows
+            )
         return total
 
     def huber_losses(self, weights: Tensor) -> Tensor:

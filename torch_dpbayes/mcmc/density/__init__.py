@@ -20,19 +20,21 @@ Each file needs only those above it:
 * ``record_terms``: the terms of any rows, as Pyro computes them;
 * ``locality``: made-up rows, on which a model that mixes records is found out;
 * ``program``: terms and gradients, recorded on made-up rows;
-* ``record_density``: the programs run on the data, clipped and summed. Only this file and
-  ``arguments`` touch data.
+* ``record_density``: the programs run on the data, clipped and summed; ``record_statistics``:
+  likewise the statistics of an exponential family. Only these files and ``arguments`` touch data.
 """
 
 from .prior import Prior
 from .pyro_runs import InvalidPoint, Model, UnfitModel, without_value_checks
 from .record_density import RecordDensity, clipped_ratio_sum
+from .record_statistics import RecordStatistics
 
 __all__ = [
     "InvalidPoint",
     "Model",
     "Prior",
     "RecordDensity",
+    "RecordStatistics",
     "UnfitModel",
     "clipped_ratio_sum",
     "without_value_checks",

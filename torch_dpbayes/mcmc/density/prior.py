@@ -10,7 +10,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.func import grad_and_value
+from torch.func import grad_and_value, vmap
 from torch.fx import GraphModule
 
 from .pyro_runs import (
@@ -134,6 +134,12 @@ class Prior:
             self._value = self._recorded(self._log_density, theta)
         with torch.no_grad():
             return float(self._value(theta))
+
+    def log_densities(self, thetas: Tensor) -> Tensor:
+        """log p(θ) with the Jacobian terms of every row of ``thetas``, (rows,)."""
+        with torch.no_grad(), without_value_checks():
+            values: Tensor = vmap(self._log_density)(thetas)
+        return values
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """log p(θ) with the Jacobian terms, and its gradient."""

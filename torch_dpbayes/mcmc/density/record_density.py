@@ -126,6 +126,30 @@ class RecordDensity:
             InvalidPoint: the model cannot be evaluated at θ.
         """
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
+        for block, factors in self._clipped_blocks(theta, max_norm):
+            result += factors @ block
+        return result
+
+    @torch.no_grad()
+    def clipped_outer_sum(self, theta: Tensor, max_norm: float) -> Tensor:
+        r"""Σ_i c_i c_iᵀ of the clipped gradients c_i of :meth:`clipped_gradient_sum`, (dimension,
+        dimension) in float64. Private data.
+
+        In Frobenius norm it moves by at most ``max_norm``² when a record is added or removed, and
+        by at most √2·``max_norm``² when one is replaced.
+
+        Raises:
+            InvalidPoint: the model cannot be evaluated at θ.
+        """
+        size = self.prior.dimension
+        result = torch.zeros(size, size, dtype=torch.float64, device=self.prior.device)
+        for block, factors in self._clipped_blocks(theta, max_norm):
+            clipped = factors[:, None] * block
+            result += clipped.T @ clipped
+        return result
+
+    def _clipped_blocks(self, theta: Tensor, max_norm: float) -> Iterator[tuple[Tensor, Tensor]]:
+        """Blocks of the records' finite gradients in float64, and the factors that clip them."""
         for records, gradients in self._by_chunks(self._gradients, theta):
             if self._left_out is not None:
                 gradients = gradients[~self._left_out[records]]
@@ -135,8 +159,7 @@ class RecordDensity:
                 finite = norm.isfinite()
                 if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
                     block, norm = block[finite], norm[finite]
-                result += (max_norm / norm).clamp_(max=1.0) @ block
-        return result
+                yield block, (max_norm / norm).clamp_(max=1.0)
 
     @torch.no_grad()
     def gradient_sum(self, theta: Tensor, chosen: Tensor) -> Tensor:

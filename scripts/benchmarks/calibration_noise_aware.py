@@ -1,0 +1,370 @@
+#!/usr/bin/env python3
+"""Are noise-aware intervals as wide as they say? Calibration by simulation, and sharpness against
+an oracle.
+
+    python scripts/benchmarks/calibration_noise_aware.py results.csv [--only logistic] [--data-sets
+    100] [--seconds 170]
+
+Parameters are drawn from the prior, records from the model, and a private posterior is made of them
+by the public functions. If the posterior is right, central 50 % and 90 % intervals hold the
+parameters in 50 % and 90 % of the cases, whatever n and ε. Every cell is one line of the file, with
+the standard error over data sets. The oracle knows the curvature at the true parameters and spends
+the same gradients (or, in the second column, all of the budget) at the mode. Cells whose line holds
+as many data sets as are asked for are skipped, others go on where they stood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+import torch_dpbayes as dpb
+from torch_dpbayes import noise_aware
+from torch_dpbayes.noise_aware.planning import total_multiplier
+
+DELTA = 1e-5
+DRAWS = 2000
+SIZES, EPSILONS = (1_000, 10_000, 100_000), (0.1, 0.3, 1.0, 3.0)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting of the simulation."""
+
+    model: str
+    num_data: int
+    epsilon: float
+    prior_std: float = 1.0
+    features: str = "gaussian"
+    neighboring: str = "add_or_remove_one"
+
+
+@dataclass
+class Totals:
+    """What was found in a cell: sums over data sets of each data set's mean over parameters."""
+
+    data_sets: int = 0
+    inside_50: float = 0.0
+    inside_50_squared: float = 0.0
+    inside_90: float = 0.0
+    inside_90_squared: float = 0.0
+    sharpness: float = 0.0
+    sharpness_whole_budget: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One data set: where the true parameters lie in their posteriors (0 to 1), and mean
+    posterior standard deviations.
+    """
+
+    ranks: Tensor
+    stddev: float
+    oracle: float = math.nan
+    oracle_whole_budget: float = math.nan
+
+
+def features(kind: str, num_data: int, dimension: int) -> Tensor:
+    """Rows of norm at most 1."""
+    if kind == "gaussian":
+        x = torch.randn(num_data, dimension, dtype=torch.float64)
+    elif kind == "binary":
+        x = (
+            torch.rand(num_data, dimension, dtype=torch.float64)
+            < torch.linspace(0.1, 0.9, dimension, dtype=torch.float64)
+        ).double()
+    else:
+        x = torch.distributions.StudentT(torch.tensor(3.0, dtype=torch.float64)).sample(
+            (num_data, dimension)
+        ) / math.sqrt(3)
+    x = x / math.sqrt(dimension)
+    return x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+
+
+def accountant(cell: Cell) -> dpb.PrivacyAccountant:
+    return dpb.PrivacyAccountant(cell.epsilon, DELTA, neighboring=cell.neighboring)
+
+
+def oracle_stddev(precision: Tensor, curvature: Tensor, noise_variance: float) -> float:
+    """Mean standard deviation of the normal form at the true curvature."""
+    noisy = curvature + noise_variance * torch.eye(len(curvature), dtype=torch.float64)
+    total = torch.diag(precision) + curvature @ torch.linalg.solve(noisy, curvature)
+    return float(torch.linalg.inv(total).diagonal().sqrt().mean())
+
+
+def ranks(draws: Tensor, truth: Tensor) -> Tensor:
+    return (draws < truth).double().mean(0)
+
+
+def of_glm(cell: Cell, dimension: int) -> Outcome:
+    theta = cell.prior_std * torch.randn(dimension, dtype=torch.float64)
+    x = features(cell.features, cell.num_data, dimension)
+    u = x @ theta
+    if cell.model == "logistic":
+        y = (torch.rand(cell.num_data, dtype=torch.float64) < u.sigmoid()).double()
+        model, bound, second = (
+            dpb.ops.GLM("bernoulli", prior_std=cell.prior_std),
+            1.0,
+            u.sigmoid() * (1 - u.sigmoid()),
+        )
+    else:
+        y = torch.poisson(u.exp())
+        model, bound, second = (
+            dpb.ops.GLM("poisson", prior_std=cell.prior_std, max_count=50.0),
+            3.0,
+            u.exp(),
+        )
+    held = accountant(cell)
+    post = noise_aware.laplace(
+        model, x, y, accountant=held, max_grad_norm=bound, num_data=cell.num_data
+    )
+    curvature = (x.T * second) @ x
+    precision = torch.full((dimension,), cell.prior_std**-2, dtype=torch.float64)
+    spent = 1 / sum(g.noise_std**-2 for g in post.transcript.gradients)
+    whole = (bound * total_multiplier(accountant(cell), None, None)) ** 2
+    return Outcome(
+        ranks(post.sample(DRAWS)["weights"], theta),
+        float(post.stddev["weights"].mean()),
+        oracle_stddev(precision, curvature, spent),
+        oracle_stddev(precision, curvature, whole),
+    )
+
+
+def logistic(cell: Cell) -> Outcome:
+    return of_glm(cell, 8)
+
+
+def poisson(cell: Cell) -> Outcome:
+    return of_glm(cell, 5)
+
+
+def linear(cell: Cell) -> Outcome:
+    """d = 10, unknown variance, responses clipped to a public interval."""
+    dimension = 10
+    theta = cell.prior_std * torch.randn(dimension, dtype=torch.float64)
+    noise_prior = dist.LogNormal(
+        torch.tensor(-0.7, dtype=torch.float64), torch.tensor(0.3, dtype=torch.float64)
+    )
+    noise_std = noise_prior.sample()
+    x = features(cell.features, cell.num_data, dimension)
+    y = x @ theta + noise_std * torch.randn(cell.num_data, dtype=torch.float64)
+    bound = 3.0 * math.sqrt(cell.prior_std**2 + 0.3)
+    model = noise_aware.LinearRegression(
+        target_bound=bound, prior_std=cell.prior_std, noise_std_prior=noise_prior
+    )
+    post = noise_aware.sufficient_statistics(
+        model, x, y, accountant=accountant(cell), num_data=cell.num_data
+    )
+    draws = post.sample(DRAWS)
+    found = torch.cat([ranks(draws["weights"], theta), ranks(draws["noise_std"], noise_std)[None]])
+    curvature = x.T @ x / noise_std**2
+    precision = torch.full((dimension,), cell.prior_std**-2, dtype=torch.float64)
+    multiplier = total_multiplier(accountant(cell), None, None)
+    whole = (multiplier * bound / float(noise_std) ** 2) ** 2
+    return Outcome(
+        found,
+        float(post.stddev["weights"].mean()),
+        oracle_stddev(precision, curvature, whole),
+        oracle_stddev(precision, curvature, whole),
+    )
+
+
+def beta_bernoulli(cell: Cell) -> Outcome:
+    """A uniform prior. The oracle of the ranks' width is the exact posterior under the noise,
+    by a sum over all counts, at n = 1,000 only.
+    """
+    probability = torch.rand((), dtype=torch.float64)
+    x = torch.rand(cell.num_data, dtype=torch.float64) < probability
+    post = noise_aware.sufficient_statistics(
+        noise_aware.beta_bernoulli(), x, accountant=accountant(cell), num_data=cell.num_data
+    )
+    return Outcome(
+        ranks(post.sample(DRAWS)["probability"], probability)[None],
+        float(post.stddev["probability"]),
+    )
+
+
+def hierarchical(cell: Cell) -> Outcome:
+    """20 groups with an intercept each around a common mean, and two slopes; the groups'
+    scale has a half-normal prior.
+    """
+    groups, slopes = 20, 2
+    one = torch.ones((), dtype=torch.float64)
+
+    def model(group: Tensor, x: Tensor, y: Tensor | None = None) -> None:
+        scale = pyro.sample("scale", dist.HalfNormal(one))
+        mean = pyro.sample("mean", dist.Normal(0 * one, one))
+        with pyro.plate("groups", groups):
+            intercept = pyro.sample("intercept", dist.Normal(mean, scale))
+        slope = pyro.sample(
+            "slope", dist.Normal(torch.zeros(slopes, dtype=torch.float64), one).to_event(1)
+        )
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=intercept[group] + x @ slope), obs=y)
+
+    group = torch.randint(0, groups, (cell.num_data,))
+    x = features(cell.features, cell.num_data, slopes)
+    truth = pyro.poutine.trace(model).get_trace(group, x)
+    y = truth.nodes["y"]["value"]
+    held = accountant(cell)
+    post = noise_aware.laplace(
+        model, group, x, y, accountant=held, max_grad_norm=math.sqrt(2), num_data=cell.num_data
+    )
+    draws = post.sample(1000)
+    found = [
+        ranks(draws[name], truth.nodes[name]["value"]).reshape(-1)
+        for name in ("intercept", "slope", "mean", "scale")
+    ]
+    return Outcome(torch.cat(found), float(post.stddev["intercept"].mean()))
+
+
+SIMULATE: dict[str, Callable[[Cell], Outcome]] = {
+    "logistic": logistic,
+    "linear": linear,
+    "beta_bernoulli": beta_bernoulli,
+    "poisson": poisson,
+    "hierarchical": hierarchical,
+}
+DATA_SETS = {"beta_bernoulli": 2000, "hierarchical": 100}
+
+
+def cells() -> Iterator[Cell]:
+    """The grid."""
+    for model in SIMULATE:
+        for prior_std in (1.0, 3.0) if model == "logistic" else (1.0,):
+            for size in SIZES:
+                for epsilon in EPSILONS:
+                    yield Cell(model, size, epsilon, prior_std)
+    for kind in ("binary", "student"):
+        for size in SIZES[:2]:
+            for epsilon in (0.3, 1.0):
+                yield Cell("logistic", size, epsilon, 1.0, kind)
+    for model in ("logistic", "linear", "beta_bernoulli"):
+        yield Cell(model, 10_000, 1.0, neighboring="replace_one")
+
+
+def add(totals: Totals, outcome: Outcome, seconds: float) -> None:
+    """Count one data set more."""
+    for share, name in ((0.5, "inside_50"), (0.9, "inside_90")):
+        inside = float(((outcome.ranks - 0.5).abs() < share / 2).double().mean())
+        setattr(totals, name, getattr(totals, name) + inside)
+        setattr(totals, f"{name}_squared", getattr(totals, f"{name}_squared") + inside**2)
+    totals.data_sets += 1
+    totals.sharpness += outcome.stddev / outcome.oracle
+    totals.sharpness_whole_budget += outcome.stddev / outcome.oracle_whole_budget
+    totals.seconds += seconds
+
+
+def read(path: Path) -> dict[Cell, Totals]:
+    """What an earlier run left."""
+    if not path.exists():
+        return {}
+    found = {}
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            cell = Cell(
+                row["model"],
+                int(row["num_data"]),
+                float(row["epsilon"]),
+                float(row["prior_std"]),
+                row["features"],
+                row["neighboring"],
+            )
+            found[cell] = Totals(
+                int(row["data_sets"]), *(float(row[field.name]) for field in fields(Totals)[1:])
+            )
+    return found
+
+
+def write(path: Path, found: dict[Cell, Totals]) -> None:
+    """The file with all cells so far; whole or not at all."""
+    derived = [
+        "coverage_50",
+        "error_50",
+        "coverage_90",
+        "error_90",
+        "mean_sharpness",
+        "mean_sharpness_whole_budget",
+    ]
+    part = path.with_suffix(".part")
+    with part.open("w", newline="") as file:
+        writer = csv.DictWriter(
+            file, [*(f.name for f in fields(Cell)), *(f.name for f in fields(Totals)), *derived]
+        )
+        writer.writeheader()
+        for cell, totals in found.items():
+            count = totals.data_sets
+            row: dict[str, object] = asdict(cell) | asdict(totals)
+            for share in ("50", "90"):
+                mean = getattr(totals, f"inside_{share}") / count
+                variance = max(getattr(totals, f"inside_{share}_squared") / count - mean**2, 0.0)
+                row |= {
+                    f"coverage_{share}": f"{mean:.4f}",
+                    f"error_{share}": f"{math.sqrt(variance / count):.4f}",
+                }
+            row |= {"mean_sharpness": f"{totals.sharpness / count:.3f}"}
+            row |= {"mean_sharpness_whole_budget": f"{totals.sharpness_whole_budget / count:.3f}"}
+            writer.writerow(row)
+    part.replace(path)
+
+
+def run(
+    path: Path, only: str | None, sizes: list[int], data_sets: int | None, seconds: float
+) -> None:
+    """Fill cells until time is up."""
+    found = read(path)
+    end = time.monotonic() + seconds
+    for cell in cells():
+        wanted = min(DATA_SETS.get(cell.model, 500), data_sets or 10**9)
+        if (only and cell.model != only) or (sizes and cell.num_data not in sizes):
+            continue
+        totals = found.setdefault(cell, Totals())
+        begun = totals.data_sets
+        while totals.data_sets < wanted and time.monotonic() < end:
+            start = time.process_time()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "the budget is too small")
+                outcome = SIMULATE[cell.model](cell)
+            add(totals, outcome, time.process_time() - start)
+        if not totals.data_sets:
+            del found[cell]
+        elif totals.data_sets > begun:
+            write(path, found)
+            count = totals.data_sets
+            print(
+                cell,
+                count,
+                f"{totals.inside_50 / count:.3f} {totals.inside_90 / count:.3f}"
+                f" {totals.sharpness / count:.3f}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--only", choices=list(SIMULATE))
+    parser.add_argument("--sizes", type=int, nargs="*", default=[])
+    parser.add_argument("--data-sets", type=int)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    run(given.results, given.only, given.sizes, given.data_sets, given.seconds)
+
+
+if __name__ == "__main__":
+    main()

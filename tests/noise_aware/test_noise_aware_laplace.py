@@ -1,0 +1,210 @@
+"""The posterior of ``noise_aware.laplace`` from one end of ε to the other, and what it refuses."""
+
+import math
+import warnings
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+
+import torch_dpbayes as dpb
+from torch_dpbayes.noise_aware import laplace, laplace_for_module
+from torch_dpbayes.noise_aware.posterior import NoiseAwarePosterior
+from torch_dpbayes.ops import GLM
+
+DOUBLE = torch.float64
+
+
+def logistic_data(count=4000, dimension=3):
+    x = torch.randn(count, dimension, dtype=DOUBLE)
+    x = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+    theta = torch.tensor([1.0, -0.5, 0.3], dtype=DOUBLE)[:dimension]
+    return x, (torch.rand(count, dtype=DOUBLE) < (x @ theta).sigmoid()).double()
+
+
+def model(x, y=None):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def posterior_of_the_data(x, y):
+    """Mode and covariance by Newton's method; at thousands of records that is the posterior
+    to a per mille.
+    """
+    w = torch.zeros(x.shape[1], dtype=DOUBLE)
+    for _ in range(50):
+        mean = (x @ w).sigmoid()
+        precision = (x.T * (mean * (1 - mean))) @ x + torch.eye(len(w), dtype=DOUBLE)
+        w = w - torch.linalg.solve(precision, x.T @ (mean - y) + w)
+    return w, torch.linalg.inv(precision).diagonal().sqrt()
+
+
+BCE = partial(torch.nn.functional.binary_cross_entropy_with_logits, reduction="none")
+
+
+def linear_module():
+    return torch.nn.Sequential(torch.nn.Linear(3, 1, bias=False, dtype=DOUBLE), torch.nn.Flatten(0))
+
+
+WAYS = {
+    "glm": lambda x, y, **how: laplace(GLM(), x, y, **how).mean["weights"],
+    "pyro": lambda x, y, **how: laplace(model, x, y, max_grad_norm=1.0, **how).mean["w"],
+    "module": lambda x, y, **how: laplace_for_module(
+        linear_module(), x, y, loss=BCE, prior_std=1.0, max_grad_norm=1.0, **how
+    ).mean["0.weight"][0],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_with_a_huge_budget_the_mean_is_that_of_the_data(way):
+    x, y = logistic_data()
+    expected, stddev = posterior_of_the_data(x, y)
+    found = WAYS[way](x, y, epsilon=500.0, delta=1e-5)
+    assert bool(((found - expected).abs() < 0.2 * stddev).all())
+
+
+def test_with_a_huge_budget_draws_are_those_of_the_datas_posterior():
+    x, y = logistic_data()
+    expected, stddev = posterior_of_the_data(x, y)
+    post = laplace(GLM(), x, y, epsilon=500.0, delta=1e-5)
+    torch.testing.assert_close(post.stddev["weights"], stddev, rtol=0.05, atol=0.0)
+    draws = post.sample(4000)["weights"]
+    assert draws.shape == (4000, 3)
+    assert bool(((draws.mean(0) - expected).abs() < 0.3 * stddev).all())
+
+
+def test_a_budget_too_small_returns_the_prior_and_says_so():
+    x, y = logistic_data(200)
+    with pytest.warns(UserWarning, match="budget is too small"):
+        post = laplace(GLM(prior_std=2.0), x, y, epsilon=0.01, delta=1e-5)
+    torch.testing.assert_close(
+        post.stddev["weights"], torch.full((3,), 2.0, dtype=DOUBLE), rtol=0.15, atol=0.0
+    )
+
+
+def test_draws_are_what_pyros_predictive_and_arviz_take():
+    x, y = logistic_data()
+    accountant = dpb.PrivacyAccountant(2.0, 1e-5)
+    post = laplace(model, x, y, accountant=accountant, max_grad_norm=1.0, num_data=4000)
+    assert isinstance(post, NoiseAwarePosterior)
+    predicted = Predictive(model, posterior_samples=post.sample(50))(x[:7])["y"]
+    assert predicted.shape == (50, 7)
+    assert post.to_arviz(20).posterior["w"].shape == (1, 20, 3)
+    assert "epsilon = 1.9" in post.guarantee() or "epsilon = 2" in post.guarantee()
+    assert "ASSUMED" in post.guarantee()
+    further = {"w": post.mean["w"] + 3 * post.stddev["w"]}
+    assert post.log_density(post.mean) > post.log_density(further) + 3
+
+
+def test_latents_with_a_support_come_back_in_it():
+    def counts(y):
+        rate = pyro.sample("rate", dist.Gamma(torch.tensor(2.0, dtype=DOUBLE), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Poisson(rate), obs=y)
+
+    y = torch.poisson(torch.full((3000,), 1.7, dtype=DOUBLE))
+    post = laplace(counts, y, epsilon=100.0, delta=1e-5, max_grad_norm=5.0)
+    shape, rate = 2 + float(y.sum()), 1 + len(y)  # the conjugate posterior
+    assert abs(float(post.mean["rate"]) - shape / rate) < 0.5 * math.sqrt(shape) / rate
+    assert float(post.stddev["rate"]) == pytest.approx(math.sqrt(shape) / rate, rel=0.15)
+    inside = post.log_density({"rate": torch.tensor(1.7, dtype=DOUBLE)}) - post.log_density(
+        {"rate": torch.tensor(1.75, dtype=DOUBLE)}
+    )
+    gamma = dist.Gamma(torch.tensor(shape, dtype=DOUBLE), rate)
+    assert inside == pytest.approx(
+        float(gamma.log_prob(torch.tensor(1.7)) - gamma.log_prob(torch.tensor(1.75))), abs=1.0
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_next_to_no_records(count):
+    x, y = logistic_data(count)
+    with pytest.warns(UserWarning, match="budget is too small"):
+        stddev = laplace(GLM(), x, y, epsilon=1.0, delta=1e-5).stddev["weights"]
+    assert bool(stddev.isfinite().all())
+
+
+def test_no_records_at_all():
+    x, y = logistic_data(1)
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5)
+    with pytest.warns(UserWarning, match="budget is too small"):
+        post = laplace(GLM(), x[:0], y[:0], accountant=accountant, num_data=100)
+    assert bool(post.stddev["weights"].isfinite().all())
+
+
+@pytest.mark.parametrize("kind", ["separable", "constant column", "same rows", "not numbers"])
+def test_awkward_records_raise_nothing_and_give_finite_draws(kind):
+    x, y = logistic_data()
+    if kind == "separable":
+        y = (x[:, 0] > 0).double()
+    elif kind == "constant column":
+        x[:, 1] = 0.0
+    elif kind == "same rows":
+        x[:] = x[0]
+    else:
+        x[::2] = math.nan
+        y[1::3] = math.inf
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the budget is too small")
+        post = laplace(GLM(prior_std=3.0), x, y, epsilon=1.0, delta=1e-5)
+        draws = post.sample(100)["weights"]
+    assert bool(draws.isfinite().all())
+
+
+def test_what_is_refused_before_anything_is_charged():
+    x, y = logistic_data(50)
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5)
+    replace = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+    with pytest.raises(ValueError, match="state num_data"):
+        laplace(GLM(), x, y, accountant=accountant)
+    with pytest.raises(ValueError, match="num_data = 49"):
+        laplace(GLM(), x, y, accountant=replace, num_data=49)
+    with pytest.raises(ValueError, match="improper"):
+        laplace(GLM(prior_std=math.inf), x, y, accountant=replace)
+    with pytest.raises(ValueError, match="state max_grad_norm"):
+        laplace(GLM("poisson", max_count=5.0), x, y, accountant=replace)
+    with pytest.raises(ValueError, match="state max_grad_norm"):
+        laplace(model, x, y, accountant=replace)
+    with pytest.raises(ValueError, match="last layer"):
+        laplace_for_module(
+            torch.nn.Linear(100, 100),
+            x,
+            y,
+            loss=BCE,
+            prior_std=1.0,
+            max_grad_norm=1.0,
+            accountant=replace,
+        )
+    with pytest.raises(TypeError, match="laplace_for_module"):
+        laplace(torch.nn.Linear(3, 1), x, y, accountant=replace, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="budget"):
+        laplace(GLM(), x, y)
+    with pytest.raises(TypeError, match="features and targets"):
+        laplace(GLM(), x, accountant=replace)
+    assert len(accountant) == len(replace) == 0
+
+
+def test_large_curvatures_are_refused_before_they_are_allocated():
+    x, y = torch.zeros(2, 200_000), torch.zeros(2)
+    with pytest.raises(ValueError, match="last layer"):
+        laplace(GLM(), x, y, epsilon=1.0, delta=1e-5)
+
+
+def test_frozen_layers_take_no_part():
+    x, y = logistic_data()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(3, 40, dtype=DOUBLE),
+        torch.nn.Tanh(),
+        torch.nn.Linear(40, 1, dtype=DOUBLE),
+        torch.nn.Flatten(0),
+    )
+    net[0].requires_grad_(False)
+    post = laplace_for_module(
+        net, x, y, loss=BCE, prior_std=0.5, max_grad_norm=2.0, epsilon=3.0, delta=1e-5
+    )
+    assert set(post.mean) == {"2.weight", "2.bias"}
+    assert post.sample(3)["2.weight"].shape == (3, 1, 40)

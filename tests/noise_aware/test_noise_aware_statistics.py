@@ -1,0 +1,186 @@
+"""Posteriors from noisy sufficient statistics against closed forms and sums over all possible
+data.
+"""
+
+import math
+
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import stats
+from scipy.stats import chi2
+
+import torch_dpbayes as dpb
+from torch_dpbayes import noise_aware
+from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.noise_aware.summaries import Summary
+
+DOUBLE = torch.float64
+SIGNIFICANCE = 1e-6
+LARGE = {"epsilon": 500.0, "delta": 1e-5}
+
+
+def test_beta_bernoulli_is_the_sum_over_all_counts():
+    """Given the released number, p(θ | s̃) ∝ Beta · Σ_s Binomial(s) N(s̃; s, σ²), by quadrature."""
+    count = 400
+    x = torch.rand(count) < 0.35
+    post = noise_aware.sufficient_statistics(
+        noise_aware.beta_bernoulli(2.0, 3.0), x, epsilon=0.5, delta=1e-5
+    )
+    accountant = dpb.PrivacyAccountant(0.5, 1e-5, neighboring="replace_one")
+    std = 0.5 * noise_aware.sufficient_statistics.__globals__["total_multiplier"](
+        accountant, None, None
+    )
+    released = float(post.transcript) + count / 2
+    grid = torch.linspace(1e-4, 1 - 1e-4, 2001, dtype=DOUBLE).numpy()
+    counts = torch.arange(count + 1).numpy()
+    likelihood = stats.binom.pmf(counts[:, None], count, grid[None]).T @ stats.norm.pdf(
+        released, counts, std
+    )
+    density = stats.beta.pdf(grid, 2.0, 3.0) * likelihood
+    density /= density.sum()
+    mean = float((grid * density).sum())
+    stddev = math.sqrt(float(((grid - mean) ** 2 * density).sum()))
+    # of 4000 weighted draws, whose error is a fortieth
+    assert float(post.mean["probability"]) == pytest.approx(mean, abs=0.15 * stddev)
+    assert float(post.stddev["probability"]) == pytest.approx(stddev, rel=0.1)
+
+
+def test_with_a_huge_budget_conjugate_posteriors_appear():
+    x = torch.rand(5000) < 0.2
+    post = noise_aware.sufficient_statistics(noise_aware.beta_bernoulli(), x, **LARGE)
+    exact = stats.beta(1 + int(x.sum()), 1 + int((~x).sum()))
+    assert float(post.mean["probability"]) == pytest.approx(exact.mean(), abs=0.2 * exact.std())
+    assert float(post.stddev["probability"]) == pytest.approx(exact.std(), rel=0.1)
+
+    y = torch.poisson(torch.full((5000,), 2.5))
+    post = noise_aware.sufficient_statistics(noise_aware.gamma_poisson(2.0, 1.0, 30.0), y, **LARGE)
+    gamma = stats.gamma(2.0 + float(y.sum()), scale=1 / 5001)
+    assert float(post.mean["rate"]) == pytest.approx(gamma.mean(), abs=0.2 * gamma.std())
+    assert float(post.stddev["rate"]) == pytest.approx(gamma.std(), rel=0.1)
+
+    labels = torch.multinomial(torch.tensor([0.2, 0.5, 0.3]), 5000, replacement=True)
+    post = noise_aware.sufficient_statistics(
+        noise_aware.dirichlet_categorical([1.0, 1.0, 1.0]), labels, **LARGE
+    )
+    dirichlet = stats.dirichlet(1 + torch.bincount(labels, minlength=3).numpy())
+    stddev = torch.as_tensor(dirichlet.var()).sqrt()
+    assert bool(
+        (
+            (post.mean["probabilities"] - torch.as_tensor(dirichlet.mean())).abs() < 0.2 * stddev
+        ).all()
+    )
+    torch.testing.assert_close(post.stddev["probabilities"], stddev, rtol=0.1, atol=0.0)
+
+
+def linear_data(count=20_000, dimension=3):
+    x = torch.randn(count, dimension, dtype=DOUBLE)
+    x = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+    return x, x @ torch.tensor([1.0, -0.5, 0.2], dtype=DOUBLE) + 0.3 * torch.randn(
+        count, dtype=DOUBLE
+    )
+
+
+def test_linear_regression_with_a_huge_budget_is_the_posterior_of_the_data():
+    x, y = linear_data()
+    post = noise_aware.sufficient_statistics(
+        noise_aware.LinearRegression(target_bound=5.0), x, y, **LARGE
+    )
+    precision = x.T @ x / 0.09 + torch.eye(3, dtype=DOUBLE)
+    mean, stddev = (
+        torch.linalg.solve(precision, x.T @ y / 0.09),
+        torch.linalg.inv(precision).diagonal().sqrt(),
+    )
+    assert bool(((post.mean["weights"] - mean).abs() < 0.6 * stddev).all())
+    torch.testing.assert_close(post.stddev["weights"], stddev, rtol=0.2, atol=0.0)
+    assert float(post.mean["noise_std"]) == pytest.approx(
+        0.3, abs=6 * float(post.stddev["noise_std"])
+    )
+
+
+@pytest.mark.parametrize("noise_counts", [True, False])
+def test_linear_regression_is_calibrated_and_would_not_be_without_the_noise_of_the_gram_matrix(
+    noise_counts, monkeypatch
+):
+    """Squared errors of the weights in units of the Gaussian approximation, at a known noise
+    level; χ² at 1e-6.
+    """
+    if not noise_counts:
+        honest = Summary.__init__
+
+        def without(self, released, moments, centre):
+            def covariance_of_the_records_alone(theta):
+                mean, covariance = moments(theta)
+                return mean, 0.02 * covariance
+
+            honest(self, released, covariance_of_the_records_alone, centre)
+
+        monkeypatch.setattr(Summary, "__init__", without)
+    known = dist.LogNormal(torch.tensor(math.log(0.3), dtype=DOUBLE), 0.05)
+    total, data_sets = 0.0, 12
+    for _ in range(data_sets):
+        truth = torch.randn(3, dtype=DOUBLE)
+        x, _ = linear_data(3000)
+        y = x @ truth + 0.3 * torch.randn(3000, dtype=DOUBLE)
+        model = noise_aware.LinearRegression(target_bound=4.0, noise_std_prior=known)
+        post = noise_aware.sufficient_statistics(model, x, y, epsilon=1.0, delta=1e-5)
+        draws = post.sample(1000)["weights"]
+        error = truth - draws.mean(0)
+        total += float(error @ torch.linalg.solve(torch.cov(draws.T), error))
+    count = 3 * data_sets
+    assert (
+        chi2.ppf(SIGNIFICANCE / 2, count) < total < chi2.ppf(1 - SIGNIFICANCE / 2, count)
+    ) == noise_counts
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_the_charge_is_that_of_the_noise_that_was_added(neighboring):
+    """500 releases of the same sums: their variance is the noise's."""
+    x = torch.ones(10)
+    accountant = dpb.PrivacyAccountant(neighboring=neighboring)
+    released = []
+    for _ in range(1):
+        post = noise_aware.sufficient_statistics(
+            noise_aware.beta_bernoulli(),
+            x,
+            epsilon=50.0,
+            delta=1e-5,
+            accountant=accountant,
+            num_data=10,
+        )
+        released.append(float(post.transcript))
+    (charge,) = accountant.history
+    assert isinstance(charge.event, GaussianDpEvent)
+    assert abs(released[0] - 5.0) < 6 * 0.5 * charge.event.noise_multiplier
+    assert accountant.get_epsilon(1e-5) <= 50.0
+
+
+def test_what_is_refused():
+    x = torch.ones(10)
+    with pytest.raises(TypeError, match="ExponentialFamily"):
+        noise_aware.sufficient_statistics(dpb.ops.GLM(), x, epsilon=1.0, delta=1e-5)
+    with pytest.raises(ValueError, match="one length"):
+        noise_aware.sufficient_statistics(
+            noise_aware.LinearRegression(target_bound=1.0),
+            x[:, None],
+            x[:5],
+            epsilon=1.0,
+            delta=1e-5,
+        )
+    with pytest.raises(ValueError, match="state num_data"):
+        noise_aware.sufficient_statistics(
+            noise_aware.beta_bernoulli(), x, accountant=dpb.PrivacyAccountant(1.0, 1e-5)
+        )
+    with pytest.raises(ValueError, match="concentration"):
+        noise_aware.dirichlet_categorical([1.0])
+    with pytest.raises(ValueError, match="alpha"):
+        noise_aware.beta_bernoulli(-1.0)
+
+
+def test_records_beyond_the_bounds_move_sums_no_further():
+    for value in (1e9, -1e9, math.nan, math.inf):
+        family = noise_aware.gamma_poisson(1.0, 1.0, 4.0)
+        assert not float(family.statistics(torch.tensor(value)).abs()) > 2.0
+    labels = torch.tensor([-1, 7])
+    found = torch.vmap(noise_aware.dirichlet_categorical([1.0, 1.0]).statistics)(labels)
+    assert bool((found == 0).all())

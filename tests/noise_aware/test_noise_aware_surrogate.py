@@ -1,0 +1,197 @@
+"""The surrogate against simulated transcripts whose law is known exactly: squared errors in
+posterior units are χ² distributed.
+
+Two-sided tests at a significance of 1e-6 each. Every defect that the formula guards against is also
+put in on purpose, and has to be found.
+"""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import chi2
+
+from torch_dpbayes.noise_aware import surrogate as module
+from torch_dpbayes.noise_aware.priors import GaussianPrior
+from torch_dpbayes.noise_aware.response import LinearResponse, NormalFeatureResponse
+from torch_dpbayes.noise_aware.surrogate import Surrogate
+from torch_dpbayes.noise_aware.transcript import GradientRelease
+
+DIMENSION = 4
+SIGNIFICANCE = 1e-6
+EYE = torch.eye(DIMENSION, dtype=torch.float64)
+CURVATURE = torch.diag(torch.tensor([4.0, 10.0, 25.0, 60.0], dtype=torch.float64)) + 1.5
+
+
+def symmetric(std: float) -> torch.Tensor:
+    noise = std * torch.randn(DIMENSION, DIMENSION, dtype=torch.float64)
+    return (noise + noise.T) / 2
+
+
+def is_calibrated(
+    *,
+    noise_std=6.0,
+    rate=1.0,
+    curvature_std=0.0,
+    believed_curvature_std=None,
+    prior_std=1.0,
+    data_sets=400,
+) -> bool:
+    """Parameters from the prior, the maximum of the likelihood from its law, releases from
+    theirs.
+    """
+    if believed_curvature_std is None:
+        believed_curvature_std = curvature_std
+    prior = GaussianPrior(
+        torch.zeros(DIMENSION, dtype=torch.float64),
+        torch.full((DIMENSION,), prior_std**-2, dtype=torch.float64),
+    )
+    root = torch.linalg.cholesky(CURVATURE)
+    total = 0.0
+    for _ in range(data_sets):
+        truth = prior_std * torch.randn(DIMENSION, dtype=torch.float64)
+        best = truth + torch.linalg.solve(root.T, torch.randn(DIMENSION, dtype=torch.float64))
+        releases = []
+        for std, offset in ((1.5 * noise_std, 1.0), (noise_std, -0.5)):
+            point = truth + offset
+            sampling = (
+                math.sqrt((1 - rate) / rate) * root @ torch.randn(DIMENSION, dtype=torch.float64)
+            )
+            value = (
+                CURVATURE @ (point - best)
+                + std * torch.randn(DIMENSION, dtype=torch.float64)
+                + sampling
+            )
+            releases.append(GradientRelease(point, value, std, rate))
+        believed = CURVATURE + symmetric(curvature_std)
+        found = Surrogate(
+            releases, LinearResponse(believed), believed, believed_curvature_std, releases[-1].theta
+        )
+        precision, product = found.precision(truth)
+        precision = precision + torch.diag(prior.precision)
+        error = torch.linalg.solve(precision, product) - truth
+        total += float(error @ precision @ error)
+    count = data_sets * DIMENSION
+    return bool(chi2.ppf(SIGNIFICANCE / 2, count) < total < chi2.ppf(1 - SIGNIFICANCE / 2, count))
+
+
+def test_intervals_count_the_privacy_noise(monkeypatch):
+    assert is_calibrated()
+    monkeypatch.setattr(module, "noise_covariance", lambda release, curvature: 1e-3 * EYE)
+    assert not is_calibrated()
+
+
+def test_the_privacy_noise_counts_once(monkeypatch):
+    honest = module.noise_covariance
+    assert is_calibrated(noise_std=12.0)
+    monkeypatch.setattr(
+        module, "noise_covariance", lambda release, curvature: 2 * honest(release, curvature)
+    )
+    assert not is_calibrated(noise_std=12.0)
+
+
+def test_the_noise_of_sampling_records_counts(monkeypatch):
+    assert is_calibrated(noise_std=1.0, rate=0.2)
+    monkeypatch.setattr(
+        module, "noise_covariance", lambda release, curvature: release.noise_std**2 * EYE
+    )
+    assert not is_calibrated(noise_std=1.0, rate=0.2)
+
+
+def test_noise_in_the_curvature_counts():
+    # the law of EΔ is used at the true Δ, where the marginal likelihood is exactly Gaussian
+    assert is_calibrated(noise_std=2.0, curvature_std=0.0)
+    assert curvature_noise_is_calibrated(believed=8.0)
+    assert not curvature_noise_is_calibrated(believed=0.0)
+
+
+def curvature_noise_is_calibrated(believed: float, std: float = 8.0, data_sets: int = 400) -> bool:
+    """The residual at the true parameters, in units of the covariance M that the surrogate
+    takes it to have.
+    """
+    total = 0.0
+    root = torch.linalg.cholesky(CURVATURE)
+    for _ in range(data_sets):
+        truth = torch.randn(DIMENSION, dtype=torch.float64)
+        best = truth + torch.linalg.solve(root.T, torch.randn(DIMENSION, dtype=torch.float64))
+        point = truth + 1.0
+        value = CURVATURE @ (point - best) + 2.0 * torch.randn(DIMENSION, dtype=torch.float64)
+        released = CURVATURE + symmetric(std)
+        residual = value - released @ (point - truth)
+        delta = point - truth
+        spread = 0.5 * believed**2 * (delta.square().sum() * EYE + torch.outer(delta, delta))
+        total += float(residual @ torch.linalg.solve(CURVATURE + 4.0 * EYE + spread, residual))
+    count = data_sets * DIMENSION
+    return bool(chi2.ppf(SIGNIFICANCE / 2, count) < total < chi2.ppf(1 - SIGNIFICANCE / 2, count))
+
+
+def test_the_fast_formula_for_a_quadratic_is_the_definition():
+    releases = [
+        GradientRelease(
+            torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64), 2.0
+        )
+        for _ in range(3)
+    ]
+    found = Surrogate(releases, LinearResponse(CURVATURE), CURVATURE, 3.0, releases[-1].theta)
+    weights = 1 / torch.tensor(
+        [4.0 + 4.5 * float((r.theta - releases[-1].theta).square().sum()) for r in releases],
+        dtype=torch.float64,
+    )
+    weights /= weights.sum()
+    point, gradient = (
+        sum(w * value for w, value in zip(weights, values))
+        for values in ([r.theta for r in releases], [r.value for r in releases])
+    )
+    theta = torch.randn(5, 4, dtype=torch.float64)
+    for at, value in zip(theta, found.log_likelihood(theta)):
+        delta = point - at
+        covariance = (
+            CURVATURE
+            + 4 * weights.square().sum() * EYE
+            + 4.5 * (delta.square().sum() * EYE + torch.outer(delta, delta))
+        )
+        expected = torch.distributions.MultivariateNormal(CURVATURE @ delta, covariance).log_prob(
+            gradient
+        ) + 2 * math.log(2 * math.pi)
+        assert float(value) == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_without_noise_it_is_the_posterior_of_the_data_and_with_endless_noise_the_prior():
+    point, best = torch.ones(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    for std, expected in ((1e-6, CURVATURE), (1e6, 0 * CURVATURE)):
+        release = GradientRelease(point, CURVATURE @ (point - best), std)
+        precision, product = Surrogate(
+            [release], LinearResponse(CURVATURE), CURVATURE, 0.0, point
+        ).precision(point)
+        torch.testing.assert_close(precision, expected, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(product, expected @ best, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "family, derivative", [("bernoulli", torch.sigmoid), ("poisson", torch.exp)]
+)
+def test_the_feature_model_is_the_mean_over_normal_features(family, derivative):
+    size, records = 3, 400_000
+    covariance = torch.tensor(
+        [[1.0, 0.3, 0.0], [0.3, 0.5, 0.1], [0.0, 0.1, 0.2]], dtype=torch.float64
+    )
+    theta = torch.tensor([0.9, -0.6, 1.2], dtype=torch.float64)
+    response = NormalFeatureResponse(family, 1000 * covariance, 1000)
+    x = torch.randn(records, size, dtype=torch.float64) @ torch.linalg.cholesky(covariance).T
+    terms = 1000 * derivative(x @ theta)[:, None] * x
+    error = terms.std(0) / math.sqrt(records)
+    # three comparisons: below 1e-8
+    assert bool(((response.value(theta) - terms.mean(0)).abs() < 6 * error).all())
+    slope = torch.autograd.functional.jacobian(response.value, theta)
+    torch.testing.assert_close(response.slope(theta), slope, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [0.0, 1.0, 30.0, 1000.0])
+def test_the_feature_models_curvature_is_positive_however_large_the_parameters(length):
+    response = NormalFeatureResponse("bernoulli", CURVATURE, 100)
+    assert (
+        float(
+            torch.linalg.eigvalsh(response.slope(length * torch.ones(4, dtype=torch.float64))).min()
+        )
+        > 0
+    )

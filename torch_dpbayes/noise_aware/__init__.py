@@ -1,0 +1,26 @@
+"""Posteriors that know their noise: what private releases say about the parameters, and how
+surely.
+"""
+
+from .families import (
+    ExponentialFamily,
+    LinearRegression,
+    beta_bernoulli,
+    dirichlet_categorical,
+    gamma_poisson,
+)
+from .laplace import laplace, laplace_for_module
+from .posterior import NoiseAwarePosterior
+from .sufficient_statistics import sufficient_statistics
+
+__all__ = [
+    "ExponentialFamily",
+    "LinearRegression",
+    "NoiseAwarePosterior",
+    "beta_bernoulli",
+    "dirichlet_categorical",
+    "gamma_poisson",
+    "laplace",
+    "laplace_for_module",
+    "sufficient_statistics",
+]

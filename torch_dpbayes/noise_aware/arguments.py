@@ -1,0 +1,28 @@
+"""What the front doors check alike."""
+
+from __future__ import annotations
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import positive_count
+
+
+def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:
+    """The number of records that may be used without a charge: stated under
+    add-or-remove-one, counted under replace-one.
+    """
+    if stated is not None:
+        stated = positive_count(stated, "num_data")
+    if accountant.neighboring == "replace_one":
+        if stated is not None and stated != found:
+            raise ValueError(
+                f"num_data = {stated} was stated, but there are {found} records; under replace-one"
+                " leave it out."
+            )
+        return max(found, 1)
+    if stated is None:
+        raise ValueError(
+            "this accountant's neighbours add or remove a record, so the number of records is"
+            " private itself: state num_data=, a public number near it, or use"
+            " PrivacyAccountant(neighboring='replace_one')."
+        )
+    return stated

@@ -1,0 +1,233 @@
+"""The front door: a private run on a model's records, and the posterior that knows its noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from pyro.nn import PyroModule
+from torch import nn
+
+from ..accounting.accountant import PrivacyAccountant
+from ..mcmc.density import RecordDensity
+from ..mcmc.kernel import check_clip_bound
+from ..ops.glm import GLM
+from ..ops.models import Loss, using_pyro
+from ..ops.pyro_model import model_of_module
+from .arguments import public_num_data
+from .mechanism import PrivateSums, charge
+from .newton import run_general, run_glm
+from .planning import Plan, general_plan, glm_plan, total_multiplier
+from .posterior import FlatCoordinates, NoiseAwarePosterior, PyroCoordinates
+from .priors import GaussianPrior, LatentPrior, PyroPrior
+from .records import DensitySums, GLMSums
+
+_LARGEST_DIMENSION = 4000
+_LABEL = "noise_aware.laplace"
+
+
+def laplace(
+    model: GLM | Callable[..., Any],
+    *data: Any,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    max_grad_norm: float | None = None,
+    num_data: int | None = None,
+    data_plate: str = "data",
+) -> NoiseAwarePosterior:
+    r"""The posterior of a model's parameters given a private run of Newton's method, its noise
+    included.
+
+    A run releases noisy clipped gradients and a noisy curvature. What they say about θ is a
+    Gaussian likelihood whose covariance counts the records' own randomness, the noise on the
+    gradients and that on the curvature (:class:`~torch_dpbayes.noise_aware.surrogate.Surrogate`);
+    times the prior it is the posterior. At a small ε it is close to the prior, at a large one close
+    to the posterior of the records.
+
+    Args:
+        model: a :class:`~torch_dpbayes.ops.GLM`, or a Pyro model with one data plate that takes its
+            data as arguments (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says what it may
+            hold).
+        data: features ``[n, d]`` and targets ``[n]`` of a GLM, the arguments of a Pyro model.
+        epsilon: of everything on the accountant after the run. None: the accountant's budget.
+        delta: likewise.
+        accountant: where the run is charged. None: one of its own, for neighbours that replace one
+            record.
+        max_grad_norm: C, a public bound to which every record's gradient is clipped, in
+            unconstrained space. A tight one that clips few gradients is best. None: for a logistic
+            GLM, whose gradients are no longer than the features.
+        num_data: the number of records, a public constant. None: taken from the data under
+            replace-one, where it is public.
+        data_plate: the name of a Pyro model's plate of records.
+
+    Raises:
+        ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
+        PrivacyBudgetExceeded: the run would pass the accountant's budget. Nothing is released.
+
+    **Privacy.** Everything is charged before the first release: a ``GaussianDpEvent`` for each
+    gradient, whose sum moves by C when a record is added or removed and by 2C when one is replaced,
+    and for each matrix, whose sum moves by its bound B or by √2·B. Bounds are R_x² for the Gram
+    matrix of a GLM, R_x²·max b'' for its Hessian, C² for Σ c cᵀ of clipped gradients.
+    """
+    if accountant is None:
+        accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    if isinstance(model, GLM):
+        if len(data) != 2:
+            raise TypeError(f"a GLM takes features and targets, got {len(data)} arguments")
+        sums = GLMSums(model, *data, max_grad_norm)
+        count = public_num_data(num_data, sums.num_records, accountant)
+        _require_small(sums.dimension)
+        multiplier = total_multiplier(accountant, epsilon, delta)
+        plan = glm_plan(
+            multiplier, sums.dimension, count, accountant.neighboring, quadratic=sums.is_quadratic
+        )
+        charge(accountant, plan, _LABEL)
+        surrogate, transcript = run_glm(
+            sums, plan, sums.prior, partial(sums.response, num_data=count)
+        )
+        statement = _statement(
+            accountant,
+            plan,
+            sums,
+            "features are taken as Gaussian where the curvature away from the last point is needed",
+        )
+        return NoiseAwarePosterior(
+            surrogate, sums.prior, FlatCoordinates("weights"), statement, transcript=transcript
+        )
+    if not callable(model) or isinstance(model, type):
+        raise TypeError(f"model must be a dpb.ops.GLM or a Pyro model, got {model!r}")
+    if isinstance(model, nn.Module) and not isinstance(model, PyroModule):
+        raise TypeError(
+            "for a torch module use noise_aware.laplace_for_module(net, inputs, targets, loss=...,"
+            " prior_std=..., max_grad_norm=...)"
+        )
+    if max_grad_norm is None:
+        raise ValueError(
+            "the gradients of a Pyro model have no bound of their own: state max_grad_norm, a"
+            " public number that few of them exceed."
+        )
+    bound = check_clip_bound(
+        "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+    )
+    with using_pyro, torch.no_grad():
+        density = RecordDensity(model, data, data_plate=data_plate)
+        _require_small(density.prior.dimension)
+        prior = PyroPrior(density.prior)
+        return _of_density(
+            density, prior, prior.gaussian(), bound, epsilon, delta, accountant, num_data
+        )
+
+
+def laplace_for_module(
+    module: nn.Module,
+    inputs: Any,
+    targets: Any,
+    *,
+    loss: Loss,
+    prior_std: float,
+    max_grad_norm: float,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    num_data: int | None = None,
+) -> NoiseAwarePosterior:
+    """The same for the trainable parameters of a torch module, up to a few thousand of them; draws
+    are by parameter name.
+
+    Args:
+        module: ``module(inputs)`` has the records along dimension 0, and no record looks at
+            another. Frozen parameters and buffers count as public: they must not come from the
+            records.
+        inputs, targets: the records.
+        loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs),
+            targets)`` returns ``[n]``.
+        prior_std: standard deviation of the N(0, prior_std²) prior of every trainable parameter.
+        max_grad_norm, epsilon, delta, accountant, num_data: as for :func:`laplace`.
+
+    Raises, **Privacy**: as for :func:`laplace`.
+    """
+    _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
+    bound = check_clip_bound(
+        "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+    )
+    if accountant is None:
+        accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    with using_pyro, torch.no_grad():
+        density = RecordDensity(model_of_module(module, loss, prior_std), (inputs, targets))
+        size = density.prior.dimension
+        prior = GaussianPrior(
+            torch.zeros(size, dtype=torch.float64),
+            torch.full((size,), prior_std**-2, dtype=torch.float64),
+        )
+        return _of_density(density, prior, prior, bound, epsilon, delta, accountant, num_data)
+
+
+def _of_density(
+    density: RecordDensity,
+    prior: LatentPrior,
+    gaussian: GaussianPrior,
+    max_grad_norm: float,
+    epsilon: float | None,
+    delta: float | None,
+    accountant: PrivacyAccountant,
+    num_data: int | None,
+) -> NoiseAwarePosterior:
+    sums = DensitySums(density, max_grad_norm)
+    if not sums.is_valid(gaussian.mean):
+        raise ValueError(
+            "the model cannot be evaluated at the median of its prior, where the run starts: use a"
+            " prior that suits the likelihood."
+        )
+    count = public_num_data(num_data, density.num_records, accountant)
+    plan = general_plan(
+        total_multiplier(accountant, epsilon, delta), sums.dimension, count, accountant.neighboring
+    )
+    charge(accountant, plan, _LABEL)
+    surrogate, transcript = run_general(sums, plan, gaussian)
+    statement = _statement(
+        accountant,
+        plan,
+        sums,
+        "the log likelihood is taken as quadratic around the last points of the run",
+    )
+    return NoiseAwarePosterior(
+        surrogate, prior, PyroCoordinates(density.prior), statement, transcript=transcript
+    )
+
+
+def _require_small(dimension: int) -> None:
+    if dimension > _LARGEST_DIMENSION:
+        raise ValueError(
+            f"{dimension} parameters need a curvature of {dimension}² numbers; at most"
+            f" {_LARGEST_DIMENSION} are possible. Freeze all but the last layer"
+            " (requires_grad_(False)), or use dpb.optim."
+        )
+
+
+def _statement(
+    accountant: PrivacyAccountant, plan: Plan, sums: PrivateSums, assumption: str
+) -> list[str]:
+    matrices = len(plan.curvature_multipliers) + (plan.gram_multiplier is not None)
+    delta = 1e-5 if accountant.delta is None else accountant.delta
+    return [
+        (
+            f"Noise-aware posterior from {len(plan.gradient_multipliers)} noisy gradients and"
+            f" {matrices} noisy matrices"
+        ),
+        (
+            "  charged     before the first release; the accountant now holds epsilon ="
+            f" {accountant.get_epsilon(delta):.5g} at delta = {delta:g} ({accountant.neighboring})"
+        ),
+        (
+            f"  proved      each record moves a gradient sum by at most {sums.gradient_bound:g}, a"
+            f" curvature by at most {sums.curvature_bound:g}"
+        ),
+        f"  ASSUMED     for the width, not for privacy: {assumption}",
+        (
+            "  ASSUMED     for the width, not for privacy: the model is right, and clipping changes"
+            " few gradients"
+        ),
+    ]

@@ -1,0 +1,121 @@
+"""The only place of this package that reads records: noisy sums of them, each charged
+beforehand.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.choices import Neighboring
+from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent
+from ..noise import GaussianNoise
+from .planning import Plan
+from .transcript import CurvatureRelease, GradientRelease
+
+_CPU = torch.device("cpu")
+
+
+class PrivateSums(Protocol):
+    """Sums over private records, exact. What one record adds to a sum is bounded, whatever
+    the record holds.
+    """
+
+    dimension: int
+    gradient_bound: float
+    """Of a record's part in :meth:`gradient_sum`, Euclidean norm."""
+    curvature_bound: float
+    """Frobenius norm of a record's part in :meth:`curvature_sum`, which is not negative."""
+
+    def gradient_sum(self, theta: Tensor) -> Tensor:
+        """Σ clip(∇ℓ_i(θ)), ``[d]`` in float64. Private data."""
+
+    def curvature_sum(self, theta: Tensor) -> Tensor:
+        """What stands for Σ ∇²ℓ_i(θ), ``[d, d]`` in float64. Private data."""
+
+
+class PrivateGram(PrivateSums, Protocol):
+    """The same for a model with one linear predictor x·θ a record."""
+
+    gram_bound: float
+    """Frobenius norm of a record's part in :meth:`gram_sum`, which is not negative."""
+
+    def gram_sum(self) -> Tensor:
+        """Σ x xᵀ, ``[d, d]`` in float64. Private data."""
+
+
+class Mechanism:
+    """Draws the noise of a run that was charged.
+
+    **Privacy.** A gradient release has noise of standard deviation ``multiplier``·bound on every
+    coordinate. A matrix release has it on the diagonal, and 1/√2 of it off the diagonal, which is
+    the same noise in every direction of the symmetric matrices under the Frobenius norm.
+    """
+
+    def __init__(self, sums: PrivateSums) -> None:
+        self._sums = sums
+        self._noise = GaussianNoise()
+
+    def gradient(self, theta: Tensor, multiplier: float) -> GradientRelease:
+        """The noisy clipped gradient sum at ``theta``."""
+        std = multiplier * self._sums.gradient_bound
+        exact = self._sums.gradient_sum(theta).to(_CPU)
+        return GradientRelease(theta, exact + std * self._standard_normal(len(exact)), std)
+
+    def curvature(self, theta: Tensor, multiplier: float) -> CurvatureRelease:
+        """The noisy curvature at ``theta``."""
+        return self._matrix(
+            self._sums.curvature_sum(theta), theta, multiplier * self._sums.curvature_bound
+        )
+
+    def gram(self, sums: PrivateGram, multiplier: float) -> CurvatureRelease:
+        """The noisy Gram matrix of the features."""
+        return self._matrix(sums.gram_sum(), None, multiplier * sums.gram_bound)
+
+    def _matrix(self, exact: Tensor, theta: Tensor | None, std: float) -> CurvatureRelease:
+        size = len(exact)
+        draws = self._standard_normal(size * size).reshape(size, size)
+        return CurvatureRelease(theta, noisy_matrix(exact, std, draws), std)
+
+    def _standard_normal(self, size: int) -> Tensor:
+        return self._noise.standard_normal(size, dtype=torch.float64, device=_CPU)
+
+
+def noisy_matrix(exact: Tensor, std: float, draws: Tensor) -> Tensor:
+    """A symmetric matrix with symmetric noise, made of as many standard normal draws as it has
+    entries.
+
+    The mean of a square Gaussian matrix and its transpose has variance 1 on the diagonal and 1/2
+    off it. One triangle is mirrored: rounding makes sums over records a little unsymmetric, and the
+    difference of the two halves would have no noise at all.
+    """
+    upper = torch.triu(exact.to(draws) + std * (draws + draws.T) / 2)
+    return upper + torch.triu(upper, 1).T
+
+
+def matrix_event(multiplier: float, neighboring: Neighboring) -> DpEvent:
+    """A sum of positive semi-definite matrices of Frobenius norm at most B, with noise
+    ``multiplier``·B.
+
+    Adding a record moves the sum by up to B. Replacing one moves it by up to √2·B, and not by 2B,
+    for the inner product of two positive semi-definite matrices is not negative. The accountant
+    doubles the bound under replace-one, so it is told of a larger multiplier.
+    """
+    return GaussianDpEvent(multiplier * (math.sqrt(2) if neighboring == "replace_one" else 1.0))
+
+
+def charge(accountant: PrivacyAccountant, plan: Plan, label: str) -> None:
+    """Charges everything that the plan will release, or raises before any of it is."""
+    relation = accountant.neighboring
+    matrices = [
+        *plan.curvature_multipliers,
+        *([plan.gram_multiplier] if plan.gram_multiplier is not None else []),
+    ]
+    parts: list[DpEvent] = [GaussianDpEvent(z) for z in plan.gradient_multipliers]
+    accountant.compose(
+        ComposedDpEvent([*parts, *(matrix_event(z, relation) for z in matrices)]), label=label
+    )

@@ -1,0 +1,87 @@
+"""The private run: noisy gradients and curvatures at points that Newton-like steps on the
+surrogate choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .mechanism import Mechanism, PrivateGram, PrivateSums
+from .modes import mode
+from .planning import Plan
+from .priors import GaussianPrior
+from .response import LinearResponse, Response, combined, denoised
+from .surrogate import Surrogate, positive
+from .transcript import Transcript
+
+
+def run_glm(
+    sums: PrivateGram, plan: Plan, prior: GaussianPrior, response_of: Callable[[Tensor], Response]
+) -> tuple[Surrogate, Transcript]:
+    """A run for a model with one linear predictor a record.
+
+    Args:
+        sums: the records.
+        plan: the noise, charged already.
+        prior: where the run starts, and what holds it where the noise is large.
+        response_of: how gradients change with θ, given a Gram matrix.
+    """
+    mechanism = Mechanism(sums)
+    assert plan.gram_multiplier is not None
+    gram = mechanism.gram(sums, plan.gram_multiplier)
+    features, features_std = denoised(gram.value, gram.noise_std)
+    response = response_of(features)
+    relative = features_std / float(features.trace())
+    transcript = Transcript(gram=gram)
+    theta = prior.mean
+    for multiplier in plan.gradient_multipliers:
+        transcript.gradients.append(mechanism.gradient(theta, multiplier))
+        centre = theta
+        slope = response.slope(centre)
+        spread = relative * float(slope.trace())
+        theta = mode(Surrogate(transcript.gradients, response, slope, spread, centre), prior)
+    curvature, spread = slope, spread
+    for multiplier in plan.curvature_multipliers:
+        release = mechanism.curvature(centre, multiplier)
+        transcript.curvatures.append(release)
+        curvature, spread = combined(slope, spread, release.value, release.noise_std)
+        curvature = positive(curvature, spread)
+    return Surrogate(transcript.gradients, response, curvature, spread, centre), transcript
+
+
+def run_general(
+    sums: PrivateSums, plan: Plan, prior: GaussianPrior
+) -> tuple[Surrogate, Transcript]:
+    """A run for any model: its log likelihood is taken as quadratic around the last points.
+
+    Args:
+        sums: the records.
+        plan: the noise, charged already.
+        prior: a Gaussian one, or what a Gaussian says of another one; the steps alone use it.
+    """
+    mechanism = Mechanism(sums)
+    transcript = Transcript()
+    multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
+    theta, spread = prior.mean, 0.0
+    raw = torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64)
+    for step, multiplier in enumerate(plan.gradient_multipliers):
+        transcript.gradients.append(mechanism.gradient(theta, multiplier))
+        if step in multipliers:
+            release = mechanism.curvature(theta, multipliers[step])
+            first = not transcript.curvatures
+            transcript.curvatures.append(release)
+            raw, spread = (
+                (release.value, release.noise_std)
+                if first
+                else combined(raw, spread, release.value, release.noise_std)
+            )
+            curvature = positive(raw, spread)
+        centre = theta
+        surrogate = Surrogate(
+            transcript.gradients, LinearResponse(curvature), curvature, spread, centre
+        )
+        theta = mode(surrogate, prior)
+    return surrogate, transcript

@@ -1,0 +1,117 @@
+"""How a budget is split between gradients and curvature: a function of public numbers alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.calibration import calibrated
+from ..accounting.choices import Neighboring
+from ..accounting.events import GaussianDpEvent
+
+_ROUNDING = 1e-9  # the parts' prices add up to the whole but for this
+_STEPS = 16
+# of the gradients' shares from one step to the next: the first ones only serve to arrive
+_GROWTH = 1.4
+_CURVATURES = 3  # releases of a general model's curvature, which changes on the way
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The noise multipliers (noise standard deviation / clip bound) of a run, all of them fixed
+    before its first release.
+
+    ``curvature_multipliers`` are those of curvatures at the points of the last so many steps.
+    """
+
+    gradient_multipliers: tuple[float, ...]
+    curvature_multipliers: tuple[float, ...] = ()
+    gram_multiplier: float | None = None
+    curvature_steps: tuple[int, ...] = ()
+    """Steps at which a curvature is released, after the gradient and at the same point."""
+
+
+def total_multiplier(
+    accountant: PrivacyAccountant, epsilon: float | None, delta: float | None
+) -> float:
+    """The noise multiplier of the one Gaussian release that would use the budget up.
+
+    Args:
+        accountant: what it holds already counts.
+        epsilon: for everything on the accountant. None: its own budget.
+        delta: likewise.
+    """
+    epsilon = accountant.epsilon if epsilon is None else epsilon
+    delta = accountant.delta if delta is None else delta
+    if epsilon is None or delta is None:
+        raise ValueError(
+            "a budget is needed, both numbers of it: epsilon=1.0, delta=1e-5, or an accountant that"
+            " has them."
+        )
+    found = calibrated(
+        GaussianDpEvent,
+        epsilon,
+        delta,
+        1,
+        accountant.neighboring,
+        accountant.history,
+        accountant.method,
+    )
+    return found * (1 + _ROUNDING)
+
+
+def glm_plan(
+    multiplier: float, dimension: int, num_data: int, neighboring: Neighboring, *, quadratic: bool
+) -> Plan:
+    """The split for a generalised linear model: Gram matrix, gradients, and one Hessian at the last
+    point where it is worth its price.
+
+    Args:
+        multiplier: of the one release that would use all of the budget.
+        dimension: d.
+        num_data: the public number of records.
+        neighboring: decides how much a matrix costs.
+        quadratic: the Hessian is a multiple of the Gram matrix.
+    """
+    gain = num_data / (multiplier * dimension)
+    gram = _within(2 / math.sqrt(gain), 0.04, 0.30)
+    hessian = 0.0 if quadratic or gain < 20 else _within(1.5 / math.sqrt(gain), 0.04, 0.15)
+    hessians = [matrix_multiplier(multiplier, hessian, neighboring)] if hessian else []
+    return Plan(
+        _gradients(multiplier, 1 - gram - hessian),
+        tuple(hessians),
+        matrix_multiplier(multiplier, gram, neighboring),
+        (_STEPS - 1,) if hessian else (),
+    )
+
+
+def general_plan(
+    multiplier: float, dimension: int, num_data: int, neighboring: Neighboring
+) -> Plan:
+    """The split for any other model: curvatures at the start, on the way and at the end, each
+    dearer than the one before.
+    """
+    gain = num_data / (multiplier * dimension)
+    share = _within(4 / math.sqrt(gain), 0.10, 0.40)
+    weights = [0.15, 0.25, 0.60]
+    matrices = tuple(matrix_multiplier(multiplier, share * w, neighboring) for w in weights)
+    return Plan(_gradients(multiplier, 1 - share), matrices, None, (0, _STEPS // 2, _STEPS - 2))
+
+
+def _gradients(multiplier: float, share: float) -> tuple[float, ...]:
+    weights = [_GROWTH**k for k in range(_STEPS)]
+    return tuple(_at_share(multiplier, share * w / sum(weights)) for w in weights)
+
+
+def matrix_multiplier(multiplier: float, share: float, neighboring: Neighboring) -> float:
+    """A matrix's price is less than a gradient's under replace-one: see :func:`matrix_event`."""
+    return _at_share(multiplier, share) / (math.sqrt(2) if neighboring == "replace_one" else 1.0)
+
+
+def _at_share(multiplier: float, share: float) -> float:
+    return multiplier / math.sqrt(share)
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

@@ -1,0 +1,229 @@
+"""What a user gets: draws, moments and a density of the parameters given what was released."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from .modes import Likelihood, mode
+from .priors import LatentPrior
+from .sampling import WeightedDraws, no_u_turn
+
+_DRAWS = 4000
+_CHAIN = 500
+_LARGEST_CHAIN = 200  # dimensions; beyond, the Gaussian approximation is all that is offered
+_LITTLE_LEARNT = 0.95
+
+
+class Coordinates(Protocol):
+    """Between a flat unconstrained vector and the user's sites."""
+
+    def constrain(self, theta: Tensor) -> dict[str, Tensor]:
+        """Values by site of one vector ``[d]``."""
+
+    def unconstrained(self, values: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        """The vector, and log |∂θ/∂values|."""
+
+
+class NoiseAwarePosterior:
+    r"""p(θ | what was released): as wide as the records *and* the noise make it.
+
+    Made by :func:`~torch_dpbayes.noise_aware.laplace` and its siblings. Draws are of the density
+    log p(θ) + log p(transcript | θ): exactly, by importance resampling or Pyro's No-U-Turn sampler,
+    with the approximations that :meth:`guarantee` names in the likelihood alone.
+
+    **Privacy.** Post-processing of charged releases: draw as often as you like.
+    """
+
+    def __init__(
+        self,
+        likelihood: Likelihood,
+        prior: LatentPrior,
+        coordinates: Coordinates,
+        statement: Sequence[str],
+        *,
+        transcript: Any = None,
+    ) -> None:
+        self._likelihood, self._prior, self._coordinates = likelihood, prior, coordinates
+        self._statement = list(statement)
+        self.transcript = transcript
+        """The releases themselves, which were paid for and may be published."""
+        gaussian = prior.gaussian()
+        self._mode = mode(likelihood, gaussian)
+        precision, _ = likelihood.precision(self._mode)
+        self._precision = precision + torch.diag(gaussian.precision)
+        self._draws = WeightedDraws(self._log_density, self._mode, self._precision)
+        self._chain: Tensor | None = None
+        self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        learnt = torch.linalg.inv(self._precision).diagonal() * gaussian.precision
+        if float(learnt.min().sqrt()) > _LITTLE_LEARNT:
+            warnings.warn(
+                "the budget is too small for these records to move the prior: the posterior"
+                " returned is nearly the prior. More records or a larger epsilon would change"
+                " that.",
+                stacklevel=4,
+            )
+
+    # --- draws ------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> str:
+        """How draws are made: ``"importance"``, ``"no-u-turn"``, or ``"gaussian"`` where the
+        dimension is too high for either.
+        """
+        if self._draws.are_good:
+            return "importance"
+        return "no-u-turn" if len(self._mode) <= _LARGEST_CHAIN else "gaussian"
+
+    def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
+        """Draws by site, ``[num_samples, ...]``, in the supports of the model's
+        distributions: what ``pyro.infer.Predictive`` takes.
+        """
+        return self._constrained(self._unconstrained(num_samples))
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """Posterior means by site."""
+        return self._both_moments()[0]
+
+    @property
+    def stddev(self) -> dict[str, Tensor]:
+        """Posterior standard deviations by site."""
+        return self._both_moments()[1]
+
+    def log_density(self, values: Mapping[str, Tensor]) -> float:
+        """log p(values | releases) up to a constant, as a density of the sites' own values."""
+        theta, log_jacobian = self._coordinates.unconstrained(values)
+        return float(self._log_density(theta[None])[0]) + log_jacobian
+
+    def guarantee(self) -> str:
+        """What was charged, and what the width of this posterior rests on, in words."""
+        sampling = {
+            "importance": "draws are importance-resampled from the density itself",
+            "no-u-turn": (
+                "draws come from one No-U-Turn chain on the density, whose convergence is assumed"
+            ),
+            "gaussian": (
+                "draws are of a Gaussian at the mode: the dimension is too high for an exact"
+                " sampler"
+            ),
+        }
+        return "\n".join([*self._statement, f"  drawn       {sampling[self.method]}"])
+
+    def to_arviz(self, num_samples: int = 1000) -> Any:
+        """Draws as ArviZ's data structure, one chain.
+
+        Returns:
+            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``.
+
+        Raises:
+            ModuleNotFoundError: ArviZ is not installed.
+        """
+        try:
+            import arviz
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz"
+            ) from error
+        posterior = {
+            name: values[None].numpy() for name, values in self.sample(num_samples).items()
+        }
+        if int(arviz.__version__.split(".")[0]) < 1:
+            return arviz.from_dict(posterior=posterior)
+        return arviz.from_dict({"posterior": posterior})
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _log_density(self, theta: Tensor) -> Tensor:
+        return self._likelihood.log_likelihood(theta) + self._prior.log_density(theta)
+
+    def _unconstrained(self, count: int) -> Tensor:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"num_samples must be a positive whole number, got {count!r}.")
+        if self.method == "importance":
+            if 4 * count <= len(self._draws.weights):
+                return self._draws.resampled(count)
+            return WeightedDraws(
+                self._log_density, self._mode, self._precision, 4 * count
+            ).resampled(count)
+        if self.method == "gaussian":
+            factor = torch.linalg.cholesky(self._precision)
+            normal = torch.randn(len(self._mode), count, dtype=torch.float64)
+            return self._mode + torch.linalg.solve_triangular(factor.T, normal, upper=True).T
+        if self._chain is None or len(self._chain) < count:
+            self._chain = no_u_turn(
+                self._log_density, self._mode, self._precision, max(count, _CHAIN)
+            )
+        return self._chain[torch.randperm(len(self._chain))[:count]]
+
+    def _constrained(self, draws: Tensor) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = vmap(self._coordinates.constrain)(draws)
+        return values
+
+    def _both_moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        if self._moments is None:
+            if self.method == "importance":
+                draws, weights = self._draws.values, self._draws.weights
+            else:
+                draws = self._unconstrained(_DRAWS if self.method == "gaussian" else _CHAIN)
+                weights = torch.full((len(draws),), 1 / len(draws), dtype=torch.float64)
+            values = self._constrained(draws)
+            means = {
+                name: torch.einsum("m,m...->...", weights.to(v.dtype), v)
+                for name, v in values.items()
+            }
+            squares = {
+                name: torch.einsum("m,m...->...", weights.to(v.dtype), (v - means[name]).square())
+                for name, v in values.items()
+            }
+            self._moments = means, {name: square.sqrt() for name, square in squares.items()}
+        return self._moments
+
+
+class FlatCoordinates:
+    """One site that is the vector itself.
+
+    Args:
+        name: of the site.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def constrain(self, theta: Tensor) -> dict[str, Tensor]:
+        """``{name: theta}``."""
+        return {self._name: theta}
+
+    def unconstrained(self, values: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        """The vector; no Jacobian."""
+        return torch.as_tensor(values[self._name]).to(torch.float64), 0.0
+
+
+class PyroCoordinates:
+    """The sites of a Pyro model.
+
+    Args:
+        prior: its latents.
+    """
+
+    def __init__(self, prior: Any) -> None:
+        self._prior = prior
+
+    def constrain(self, theta: Tensor) -> dict[str, Tensor]:
+        """Values in the supports of the model's distributions."""
+        values = self._prior.constrain(theta.to(self._prior.device, self._prior.dtype))
+        return {name: value.detach().cpu() for name, value in values.items()}
+
+    def unconstrained(self, values: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        """Flat and unconstrained, and the log Jacobian determinant of the map there."""
+        moved, total = {}, 0.0
+        for name, transform in self._prior.transforms.items():
+            value = torch.as_tensor(values[name]).to(self._prior.dtype)
+            moved[name] = transform(value)
+            total += float(transform.log_abs_det_jacobian(value, moved[name]).sum())
+        return self._prior.flatten(moved).to("cpu", torch.float64), total

@@ -1,0 +1,129 @@
+"""Private sums of the two kinds of models: generalised linear ones, and Pyro models with one
+data plate.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..mcmc.density import RecordDensity
+from ..ops.glm import GLM
+from .priors import GaussianPrior
+from .response import LinearResponse, NormalFeatureResponse, Response
+
+_ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
+
+
+class GLMSums:
+    """Sums over the records of a generalised linear model.
+
+    Args:
+        model: the family, the prior and the bound on the features.
+        features: ``[n, d]``.
+        targets: ``[n]``.
+        max_grad_norm: clip bound of a record's gradient. None: the largest that a logistic
+            regression's can be.
+
+    Raises:
+        ValueError: gradients are unbounded and there is no clip bound, or the prior is improper.
+    """
+
+    def __init__(
+        self, model: GLM, features: Tensor, targets: Tensor, max_grad_norm: float | None
+    ) -> None:
+        features, targets = model.prepare((features, targets))
+        if (
+            not math.isfinite(float(model.prior_precision.min()))
+            or float(model.prior_precision.min()) <= 0
+        ):
+            raise ValueError(
+                "the prior is improper (prior_std is infinite): where noise hides the data the"
+                " posterior is the prior. State prior_std."
+            )
+        if max_grad_norm is None:
+            if model.family != "bernoulli":
+                raise ValueError(
+                    f"gradients of family={model.family!r} are unbounded: state max_grad_norm, a"
+                    " public number that few records' gradients exceed."
+                )
+            max_grad_norm = model.max_feature_norm
+        self.gradient_bound = model.lipschitz(max_grad_norm)
+        self.gram_bound = model.max_feature_norm**2
+        self._largest_factor = _largest_factor(model, max_grad_norm)
+        self.curvature_bound = self._largest_factor * self.gram_bound
+        self._model = model
+        self._records = model.records(features, targets, max_grad_norm)
+        self.dimension = features.shape[1]
+        self.num_records = len(features)
+        precision = model.prior_precision.expand(self.dimension).clone()
+        self.prior = GaussianPrior(torch.zeros(self.dimension, dtype=torch.float64), precision)
+
+    def gradient_sum(self, theta: Tensor) -> Tensor:
+        """Σ clip(∇ℓ_i(θ)). Private data."""
+        return self._records.loss_gradient(theta.to(self._records.x.device))
+
+    def curvature_sum(self, theta: Tensor) -> Tensor:
+        """Σ ∇²ℓ_i(θ). Private data."""
+        return self._records.curvature(theta.to(self._records.x.device), self._largest_factor)
+
+    def gram_sum(self) -> Tensor:
+        """Σ x xᵀ. Private data."""
+        return self._records.gram()
+
+    def response(self, gram: Tensor, num_data: int) -> Response:
+        """How gradients change with θ if the Gram matrix is ``gram``."""
+        if self._model.family == "gaussian":
+            return LinearResponse(self._largest_factor * gram)
+        return NormalFeatureResponse(self._model.family, gram, num_data)
+
+    @property
+    def is_quadratic(self) -> bool:
+        """Whether the Hessian is a multiple of the Gram matrix."""
+        return self._model.family == "gaussian"
+
+
+def _largest_factor(model: GLM, max_grad_norm: float) -> float:
+    """Bound on the second derivative of a loss. A Poisson mean beyond the square of the clipped
+    slope, which is several standard deviations of the count, is cut: few records get there if few
+    gradients are clipped.
+    """
+    if model.max_count is None:
+        return model.record_smoothness() / model.max_feature_norm**2
+    return min(model.max_count, (max_grad_norm / model.max_feature_norm) ** 2)
+
+
+class DensitySums:
+    """Sums over the records of a Pyro model: Σ c cᵀ of the clipped gradients stands for the
+    curvature, to which it is equal in expectation if the model is right and few gradients are
+    clipped.
+
+    Args:
+        density: the model on its data.
+        max_grad_norm: clip bound of a record's gradient in unconstrained space.
+    """
+
+    def __init__(self, density: RecordDensity, max_grad_norm: float) -> None:
+        self._density = density
+        self.dimension = density.prior.dimension
+        self.num_records = density.num_records
+        self.gradient_bound = float(max_grad_norm)
+        self.curvature_bound = self.gradient_bound**2
+        self._clip = (1 - _ROUNDING) * self.gradient_bound
+
+    def gradient_sum(self, theta: Tensor) -> Tensor:
+        """Σ clip(−∇ log p(x_i | θ)). Private data."""
+        return -self._density.clipped_gradient_sum(self._own(theta), self._clip)
+
+    def curvature_sum(self, theta: Tensor) -> Tensor:
+        """Σ c cᵀ. Private data."""
+        return self._density.clipped_outer_sum(self._own(theta), self._clip)
+
+    def is_valid(self, theta: Tensor) -> bool:
+        """Whether the model can be evaluated at θ, whatever the records are."""
+        return self._density.is_valid(self._own(theta))
+
+    def _own(self, theta: Tensor) -> Tensor:
+        return theta.to(self._density.prior.device, self._density.prior.dtype)

@@ -1,0 +1,164 @@
+r"""How the gradient sum changes with the parameters, as far as released numbers tell: r(θ), with Σ
+∇ℓ_i(θ) = r(θ) − ρ.
+
+ρ does not depend on θ: for a generalised linear model it is Σ y x, and r(θ) = Σ b'(x·θ) x. Every
+noisy gradient is then an observation of one and the same vector ρ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# The trapezoidal rule, whose error falls off exponentially for smooth functions. Gauss-Hermite
+# nodes lie too far apart where θ is large.
+_NODES, _REACH = 61, 6.0
+_LEAST_VARIANCE, _LARGEST_VARIANCE = 1e-10, 400.0  # of the linear predictor
+
+
+class Response(Protocol):
+    """r and its derivative."""
+
+    def value(self, theta: Tensor) -> Tensor:
+        """r(θ) for ``theta`` ``[..., d]``."""
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """∂r/∂θ, ``[..., d, d]``, symmetric and positive semi-definite."""
+
+
+class LinearResponse:
+    """r(θ) = Fθ: the log likelihood is a quadratic function."""
+
+    def __init__(self, curvature: Tensor) -> None:
+        self.curvature = curvature
+
+    def value(self, theta: Tensor) -> Tensor:
+        """Fθ."""
+        return theta @ self.curvature
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """F."""
+        return self.curvature.expand(*theta.shape[:-1], *self.curvature.shape)
+
+
+class NormalFeatureResponse:
+    r"""r(θ) = n·E[b'(u) x] for features x ~ N(0, G/n), with u = x·θ = σz and σ² = θᵀGθ/n, by
+    Stein's lemma:
+
+    .. math:: r(\theta) = a\, G\theta, \qquad
+        \partial r / \partial\theta = a\, G + (c - a)\, \frac{(G\theta)(G\theta)^\top}{\theta^\top
+        G\theta}, \qquad a = \mathrm{E}[b''(\sigma z)],\ c = \mathrm{E}[b''(\sigma z) z^2]
+
+    A model of how curvature falls off where the linear predictor is large; its errors are what the
+    release of a Hessian corrects.
+
+    Args:
+        family: ``"bernoulli"`` or ``"poisson"``.
+        gram: G = Σ x xᵀ, positive definite.
+        num_data: n, public.
+    """
+
+    def __init__(self, family: str, gram: Tensor, num_data: int) -> None:
+        self._gram, self._num_data = gram, num_data
+        self._second_derivative = _SECOND_DERIVATIVES[family]
+        self._nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64)
+        self._weights = torch.softmax(-self._nodes.square() / 2, dim=0)
+
+    def value(self, theta: Tensor) -> Tensor:
+        """r(θ)."""
+        moved = theta @ self._gram
+        return self._expectations(theta, moved)[0][..., None] * moved
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """∂r/∂θ."""
+        moved = theta @ self._gram
+        across, along, variance = self._expectations(theta, moved)
+        change = (along - across) / (self._num_data * variance)
+        return (
+            across[..., None, None] * self._gram
+            + change[..., None, None] * moved[..., :, None] * moved[..., None, :]
+        )
+
+    def _expectations(self, theta: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """a, c and σ². The curvature along θ stays above a thousandth of that across it: so
+        far out nothing is released anyway.
+        """
+        variance = ((theta * moved).sum(-1) / self._num_data).clamp_min(_LEAST_VARIANCE)
+        second = self._second_derivative(
+            variance.clamp(max=_LARGEST_VARIANCE).sqrt()[..., None] * self._nodes
+        )
+        across = second @ self._weights
+        return (
+            across,
+            torch.maximum(second @ (self._weights * self._nodes.square()), 1e-3 * across),
+            variance,
+        )
+
+
+def _logistic(u: Tensor) -> Tensor:
+    mean = u.sigmoid()
+    return mean * (1 - mean)
+
+
+def _exponential(u: Tensor) -> Tensor:
+    return u.clamp(max=20.0).exp()
+
+
+_SECOND_DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "bernoulli": _logistic,
+    "poisson": _exponential,
+}
+
+
+def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:
+    """A noisy sum of positive semi-definite matrices, shrunk to a multiple of I as far as the noise
+    explains its shape (empirical Bayes).
+
+    Args:
+        released: the noisy matrix.
+        noise_std: on the diagonal; 1/√2 of it off the diagonal.
+
+    Returns:
+        A positive definite matrix, eigenvalues at least a twentieth of their mean, and the standard
+        deviation of what is left of the noise.
+    """
+    size = len(released)
+    level = max(float(released.trace()) / size, noise_std / size)
+    shape = released - level * torch.eye(size, dtype=released.dtype)
+    expected = noise_std**2 * (size * (size + 1) / 2 - 1)
+    found = float(shape.square().sum())
+    kept = max(0.0, 1 - expected / found) if found > 0 else 0.0
+    # the level has noise as well, which moves all eigenvalues together
+    left = min(1.0, kept + 2 / size)
+    shrunk = level * torch.eye(size, dtype=released.dtype) + kept * shape
+    return floored(shrunk, 0.05 * level), noise_std * math.sqrt(left)
+
+
+def floored(matrix: Tensor, least: float) -> Tensor:
+    """``matrix`` with its eigenvalues raised to ``least``."""
+    values, vectors = torch.linalg.eigh((matrix + matrix.T) / 2)
+    return (vectors * values.clamp_min(least)) @ vectors.T
+
+
+def combined(
+    model: Tensor, model_std: float, released: Tensor, released_std: float
+) -> tuple[Tensor, float]:
+    """Two estimates of a curvature, averaged by their variances: a model's, and a noisy release.
+
+    The model's own error is estimated from how far the two are apart, beyond what their noise
+    explains.
+
+    Returns:
+        The average, and the standard deviation of what is left of its error, as that of a symmetric
+        Gaussian matrix.
+    """
+    size = len(model)
+    apart = float((released - model).square().sum()) / (size * (size + 1) / 2)
+    model_variance = max(model_std**2, apart - released_std**2)
+    weight = model_variance / (model_variance + released_std**2)
+    variance = model_variance * released_std**2 / (model_variance + released_std**2)
+    return model + weight * (released - model), math.sqrt(variance)

@@ -1,0 +1,159 @@
+r"""What a transcript says about θ, without the data: a log likelihood that is as wide as the noise
+makes it.
+
+Near its maximum θ_L a log likelihood has the gradient F(θ − θ_L), and θ_L | θ ~ N(θ, F⁻¹)
+approximately. A noisy gradient at θ_k is then g̃_k ~ N(F(θ_k − θ), F + V_k): the sampling noise F
+is common to all releases, the privacy noises are independent. With weights ω_k, Σ ω_k = 1,
+
+.. math::
+    r = \sum_k \omega_k \tilde g_k - \hat F\Delta, \quad \Delta = \sum_k \omega_k \varphi(\theta_k)
+    - \varphi(\theta), \quad
+    M(\theta) = F_\alpha(\theta) + \sum_k \omega_k^2 V_k
+    + \tfrac12 v^2(\|\Delta\|^2 I + \Delta\Delta^\top)
+
+    \log p(\text{transcript} \mid \theta) = -\tfrac12 r^\top M^{-1} r - \tfrac12 \log|M_0|
+
+where φ straightens the log likelihood (the identity for a quadratic one), v is the noise in F̂,
+whose part is the covariance of EΔ for a symmetric Gaussian matrix E, and M₀ has F̂ for F_α: the
+normalising constant of the data's own distribution stays with the data.
+
+Sources: Bernstein and Sheldon (2018); Alrawajfeh, Jälkö and Honkela (2025) for the idea; the
+formulas are derived in this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .response import LinearResponse, Response, floored
+from .transcript import GradientRelease
+
+
+class Surrogate:
+    """log p(transcript | θ), for Gaussian releases.
+
+    Args:
+        gradients: the noisy gradients.
+        response: how gradients change with θ.
+        curvature: F̂ at ``centre``, positive definite.
+        curvature_std: v, the noise left in F̂.
+        centre: where F̂ was released, and around which φ straightens.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[GradientRelease],
+        response: Response,
+        curvature: Tensor,
+        curvature_std: float,
+        centre: Tensor,
+    ) -> None:
+        self.curvature, self._curvature_std, self.centre = curvature, curvature_std, centre
+        self._response = response
+        self._is_linear = isinstance(response, LinearResponse)
+        if not self._is_linear:
+            self._slope_factor = torch.linalg.cholesky(response.slope(centre))
+            self._response_at_centre = response.value(centre)
+        points = torch.stack([self._straightened(g.theta) for g in gradients])
+        noises = [noise_covariance(g, curvature) for g in gradients]
+        weights = trust(noises, points - centre, curvature_std)
+        self._gradient = weights @ torch.stack([g.value for g in gradients])
+        self._point = weights @ points
+        self.noise = torch.einsum("k,kij->ij", weights.square(), torch.stack(noises))
+        self._eye = torch.eye(len(curvature), dtype=curvature.dtype)
+        if self._is_linear:  # then M differs between points by a multiple of I and one more vector
+            self._values, self._vectors = torch.linalg.eigh(curvature + self.noise)
+
+    @property
+    def dimension(self) -> int:
+        """Length of θ."""
+        return len(self.curvature)
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
+        delta = self._point - self._straightened(theta)
+        residual = self._gradient - delta @ self.curvature
+        spread = 0.5 * self._curvature_std**2 * delta.square().sum(-1)
+        if self._is_linear:
+            return self._linear_log_likelihood(delta, residual, spread)
+        extra = (
+            spread[..., None, None] * self._eye
+            + 0.5 * self._curvature_std**2 * delta[..., :, None] * delta[..., None, :]
+        )
+        change = torch.linalg.cholesky(self._response.slope(theta)) @ torch.linalg.inv(
+            self._slope_factor
+        )
+        bend = (self._eye + 2 * change) / 3
+        factor = torch.linalg.cholesky(bend @ self.curvature @ bend.mT + self.noise + extra)
+        whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
+        log_scale = (
+            torch.linalg.cholesky(self.curvature + self.noise + extra)
+            .diagonal(dim1=-2, dim2=-1)
+            .log()
+            .sum(-1)
+        )
+        return -0.5 * whitened.square().sum(-1) - log_scale
+
+    def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this
+        one at ``theta``, M held fixed.
+        """
+        slope = self.curvature
+        if not self._is_linear:
+            slope = slope @ torch.cholesky_solve(self._response.slope(theta), self._slope_factor)
+        delta = self._point - self._straightened(theta)
+        residual = self._gradient - self.curvature @ delta
+        extra = (
+            0.5
+            * self._curvature_std**2
+            * (delta.square().sum() * self._eye + torch.outer(delta, delta))
+        )
+        weighted = torch.linalg.solve(self.curvature + self.noise + extra, slope).T
+        precision = weighted @ slope
+        return (precision + precision.T) / 2, precision @ theta - weighted @ residual
+
+    def _linear_log_likelihood(self, delta: Tensor, residual: Tensor, spread: Tensor) -> Tensor:
+        """M = Q(Λ + s)Qᵀ + ½v²ΔΔᵀ, by the formulas for a change of rank one."""
+        values = self._values + spread[..., None]
+        a, b = residual @ self._vectors, delta @ self._vectors
+        aa, ab, bb = ((x * y / values).sum(-1) for x, y in ((a, a), (a, b), (b, b)))
+        half = 0.5 * self._curvature_std**2
+        return -0.5 * (aa - half * ab**2 / (1 + half * bb)) - 0.5 * (
+            values.log().sum(-1) + torch.log1p(half * bb)
+        )
+
+    def _straightened(self, theta: Tensor) -> Tensor:
+        if self._is_linear:
+            return theta
+        moved = self._response.value(theta) - self._response_at_centre
+        return self.centre + torch.cholesky_solve(moved[..., None], self._slope_factor)[..., 0]
+
+
+def noise_covariance(release: GradientRelease, curvature: Tensor) -> Tensor:
+    """V_k = σ²·I, and under Poisson batches of rate q also the noise of sampling the records,
+    (1−q)/q·F.
+    """
+    rate = release.sample_rate
+    eye = torch.eye(len(curvature), dtype=curvature.dtype)
+    return release.noise_std**2 * eye + (1 - rate) / rate * curvature
+
+
+def trust(noises: Sequence[Tensor], distances: Tensor, curvature_std: float) -> Tensor:
+    """ω: releases count by their noise, to which that of the curvature adds where they lie
+    far from the centre.
+    """
+    own = torch.stack([noise.trace() / len(noise) for noise in noises])
+    weights = 1 / (own + 0.5 * curvature_std**2 * distances.square().sum(-1))
+    return weights / weights.sum()
+
+
+def positive(curvature: Tensor, noise_std: float) -> Tensor:
+    """A released curvature with eigenvalues raised to a tenth of their mean or, where that is
+    more, to a fraction of its noise.
+    """
+    size = len(curvature)
+    mean = float(curvature.trace()) / size
+    return floored(curvature, max(0.02 * mean, 0.1 * noise_std, 1e-12))

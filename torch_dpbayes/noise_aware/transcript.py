@@ -1,0 +1,43 @@
+"""What was released: noisy sums over the records, and how much noise each of them holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GradientRelease:
+    r"""g̃ = Σ_i clip(∇ℓ_i(θ)) + noise, with ℓ_i = −log p(x_i | θ), in float64.
+
+    Under Poisson batches ``value`` is the sum over the batch divided by the sampling rate q, and so
+    is ``noise_std``.
+    """
+
+    theta: Tensor
+    value: Tensor
+    noise_std: float
+    sample_rate: float = 1.0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class CurvatureRelease:
+    """A d × d sum over the records plus a symmetric Gaussian matrix: ``noise_std`` on the diagonal,
+    1/√2 of it off the diagonal.
+
+    ``theta`` is None for the Gram matrix Σ x xᵀ, which belongs to no parameters.
+    """
+
+    theta: Tensor | None
+    value: Tensor
+    noise_std: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Transcript:
+    """Everything that a private run released, in the order of the releases."""
+
+    gradients: list[GradientRelease] = field(default_factory=list)
+    curvatures: list[CurvatureRelease] = field(default_factory=list)
+    gram: CurvatureRelease | None = None
