@@ -1210,6 +1210,19 @@ def test_empty_batches_give_noise_only(mode):
     assert not torch.cat(sums).any()
 
 
+@BOTH
+def test_an_empty_batch_that_needs_a_stand_in_gets_a_target_as_well(mode):
+    """A reshape with -1 fails on no records."""
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net = Call(lambda h: h.reshape(len(h), -1))
+    net, optimizer, _ = make_private(net, x, y, mode, loss=F.cross_entropy)
+    net.private_loss(x[:0], y[:0]).backward()
+    named = list(net.named_parameters())
+    sums = [torch.zeros(p.numel()) for _, p in named]
+    assert optimizer.release.source.add_clipped_sum(named, 1.0, sums) == 0
+    assert not torch.cat(sums).any()
+
+
 def test_chunks_of_isolated_records_add_up(monkeypatch):
     net, x, y = (
         nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)),

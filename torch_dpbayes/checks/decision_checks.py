@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..clipping.gradient_source import _tensors
+from ..clipping.gradient_source import tensors_in
 
 Outcome = bool | float
 
@@ -157,17 +157,19 @@ class Decisions(TorchDispatchMode):
                     args[k] = torch.full_like(args[k], outcome)
         result = function(*args, **kwargs)
         if self._of_batch is not None and not _reads_shapes_only(function):
-            given = [*_tensors(args), *_tensors(kwargs)]
+            given = [*tensors_in(args), *tensors_in(kwargs)]
             if any(_storage(t) in self._of_batch for t in given):
-                made = list(_tensors(result)) if isinstance(result, (Tensor, tuple, list)) else []
+                made = list(tensors_in(result)) if isinstance(result, (Tensor, tuple, list)) else []
                 for a, t in zip(function._schema.arguments, args, strict=False):
                     if a.alias_info is not None and a.alias_info.is_write:
-                        made += _tensors(t)
+                        made += tensors_in(t)
                 self.watch(made)
         return result
 
     def _depends(self, args: Sequence[Any]) -> bool:
-        return self._of_batch is None or any(_storage(t) in self._of_batch for t in _tensors(args))
+        return self._of_batch is None or any(
+            _storage(t) in self._of_batch for t in tensors_in(args)
+        )
 
     def _outcome(self, place: Place, value: Outcome) -> Outcome:
         calls = self.outcomes[place]
@@ -240,7 +242,7 @@ def _gives_truth_value(function: Any, args: Sequence[Any]) -> bool:
     """A step on the way to a decision, which is none by itself."""
     name = function._schema.name.removeprefix("aten::")
     is_step = name in _STEPS or name.startswith(("logical_", "bitwise_", "__"))
-    return is_step and all(t.numel() == 1 for t in _tensors(args))
+    return is_step and all(t.numel() == 1 for t in tensors_in(args))
 
 
 _STEPS = frozenset(

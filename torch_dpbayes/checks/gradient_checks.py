@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..clipping.gradient_source import GradientSource, _map, _tensors
+from ..clipping.gradient_source import GradientSource, map_tensors, tensors_in
 
 # powers of ten of the output gradients of all records, and of those that take the others' places
 MAGNITUDES = (0, 3, -3, 6, -6, 1, -1, 4, -4, 2, -2, 5, -5)
@@ -123,7 +123,7 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
 
     def loss(arguments: tuple[Any, ...], which: int, row: int | None = None) -> Tensor:
         with trial.draws():
-            outputs = [t for t in _tensors(module(*arguments)) if t.is_floating_point()]
+            outputs = [t for t in tensors_in(module(*arguments)) if t.is_floating_point()]
         if not weights:
             other = trial.power - 3 if trial.power > 2 else trial.power + 6
             for t in outputs:
@@ -159,7 +159,7 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
         if trial.is_comparable:
             with source.paused():
                 for row in range(len(keep)):
-                    one = _map(trial.first, partial(_row, row=row))
+                    one = map_tensors(trial.first, partial(_row, row=row))
                     _compare_alone(named, first, norms, row, loss(one, 0, row))
         second = recorded(trial.second, 1)
     finally:

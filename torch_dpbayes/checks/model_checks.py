@@ -27,8 +27,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..clipping.bookkeeping import UsedElsewhere
-from ..clipping.gradient_source import GradientSource, _tensors
-from ..clipping.gradient_source import _map as _map_tensors
+from ..clipping.gradient_source import GradientSource, map_tensors, tensors_in
 from ..clipping.record_map import CannotBeMapped, KeptTensors, Nested, in_plain_words
 from .decision_checks import (
     Bounds,
@@ -86,7 +85,7 @@ def made_up_inputs(batch: Any) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(17)
     for _ in range(64):
         made = tuple(
-            _map_tensors(
+            map_tensors(
                 inputs,
                 lambda t: _values_like(t, 2, 2, generator) if t.dim() > 0 else torch.ones_like(t),
             )
@@ -276,7 +275,7 @@ def _check_map(
             except Exception as error:
                 if not is_given:  # it may refuse such values
                     continue
-                shapes = [list(t.shape) for t in _tensors(inputs)]
+                shapes = [list(t.shape) for t in tensors_in(inputs)]
                 raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
         _require_unchanged(module, before)
         draws = _SeededDraws(0, axes, are_alike=True)
@@ -501,18 +500,18 @@ def _check_independence(
         name: t.detach().clone()
         for name, t in [*module.named_buffers(), *module.named_parameters()]
     }
-    versions = [t._version for t in _tensors(inputs)]
+    versions = [t._version for t in tensors_in(inputs)]
     with source.paused():
         try:
             first = _run(module, inputs, _SeededDraws(0)).outputs
         except MixedRecordsError:
             raise
         except Exception as error:
-            shapes = [list(t.shape) for t in _tensors(inputs)]
+            shapes = [list(t.shape) for t in tensors_in(inputs)]
             raise ValueError(_CANNOT_BE_RUN.format(shapes, error)) from error
         as_checked = ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         _require_unchanged(module, before)
-        are_changed = [t._version for t in _tensors(inputs)] != versions
+        are_changed = [t._version for t in tensors_in(inputs)] != versions
         if not first or any(t.dim() == 0 or len(t) != 2 for t in first):
             raise ValueError(
                 "the model's output must be a tensor with one row per record in dimension 0 (a loss"
@@ -846,7 +845,7 @@ def _integer_limits(module: nn.Module, inputs: tuple[Any, ...]) -> list[int]:
         try:
             outputs = _tried(module, trial, on_cpu)
             return all(
-                bool(torch.isfinite(t).all()) for t in _tensors(outputs) if t.is_floating_point()
+                bool(torch.isfinite(t).all()) for t in tensors_in(outputs) if t.is_floating_point()
             )
         except Exception:
             return False
@@ -876,7 +875,7 @@ def _on_cpu(module: nn.Module) -> dict[str, Tensor]:
 def _tried(module: nn.Module, arguments: tuple[Any, ...], on_cpu: dict[str, Tensor]) -> Any:
     with torch.no_grad(), _SeededDraws(0):
         return (
-            torch.func.functional_call(module, on_cpu, _map_tensors(arguments, Tensor.cpu))
+            torch.func.functional_call(module, on_cpu, map_tensors(arguments, Tensor.cpu))
             if on_cpu
             else module(*arguments)
         )
@@ -923,7 +922,7 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
         with _SeededDraws(0):
             outputs = [
                 t.float().reshape(len(t), -1)
-                for t in _tensors(module(*arguments))
+                for t in tensors_in(module(*arguments))
                 if t.is_floating_point()
             ]
         if not weights:
@@ -1098,7 +1097,7 @@ class _Branches:
         try:
             with decisions:
                 with self.draws():
-                    outputs = list(_tensors(module(*arguments)))
+                    outputs = list(tensors_in(module(*arguments)))
                 rows = len(outputs[0])
                 terms = []
                 for t in outputs:
@@ -1127,7 +1126,7 @@ class _Branches:
         """The decisions of one pass, as far as they depend on the batch."""
         decisions = Decisions(forced)
         arguments = _map(lambda t: t.clone(), self.made("given")[0])
-        decisions.watch(list(_tensors(arguments)))
+        decisions.watch(list(tensors_in(arguments)))
         try:
             self.observed(arguments, decisions)
         except MixedRecordsError:
@@ -1357,7 +1356,7 @@ def _check_sizes(tried: _Branches, constants: Sequence[int], batch_size: float) 
     """Raise if a record fares otherwise in a batch larger than a constant in the code, or than
     batches will be.
     """
-    largest = max((t[:1].numel() for t in _tensors(tried.inputs)), default=1)
+    largest = max((t[:1].numel() for t in tensors_in(tried.inputs)), default=1)
     most = min(_LARGEST_BATCH, _LARGEST_NUMBERS // max(largest, 1))
     tested = {1, *_sizes(tried.inputs)}
     fitting = [n for n in constants if n <= most and n not in tested]
@@ -1394,7 +1393,7 @@ def _check_constants(tried: _Branches, numbers: Sequence[float]) -> None:
             (-1, True, True),
         )
     ]
-    largest = max((t[:1].numel() for t in _tensors(tried.inputs)), default=1)
+    largest = max((t[:1].numel() for t in tensors_in(tried.inputs)), default=1)
     most = max(1, min(64, 2**18 // max(largest, 1)))
     waiting = [shown[k : k + most] for k in range(0, len(shown), most)]
     left = 2 * len(waiting) + 16
@@ -1479,7 +1478,7 @@ def _run(
         if calls[name] > _CALLS:
             return
         for is_output, value in enumerate((given, output)):
-            for place, t in enumerate(_tensors(value)):
+            for place, t in enumerate(tensors_in(value)):
                 # sorted indices may change, as long as sorted values do not
                 if not t.is_floating_point() or t.numel() == 0:
                     continue
@@ -1504,7 +1503,7 @@ def _run(
     watch = HookWatch()
     try:
         with torch.set_grad_enabled(bool(draws._seed % 2)), draws, watch:  # the model may ask which
-            found.outputs = [t.detach() for t in _tensors(module(*arguments))]
+            found.outputs = [t.detach() for t in tensors_in(module(*arguments))]
     finally:
         for handle in handles:
             handle.remove()
@@ -1711,11 +1710,11 @@ def _map(function: Any, value: Any) -> Any:
     """``function`` of every tensor with a row for each record; one without dimensions is the same
     for all.
     """
-    return _map_tensors(value, lambda t: function(t) if t.dim() > 0 else t)
+    return map_tensors(value, lambda t: function(t) if t.dim() > 0 else t)
 
 
 def _rows(value: Any) -> Iterator[Tensor]:
-    return (t for t in _tensors(value) if t.dim() > 0)
+    return (t for t in tensors_in(value) if t.dim() > 0)
 
 
 class _SeededDraws(TorchDispatchMode):
@@ -1773,7 +1772,7 @@ class _SeededDraws(TorchDispatchMode):
             self._calls[call] += 1
             seed = zlib.crc32(f"{call}{self._calls[call]}".encode())
         drawn = _drawn(seed, function, args, kwargs)
-        shape = next(_tensors(drawn)).shape
+        shape = next(tensors_in(drawn)).shape
         axis = self._axes[len(self.shapes)] if len(self.shapes) < len(self._axes) else None
         self.shapes.append(shape)
         samples = function.overloadpacket.__name__ in _SAMPLERS
@@ -1811,7 +1810,7 @@ class _SeededDraws(TorchDispatchMode):
                 parts,
                 kwargs,
             )
-            for whole, slice_ in zip(_tensors(drawn), _tensors(part), strict=True):
+            for whole, slice_ in zip(tensors_in(drawn), tensors_in(part), strict=True):
                 if whole.shape == shape and list(slice_.shape) == one:
                     whole.narrow(axis, k, 1).copy_(slice_)
         return drawn

@@ -37,12 +37,12 @@ from .gradient_source import (
     ForwardPasses,
     GradientSource,
     _joint_norm,
-    _map,
-    _tensors,
     add_clipped,
     attach,
+    map_tensors,
     require_first_backward,
     require_no_ordinary_gradient,
+    tensors_in,
 )
 from .layers import Contribution, PerRecord
 from .mapped_forward import MappedForward, OfOne
@@ -463,7 +463,7 @@ class _Layer:
 
     def _forward_in_map(self, record_map: RecordMap, args: Any, kwargs: Any) -> Tensor:
         """The whole batch at once; several rows of one record are several calls."""
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         is_one, is_several = layers.rows_of(self.module, inputs[0])
 
         def on_batch(*given: Tensor) -> Tensor:
@@ -473,7 +473,7 @@ class _Layer:
             elif is_several:
                 given = tuple(t.flatten(0, 1) for t in given)
             remaining = iter(given)
-            whole_args, whole_kwargs = _map((args, kwargs), lambda _: next(remaining))
+            whole_args, whole_kwargs = map_tensors((args, kwargs), lambda _: next(remaining))
             out = self._record(whole_args, whole_kwargs, rows)
             if is_one:
                 return out.unsqueeze(1)
@@ -485,7 +485,7 @@ class _Layer:
             raise UsedElsewhere(str(error), (p for _, _, p in self.known)) from error
 
     def _record(self, args: Any, kwargs: Any, rows: int = 1) -> Any:
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(tensors_in((args, kwargs)))
         call = _Call(self, inputs, args, kwargs, rows)
         has_graph = any(t.requires_grad for t in inputs)
         if has_graph:
@@ -512,7 +512,7 @@ class _Layer:
     ) -> Any:
         """The same call with other numbers."""
         tensors = iter(inputs)
-        args, kwargs = _map((args, kwargs), lambda _: next(tensors))
+        args, kwargs = map_tensors((args, kwargs), lambda _: next(tensors))
         return self._run_with(values, args, kwargs)
 
     def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
@@ -563,7 +563,7 @@ class _Call:
         self.versions = [t._version for t in self.inputs]
         # without the tensors, which would keep the graph alive
         self.again = (
-            partial(layer.again, *_map((args, kwargs), lambda t: _EMPTY))
+            partial(layer.again, *map_tensors((args, kwargs), lambda t: _EMPTY))
             if layer.is_whole
             else _unneeded
         )

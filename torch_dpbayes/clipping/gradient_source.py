@@ -228,11 +228,11 @@ class ForwardPasses:
         self.count += 1
         if not self.uses_stand_in:
             return None
-        first = next(_tensors((args, kwargs)), None)
+        first = next(tensors_in((args, kwargs)), None)
         if first is None or first.dim() == 0 or len(first) > 0:
             return None
         self.has_stand_in = True
-        return _map(
+        return map_tensors(
             (args, kwargs),
             lambda t: t.new_ones(1, *t.shape[1:]) if t.dim() > 0 and len(t) == 0 else t,
         )
@@ -247,7 +247,7 @@ class ForwardPasses:
                 self._forget()
             return None
         if self.has_stand_in:
-            return _map(output, lambda t: t[:0] if t.dim() > 0 else t)
+            return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t)
         nested = Nested(output)
         rows = [t for t in nested.tensors if t.requires_grad and t.dim() > 0]
         if not rows:
@@ -640,7 +640,7 @@ def _records_of(name: str, parameter: Tensor) -> Tensor:
     return records.detach().reshape(len(records), parameter.numel())
 
 
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """``function`` of every tensor in nested tuples, lists, mappings and dataclasses, which keep
     their types.
     """
@@ -649,25 +649,25 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Mapping):
         mapped: Any = copy.copy(value)  # of which more than its items may count
         for k, v in value.items():
-            mapped[k] = _map(v, function)
+            mapped[k] = map_tensors(v, function)
         return mapped
     if isinstance(value, (tuple, list)):
-        items = [_map(v, function) for v in value]
+        items = [map_tensors(v, function) for v in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         whole = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(whole, field.name, _map(getattr(value, field.name), function))
+            object.__setattr__(whole, field.name, map_tensors(getattr(value, field.name), function))
         return whole
     return value
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (Mapping, tuple, list)):
         for v in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(v)
+            yield from tensors_in(v)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .gradient_source import COPIED, ForwardPasses
+from .gradient_source import COPIED, ForwardPasses, map_tensors
 from .record_map import CannotBeMapped, KeptTensors, Nested, holds_plain_sequence
 
 Loss = Callable[..., Tensor]
@@ -103,6 +103,9 @@ class MappedForward:
                 "this model was made private with loss=: train with net.private_loss(x, y), which"
                 " computes it for each record alone"
             )
+        if targets is not None and self.source.passes.has_stand_in:
+            # the pass replaced an empty batch by one made-up record, which needs a target
+            targets = map_tensors(targets, lambda t: t.new_zeros(1, *t.shape[1:]) if t.dim() else t)
         try:
             return self._mapped(args, kwargs, targets)
         except Exception as error:
