@@ -528,15 +528,12 @@ def _check_independence(
             if are_changed:
                 raise ValueError(
                     f"the forward pass of {type(module).__name__!r} changes its input in place, so"
-                    " that it gives another output when it is run again on the same records: write"
-                    " x = x * 2 instead of x *= 2"
+                    " that it gives another output on the same records: write x = x * 2 instead of"
+                    " x *= 2."
                 )
             raise ValueError(
-                "the model gives another output when it is run again on the same records: it"
-                " remembers earlier batches, or draws from a generator that torch.manual_seed,"
-                " random.seed and numpy.random.seed do not set. Nobody can tell then whether it"
-                " mixes records. Keep nothing between forward passes, and draw with torch's own"
-                " generator."
+                "the model gives another output when it is run again on the same records: keep"
+                " nothing between forward passes, and draw with torch's own generator."
             )
         draws = _SeededDraws(0)
         try:
@@ -579,11 +576,9 @@ def _require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:
             for part in [layer, *layer._forward_pre_hooks.values()]
         ):
             raise ValueError(
-                f"{what}: the power iteration of spectral_norm, which moves on at every call; a"
-                " weight computed from another one has no per-record gradients either. Take it off"
-                " (torch.nn.utils.remove_spectral_norm,"
-                " torch.nn.utils.parametrize.remove_parametrizations). To bound a weight, divide"
-                " it by its largest singular value after optimizer.step(), which costs no privacy."
+                f"{what}: the power iteration of spectral_norm, which moves on at every call. Take"
+                " it off by remove_spectral_norm or parametrize.remove_parametrizations, and bound"
+                " the weight after optimizer.step(), which costs no privacy."
             )
         raise ValueError(
             f"{what}: statistics of the records would leave without noise. Keep them out of the"
@@ -942,9 +937,8 @@ def _check_gradients(module: nn.Module, source: GradientSource, inputs: tuple[An
         (losses.sum() if source.loss_reduction == "sum" else losses.mean()).backward()
     except Exception as error:
         raise ValueError(
-            f"per-record gradients of this model cannot be computed: {error}. Where this comes from"
-            " a parameter that stands beside other layers (a position or class token), give it a"
-            " small module of its own; otherwise replace the layer."
+            f"per-record gradients of this model cannot be computed: {error}. Give a parameter that"
+            " stands beside other layers (a class token) a small module of its own."
         ) from error
     recorded = [source.per_record_gradients(p) for p in parameters]
     with source.paused():
@@ -1451,9 +1445,8 @@ def _check_empty_batch(module: nn.Module, source: GradientSource, inputs: tuple[
         except Exception as error:
             raise ValueError(
                 "the model cannot take an empty batch, which Poisson sampling delivers now and"
-                f" then and which must get its noise too: {error}. A record of ones in its place"
-                " does not pass either. Write x.flatten(1) instead of x.view(len(x), -1), and"
-                " replace layers that fail on zero rows."
+                f" then: {error}. Write x.flatten(1) instead of x.view(len(x), -1), and replace"
+                " layers that fail on zero rows."
             ) from error
 
 
@@ -1572,8 +1565,7 @@ def _require_same(
                 continue
             raise MixedRecordsError(
                 f"module {name!r} sees rows in another order than the model, or mixed ones, so that"
-                f" a record's gradients depend on {on_what}. Leave the rows in their places, and"
-                " use a mask for what concerns some of them."
+                f" gradients depend on {on_what}: leave the rows in their places, and use a mask."
             )
         if not is_output:
             where = (

@@ -369,8 +369,8 @@ class BookkeepingGradientSource(GradientSource):
             if t._version != version:
                 raise RuntimeError(
                     f"the input of layer {layer.name!r}, the gradient of its output or a parameter"
-                    " was changed in place between backward() and step(), which still needs it:"
-                    " write into batches, buffers and parameters after the step, or into copies."
+                    " was changed in place between backward() and step(): write into them after"
+                    " the step, or into copies."
                 )
         contributions = self._merged()
         found = {p for contribution in contributions for p in contribution.parameters}
@@ -579,8 +579,7 @@ class _Call:
             if version != t._version:
                 raise RuntimeError(
                     f"the input of layer {layer.name!r} was changed in place after the layer saw"
-                    " it, so its gradients cannot be computed any more: write x = x + y instead of"
-                    " x += y, and F.relu(x) instead of F.relu_(x)."
+                    " it: write x = x + y instead of x += y, and F.relu(x) instead of F.relu_(x)."
                 )
         for (_, name, p), version in zip(layer.known, self.weights, strict=True):
             if version != p._version:

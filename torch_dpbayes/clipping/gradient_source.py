@@ -27,35 +27,28 @@ from .loss_check import LossWatch
 from .record_map import Nested
 
 PACKED = (
-    "a recurrent layer was given a packed sequence, which sorts records by length: their gradients"
-    " in this layer could not be told apart from those of other records in other layers. Pad the"
-    " sequences and pass a tensor."
+    "a recurrent layer was given a packed sequence, which sorts records by length, so their"
+    " gradients cannot be told apart: pad the sequences and pass a tensor."
 )
 DISAGREE = (
-    "the parameters disagree on the number of records in the batch: a layer saw its batch reshaped"
-    " (time or patches folded into the first dimension?), so one record would be clipped as if it"
-    " were several. Keep records in dimension 0."
+    "the parameters disagree on the number of records in the batch: keep records in dimension 0,"
+    " and do not fold time or patches into it, or one record would be clipped as several."
 )
 UNUSED = (
-    "parameter {!r} has no per-record gradient in this step: it was not used by the last forward"
-    " pass (freeze it with requires_grad_(False), or use it through its module), backward() was not"
-    " called, the model is in eval mode, or a forward pass in training mode had no backward pass"
-    " (evaluate under model.eval() or torch.no_grad())."
+    "parameter {!r} has no per-record gradient in this step: call backward() once, on one forward"
+    " pass in training mode, and freeze with requires_grad_(False) what the model does not use."
 )
 AVERAGED = (
-    "the model is called through torch's DistributedDataParallel, which averages gradients that are"
-    " neither clipped nor noisy. Call the model that make_private returned; to train on several"
-    " ranks give the engine the process group,"
-    " PrivacyEngine(process_group=torch.distributed.group.WORLD), and its optimizers add up clipped"
-    " sums."
+    "the model is called through torch's DistributedDataParallel, which averages unclipped"
+    " gradients. Call the model that make_private returned; for several ranks"
+    " PrivacyEngine(process_group=torch.distributed.group.WORLD)."
 )
 REMOVED = (
     "the model was made private again since: step with the optimizer of the last make_private call"
 )
 COPIED = (
-    "no per-record gradients can be recorded for this model: it is a copy of a private one, or a"
-    " parameter was added, exchanged or unfrozen since. Call make_private on it again; for"
-    " predictions use model.eval() and torch.no_grad()."
+    "no per-record gradients can be recorded: the model is a copy of a private one, or a parameter"
+    " was added, exchanged or unfrozen since. Call make_private again; predict under model.eval()."
 )
 # The first layer's input needs no gradient; Opacus' hooks are right there, and torch warns all the
 # same.
@@ -261,11 +254,9 @@ class ForwardPasses:
     def require_one(self, is_anything_recorded: bool) -> None:
         if self.count > 1:
             raise RuntimeError(
-                f"the model was run forward {self.count} times in training mode for one step: rows"
-                " of several passes add up, and a record in two of them, or one that is not of"
-                " this batch, would not be accounted. Evaluate under torch.no_grad() or"
-                " model.eval(); where a loss needs several outputs, compute them in one forward"
-                " pass of the model."
+                f"the model was run forward {self.count} times in training mode for one step:"
+                " evaluate under torch.no_grad() or model.eval(), and compute all that a loss"
+                " needs in one forward pass."
             )
         self.loss.require_each_alone()
         if self.count == 0 and is_anything_recorded:
@@ -504,12 +495,9 @@ def require_no_ordinary_gradient(named_parameters: Sequence[tuple[str, Tensor]])
     for name, p in named_parameters:
         if p.grad is not None:
             raise RuntimeError(
-                f"parameter {name!r} has an ordinary gradient, which is not clipped: it was used"
-                " other than by the forward pass of its module inside the model's, or p.grad was"
-                " set. Please call the model itself, not its parts: model(x); use weights through"
-                " their modules, not through torch.nn.functional; state a prior instead of a"
-                " penalty on the weights; and call optimizer.zero_grad() after a backward pass in"
-                " eval mode."
+                f"parameter {name!r} has an ordinary gradient, which is not clipped: call the whole"
+                " model, use weights through their modules, state a prior instead of a penalty on"
+                " weights, and call optimizer.zero_grad() after other backward passes."
             )
 
 
@@ -624,10 +612,9 @@ def _records_of(name: str, parameter: Tensor) -> Tensor:
     if isinstance(records, list):
         if len(records) > 1:
             raise RuntimeError(
-                f"{len(records)} backward passes were made since the last step: a record in two of"
-                " them would count twice and exceed the clip bound. Call step() after every"
-                " backward(); for batches that do not fit into memory use Opacus'"
-                " BatchMemoryManager."
+                f"{len(records)} backward passes were made since the last step: call step() after"
+                " every backward(), and use Opacus' BatchMemoryManager for batches that do not fit"
+                " into memory."
             )
         records = records[0] if records else None
     if records is None:

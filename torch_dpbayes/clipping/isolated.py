@@ -377,9 +377,9 @@ def _require_same(again: Tensor, first: Tensor) -> None:
     )
     if not bool((is_close.all(1) | ~torch.isfinite(first).reshape(len(first), -1).all(1)).all()):
         raise RuntimeError(
-            "the records, run again for their gradients, gave other outputs: a mode, autocast, the"
-            " batch, a parameter or a random number of Python's or of a generator changed between"
-            ' forward() and step(). Leave them alone, or take grad_sample_mode="bookkeeping".'
+            "the records, run again for their gradients, gave other outputs: change no mode, batch"
+            " or random number between forward() and step(), or take"
+            ' grad_sample_mode="bookkeeping".'
         )
 
 

@@ -294,7 +294,6 @@ class _Reduced(torch.autograd.Function):
         if not bool((gradients[0] == 1).all()):
             raise RuntimeError(
                 "a scalar that the model returned came back with another gradient than 1: call"
-                " backward() on a loss as it is, and scale lr; weigh its terms in forward, or"
-                " return them in a row for each record"
+                " backward() on it as it is, and weigh its terms in forward."
             )
         return torch.ones_like(ctx.like), None
