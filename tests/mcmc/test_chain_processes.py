@@ -753,6 +753,7 @@ def test_what_the_model_has_not_cannot_be_saved():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_streaming_statistics_are_those_of_the_draws(kind):
     kernel = make(kind, dpb.PrivacyAccountant())
     streaming = StreamingMCMC(
@@ -770,6 +771,7 @@ def test_streaming_statistics_are_those_of_the_draws(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu:UserWarning")
+@pytest.mark.slow
 def test_arviz_takes_the_draws(kind, monkeypatch, capsys):
     monkeypatch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 1)
     kernel = make(kind, dpb.PrivacyAccountant(), noise=0.2)  # so little that every chain moves

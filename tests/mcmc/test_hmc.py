@@ -125,11 +125,13 @@ def energy_errors(step_size, num_steps, monkeypatch):
     return float(torch.tensor(found).abs().mean())
 
 
+@pytest.mark.slow
 def test_the_leapfrog_keeps_the_energy_to_second_order(monkeypatch):
     coarse, fine = energy_errors(0.04, 5, monkeypatch), energy_errors(0.01, 20, monkeypatch)
     assert fine < 0.01 and 6 < coarse / fine < 40  # 16 but for which momenta were drawn
 
 
+@pytest.mark.slow
 def test_a_leapfrog_without_the_prior_does_not(monkeypatch):
     whole = Prior.log_density_and_gradient
     monkeypatch.setattr(

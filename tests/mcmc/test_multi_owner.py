@@ -208,6 +208,7 @@ def p_values(ends):
 
 
 @pytest.mark.parametrize("kind", ["penalty", "HMC"])
+@pytest.mark.slow
 def test_the_chain_samples_the_pooled_posterior(owners, kind):
     noises = (0.2, 1.5) if kind == "penalty" else (0.2, 0.6)
     one, other = owners(
@@ -217,6 +218,7 @@ def test_the_chain_samples_the_pooled_posterior(owners, kind):
     assert min(p_values(one)) > LEVEL
 
 
+@pytest.mark.slow
 def test_the_penalty_of_one_owners_noise_alone_samples_something_else(owners):
     one, _ = owners(2, law, "penalty", torch.seed(), 200, 8, (0.2, 1.5), 0.2)
     assert min(p_values(one)) < 1e-6

@@ -243,6 +243,7 @@ def test_draws_by_nuts_follow_the_posterior(certificate):
     assert stats.kstest(np.concatenate(standard), "norm").pvalue > SIGNIFICANCE
 
 
+@pytest.mark.slow
 def test_draws_by_nuts_have_the_mean_and_variance_of_the_tempered_posterior():
     glm, y, _, _ = conjugate()
     certificate = ops.Bounded((-300.0, 5.0), warmup_steps=200)

@@ -280,6 +280,7 @@ def visible_scale(n):
     return optimize.brentq(lambda c: distance(c) - far, 1 + 1e-9, 100)
 
 
+@pytest.mark.slow
 def test_draws_of_a_conjugate_model_follow_the_posterior():
     y = torch.linspace(-3, 3, COLUMNS, dtype=torch.float64)
     glm = ops.GLM("gaussian", prior_std=0.8, noise_std=0.5)
@@ -310,6 +311,7 @@ def test_draws_of_other_families_follow_the_exact_law_of_the_chain(family):
     assert stats.kstest(uniform, "uniform").pvalue > SIGNIFICANCE
 
 
+@pytest.mark.slow
 def test_variance_of_the_estimate_is_inflated_as_stated():
     """Over data sets: n records of N(θ, s²) have the sufficient statistic ȳ, and the draw's
     variance is (1 + 1/ρ)s²/n.

@@ -151,6 +151,7 @@ def chains_law(slope, y, prior_std, h, steps=600):
 
 
 @pytest.mark.parametrize(("family", "spare"), [*((family, 0) for family in LAWS), ("gaussian", 30)])
+@pytest.mark.slow
 def test_the_chain_samples_the_posterior_of_the_model(family, spare):
     """Loss, scale, clip and prior of the chain are those of the GLM: the last state against
     its law, which no start changes after 200 steps.
@@ -193,6 +194,7 @@ def test_the_chain_samples_the_posterior_of_the_model(family, spare):
 
 @pytest.mark.parametrize("family", LAWS)
 @pytest.mark.parametrize("optimizer", [dpb.optim.DPSGLD, dpb.optim.DPSGNHT])
+@pytest.mark.slow
 def test_hybrid_runs_of_every_family_are_private_and_predict(family, optimizer):
     x, y = torch.randn(200, 3), torch.randint(0, 4, (200,)).float()
     run = run_hybrid(

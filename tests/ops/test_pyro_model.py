@@ -167,6 +167,7 @@ def test_asserted_finite_runs_draw_from_the_chains_exact_law():
     assert stats.kstest(np.concatenate(standard), "norm").pvalue > SIGNIFICANCE
 
 
+@pytest.mark.slow
 def test_draws_by_nuts_follow_the_tempered_posterior_of_a_pyro_model():
     columns = 100
     y = torch.linspace(-2, 2, columns, dtype=torch.float64)
@@ -192,6 +193,7 @@ def test_a_draw_is_in_the_users_space_and_charged_once():
         sampler.sample(torch.randn(20, dtype=torch.float64))
 
 
+@pytest.mark.slow
 def test_other_samplers_take_pyro_models_too():
     y = torch.randn(20, dtype=torch.float64)
     targets = ops.Bounded(3.0), ops.Bounded.from_lipschitz(1.0, 2.0), ops.Bounded(3.0)
@@ -345,6 +347,7 @@ def test_no_value_of_a_record_raises_where_constants_are_asserted(certificate, v
     assert torch.isfinite(ops.OnePosteriorSample(line, certificate).sample(x, y)["w"]).all()
 
 
+@pytest.mark.slow
 def test_draws_in_threads_do_not_meet_in_pyro():
     x, y = torch.randn(8, 2), torch.randn(8)
     problems = []

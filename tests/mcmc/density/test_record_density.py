@@ -195,6 +195,7 @@ def test_terms_and_gradients_are_those_of_pyro(kind):
 
 
 @pytest.mark.parametrize("kind", ["logistic", "mixture", "ordered"])
+@pytest.mark.slow
 def test_chunks_of_rows_change_nothing(kind, monkeypatch):
     monkeypatch.setattr(__import__(__name__), "RECORDS", 203)
     model, make, _ = kinds()[kind]
