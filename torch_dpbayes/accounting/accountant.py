@@ -225,8 +225,7 @@ class PrivacyAccountant:
             if charging:
                 raise RuntimeError(
                     "this accountant was forked into another process, where a charge would be lost"
-                    " to its parent: one budget would be spent twice. Make it with"
-                    " PrivacyAccountant(..., path='budget.db'), which processes share, or give"
+                    " to its parent: make it with PrivacyAccountant(..., path='budget.db'), or give"
                     " every process an accountant with a share of the budget."
                 )
             return known
@@ -952,9 +951,9 @@ class PrivacyAccountant:
             return
         if place is None:
             raise ValueError(
-                "this state, saved by an earlier version, does not say how far the ledger"
-                f" {self.path} was read. If the file was never restored from a copy, go on from the"
-                " saved parameters with a new optimizer."
+                "this state, of an earlier version, does not say how far the ledger"
+                f" {self.path} was read: unless the file was restored from a copy, go on from"
+                " the saved parameters with a new optimizer."
             )
         saved: Counter[DpEvent] = Counter()
         for event, count, *_ in lines:
@@ -970,10 +969,9 @@ class PrivacyAccountant:
         session = self._charging.session
         if session is None:
             raise TypeError(
-                "a PrivacyAccountant in memory cannot be copied or sent to another process: both"
-                " copies would spend the same budget. Make it with PrivacyAccountant(...,"
-                " path='budget.db'), which copies and processes share; or pass the object itself"
-                " on, or save state_dict() and load it into a new accountant when this one is gone."
+                "a PrivacyAccountant in memory cannot be copied: both copies would spend the same"
+                " budget. Make it with PrivacyAccountant(..., path='budget.db'), pass the object"
+                " itself on, or load its state_dict() into a new one."
             )
         starting_worker = get_spawning_popen() is not None  # which alone will read this
         return _open_again, (
@@ -1014,10 +1012,9 @@ class PrivacyAccountant:
         def hook(optimizer: Any) -> None:
             if optimizer.accumulated_iterations != 1:
                 raise RuntimeError(
-                    f"Opacus summed {optimizer.accumulated_iterations} batches before one step. A"
-                    " record drawn in more than one of them counts more than once, which no charge"
-                    " of this library covers. Use Opacus' BatchMemoryManager for batches that do"
-                    " not fit into memory, and step after every batch."
+                    f"Opacus summed {optimizer.accumulated_iterations} batches before one step, in"
+                    " which a record may count more than once: step after every batch, and use"
+                    " Opacus' BatchMemoryManager for batches that do not fit into memory."
                 )
             self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
 
