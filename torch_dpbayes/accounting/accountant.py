@@ -9,13 +9,12 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from multiprocessing import parent_process, util
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
-from . import bounds, events, failures, renyi
+from . import bounds, events, failures, renyi, report, saved_state
 from .charging import Charging, Run
 from .choices import (
     Method,
@@ -36,8 +35,9 @@ from .failures import SMALLEST_DELTA
 from .filters import Budget, Filter
 from .gate import Gate
 from .history import Guarantee, History, Part, PrivacyBudgetExceeded, Settings, needed
-from .ledger import Flag, Key, Ledger, LedgerError, Row, Session, checked_flag
-from .pairs import Concentrated, NonPrivate, Pair
+from .ledger import Ledger, LedgerError, Row, Session
+from .pairs import Concentrated, Pair
+from .report import guarantee_in_words
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
@@ -66,9 +66,6 @@ class Charge(NamedTuple):
     count: int = 1  # type: ignore[assignment]
     label: str | None = None
     adaptive: bool = False
-
-
-_Line = tuple[DpEvent, int, str | None, Flag, str]  # event, count, label, flag, job
 
 
 class EpsilonBounds(NamedTuple):
@@ -225,8 +222,7 @@ class PrivacyAccountant:
             if charging:
                 raise RuntimeError(
                     "this accountant was forked into another process, where a charge would be lost"
-                    " to its parent: one budget would be spent twice. Make it with"
-                    " PrivacyAccountant(..., path='budget.db'), which processes share, or give"
+                    " to its parent: make it with PrivacyAccountant(..., path='budget.db'), or give"
                     " every process an accountant with a share of the budget."
                 )
             return known
@@ -666,7 +662,7 @@ class PrivacyAccountant:
                     f"  spent       epsilon <= {bounds.upper:.5g} at delta = {delta:g} (and >="
                     f" {bounds.lower:.5g}), {sum(self._charging.history.charges.values())} releases"
                 ),
-                f"  guarantee   {self._describe(self._charging, delta)}",
+                f"  guarantee   {guarantee_in_words(self._charging, delta)}",
             ]
             if math.isinf(bounds.upper) and (
                 why := failures.without_delta(self._charging.history.guaranteed(), delta)
@@ -683,39 +679,6 @@ class PrivacyAccountant:
                 lines.append(f"  {label:<{max(width, 11)}} {cost}{count} releases")
             return "\n".join(lines)
 
-    def _describe(self, charging: Charging, delta: float) -> str:
-        history = charging.history
-        if history.guarantee == "none":
-            return (
-                "none for jobs that began after others had charged: there is no budget that a"
-                " filter could keep. Had all parameters been fixed before the first release,"
-                f" epsilon <= {history.price(history.counts, delta):.5g} at delta = {delta:g}"
-            )
-        if history.guarantee == "registered":
-            left = sum(charging.open_registered().values())
-            return (
-                "upper bound for the schedule that was registered before the first release,"
-                f" whoever releases what of it; {left} releases of it are left"
-            )
-        if history.guarantee == "fixed" or history.filter is None:
-            kind = (
-                "privacy loss distributions"
-                if self._method == "pld"
-                else "Renyi curves, at the best order"
-            )
-            return f"upper bound by {kind}; valid for parameters fixed before the first release"
-        text = (
-            f"filter on {history.filter.describe()}, valid for parameters chosen from earlier"
-            f" outputs; {charging.used_share():.1%} of it used"
-        )
-        if not history.declared:
-            doubled = 2 * (self._delta or 0.0)
-            text += (
-                "; in force since a second job began: if outputs decided whether there would be"
-                f" one, the guarantee is delta = {doubled:g}"
-            )
-        return text
-
     def shares(self, delta: float | None = None) -> dict[str | None, tuple[float | None, int]]:
         """Of each label the share of the cost, and the releases. The cost that adds up is the Renyi
         divergence at the order which decides epsilon at ``delta``; the share is ``None`` if
@@ -724,29 +687,7 @@ class PrivacyAccountant:
         """
         delta = self._default_delta(delta)
         with self._gate.lock:
-            history = self._read().history
-            counts, charges = dict(history.counts), dict(history.charges)
-        labels: dict[str | None, dict[Pair, int]] = {}
-        for (event, label, _), count in charges.items():
-            group = labels.setdefault(label, {})
-            pair = history.pair(event)
-            group[pair] = group.get(pair, 0) + count
-        if any(isinstance(pair, NonPrivate) for pair in counts):
-            return {label: (None, sum(group.values())) for label, group in labels.items()}
-        _, others = failures.apart(counts)
-        if not others:
-            return {label: (None, sum(group.values())) for label, group in labels.items()}
-        total = renyi.curve(others)
-        best = renyi.best_order(total, delta)
-        if not 0 < total[best] < math.inf:
-            return {label: (None, sum(group.values())) for label, group in labels.items()}
-        return {
-            label: (
-                float(renyi.curve(failures.apart(group)[1])[best] / total[best]),
-                sum(group.values()),
-            )
-            for label, group in labels.items()
-        }
+            return report.shares(self._read().history, delta)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the settings, as strings, numbers, lists and dicts.
@@ -760,33 +701,9 @@ class PrivacyAccountant:
             charging.refresh()
             charging.settle()
             charging.refresh()  # up to the rows that were just written
-            history = charging.history
             jobs = self._charged_by_jobs(charging) if self._ledger is None else {}
-            return {
-                "method": self._method,
-                "neighboring": self._neighboring,
-                "filter": (
-                    history.filter.code
-                    if history.filter is not None and not history.schedule
-                    else ""
-                ),
-                "budget": list(self._budget or ()),
-                "history": [
-                    [events.encode(event), float(count), label or "", flag]
-                    for (event, label, flag), count in history.charges.items()
-                ],
-                "registered": [
-                    [events.encode(event), float(count)]
-                    for (event, _, _), count in history.schedule.items()
-                ],
-                "ledger": "" if self._ledger is None else self._ledger.id,
-                "place": [] if self._ledger is None else self._ledger.place,
-                "jobs": {
-                    job: [[events.encode(event), float(count)] for event, count in counts.items()]
-                    for job, counts in jobs.items()
-                },
-                "notes": list(self._statements(charging)),
-            }
+            notes = list(self._statements(charging))
+            return saved_state.written(charging.history, jobs, self._ledger, notes)
 
         return self._change(saved, charging=False)
 
@@ -810,12 +727,12 @@ class PrivacyAccountant:
             ValueError: this accountant is not empty, has other settings, or is not the file that
                 the state belongs to.
         """
-        lines, jobs = self._checked_state(state_dict)
+        saved = saved_state.read(state_dict, self._method, self._neighboring)
 
         def load(charging: Charging) -> None:
             charging.refresh()
-            if home := state_dict.get("ledger"):
-                self._check_same_ledger(str(home), state_dict.get("place"), lines)
+            if saved.ledger:
+                saved.require_in(self._ledger)
                 return
             if charging.history.counts or charging.history.schedule:
                 raise ValueError(
@@ -823,34 +740,30 @@ class PrivacyAccountant:
                     " Load into a new PrivacyAccountant."
                 )
             own = list(self._budget or ())
-            same = list(state_dict["budget"]) == own
-            plan: dict[Key, int] = {
-                (events.recorded(code, self._neighboring), None, "registered"): int(count)
-                for code, count in state_dict.get("registered", [])
-            }
-            if not same and (plan or any(flag == "adaptive" for _, _, _, flag, _ in lines)):
+            same = saved.budget == own
+            if saved.is_adaptive and not same:
                 raise ValueError(
-                    "the saved history is adaptive or follows a registered schedule, which is"
-                    f" private only against the limit {state_dict['budget']} that was fixed at its"
-                    f" start; this accountant's is {own}."
+                    "the saved history is adaptive or registered, which is private only against"
+                    f" its budget {saved.budget}; this accountant's is {own}. Load it into one with"
+                    " the saved budget."
                 )
-            rule = Filter.decoded(state_dict["filter"], self._budget)
             # A history that was admitted under the same budget may be priced a hair above it by
             # another discretisation.
             slack = 1.0 if not same else 1.001 if self._method == "pld" else 1 + 1e-9
             parts = [
-                (part, label, flag, job)
-                for event, count, label, flag, job in lines
-                for part in self._parts(event, count)
+                (part, line.label, line.flag, line.job)
+                for line in saved.lines
+                for part in self._parts(line.event, line.count)
             ]
-            charging.load(parts, plan, rule, slack)
+            rule = Filter.decoded(saved.filter, self._budget)
+            charging.load(parts, saved.schedule, rule, slack)
             if self._ledger is None:
-                self._earlier = jobs
-            elif lines:
+                self._earlier = saved.jobs
+            elif parts:
                 self._ledger.add_note(_RESUMED, self._job)
 
         self._change(load)
-        for statement in state_dict.get("notes", []):
+        for statement in saved.notes:
             self.note(statement)
 
     def resume(self, state_dict: Mapping[str, Any]) -> None:
@@ -868,8 +781,8 @@ class PrivacyAccountant:
         if state_dict.get("ledger") or not len(self):
             self.load_state_dict(state_dict)
             return
-        lines, jobs = self._checked_state(state_dict)
-        if lines and "jobs" not in state_dict:
+        saved = saved_state.read(state_dict, self._method, self._neighboring)
+        if saved.lines and not saved.names_jobs:
             raise ValueError(
                 "this state, saved by an earlier version, does not say whose releases it holds, and"
                 " the accountant is not empty: resume with an empty one, which takes them over, and"
@@ -880,100 +793,23 @@ class PrivacyAccountant:
             if self._ledger is None:
                 held = self._charged_by_jobs(charging)
             else:
-                held = {job: self._ledger.charged_by(job) for job in jobs}
-        if any(counts - held.get(job, Counter()) for job, counts in jobs.items()):
+                held = {job: self._ledger.charged_by(job) for job in saved.jobs}
+        if any(counts - held.get(job, Counter()) for job, counts in saved.jobs.items()):
             raise ValueError(
                 "this accountant does not know the releases of the saved run, and resuming would"
                 " forget them: resume with that run's own accountant, or an empty one, which takes"
                 " them over."
             )
-        for statement in state_dict.get("notes", []):
+        for statement in saved.notes:
             self.note(statement)
-
-    def _checked_state(
-        self, state_dict: Mapping[str, Any]
-    ) -> tuple[list[_Line], dict[str, Counter[DpEvent]]]:
-        """The lines of a saved history, each with the job that charged it, and what each job
-        charged.
-        """
-        missing = {"method", "neighboring", "filter", "budget", "history"} - set(state_dict)
-        if missing:
-            raise ValueError(
-                f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing."
-            )
-        for name in ("method", "neighboring"):
-            if state_dict[name] != getattr(self, name):
-                raise ValueError(
-                    f"the saved accountant has {name}={state_dict[name]!r}, this one"
-                    f" {getattr(self, name)!r}: their numbers mean different things. Make this"
-                    " accountant with the saved setting."
-                )
-        decode = partial(events.recorded, neighboring=self._neighboring)
-        lines: list[_Line] = [
-            (decode(code), events.positive_count(int(count)), label or None, checked_flag(flag), "")
-            for code, count, label, flag in state_dict["history"]
-        ]
-        if state_dict.get("ledger"):
-            return lines, {}
-        # In a state of an earlier version the releases are nobody's: of a job that no other state
-        # names.
-        nobody = {uuid.uuid4().hex: [line[:2] for line in state_dict["history"]]}
-        saved = state_dict.get("jobs", nobody)
-        jobs: dict[str, Counter[DpEvent]] = {}
-        for job, counts in saved.items():
-            jobs[job] = Counter()
-            for code, count in counts:
-                jobs[job][decode(code)] += int(count)
-        left = {job: counts.copy() for job, counts in jobs.items()}
-        shares: list[_Line] = []
-        nobodys = 0
-        for event, count, label, flag, _ in lines:
-            for job, counts in left.items():
-                if share := min(count, counts[event]):
-                    shares.append((event, share, label, flag, job))
-                    counts[event] -= share
-                    count -= share
-            nobodys += count
-        if nobodys or any(counts.total() for counts in left.values()):
-            raise ValueError(
-                "this state's history is not the sum of what its jobs charged: it was changed. Load"
-                " it as it was saved."
-            )
-        return shares, jobs
-
-    def _check_same_ledger(self, home: str, place: list[Any] | None, lines: list[_Line]) -> None:
-        if self._ledger is None or self._ledger.id != home:
-            raise ValueError(
-                "the saved history belongs to a ledger file, which goes on counting: a copy of it"
-                " here would let one budget be spent twice. Open that file,"
-                " PrivacyAccountant(path=...), and hand it to whatever resumes."
-            )
-        if not lines:
-            return
-        if place is None:
-            raise ValueError(
-                "this state, saved by an earlier version, does not say how far the ledger"
-                f" {self.path} was read. If the file was never restored from a copy, go on from the"
-                " saved parameters with a new optimizer."
-            )
-        saved: Counter[DpEvent] = Counter()
-        for event, count, *_ in lines:
-            saved[event] += count
-        held = self._ledger.charged_until(place)
-        if held is None or saved - held:
-            raise ValueError(
-                f"the ledger {self.path} holds less than the saved run was charged for: it was"
-                " restored from an older copy. Resuming would forget what came after it."
-            )
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         session = self._charging.session
         if session is None:
             raise TypeError(
-                "a PrivacyAccountant in memory cannot be copied or sent to another process: both"
-                " copies would spend the same budget. Make it with PrivacyAccountant(...,"
-                " path='budget.db'), which copies and processes share; or pass the object itself"
-                " on, or save state_dict() and load it into a new accountant when this one is gone."
+                "a PrivacyAccountant in memory cannot be copied: both copies would spend the same"
+                " budget. Make it with PrivacyAccountant(..., path='budget.db'), pass the object"
+                " itself on, or load its state_dict() into a new one."
             )
         starting_worker = get_spawning_popen() is not None  # which alone will read this
         return _open_again, (
@@ -1014,10 +850,9 @@ class PrivacyAccountant:
         def hook(optimizer: Any) -> None:
             if optimizer.accumulated_iterations != 1:
                 raise RuntimeError(
-                    f"Opacus summed {optimizer.accumulated_iterations} batches before one step. A"
-                    " record drawn in more than one of them counts more than once, which no charge"
-                    " of this library covers. Use Opacus' BatchMemoryManager for batches that do"
-                    " not fit into memory, and step after every batch."
+                    f"Opacus summed {optimizer.accumulated_iterations} batches before one step, in"
+                    " which a record may count more than once: step after every batch, and use"
+                    " Opacus' BatchMemoryManager for batches that do not fit into memory."
                 )
             self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
 

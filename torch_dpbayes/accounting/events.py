@@ -208,9 +208,9 @@ def _sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
         )
     if type(event) is not GaussianDpEvent:
         raise TypeError(
-            f"{sampler} must hold one GaussianDpEvent, got {event!r}. Amplification by sampling is"
-            " proved for a single Gaussian sum per drawn batch; for k releases from one batch"
-            " charge one Gaussian with multiplier 1 / sqrt(sum of 1 / z_i^2)."
+            f"{sampler} must hold one GaussianDpEvent, for which amplification is proved, got"
+            f" {event!r}: for k releases from one batch charge one Gaussian with multiplier"
+            " 1 / sqrt(sum of 1 / z_i^2)."
         )
     return GaussianDpEvent(gaussian_noise_multiplier(event.noise_multiplier))
 
