@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.func import vmap
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent
+from ..accounting.events import DpEvent, positive_count
+from .checks import check_clip_bound, check_noise
 from .density import Model, Prior, UnfitModel
 from .density.pyro_runs import FLAVOURS, made_up, public_randomness
-from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
+from .kernel import Outcome, PrivateKernel, noise_event
 from .proposals import Moves, Proposal
 
 _ROWS_AT_ONCE = 2**16
@@ -96,14 +97,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
             "the clip bound of a record's sufficient statistics",
         )
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
-        if num_data is not None and (
-            isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1
-        ):
-            raise ValueError(
-                "num_data must be a positive whole number, the public number of records, or None;"
-                f" got {num_data!r}."
-            )
-        self._num_data = num_data
+        self._num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._noised_count = num_data is None and accountant.neighboring == "add_or_remove_one"
 
     def _forget(self) -> None:
@@ -146,70 +140,12 @@ class ExponentialFamilyPenalty(PrivateKernel):
                 f"natural_parameters has {len(at[0])} entries, sufficient_statistics {size}: each"
                 " statistic needs its parameter."
             )
-        total = torch.zeros(size, dtype=torch.float64, device=args[0].device)
-        for rows in zip(*(arg.detach().split(_ROWS_AT_ONCE) for arg in args), strict=True):
-            found = self._of_rows(list(rows), size).double()
-            norm = torch.linalg.vector_norm(found, dim=1)
-            finite = norm.isfinite()
-            total += (self._max_norm / norm[finite]).clamp_(max=1.0) @ found[finite]
+        total = self._clipped_sum([arg.detach() for arg in args], size)
         self._sum, self._count = total.to(at[0].device), self._num_data or len(args[0])
         return prior
 
-    def _statistics_size(self, data: list[Tensor]) -> int:
-        """Length of s(x), from made-up rows."""
-        error: Exception | None = None
-        for flavour in FLAVOURS:
-            with public_randomness():
-                rows = [made_up(torch.Size([3, *arg.shape[1:]]), arg, flavour) for arg in data]
-            try:
-                return self._map(rows).shape[1]
-            except Exception as caught:
-                error = error or caught
-        raise UnfitModel(
-            f"sufficient_statistics cannot be mapped over made-up records: {type(error).__name__}:"
-            f" {error}. It takes one record, without the dimension of the records, and returns a"
-            " vector, by tensor operations alone."
-        ) from error
-
-    def _map(self, rows: list[Tensor]) -> Tensor:
-        found = vmap(self._statistics)(*rows)
-        if not isinstance(found, Tensor) or found.dim() > 2:
-            raise ValueError("the statistics of a record are a vector, or one number")
-        return found.reshape(len(rows[0]), -1)
-
-    def _of_rows(self, rows: list[Tensor], size: int) -> Tensor:
-        """s of every row; zeros where the computation fails, which no record may make known."""
-        try:
-            return self._map(rows)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            count = len(rows[0])
-            if count == 1:
-                return torch.zeros(1, size, dtype=torch.float64, device=rows[0].device)
-            halves = [[row[: count // 2] for row in rows], [row[count // 2 :] for row in rows]]
-            return torch.cat([self._of_rows(half, size).double() for half in halves])
-
-    def _at(self, values: dict[str, Tensor]) -> tuple[Tensor, float]:
-        """η and A of θ."""
-        natural, normalizer = self._natural(values), self._normalizer(values)
-        return natural.detach().double().reshape(-1), float(normalizer)
-
     def _is_valid(self, theta: Tensor) -> bool:
         return self._evaluate(theta) is not None
-
-    def _evaluate(self, theta: Tensor) -> tuple[Tensor, float] | None:
-        """η and A at θ, or None where they are not finite. No function of the data."""
-        assert self._prior is not None
-        try:
-            natural, normalizer = self._at(self._prior.constrain(theta))
-        except Exception:
-            return None
-        return (
-            (natural, normalizer)
-            if natural.isfinite().all() and math.isfinite(normalizer)
-            else None
-        )
 
     def _start(self, theta: Tensor) -> None:
         self._current = self._evaluate(theta)
@@ -241,3 +177,70 @@ class ExponentialFamilyPenalty(PrivateKernel):
             return theta, outcome
         self._current, self._log_prior = there, log_prior
         return moved, outcome
+
+    # -- statistics of records ---------------------------------------------------------------------
+
+    def _statistics_size(self, data: list[Tensor]) -> int:
+        """Length of s(x), from made-up rows."""
+        error: Exception | None = None
+        for flavour in FLAVOURS:
+            with public_randomness():
+                rows = [made_up(torch.Size([3, *arg.shape[1:]]), arg, flavour) for arg in data]
+            try:
+                return self._map(rows).shape[1]
+            except Exception as caught:
+                error = error or caught
+        raise UnfitModel(
+            f"sufficient_statistics cannot be mapped over made-up records: {type(error).__name__}:"
+            f" {error}. It takes one record, without the dimension of the records, and returns a"
+            " vector, by tensor operations alone."
+        ) from error
+
+    def _clipped_sum(self, data: list[Tensor], size: int) -> Tensor:
+        """Σ clip(s(x_i)), (size,) in float64. Private data."""
+        total = torch.zeros(size, dtype=torch.float64, device=data[0].device)
+        for rows in zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in data), strict=True):
+            found = self._of_rows(list(rows), size).double()
+            norm = torch.linalg.vector_norm(found, dim=1)
+            finite = norm.isfinite()
+            total += (self._max_norm / norm[finite]).clamp_(max=1.0) @ found[finite]
+        return total
+
+    def _map(self, rows: list[Tensor]) -> Tensor:
+        found = vmap(self._statistics)(*rows)
+        if not isinstance(found, Tensor) or found.dim() > 2:
+            raise ValueError("the statistics of a record are a vector, or one number")
+        return found.reshape(len(rows[0]), -1)
+
+    def _of_rows(self, rows: list[Tensor], size: int) -> Tensor:
+        """s of every row; zeros where the computation fails, which no record may make known."""
+        try:
+            return self._map(rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            count = len(rows[0])
+            if count == 1:
+                return torch.zeros(1, size, dtype=torch.float64, device=rows[0].device)
+            halves = [[row[: count // 2] for row in rows], [row[count // 2 :] for row in rows]]
+            return torch.cat([self._of_rows(half, size).double() for half in halves])
+
+    # -- functions of θ ----------------------------------------------------------------------------
+
+    def _at(self, values: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """η and A of θ."""
+        natural, normalizer = self._natural(values), self._normalizer(values)
+        return natural.detach().double().reshape(-1), float(normalizer)
+
+    def _evaluate(self, theta: Tensor) -> tuple[Tensor, float] | None:
+        """η and A at θ, or None where they are not finite. No function of the data."""
+        assert self._prior is not None
+        try:
+            natural, normalizer = self._at(self._prior.constrain(theta))
+        except Exception:
+            return None
+        return (
+            (natural, normalizer)
+            if natural.isfinite().all() and math.isfinite(normalizer)
+            else None
+        )
