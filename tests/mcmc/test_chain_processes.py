@@ -686,6 +686,24 @@ def test_parallel_chains_start_where_they_are_told_to(context, accountant):
     )
 
 
+EARLIER = {name: -value for name, value in FAR.items()}
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["all rows", "rows of a larger tensor"])
+@pytest.mark.parametrize("earlier", [EARLIER, {name: value[:1] for name, value in EARLIER.items()}])
+def test_whose_start_it_is_is_told_by_the_rows_of_one_tensor(first, earlier, monkeypatch):
+    """Pyro sets the starts of all parallel chains on one kernel, one after another."""
+    kernel = make("penalty", dpb.PrivacyAccountant())
+    for starts in (earlier, {name: value[first:] for name, value in FAR.items()}):
+        for row in zip(*starts.values()):
+            kernel.initial_params = dict(zip(starts, row))
+    for chain, expected in enumerate(FAR["mean"][first:]):
+        monkeypatch.setattr("torch_dpbayes.mcmc.kernel.chain_number", lambda chain=chain: chain)
+        assert kernel.initial_params["mean"] == expected
+    kernel.initial_params = {"mean": torch.tensor(7.0), "scale": torch.tensor(0.5)}
+    assert kernel.initial_params["mean"] == 7.0
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))]
 )

@@ -1,5 +1,17 @@
 """Kernels for ``pyro.infer.MCMC``: differentially private chains that sample the exact
 posterior.
+
+One algorithm is one file, with the same parts in the same order: the formula, source, arguments and
+privacy of the class; its settings; what it forgets and never pickles; ``_prepare`` (the model and
+the data), ``_is_valid``, ``_start``, ``_scale``, ``_charges`` and ``_iterate``. Copy ``penalty.py``
+for the next one.
+
+* ``kernel``: what all kernels share; ``proposals``: where a penalty kernel goes;
+* ``density``: record terms and gradients of a Pyro model, the only thing here that reads data
+  besides ``exponential_family``;
+* ``chain_processes``: chains in processes of their own;
+* ``owners``, ``many_owners``, ``process_group``: records of one owner, or of several;
+* ``planning``: noise for a budget.
 """
 
 from .density import RecordDensity, clipped_ratio_sum

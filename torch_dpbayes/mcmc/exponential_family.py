@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent
+from ..accounting.events import DpEvent, positive_count
+from .checks import check_clip_bound, check_noise
 from .density import Model, Prior, UnfitModel
 from .density.record_statistics import RecordStatistics
-from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
+from .kernel import Outcome, PrivateKernel, noise_event
 from .proposals import Moves, Proposal
 
 
@@ -93,14 +94,7 @@ class ExponentialFamilyPenalty(PrivateKernel):
             "the clip bound of a record's sufficient statistics",
         )
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
-        if num_data is not None and (
-            isinstance(num_data, bool) or not isinstance(num_data, int) or num_data < 1
-        ):
-            raise ValueError(
-                "num_data must be a positive whole number, the public number of records, or None;"
-                f" got {num_data!r}."
-            )
-        self._num_data = num_data
+        self._num_data = None if num_data is None else positive_count(num_data, "num_data")
         self._noised_count = num_data is None and accountant.neighboring == "add_or_remove_one"
 
     def _forget(self) -> None:
@@ -148,26 +142,8 @@ class ExponentialFamilyPenalty(PrivateKernel):
         self._count = self._num_data or len(args[0])
         return prior
 
-    def _at(self, values: dict[str, Tensor]) -> tuple[Tensor, float]:
-        """η and A of θ."""
-        natural, normalizer = self._natural(values), self._normalizer(values)
-        return natural.detach().double().reshape(-1), float(normalizer)
-
     def _is_valid(self, theta: Tensor) -> bool:
         return self._evaluate(theta) is not None
-
-    def _evaluate(self, theta: Tensor) -> tuple[Tensor, float] | None:
-        """η and A at θ, or None where they are not finite. No function of the data."""
-        assert self._prior is not None
-        try:
-            natural, normalizer = self._at(self._prior.constrain(theta))
-        except Exception:
-            return None
-        return (
-            (natural, normalizer)
-            if natural.isfinite().all() and math.isfinite(normalizer)
-            else None
-        )
 
     def _start(self, theta: Tensor) -> None:
         self._current = self._evaluate(theta)
@@ -199,3 +175,23 @@ class ExponentialFamilyPenalty(PrivateKernel):
             return theta, outcome
         self._current, self._log_prior = there, log_prior
         return moved, outcome
+
+    # -- functions of θ ----------------------------------------------------------------------------
+
+    def _at(self, values: dict[str, Tensor]) -> tuple[Tensor, float]:
+        """η and A of θ."""
+        natural, normalizer = self._natural(values), self._normalizer(values)
+        return natural.detach().double().reshape(-1), float(normalizer)
+
+    def _evaluate(self, theta: Tensor) -> tuple[Tensor, float] | None:
+        """η and A at θ, or None where they are not finite. No function of the data."""
+        assert self._prior is not None
+        try:
+            natural, normalizer = self._at(self._prior.constrain(theta))
+        except Exception:
+            return None
+        return (
+            (natural, normalizer)
+            if natural.isfinite().all() and math.isfinite(normalizer)
+            else None
+        )

@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.events import DpEvent
+from ..accounting.events import DpEvent, positive_count
+from .checks import check_clip_bound, check_noise, check_positive
 from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
-from .kernel import (
-    Outcome,
-    PrivateKernel,
-    check_clip_bound,
-    check_noise,
-    check_positive,
-    noise_event,
-)
+from .kernel import Outcome, PrivateKernel, noise_event
 
 
 class DPHMC(PrivateKernel):
@@ -91,13 +85,9 @@ class DPHMC(PrivateKernel):
         reuse_gradients: bool = True,
         target_accept_prob: float | None = 0.65,
     ) -> None:
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise ValueError(
-                f"num_steps must be a positive whole number of leapfrog steps, got {num_steps!r}."
-            )
         super().__init__(model, accountant, target_accept_prob)
         self._step_size = check_positive("step_size", step_size, "of the leapfrog integrator")
-        self._num_steps = num_steps
+        self._num_steps = positive_count(num_steps, "num_steps")
         self._slope = check_clip_bound(
             "log_ratio_slope",
             log_ratio_slope,

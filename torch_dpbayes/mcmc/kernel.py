@@ -33,7 +33,7 @@ from .chain_processes import (
     is_next_chains_start,
 )
 from .density import Model, Prior, UnfitModel
-from .owners import ChainStart, SoleOwner, can_hide
+from .owners import ChainStart, SoleOwner
 from .proposals import Moves
 
 _DRAWS = 100
@@ -444,36 +444,3 @@ def noise_event(noise_multiplier: float) -> events.DpEvent:
         if noise_multiplier
         else events.NonPrivateDpEvent()
     )
-
-
-def check_noise(name: str, value: float) -> float:
-    """``value`` as 0 or a valid noise multiplier."""
-    return float(value) if value == 0 else events.gaussian_noise_multiplier(value, name)
-
-
-def check_positive(name: str, value: Any, what: str) -> float:
-    """``value`` as a positive finite float."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive finite number, {what}; got {value!r}.")
-    return float(value)
-
-
-def check_clip_bound(name: str, value: Any, what: str) -> float:
-    """``value`` as a clip bound that noise can hide."""
-    if not can_hide(bound := check_positive(name, value, what)):
-        raise ValueError(
-            f"{name} = {value!r} is too extreme for sums in 64-bit floats: take a value between"
-            " 1e-30 and 1e150, in other units of the parameters or the data if need be."
-        )
-    return bound
-
-
-__all__ = [
-    "Outcome",
-    "PrivateKernel",
-    "can_hide",
-    "check_clip_bound",
-    "check_noise",
-    "check_positive",
-    "noise_event",
-]

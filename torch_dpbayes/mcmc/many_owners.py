@@ -23,9 +23,10 @@ from .. import __version__
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..noise import GaussianNoise
+from .checks import can_hide
 from .density import InvalidPoint, Model, RecordDensity, without_value_checks
 from .density.arguments import filled_if_empty
-from .owners import ChainStart, SoleOwner, can_hide
+from .owners import ChainStart, SoleOwner
 from .process_group import CHARGED, Place, Ranks, SharedRandomness
 
 _COMPARED_ROWS = 5

@@ -13,15 +13,8 @@ from torch import Tensor
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
 from ..noise import GaussianNoise
+from .checks import can_hide
 from .density import Model, Prior, RecordDensity
-
-
-def can_hide(scale: float) -> bool:
-    """False for a clip bound, or a noise standard deviation, where squares and sums over records
-    could overflow or be rounded to nothing, and one record would show. All is clipped, summed and
-    noised in float64, whatever the model's dtype. ``scale`` is public.
-    """
-    return 1e-30 < scale < 1e150
 
 
 class ChainStart(NamedTuple):

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import DpEvent
+from .checks import check_clip_bound, check_noise
 from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
-from .kernel import Outcome, PrivateKernel, check_clip_bound, check_noise, noise_event
+from .kernel import Outcome, PrivateKernel, noise_event
 from .proposals import Moves, Proposal
 
 
@@ -80,12 +81,11 @@ class DPPenalty(PrivateKernel):
         )
         self._multiplier = check_noise("noise_multiplier", noise_multiplier)
         self._plate = data_plate
-        self._density: RecordDensity | None = None
-        self._terms: Tensor | None = None
 
     def _forget(self) -> None:
         super()._forget()
-        self._density = self._terms = None
+        self._density: RecordDensity | None = None
+        self._terms: Tensor | None = None  # of the records, at the point where the chain is
 
     def _private_state(self) -> tuple[str, ...]:
         return ("_density", "_terms")

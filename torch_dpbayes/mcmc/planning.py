@@ -16,9 +16,10 @@ from ..accounting.accountant import (
 from ..accounting.calibration import noise_multiplier_for
 from ..accounting.choices import Neighboring, NeighboringRelation, neighboring_relation
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
+from .checks import check_positive
 from .exponential_family import ExponentialFamilyPenalty
 from .hmc import DPHMC
-from .kernel import PrivateKernel, check_positive
+from .kernel import PrivateKernel
 from .multi_owner import MultiOwnerHMC, MultiOwnerPenalty
 from .penalty import DPPenalty
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..accounting import events
+from .checks import check_positive
 
 
 class Proposal(Protocol):
@@ -60,16 +61,9 @@ class Moves:
                 float(torch.linalg.vector_norm(proposal_scale)) / math.sqrt(len(proposal_scale)),
             )
         elif proposal_scale is not None:
-            if (
-                isinstance(proposal_scale, bool)
-                or not isinstance(proposal_scale, int | float)
-                or not 0 < proposal_scale < math.inf
-            ):
-                raise ValueError(
-                    "proposal_scale must be positive and finite, a standard deviation in"
-                    f" unconstrained space; got {proposal_scale!r}."
-                )
-            self.scale = float(proposal_scale)
+            self.scale = check_positive(
+                "proposal_scale", proposal_scale, "a standard deviation in unconstrained space"
+            )
 
     def require_dimension(self, dimension: int) -> None:
         """Refuse a scale for another number of coordinates."""

@@ -1,4 +1,13 @@
-"""One posterior sample: a draw from a posterior is private by itself, if its certificate holds."""
+"""One posterior sample: a draw from a posterior is private by itself, if its certificate holds.
+
+* ``one_posterior_sample``: solve for the tempering, charge, draw, release one value;
+* ``certificates``: what bounds a record's influence, one certificate a file; a new one is a copy of
+  ``certificates/bounded.py`` and a line in ``certificates/__init__.py``;
+* ``models``: what a certificate asks of a model; ``glm`` and ``pyro_model`` answer it;
+* ``langevin``, ``nuts``: the samplers; ``sampling_error``: what their distance from the target
+  costs;
+* ``hybrid_sampling``: one posterior sample as the start of a private chain.
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -83,8 +83,7 @@ class GLM:
             )
         if isinstance(max_feature_norm, Tensor | bool) or not 0 < max_feature_norm < math.inf:
             raise ValueError(
-                f"max_feature_norm must be a positive finite number, got {max_feature_norm!r}: it"
-                " bounds what one record can do"
+                f"max_feature_norm must be a positive finite number, got {max_feature_norm!r}."
             )
         require_representable("max_feature_norm", max_feature_norm)
         for name, value, owner in (
@@ -471,7 +470,7 @@ class GLMTarget:
 
     def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
         """The same with every log likelihood clipped into [low, high] instead of every gradient;
-        ``relative``: its difference to that at " "the start.
+        ``relative``: its difference to that at the start.
         """
         values = self._records.log_likelihoods(theta)
         if relative:

@@ -86,8 +86,8 @@ class OnePosteriorSample:
                 "certificate must be one of torch_dpbayes.ops' certificates, as"
                 f" FiniteRunLangevin(steps=1000), got {certificate!r}."
             )
-        bound = _bound(model)
-        certificate.check(bound)
+        posterior = _as_model(model)
+        certificate.check(posterior)
         if delta is None and accountant is not None:
             delta = accountant.delta
         if epsilon is not None:
@@ -102,7 +102,7 @@ class OnePosteriorSample:
             )
         if accountant is None:
             accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
-        self._model = bound
+        self._model = posterior
         self._reserve = reserve
         self._certificate = certificate
         self._epsilon = epsilon
@@ -112,7 +112,7 @@ class OnePosteriorSample:
         if (
             accountant.neighboring == "add_or_remove_one"
             and num_data is None
-            and certificate.needs_num_data(bound)
+            and certificate.needs_num_data(posterior)
         ):
             raise ValueError(
                 "the guarantee depends on the number of records, which is private here: state"
@@ -284,12 +284,12 @@ class OnePosteriorSample:
     def _charge(
         self, event: DpEvent, epsilon: float | None, reserve: DpEvent | None, label: str
     ) -> None:
-        """Charges; the target is asked again afterwards, for other threads and processes
+        """Charges; the target is posterior again afterwards, for other threads and processes
         charge the same accountant in between.
         """
 
         def passes_target(*more: DpEvent | None) -> bool:
-            return epsilon is not None and self._total(*more) > epsilon * (1 + 1e-9)
+            return epsilon is not None and self._epsilon_with(*more) > epsilon * (1 + 1e-9)
 
         with _charging:  # two draws at a time would each refuse the other
             if passes_target(event, reserve):
@@ -334,10 +334,10 @@ class OnePosteriorSample:
                 " num_data=N), or draw first."
             )
         if num_data not in self._solved:
-            self._solved[num_data] = self._solve(num_data)
+            self._solved[num_data] = self._largest_tempering(num_data)
         return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
 
-    def _total(self, *more: DpEvent | None) -> float:
+    def _epsilon_with(self, *more: DpEvent | None) -> float:
         """ε of what the accountant holds, and of ``more``."""
         assert self._delta is not None
         if self._accountant.is_later_job or self._accountant.guarantee != "fixed":
@@ -356,11 +356,11 @@ class OnePosteriorSample:
                 joint.compose(event)
         return joint.get_epsilon(self._delta)
 
-    def _solve(self, num_data: int | None) -> float:
+    def _largest_tempering(self, num_data: int | None) -> float:
         """The largest tempering that meets the target."""
 
         def cost(tempering: float) -> float:
-            return self._total(
+            return self._epsilon_with(
                 self._certificate.event(
                     self._model, Setting(tempering, num_data, self._accountant.neighboring)
                 ),
@@ -416,7 +416,7 @@ def _plain_arithmetic() -> Iterator[None]:
         yield
 
 
-def _bound(model: Any) -> Model:
+def _as_model(model: Any) -> Model:
     if isinstance(model, GLM):
         return model
     if not callable(model) or isinstance(model, type):

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -18,6 +17,7 @@ from torch.func import functional_call
 
 from ..checks.model_checks import check_layers
 from ..mcmc.density import InvalidPoint, Prior, RecordDensity, UnfitModel
+from .checks import require_positive
 from .models import Loss, using_pyro
 
 # log likelihood of what cannot happen: finite, for a sampler may fail at infinity, and one record
@@ -195,12 +195,7 @@ def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> Callable
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"a torch.nn.Module is needed, got {type(module).__name__}")
-    if (
-        isinstance(prior_std, bool)
-        or not isinstance(prior_std, int | float)
-        or not 0 < prior_std < math.inf
-    ):
-        raise ValueError(f"prior_std must be positive and finite, got {prior_std!r}")
+    require_positive("prior_std", prior_std)
     copy = deepcopy(module).train()
     check_layers(copy)
     copy.eval()  # dropout is no part of a posterior

@@ -1,6 +1,7 @@
 """Record terms and clipped gradients against Pyro's own potential; records that are not numbers."""
 
 import math
+import pickle
 from functools import partial
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from support.pyro_models import (
 )
 from torch import nn
 
+import torch_dpbayes.mcmc.density
 from torch_dpbayes.mcmc import RecordDensity, clipped_ratio_sum
 from torch_dpbayes.mcmc.density import InvalidPoint
 
@@ -338,3 +340,9 @@ def test_a_sum_over_a_million_records_moves_by_no_more_than_the_bound():
     assert sums[0] == pytest.approx(1.1e6, rel=1e-9)
     for more, less in pairwise(sums):
         assert abs(more - less) <= 1.1 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["InvalidPoint", "Prior", "RecordDensity", "UnfitModel"])
+def test_pickles_find_the_classes_where_they_lay_before(name):
+    pickled = f"ctorch_dpbayes.mcmc.record_density\n{name}\n.".encode()
+    assert pickle.loads(pickled) is getattr(torch_dpbayes.mcmc.density, name)
