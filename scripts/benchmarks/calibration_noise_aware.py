@@ -3,10 +3,11 @@
 
     python scripts/benchmarks/calibration_noise_aware.py results.csv [--only logistic] [--data-sets 100] [--seconds 170]
 
-Parameters are drawn from the prior, records from the model, and a private posterior is made of them by the public functions. If the posterior is
-right, central 50 % and 90 % intervals hold the parameters in 50 % and 90 % of the cases, whatever n and ε. Every cell is one line of the file, with the
-standard error over data sets. The oracle knows the curvature at the true parameters and spends the same gradients (or, in the second column, all of
-the budget) at the mode. Cells whose line holds as many data sets as are asked for are skipped, others go on where they stood.
+Parameters are drawn from the prior, records from the model, and a private posterior is made of them by the public
+functions. If the posterior is right, central 50 % and 90 % intervals hold the parameters in 50 % and 90 % of the cases,
+whatever n and ε. Every cell is one line of the file, with the standard error over data sets. The oracle knows the
+curvature at the true parameters and spends the same gradients (or, in the second column, all of the budget) at the mode.
+Cells whose line holds as many data sets as are asked for are skipped, others go on where they stood.
 """
 
 from __future__ import annotations

@@ -74,4 +74,6 @@ def run_general(sums: PrivateSums, plan: Plan, prior: GaussianPrior) -> tuple[Su
         centre = theta
         surrogate = Surrogate(transcript.gradients, LinearResponse(curvature), curvature, spread, centre)
         theta = mode(surrogate, prior)
+        while not sums.is_valid(theta):  # the point before it is valid, and all between them are public or released
+            theta = (theta + centre) / 2
     return surrogate, transcript
