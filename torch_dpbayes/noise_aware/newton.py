@@ -61,7 +61,7 @@ def run_general(sums: PrivateSums, plan: Plan, prior: GaussianPrior) -> tuple[Su
     mechanism = Mechanism(sums)
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
-    theta, spread = prior.mean, 0.0
+    theta, raw_std = prior.mean, 0.0
     raw = torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64)
     for step, multiplier in enumerate(plan.gradient_multipliers):
         transcript.gradients.append(mechanism.gradient(theta, multiplier))
@@ -69,8 +69,8 @@ def run_general(sums: PrivateSums, plan: Plan, prior: GaussianPrior) -> tuple[Su
             release = mechanism.curvature(theta, multipliers[step])
             first = not transcript.curvatures
             transcript.curvatures.append(release)
-            raw, spread = (release.value, release.noise_std) if first else combined(raw, spread, release.value, release.noise_std)
-            curvature = positive(raw, spread)
+            raw, raw_std = (release.value, release.noise_std) if first else combined(raw, raw_std, release.value, release.noise_std)
+            curvature, spread = denoised(raw, raw_std)
         centre = theta
         surrogate = Surrogate(transcript.gradients, LinearResponse(curvature), curvature, spread, centre)
         theta = mode(surrogate, prior)
