@@ -53,9 +53,11 @@ def linear_module():
 WAYS = {
     "glm": lambda x, y, **how: laplace(GLM(), x, y, **how).mean["weights"],
     "pyro": lambda x, y, **how: laplace(model, x, y, max_grad_norm=1.0, **how).mean["w"],
-    "module": lambda x, y, **how: laplace_for_module(
-        linear_module(), x, y, loss=BCE, prior_std=1.0, max_grad_norm=1.0, **how
-    ).mean["0.weight"][0],
+    "module": (
+        lambda x, y, **how: laplace_for_module(
+            linear_module(), x, y, loss=BCE, prior_std=1.0, max_grad_norm=1.0, **how
+        ).mean["0.weight"][0]
+    ),
 }
 
 

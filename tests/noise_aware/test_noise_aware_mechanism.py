@@ -32,9 +32,10 @@ def is_chi_squared(total: float, count: int) -> bool:
 
 
 def records(count: int = 300, dimension: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    return 2 * torch.randn(count, dimension, dtype=torch.float64), torch.randint(
-        0, 2, (count,)
-    ).double()
+    return (
+        2 * torch.randn(count, dimension, dtype=torch.float64),
+        torch.randint(0, 2, (count,)).double(),
+    )
 
 
 def model(x, y):

@@ -12,7 +12,7 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor
 
-from ..mcmc.kernel import check_clip_bound, check_positive
+from ..mcmc.checks import check_clip_bound, check_positive
 
 Values = Mapping[str, Tensor]
 

@@ -11,8 +11,8 @@ from pyro.nn import PyroModule
 from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant
+from ..mcmc.checks import check_clip_bound
 from ..mcmc.density import RecordDensity
-from ..mcmc.kernel import check_clip_bound
 from ..ops.glm import GLM
 from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module

@@ -31,6 +31,9 @@ class PrivateSums(Protocol):
     curvature_bound: float
     """Frobenius norm of a record's part in :meth:`curvature_sum`, which is not negative."""
 
+    def is_valid(self, theta: Tensor) -> bool:
+        """Whether the model can be evaluated at θ, whatever the records are."""
+
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ clip(∇ℓ_i(θ)), ``[d]`` in float64. Private data."""
 

@@ -65,7 +65,7 @@ def run_general(
     mechanism = Mechanism(sums)
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
-    theta, spread = prior.mean, 0.0
+    theta, raw_std = prior.mean, 0.0
     raw = torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64)
     for step, multiplier in enumerate(plan.gradient_multipliers):
         transcript.gradients.append(mechanism.gradient(theta, multiplier))
@@ -73,15 +73,18 @@ def run_general(
             release = mechanism.curvature(theta, multipliers[step])
             first = not transcript.curvatures
             transcript.curvatures.append(release)
-            raw, spread = (
+            raw, raw_std = (
                 (release.value, release.noise_std)
                 if first
-                else combined(raw, spread, release.value, release.noise_std)
+                else combined(raw, raw_std, release.value, release.noise_std)
             )
-            curvature = positive(raw, spread)
+            curvature, spread = denoised(raw, raw_std)
         centre = theta
         surrogate = Surrogate(
             transcript.gradients, LinearResponse(curvature), curvature, spread, centre
         )
         theta = mode(surrogate, prior)
+        # the point before it is valid, and all between them are public or released
+        while not sums.is_valid(theta):
+            theta = (theta + centre) / 2
     return surrogate, transcript

@@ -61,6 +61,10 @@ class GLMSums:
         precision = model.prior_precision.expand(self.dimension).clone()
         self.prior = GaussianPrior(torch.zeros(self.dimension, dtype=torch.float64), precision)
 
+    def is_valid(self, theta: Tensor) -> bool:
+        """Everywhere."""
+        return bool(theta.isfinite().all())
+
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ clip(∇ℓ_i(θ)). Private data."""
         return self._records.loss_gradient(theta.to(self._records.x.device))

@@ -127,15 +127,16 @@ def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:
         deviation of what is left of the noise.
     """
     size = len(released)
-    level = max(float(released.trace()) / size, noise_std / size)
-    shape = released - level * torch.eye(size, dtype=released.dtype)
+    eye = torch.eye(size, dtype=released.dtype)
+    found = max(float(released.trace()) / size, 1e-3 * noise_std)
+    # its noise has the standard deviation noise_std/√d
+    level = found**3 / (found**2 + noise_std**2 / size)
+    shape = released - found * eye
     expected = noise_std**2 * (size * (size + 1) / 2 - 1)
-    found = float(shape.square().sum())
-    kept = max(0.0, 1 - expected / found) if found > 0 else 0.0
-    # the level has noise as well, which moves all eigenvalues together
-    left = min(1.0, kept + 2 / size)
-    shrunk = level * torch.eye(size, dtype=released.dtype) + kept * shape
-    return floored(shrunk, 0.05 * level), noise_std * math.sqrt(left)
+    square = float(shape.square().sum())
+    kept = max(0.0, 1 - expected / square) if square > 0 else 0.0
+    left = min(1.0, kept + 2 / size)  # the level's noise moves all eigenvalues together
+    return floored(level * eye + kept * shape, 0.05 * level), noise_std * math.sqrt(left)
 
 
 def floored(matrix: Tensor, least: float) -> Tensor:

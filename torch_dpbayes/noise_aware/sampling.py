@@ -47,6 +47,8 @@ class WeightedDraws:
             if self.are_good:
                 return
         for _ in range(_ROUNDS if len(mean) <= _MOST_ADAPTED else 0):
+            if not self.worth:  # not one candidate has a density: there is nothing to learn from
+                return
             mean, precision = self._moments()
             self._propose(mean, precision, _DEGREES[0])
             if self.are_good:

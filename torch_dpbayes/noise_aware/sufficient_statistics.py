@@ -97,13 +97,14 @@ def _exponential_family(
 ) -> NoiseAwarePosterior:
     prior = Prior(model.prior)
     statistics = RecordStatistics(model.statistics, data)
+    size = statistics.size  # the posterior keeps what follows, and must not keep the records
     bound = model.max_statistic_norm
     std = multiplier * bound
 
     def moments(theta: Tensor) -> tuple[Tensor, Tensor]:
         values = prior.constrain(theta.to(prior.dtype))
         eta = model.natural_parameters(values).to(torch.float64)
-        noise = std**2 * torch.eye(statistics.size, dtype=torch.float64)
+        noise = std**2 * torch.eye(size, dtype=torch.float64)
         return (
             count * grad(model.log_normalizer)(eta),
             count * jacrev(grad(model.log_normalizer))(eta) + noise,
@@ -111,13 +112,13 @@ def _exponential_family(
 
     latents = PyroPrior(prior)
     centre = latents.gaussian().mean
-    if len(moments(centre)[0]) != statistics.size:
+    if len(moments(centre)[0]) != size:
         raise UnfitModel(
             "natural_parameters and statistics have different lengths: each statistic needs its"
             " parameter."
         )
     accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
-    released = statistics.clipped_sum(bound).to(_CPU) + std * _normal(statistics.size)
+    released = statistics.clipped_sum(bound).to(_CPU) + std * _normal(size)
     return _posterior(
         released,
         moments,
