@@ -94,5 +94,5 @@ def test_every_public_value_is_unpickled():
 )
 def test_bad_models_are_refused_as_they_were(old):
     new = refusal(old["model"], old["mode"])
-    assert new["type"] == old["type"]
+    assert old["type"] in new["types"]  # an error of a narrower kind is one of the old kind
     assert not [word for word in old["key_words"] if word not in new["message"]]

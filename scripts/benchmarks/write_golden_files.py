@@ -186,7 +186,7 @@ def write_ledger() -> dict[str, Any]:
     return ledger_values(path)
 
 
-def refusal(name: str, mode: str | None) -> dict[str, str]:
+def refusal(name: str, mode: str | None) -> dict[str, Any]:
     """What make_private says to one of the bad models of tests/test_model_checks.py."""
     from test_model_checks import REFUSED, make_private
 
@@ -195,8 +195,9 @@ def refusal(name: str, mode: str | None) -> dict[str, str]:
     try:
         make_private(make(), shape, grad_sample_mode=mode)
     except Exception as error:
-        return {"type": type(error).__name__, "message": str(error)}
-    return {"type": "none", "message": ""}
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return {"types": kinds, "message": str(error)}
+    return {"types": ["none"], "message": ""}
 
 
 def key_words(message: str, wanted: list[str]) -> list[str]:
@@ -212,8 +213,10 @@ def refusals() -> list[dict[str, Any]]:
     for name, (_, _, wanted) in REFUSED.items():
         for mode in (None, "hooks"):
             said = refusal(name, mode)
-            words = key_words(said["message"], wanted)
-            found.append({"model": name, "mode": mode, **said, "key_words": words})
+            words, message = key_words(said["message"], wanted), said["message"]
+            kind = "ValueError" if "ValueError" in said["types"] else said["types"][0]
+            old = {"model": name, "mode": mode, "type": kind}
+            found.append({**old, "message": message, "key_words": words})
     return found
 
 
