@@ -191,6 +191,14 @@ class PosteriorSamples:
                     " track_running_stats."
                 )
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the parameters that are sampled; empty before the first sample."""
+        return {name: p.shape for name, p in self._samples[0].items()} if self._samples else {}
+
+    def draws_of(self, name: str) -> np.ndarray[Any, Any]:
+        """All samples of one parameter, one row each."""
+        return np.stack([_array(sample[name]) for sample in self._samples])
+
     # -- predicting --------------------------------------------------------------------------------
 
     def predict(self, model: nn.Module, x: Tensor, transform: Transform | None = softmax) -> Tensor:
@@ -379,7 +387,7 @@ class PosteriorSamples:
         if not isinstance(x, Tensor) or x.dim() == 0:
             raise TypeError("x must be a tensor whose first dimension is the record.")
         parameters = dict(model.named_parameters())
-        shapes = {name: s.shape for name, s in self._samples[0].items()}
+        shapes = self.shapes()
         # A model may be frozen after training; what was frozen during training cannot be trainable
         # now.
         of_model = {
@@ -493,19 +501,19 @@ class PosteriorSamples:
                     f"chain {number} is a {type(chain).__name__}: pass PosteriorSamples one by one,"
                     " first.to_arviz(second, third)."
                 )
-            if not chain._samples:
+            if not len(chain):
                 raise RuntimeError(
                     f"Chain {number} holds no sample yet: {chain!r}. Collect after burn-in, before"
                     " the export."
                 )
-        shapes = {name: s.shape for name, s in self._samples[0].items()}
+        shapes = self.shapes()
         if taken := shapes.keys() & {"chain", "draw"}:
             raise ValueError(
                 f"A parameter is called {taken.pop()!r}, which ArviZ uses for a dimension and"
                 " drops: rename it in the model."
             )
         for number, chain in enumerate(other_chains, 2):
-            others = {name: s.shape for name, s in chain._samples[0].items()}
+            others = chain.shapes()
             if others != shapes:
                 raise ValueError(
                     f"Chain {number} samples other parameters than the first one:"
@@ -518,12 +526,7 @@ class PosteriorSamples:
                     f" one {len(self)} with thin={self.thin}: collect all with the same burn_in,"
                     " thin and max_samples, as often."
                 )
-        posterior = {
-            name: np.stack(
-                [np.stack([_array(s[name]) for s in chain._samples]) for chain in chains]
-            )
-            for name in shapes
-        }
+        posterior = {name: np.stack([chain.draws_of(name) for chain in chains]) for name in shapes}
         for i, j in itertools.combinations(range(len(chains)), 2):
             if all(np.array_equal(of_chain[i], of_chain[j]) for of_chain in posterior.values()):
                 raise ValueError(

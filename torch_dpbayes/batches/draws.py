@@ -100,7 +100,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._deliveries = 0  # of the first of them
         self._size = 0  # of the draw that was delivered last
         self.checksum = 0  # of that draw
-        self._part_size = 0  # of the batch that was delivered last
+        self.part_size = 0  # records in the batch delivered last, a draw or a part of one: data
         self._begin()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -255,7 +255,7 @@ class PoissonSampler(UniformWithReplacementSampler):
                 len(self._draws[self._delivered].records),
                 self._draws[self._delivered].checksum,
             )
-            self._part_size = self._size
+            self.part_size = self._size
             self._delivered += 1
             self.draw += 1
         self._ready, self._is_last = True, is_last
@@ -312,8 +312,3 @@ class PoissonSampler(UniformWithReplacementSampler):
         leave the library.
         """
         return self._size
-
-    @property
-    def part_size(self) -> int:
-        """Number of records in the batch delivered last, a draw or a part of one: data as well."""
-        return self._part_size

@@ -26,7 +26,7 @@ class _CountingCollate:
         self.sampler = sampler
 
     def __call__(self, records: list[Any]) -> Any:
-        self.sampler._part_size = len(records)
+        self.sampler.part_size = len(records)
         return self.wrapped_collator_fn(records)
 
 

@@ -8,6 +8,7 @@ that ran are collected as well, for thresholds are among them.
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import math
 import os
@@ -260,7 +261,7 @@ def _place(is_number: bool) -> Place | None:
     """The innermost line of the caller's that runs now; None where a number is taken by a
     layer of torch's or Opacus', or no caller is there.
     """
-    frame: types.FrameType | None = sys._getframe(2)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith((_OWN, *_MODES)):
         frame = frame.f_back
     if is_number and frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):

@@ -1495,7 +1495,7 @@ def _run(
     ]
     watch = HookWatch()
     try:
-        with torch.set_grad_enabled(bool(draws._seed % 2)), draws, watch:  # the model may ask which
+        with torch.set_grad_enabled(bool(draws.seed % 2)), draws, watch:  # the model may ask which
             found.outputs = [t.detach() for t in tensors_in(module(*arguments))]
     finally:
         for handle in handles:
@@ -1731,7 +1731,7 @@ class _SeededDraws(TorchDispatchMode):
         others: Tensor | None = None,
     ) -> None:
         super().__init__()
-        self._seed, self._axes, self._are_alike = seed, axes, are_alike
+        self.seed, self._axes, self._are_alike = seed, axes, are_alike
         self._by_record, self._others = by_record, others
         self._calls: Counter[str] = Counter()
         self.shapes: list[torch.Size] = []
@@ -1743,8 +1743,8 @@ class _SeededDraws(TorchDispatchMode):
         return bool(self.shapes) or self.is_elsewhere
 
     def __enter__(self) -> Any:
-        random.seed(self._seed)
-        numpy.random.seed(self._seed)
+        random.seed(self.seed)
+        numpy.random.seed(self.seed)
         self._before = _other_states()
         return super().__enter__()
 
@@ -1758,7 +1758,7 @@ class _SeededDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _is_random(function, args, kwargs):
             return function(*args, **kwargs)
-        seed = self._seed
+        seed = self.seed
         if not self._are_alike:
             call = repr((seed, function, [a.shape if isinstance(a, Tensor) else a for a in args]))
             self._calls[call] += 1

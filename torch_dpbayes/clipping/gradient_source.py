@@ -347,7 +347,7 @@ class HooksGradientSource(GradientSource):
         # what else the caller's hooks keep is on modules that are not known here
         if self._hooks is None:
             return
-        self._hooks._forget_pass()
+        self._hooks.forget_pass()
 
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         records: Tensor | list[Tensor] | None = getattr(parameter, "grad_sample", None)
@@ -410,7 +410,7 @@ class _Hooks(GradSampleHooks):
         # of gradients that are no more divided by their number
         super().__init__(module, loss_reduction="sum", strict=False)
         self._is_mean = loss_reduction == "mean"
-        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction, self._forget_pass)
+        self.passes = ForwardPasses(module, self._is_enabled, loss_reduction, self.forget_pass)
         # Opacus' list, which cleanup() takes off the module
         handles: Any = module.autograd_grad_sample_hooks
         handles += [
@@ -422,7 +422,7 @@ class _Hooks(GradSampleHooks):
     def _is_enabled(self) -> bool:
         return bool(self.hooks_enabled)
 
-    def _forget_pass(self) -> None:
+    def forget_pass(self) -> None:
         """Forget the last forward pass."""
         self.passes.forget()
         for module in self._module.modules():

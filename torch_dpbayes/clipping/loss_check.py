@@ -226,7 +226,7 @@ class _Noted(Tensor):
             _backward(*args, **kwargs)
             return _as_plain(func, args, kwargs)
         first = args[0] if args and type(args[0]) is _Noted else next(_noted((args, kwargs)))
-        program = first._note[0]
+        program = first.noted[0]
         program.is_lost |= func is torch.autograd.grad  # gradients accumulate where it passes
         if len(types) > 1 and any(t not in _TYPES for t in types):
             program.close()  # another library's tensors do what they do with plain ones
@@ -251,7 +251,7 @@ _PLAIN_PROPERTIES = {
 
 
 def _as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    noted = [(t, t._note) for t in _noted((args, kwargs))]
+    noted = [(t, t.noted) for t in _noted((args, kwargs))]
     try:
         for t, _ in noted:
             _make_plain(t)
@@ -259,7 +259,7 @@ def _as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     finally:
         for t, note in noted:
             t.__class__ = _Noted
-            t._note = note
+            t.noted = note
 
 
 def _backward(tensors: Any, gradients: Any = None, *_: Any, **options: Any) -> None:
@@ -271,14 +271,14 @@ def _backward(tensors: Any, gradients: Any = None, *_: Any, **options: Any) -> N
         if gradients is None or isinstance(gradients, Tensor)
         else tuple(gradients)
     )
-    program = next(_noted(tensors))._note[0]
+    program = next(_noted(tensors)).noted[0]
     for tensor, gradient in zip(tensors, gradients, strict=True):
         if type(tensor) is not _Noted:
             program.is_lost = True
             continue
         if gradient is not None and gradient.dim() > 0:
             tensor, gradient = (tensor * gradient).sum(), None
-        program.starts.append((tensor._note[1], gradient))
+        program.starts.append((tensor.noted[1], gradient))
 
 
 def _noted(value: Any) -> Iterator[_Noted]:
@@ -462,8 +462,8 @@ class _Program:
         if type(value) is int or type(value) is float:
             return value
         if isinstance(value, Tensor):
-            if type(value) is _Noted and value._note[0] is self:
-                index = value._note[1]
+            if type(value) is _Noted and value.noted[0] is self:
+                index = value.noted[1]
                 op.refs.append(index)
                 if value.requires_grad and not self.grads[index]:
                     self._require_identity(value, index)
@@ -506,7 +506,7 @@ class _Program:
             tensor.__class__ = _Noted
             self._alive.append(weakref.ref(tensor))
         index = len(self.shapes)
-        tensor._note = self, index  # type: ignore[attr-defined]
+        tensor.noted = self, index  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
             self.shapes.append(tuple(tensor.shape))
             self.grads.append(tensor.requires_grad and torch.is_grad_enabled())
@@ -662,7 +662,7 @@ class _Replay:
     def _number(self, t: Tensor) -> Tensor:
         return t.double() if self.is_double and t.is_floating_point() else t
 
-    def _rows(self, index: int) -> dict[int, Tensor]:
+    def rows_of(self, index: int) -> dict[int, Tensor]:
         """Of each dimension that holds records: whose its entries are."""
         if index in self.owners:
             dim, owners = self.owners[index]
@@ -682,7 +682,7 @@ class _Replay:
         for index in op.refs:
             noted = self.program.shapes[index]
             most = max(most, len(noted))
-            for dim, owners in self._rows(index).items():
+            for dim, owners in self.rows_of(index).items():
                 own = dim if is_left else dim + t.dim() - len(noted)
                 if 0 <= own < t.dim() and own not in done and t.shape[own] == len(owners):
                     done.add(own)
@@ -700,7 +700,7 @@ class _Replay:
     def _own_key(self, op: _Op) -> Any:
         """The key that chose rows, for the rows of this record; None where it chose none."""
         source = op.args[0].index
-        rows = self._rows(source).get(0)
+        rows = self.rows_of(source).get(0)
         key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
         if rows is None or not key or list(_flat(key, _Ref)):
             return None
@@ -754,7 +754,7 @@ class _Replay:
         """Whose the rows of a result are, where they are not n blocks."""
         if index in self.owners or not noted:
             return
-        sources = [self._rows(i) for i in op.refs]
+        sources = [self.rows_of(i) for i in op.refs]
         if op.name in ("cat", "concat", "concatenate"):
             parts = [rows[0] for rows in sources if 0 in rows]
             if len(parts) == len(sources) and sum(map(len, parts)) == noted[0]:
@@ -934,7 +934,7 @@ def _verdict(
 
 def _compares_pairs(replay: _Replay) -> bool:
     """Has something as many rows as columns, one for each record?"""
-    return any(len(replay._rows(index)) > 1 for index in replay.values)
+    return any(len(replay.rows_of(index)) > 1 for index in replay.values)
 
 
 # -- saying what is wrong --------------------------------------------------------------------------
@@ -1038,14 +1038,14 @@ def _first_mixing(program: _Program, needed: Sequence[_Op], record: int) -> _Op 
     maker = {ref.index: op for op in needed for ref in _flat(op.result)}
     for op in needed:
         for ref in _flat(op.result):
-            for dim, owners in alone._rows(ref.index).items():
+            for dim, owners in alone.rows_of(ref.index).items():
                 own = whole.values[ref.index].index_select(
                     dim, (owners == record).nonzero().flatten()
                 )
                 if own.shape == alone.values[ref.index].shape and not torch.allclose(
                     own.double(), alone.values[ref.index].double(), rtol=1e-6, equal_nan=True
                 ):
-                    reduced = [i for i in op.refs if not alone._rows(i) and i in maker]
+                    reduced = [i for i in op.refs if not alone.rows_of(i) and i in maker]
                     return maker[reduced[0]] if reduced else op
     return None
 

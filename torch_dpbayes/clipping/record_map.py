@@ -564,9 +564,9 @@ class Nested:
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> Any:
         """The value with ``tensors`` in place of its own."""
-        return tensors[0] if self._is_tensor else self._rebuilt(iter(tensors))
+        return tensors[0] if self._is_tensor else self.rebuilt_from(iter(tensors))
 
-    def _rebuilt(self, remaining: Iterator[Tensor]) -> Any:
+    def rebuilt_from(self, remaining: Iterator[Tensor]) -> Any:
         if self._is_tensor:
             return next(remaining)
 
@@ -576,7 +576,7 @@ class Nested:
             if isinstance(leaf, _Dataclass):
                 whole = copy.copy(leaf.shell)
                 for name, part in leaf.parts.items():
-                    object.__setattr__(whole, name, part._rebuilt(remaining))
+                    object.__setattr__(whole, name, part.rebuilt_from(remaining))
                 return whole
             return leaf
 
