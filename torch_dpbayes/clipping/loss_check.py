@@ -206,7 +206,7 @@ class LossWatch:
 class _Noted(Tensor):
     """A tensor that depends on the model's outputs; until the step, operations on it are noted."""
 
-    _note: tuple[_Program, int]
+    noted: tuple[_Program, int]
 
     @classmethod
     def __torch_function__(
@@ -296,7 +296,7 @@ def _noted(value: Any) -> Iterator[_Noted]:
 
 def _make_plain(tensor: Tensor) -> None:
     tensor.__class__ = Tensor
-    del tensor.__dict__["_note"]
+    del tensor.__dict__["noted"]
 
 
 @dataclasses.dataclass(slots=True)
