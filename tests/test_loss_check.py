@@ -404,7 +404,11 @@ WRONG = {
     "-100": (of_two(lambda out, y: F.cross_entropy(out, torch.where(y > 0, y, -100))), IGNORED),
     "masked mean": (of_two(masked_mean), COUNT),
     "masked mean over time": (of_two_by_time(masked_mean_over_time), COUNT),
-    "mean of some": (of_two(lambda out, y: F.cross_entropy(out[y > 0], y[y > 0])), MIXES),
+    # of one record in the batch it is that record's loss times the number of records
+    "mean of some": (
+        of_two(lambda out, y: F.cross_entropy(out[y > 0], y[y > 0])),
+        f"{MIXES}|the loss is a sum over records",
+    ),
     "constant": (of_two(lambda out, y: F.cross_entropy(out, y, reduction="sum") / 13), CONSTANT),
     "times a constant": (
         of_two(lambda out, y: F.cross_entropy(out, y, reduction="sum") * (1 / 13)),

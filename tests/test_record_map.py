@@ -720,7 +720,7 @@ def test_layers_inside_transforms_and_functional_calls(make, shape, mode, use_st
     assert optimizer.independence.startswith("by construction")
     for a, b in loader:
         assert torch.allclose(
-            clipped_sum(optimizer._source, net, a, b, 0.3)[0], expected, atol=1e-5
+            clipped_sum(optimizer.release.source, net, a, b, 0.3)[0], expected, atol=1e-5
         )
         F.cross_entropy(net(a), b).backward()
         optimizer.step()
@@ -799,7 +799,7 @@ def test_the_new_weight_norm_works(mode):
     expected = truth(net, x, y, 0.3)
     net, optimizer, _ = make_private(net, x, y, mode)
     assert optimizer.independence.startswith("by construction")
-    found, _ = clipped_sum(optimizer._source, net, x, y, 0.3)
+    found, _ = clipped_sum(optimizer.release.source, net, x, y, 0.3)
     assert torch.allclose(found, expected, atol=1e-5)
 
 

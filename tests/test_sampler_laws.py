@@ -394,12 +394,18 @@ def test_fisher_scoring_with_a_sensitivity_scale():
 class QuarterNoise(DPSGFS):
     """Wang et al.'s Z of variance 1/(N²η) where 4/(N²η) is needed."""
 
-    def _add_noise(self, layout, smallest, stream):
-        for part in layout.parts:
-            part.noise_multiplier /= 2
-        super()._add_noise(layout, smallest, stream)
-        for part in layout.parts:
-            part.noise_multiplier *= 2
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        add_noise = self.release.query.add_noise
+
+        def add_half(layout, smallest, stream):
+            for group in layout.groups:
+                group.noise_multiplier /= 2
+            add_noise(layout, smallest, stream)
+            for group in layout.groups:
+                group.noise_multiplier *= 2
+
+        self.release.query.add_noise = add_half
 
 
 class LargeGamma(DPSGFS):

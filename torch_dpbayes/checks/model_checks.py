@@ -1350,7 +1350,7 @@ def _check_sizes(tried: _Branches, constants: Sequence[int], batch_size: float) 
     """Raise if a record fares otherwise in a batch larger than a constant in the code, or than
     batches will be.
     """
-    largest = max((t[:1].numel() for t in tensors_in(tried.inputs)), default=1)
+    largest = max((t[:1].numel() for t in tensors_in(tried.inputs) if t.dim()), default=1)
     most = min(_LARGEST_BATCH, _LARGEST_NUMBERS // max(largest, 1))
     tested = {1, *_sizes(tried.inputs)}
     fitting = [n for n in constants if n <= most and n not in tested]
@@ -1387,7 +1387,7 @@ def _check_constants(tried: _Branches, numbers: Sequence[float]) -> None:
             (-1, True, True),
         )
     ]
-    largest = max((t[:1].numel() for t in tensors_in(tried.inputs)), default=1)
+    largest = max((t[:1].numel() for t in tensors_in(tried.inputs) if t.dim()), default=1)
     most = max(1, min(64, 2**18 // max(largest, 1)))
     waiting = [shown[k : k + most] for k in range(0, len(shown), most)]
     left = 2 * len(waiting) + 16
