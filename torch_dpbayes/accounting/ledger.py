@@ -300,8 +300,8 @@ class Ledger:
         rows, seal = self._connected("read", select)
         if self.version and (not rows or rows.pop(0)[-1] != self._digest):
             raise LedgerError(
-                f"the ledger {self.path} does not hold any more what this process read in it, so"
-                " it was replaced by an older copy. Nothing is released: put the newer file back."
+                f"the ledger {self.path} does not hold any more what this process read in it: a"
+                " copy or a backup took its place. Nothing is released: put the newer file back."
             )
         found, last = [], self._digest
         for number, (*values, digest) in enumerate(rows, self.version + 1):
