@@ -407,7 +407,7 @@ WRONG = {
     # of one record in the batch it is that record's loss times the number of records
     "mean of some": (
         of_two(lambda out, y: F.cross_entropy(out[y > 0], y[y > 0])),
-        f"{MIXES}|the loss is a sum over records",
+        ("mixes records|is a sum over records", "losses.mean()"),
     ),
     "constant": (of_two(lambda out, y: F.cross_entropy(out, y, reduction="sum") / 13), CONSTANT),
     "times a constant": (
