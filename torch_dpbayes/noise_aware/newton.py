@@ -41,7 +41,7 @@ def run_glm(
         slope = response.slope(centre)
         spread = relative * float(slope.trace())
         theta = mode(Surrogate(transcript.gradients, response, slope, spread, centre), prior)
-    curvature, spread = slope, spread
+    curvature = slope
     for multiplier in plan.curvature_multipliers:
         release = mechanism.curvature(centre, multiplier)
         transcript.curvatures.append(release)
