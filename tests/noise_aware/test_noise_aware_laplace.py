@@ -183,3 +183,11 @@ def test_frozen_layers_take_no_part():
     post = laplace_for_module(net, x, y, loss=BCE, prior_std=0.5, max_grad_norm=2.0, epsilon=3.0, delta=1e-5)
     assert set(post.mean) == {"2.weight", "2.bias"}
     assert post.sample(3)["2.weight"].shape == (3, 1, 40)
+
+
+def test_many_weights_under_a_wide_prior_do_not_start_a_chain_of_hours():
+    x = torch.randn(500, 80, dtype=DOUBLE)
+    post = laplace(GLM(prior_std=3.0), x / x.norm(dim=1, keepdim=True), (x[:, 0] > 0).double(), epsilon=3.0, delta=1e-5)
+    assert post.method in ("importance", "gaussian")
+    assert bool(post.sample(10)["weights"].isfinite().all())
+    assert "Gaussian" in post.guarantee() or "importance" in post.guarantee()

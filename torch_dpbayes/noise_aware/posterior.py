@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.func import vmap
 
 from .modes import Likelihood, mode
-from .priors import LatentPrior
+from .priors import GaussianPrior, LatentPrior
 from .sampling import WeightedDraws, no_u_turn
 
 _DRAWS = 4000
 _CHAIN = 500
 _LARGEST_CHAIN = 200  # dimensions; beyond, the Gaussian approximation is all that is offered
+_LARGEST_CHAIN_UNDER_A_GAUSSIAN_PRIOR = 50  # where that approximation is a good one, and a chain of hours no better
 _LITTLE_LEARNT = 0.95
 
 
@@ -68,7 +69,8 @@ class NoiseAwarePosterior:
         """How draws are made: ``"importance"``, ``"no-u-turn"``, or ``"gaussian"`` where the dimension is too high for either."""
         if self._draws.are_good:
             return "importance"
-        return "no-u-turn" if len(self._mode) <= _LARGEST_CHAIN else "gaussian"
+        limit = _LARGEST_CHAIN_UNDER_A_GAUSSIAN_PRIOR if isinstance(self._prior, GaussianPrior) else _LARGEST_CHAIN
+        return "no-u-turn" if len(self._mode) <= limit else "gaussian"
 
     def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
         """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what ``pyro.infer.Predictive`` takes."""
