@@ -54,8 +54,3 @@ CELLS = [
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_intervals_cover_what_they_say(cell):
     assert_calibrated(cell, 400 if cell.model == "beta_bernoulli" else 150, 2 * len(CELLS))
-
-
-@pytest.mark.slow
-def test_a_hierarchical_model_covers():
-    assert_calibrated(Cell("hierarchical", 10_000, 1.0), 10, 2)
