@@ -26,6 +26,7 @@ from torch.distributions import (
     StudentT,
     kl_divergence,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
@@ -998,3 +999,16 @@ def test_parts_of_a_batch(is_wrong):
     else:
         train()
         assert watch_of(net).state == "compared"
+
+
+class PassesOn(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_losses_are_seen_under_a_dispatch_mode_of_the_callers():
+    y = classes()
+    with PassesOn():
+        assert watched(lambda out: F.cross_entropy(out, y), logits()) == "compared"
+        with pytest.raises(RuntimeError, match="mixes records"):
+            watched(lambda out: F.cross_entropy(out, y).log(), logits())
