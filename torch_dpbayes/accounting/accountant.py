@@ -44,8 +44,8 @@ __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceede
 _KNOWN_EVENTS = 4096
 _IN_THE_MIDDLE = (
     "this accountant was called from within one of its own charges, which only a signal handler can"
-    " do: what it would read or write is not known yet. Let the handler raise (SystemExit,"
-    " KeyboardInterrupt): reserved steps are returned at the end of the program."
+    " do: let the handler raise SystemExit or KeyboardInterrupt instead; reserved steps are"
+    " returned."
 )
 
 _PROGRAM = uuid.uuid4().hex  # the same in forked children
