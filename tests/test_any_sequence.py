@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes.batches.draws import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
-from torch_dpbayes.optim import base
+from torch_dpbayes.release import query
 
 RECORDS, FEATURES, CLIP = 30, 3, 0.5
 WAYS = ["whole", "twice", "half", "all data", "two backward passes", "forward only"]
@@ -61,7 +61,7 @@ class AnySequence(RuleBasedStateMachine):
             self.noise.append(original_noise(source, size, **options))
             return self.noise[-1]
 
-        original_add = base.add_gaussian
+        original_add = query.add_gaussian
 
         def recorded_add(target, std, divisor, stream):
             before = target.clone()
@@ -70,7 +70,7 @@ class AnySequence(RuleBasedStateMachine):
 
         patch.setattr(PoissonSampler, "__iter__", recorded_iter)
         patch.setattr(GaussianNoise, "standard_normal", recorded_noise)
-        patch.setattr(base, "add_gaussian", recorded_add)
+        patch.setattr(query, "add_gaussian", recorded_add)
         self.x, self.y = (
             torch.randn(RECORDS, FEATURES, dtype=torch.float64),
             torch.randn(RECORDS, 1, dtype=torch.float64),

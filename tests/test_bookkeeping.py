@@ -698,7 +698,7 @@ def test_a_whole_run_is_that_of_hooks(monkeypatch):
     # else rounding changes the noise
     monkeypatch.setattr(GaussianNoise, "next_stream", lambda noise, device, hides: noise.generator)
     monkeypatch.setattr(GaussianNoise, "require_usable", lambda noise, device: None)
-    monkeypatch.setattr("torch_dpbayes.batches.poisson_loader.use_position", lambda *_: None)
+    monkeypatch.setattr("torch_dpbayes.batches.draws.use_position", lambda *_: None)
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
     ).double()
@@ -791,7 +791,7 @@ def test_p_grad_set_by_hand():
 def test_parts_of_the_model_beside_the_model():
     net, optimizer, loader = private()
     expect(
-        "call the model itself",
+        "call the whole model",
         net,
         optimizer,
         loader,
@@ -909,7 +909,7 @@ def test_a_pass_of_an_earlier_batch_joins_no_later_one():
     net, optimizer, loader = private()
     x, y = next(iter(loader))
     earlier = F.cross_entropy(net(x), y)
-    with pytest.raises(RuntimeError, match=r"backward\(\) was not called"):
+    with pytest.raises(RuntimeError, match=r"call backward\(\) once"):
         optimizer.step()
     expect(
         "through one of an earlier batch",
