@@ -30,7 +30,7 @@ def test_an_example_runs_offline_and_prints_its_guarantee(name):
 
 def test_examples_are_short():
     for name in ("one_posterior_sample", "private_mean"):
-        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 45
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 55
 
 
 def test_the_interval_of_the_private_mean_covers_the_truth(capsys):

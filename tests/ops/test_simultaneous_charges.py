@@ -25,7 +25,7 @@ def test_a_charge_that_comes_in_between_stops_the_draw():
     sampler = ops.OnePosteriorSample(ops.GLM(), Noting(steps=5), 1.0, 1e-5, accountant, num_data=60)
     sampler.tempering  # noqa: B018  solved before the other charge
     with pytest.raises(PrivacyBudgetExceeded, match="Nothing was drawn, but the charge stays"):
-        sampler.sample(*problem())
+        sampler.sample(*problem(60))
     assert not drawn and len(accountant) == 4
 
 
@@ -47,7 +47,7 @@ def test_of_many_threads_one_gets_the_draw():
 
     def run():
         try:
-            results.append(sampler.sample(*problem()))
+            results.append(sampler.sample(*problem(60)))
         except PrivacyBudgetExceeded:
             results.append(None)
 
