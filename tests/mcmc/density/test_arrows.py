@@ -15,6 +15,7 @@ ORDER = [
     "locality",
     "program",
     "record_density",
+    "record_statistics",
 ]
 
 
