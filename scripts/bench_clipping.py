@@ -210,7 +210,7 @@ def stepper(way: str, name: str, batches: int = 1) -> Callable[[], None]:
             max_grad_norm=CLIP,
             sampling="poisson",
         )
-        private._source = (
+        private.release.source = (
             IsolatedGradientSource(net)
             if way == "isolated"
             else BookkeepingGradientSource(net, is_mapped=way == "ours")

@@ -1,6 +1,9 @@
 """The law of the noise, into its tails."""
 
+import copy
 import math
+import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -71,3 +74,16 @@ def test_single_precision_noise_goes_beyond_24_bits():
         beyond += int((target.abs() > END).sum())
     expected = 2 * norm.sf(END) * draws
     assert poisson.ppf(1e-6, expected) <= beyond <= poisson.isf(1e-6, expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda noise: pickle.loads(pickle.dumps(noise))])
+@pytest.mark.parametrize("seeded", [False, True])
+def test_a_copy_draws_its_own_noise(copied, seeded):
+    original = GaussianNoise(torch.Generator().manual_seed(torch.seed()) if seeded else None)
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda noise: pickle.loads(pickle.dumps(noise))], ids=["deep", "pickle"]
+)
+        GaussianNoise.standard_normal, size=5, dtype=torch.float64, device=torch.device("cpu")
+    )
+    draw(original)
+    assert not torch.equal(draw(copied(original)), draw(original))

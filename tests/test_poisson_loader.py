@@ -3,6 +3,7 @@ batches by what they hold.
 """
 
 import copy
+import gc
 import itertools
 import multiprocessing
 import os
@@ -635,3 +636,17 @@ def test_after_too_many_looks_a_step_is_still_possible():
             next(iter(loader))
     next(iter(loader))
     assert loader.sampler_of_draws.use()
+
+
+def test_data_stay_private_when_their_loader_is_gone():
+    dataset = TensorDataset(torch.randn(40, 1), torch.randn(40, 1))
+
+    def train():
+        return private(dataset=dataset)[0]
+
+    net = train()
+    gc.collect()
+    with pytest.raises(ValueError, match="was made private"):
+        dpb.simulate_gradient_norms(
+            net, DataLoader(dataset, batch_size=5), criterion=nn.functional.mse_loss
+        )

@@ -8,6 +8,7 @@ import itertools
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -690,3 +691,23 @@ def test_an_lr_beyond_the_dtype_is_refused_before_the_charge(make):
     with pytest.raises(ValueError, match="lr"):
         optimizer.step()
     assert len(optimizer.accountant) == 0
+
+
+@pytest.mark.parametrize("make", [DPSGFS, dpb.optim.DPSGLD])
+def test_what_is_charged_and_clipped_is_a_plain_number_that_nobody_changes(make):
+    clip = torch.tensor(1.0)
+    optimizer = make(
+        [nn.Parameter(torch.zeros(3))],
+        0.1,
+        num_data=100_000,
+        expected_batch_size=np.float16(10.3),
+        max_grad_norm=clip,
+        noise_multiplier=1.0,
+        sampling="poisson",
+    )
+    query = optimizer.release.query
+    assert type(query.max_grad_norm) is type(query.expected_batch_size) is float
+    assert type(optimizer.event(1.0).sampling_probability) is float
+    assert optimizer.event(1.0).sampling_probability == float(np.float16(10.3)) / 100_000
+    clip.fill_(1e-6)
+    assert query.max_grad_norm == optimizer.max_grad_norm == 1.0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,10 @@ class GaussianNoise:
         self._pid = os.getpid()
         if generator is not None:
             _refuse_used("noise", stream_position(generator))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy draws its own noise."""
+        return GaussianNoise, ()
 
     def standard_normal(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
 from torch.utils.data import DataLoader
@@ -13,6 +14,9 @@ from torch.utils.data import DataLoader
 from ..ranks import Ranks
 from .draws import PoissonSampler
 
+# Data sets are known as long as they live. Plain lists take no weak references: they are known by
+# the loaders that read them.
+_private_data: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
 
 
@@ -113,7 +117,16 @@ class PoissonLoader(DPDataLoader):
             prefetch_factor=data_loader.prefetch_factor,
             persistent_workers=data_loader.persistent_workers,
         )
+        self._note()
+
+    def _note(self) -> None:
         _private_loaders.add(self)
+        with contextlib.suppress(TypeError):
+            _private_data[id(self.dataset)] = self.dataset
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._note()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("sample_rate", "num_workers") and "batch_sampler" in self.__dict__:
@@ -160,9 +173,10 @@ class PoissonLoader(DPDataLoader):
 def reads_private_data(loader: Any) -> bool:
     """Whether this is a private loader, or one over its data set or a part of that."""
     data = loader
-    while not any(data is private or data is private.dataset for private in _private_loaders):
-        if isinstance(data, DPDataLoader):
+    while data is not None:
+        if isinstance(data, DPDataLoader) or _private_data.get(id(data)) is data:
             return True
-        if (data := getattr(data, "dataset", None)) is None:
-            return False
-    return True
+        if any(data is private.dataset for private in _private_loaders):
+            return True
+        data = getattr(data, "dataset", None)
+    return False

@@ -77,7 +77,7 @@ class PrivateOptimizer(Optimizer):
         accountant: where the steps are charged. None: an accountant of its own.
         generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret.
             None: operating-system entropy.
-        query: what a step asks of the data; None: the clipped sum of gradients.
+        query: ``(max_grad_norm, expected_batch_size) ->`` what a step asks of the data.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PrivateOptimizer(Optimizer):
         sampling: str | None,
         accountant: PrivacyAccountant | None,
         generator: torch.Generator | None,
-        query: ClippedSum | None = None,
+        query: Callable[[float, float], ClippedSum] = ClippedSum,
     ) -> None:
         settings = Settings(
             num_data, expected_batch_size, max_grad_norm, noise_multiplier, temperature, sampling
@@ -107,7 +107,7 @@ class PrivateOptimizer(Optimizer):
             raise ValueError("log_prior replaces the Gaussian prior: leave out prior_std")
         self._constants, self._log_prior = settings, log_prior
         self.release = Release(  # what stands between batches and the noisy gradient
-            query or ClippedSum(settings.max_grad_norm, settings.expected_batch_size),
+            query(settings.max_grad_norm, settings.expected_batch_size),
             num_data=num_data,
             sampling=sampling,
             accountant=PrivacyAccountant() if accountant is None else accountant,

@@ -41,7 +41,7 @@ class Settings:
                 f"num_data must be a positive integer, the public number of records; got {n!r}"
             )
         require_positive("expected_batch_size", self.expected_batch_size)
-        if self.expected_batch_size > n:
+        if float(self.expected_batch_size) > n:
             raise ValueError(
                 f"expected_batch_size = {self.expected_batch_size} is larger than num_data = {n}:"
                 " their ratio is the sampling rate"

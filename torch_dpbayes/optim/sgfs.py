@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -129,9 +130,6 @@ class DPSGFS(PrivateOptimizer):
                 f" {temperature}"
             )
         self._fisher, self._fisher_decay = fisher, float(fisher_decay)
-        query = FisherSum(
-            max_grad_norm, expected_batch_size, is_full=fisher == "full", share=float(fisher_share)
-        )
         super().__init__(
             params,
             {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
@@ -144,11 +142,11 @@ class DPSGFS(PrivateOptimizer):
             sampling=sampling,
             accountant=accountant,
             generator=generator,
-            query=query,
+            query=partial(FisherSum, is_full=fisher == "full", share=float(fisher_share)),
         )
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if trainable:
-            query.numbers_beside(sum(p.numel() for p in trainable), trainable[0].device)
+            self._query.numbers_beside(sum(p.numel() for p in trainable), trainable[0].device)
         self.sensitivity_scale = sensitivity_scale
 
     @property

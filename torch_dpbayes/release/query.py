@@ -26,7 +26,9 @@ class ClippedSum:
     """
 
     def __init__(self, max_grad_norm: float, expected_batch_size: float) -> None:
-        self.max_grad_norm, self.expected_batch_size = max_grad_norm, expected_batch_size
+        # plain numbers, which nobody can change and no type rounds
+        self.max_grad_norm = float(max_grad_norm)
+        self.expected_batch_size = float(expected_batch_size)
 
     def numbers_beside(self, num_parameters: int, device: torch.device) -> int:
         """How many numbers a step releases beside the gradient."""

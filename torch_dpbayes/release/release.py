@@ -161,10 +161,7 @@ class Release:
             require_alone()
         if not self._collect(layout):
             return False
-        if self._fixed is not None and (changed := self._fixed.changed()) is not None:
-            raise RuntimeError(CHANGED.format(changed))
-        if self._as_checked is not None:
-            self._as_checked.require_unchanged()
+        self._require_as_checked()
         smallest = layout.smallest_noise_multiplier
         if math.isfinite(smallest):
             self.noise.require_usable(layout.device)
@@ -199,6 +196,13 @@ class Release:
         if is_last:
             self._is_pending = False
         return is_last
+
+    def _require_as_checked(self) -> None:
+        """The model is the one that was checked, fixed tensors included."""
+        if self._fixed is not None and (changed := self._fixed.changed()) is not None:
+            raise RuntimeError(CHANGED.format(changed))
+        if self._as_checked is not None:
+            self._as_checked.require_unchanged()
 
     def _require_whole(self, records: int, total: int | None) -> None:
         """The batch is the one that was delivered, every record once; ``total`` is that of a
@@ -305,9 +309,8 @@ class Release:
         if self._fixed is not None:
             self._fixed.begin()
         norms = norms_of()
-        total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
-        hides: Iterable[Tensor | str] = (repr((bound, noise_multiplier)), norms)
-        noise = self.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
+        self._require_as_checked()
+        self.noise.require_usable(norms.device)
         gaussian = events.GaussianDpEvent(float(noise_multiplier))
         event = (
             gaussian
@@ -315,6 +318,9 @@ class Release:
             else events.PoissonSampledDpEvent(self.sample_rate, gaussian)
         )
         self.accountant.compose(event, label=label)
+        total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
+        hides: Iterable[Tensor | str] = (repr((bound, noise_multiplier)), norms)
+        noise = self.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
         batch = self.query.expected_batch_size
         share = 0.5 + (total + 0.5 * noise_multiplier * noise.item()) / batch
         return float(share.clamp(0.0, 1.0))

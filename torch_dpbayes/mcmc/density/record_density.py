@@ -172,6 +172,8 @@ class RecordDensity:
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
         for records, gradients in self._by_chunks(self._gradients, theta):
             kept = chosen[records] & gradients.isfinite().all(dim=1)
+            if self._left_out is not None:
+                kept &= ~self._left_out[records]
             result += gradients[kept].sum(0, dtype=torch.float64)
         return result
 
