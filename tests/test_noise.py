@@ -76,13 +76,13 @@ def test_single_precision_noise_goes_beyond_24_bits():
     assert poisson.ppf(1e-6, expected) <= beyond <= poisson.isf(1e-6, expected)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda noise: pickle.loads(pickle.dumps(noise))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda noise: pickle.loads(pickle.dumps(noise))], ids=["deep", "file"]
+)
 @pytest.mark.parametrize("seeded", [False, True])
 def test_a_copy_draws_its_own_noise(copied, seeded):
     original = GaussianNoise(torch.Generator().manual_seed(torch.seed()) if seeded else None)
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda noise: pickle.loads(pickle.dumps(noise))], ids=["deep", "pickle"]
-)
+    draw = partial(
         GaussianNoise.standard_normal, size=5, dtype=torch.float64, device=torch.device("cpu")
     )
     draw(original)
