@@ -187,8 +187,8 @@ def write_ledger() -> dict[str, Any]:
 
 
 def refusal(name: str, mode: str | None) -> dict[str, Any]:
-    """What make_private says to one of the bad models of tests/test_model_checks.py."""
-    from test_model_checks import REFUSED, make_private
+    """What make_private says to one of the bad models of tests/support/model_zoo.py."""
+    from support.model_zoo import REFUSED, make_private
 
     make, shape, _ = REFUSED[name]
     torch.manual_seed(0)
@@ -207,7 +207,7 @@ def key_words(message: str, wanted: list[str]) -> list[str]:
 
 
 def refusals() -> list[dict[str, Any]]:
-    from test_model_checks import REFUSED
+    from support.model_zoo import REFUSED
 
     found = []
     for name, (_, _, wanted) in REFUSED.items():

@@ -4,10 +4,9 @@ import enum
 from functools import partial
 
 import pytest
-import torch
 from dp_accounting import NeighboringRelation
+from support.training import bare, made_private, sampled
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import (
@@ -27,10 +26,6 @@ from torch_dpbayes.ops.hybrid_sampling import _Prepaid
 
 TARGET = {"target_epsilon": 1.0, "target_delta": 1e-5}
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5))
-
-
-def sampled(noise):
-    return PoissonSampledDpEvent(0.01, GaussianDpEvent(noise))
 
 
 class Spelled(enum.StrEnum):
@@ -118,23 +113,6 @@ def test_a_ledger_is_opened_by_either_spelling_of_its_relation(tmp_path):
     )
     with pytest.raises(ValueError, match="was made with neighboring"):
         PrivacyAccountant(neighboring=NeighboringRelation.ADD_OR_REMOVE_ONE, path=tmp_path / "a.db")
-
-
-def made_private(**options):
-    data = TensorDataset(torch.randn(20, 3), torch.randn(20, 1))
-    return dpb.PrivacyEngine().make_private(
-        module=nn.Sequential(nn.Linear(3, 1)),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-        data_loader=DataLoader(data, batch_size=5),
-        **{"max_grad_norm": 1.0, "noise_multiplier": 1.0, **options},
-    )
-
-
-def bare(optimizer, **options):
-    given = {"lr": 0.1, "num_data": 20, "expected_batch_size": 5, "max_grad_norm": 1.0}
-    return optimizer(
-        nn.Linear(3, 1).named_parameters(), **{**given, "noise_multiplier": 1.0, **options}
-    )
 
 
 OPTIONS = {

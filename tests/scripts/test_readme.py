@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_ten_lines(capsys):
@@ -39,4 +39,4 @@ def test_what_the_readme_names_exists():
     for name in set(re.findall(r"\bdpb\.([A-Za-z_]+)", README)):
         assert hasattr(dpb, name)
     for path in set(re.findall(r"\((?!http)([\w./-]+\.(?:md|png))\)", README)):
-        assert (Path(__file__).parent.parent / path).is_file(), path
+        assert (Path(__file__).parents[2] / path).is_file(), path

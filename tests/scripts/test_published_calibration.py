@@ -15,7 +15,7 @@ from torch_dpbayes.optim.published_calibration import wang_noise_multiplier
 
 @functools.cache
 def script():
-    path = Path(__file__).resolve().parent.parent / "scripts" / "compare_calibration.py"
+    path = Path(__file__).resolve().parents[2] / "scripts" / "compare_calibration.py"
     spec = importlib.util.spec_from_file_location("compare_calibration", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

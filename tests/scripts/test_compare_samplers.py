@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     posteriors = pytest.importorskip("posteriors")
     pytest.importorskip("arviz")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SIGMAS = 5.0  # two-sided 6e-7, for about forty comparisons in this file
 
 # -- ours and posteriors' on a Gaussian ------------------------------------------------------------

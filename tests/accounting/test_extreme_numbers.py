@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_choices import bare, made_private, sampled
+from support.training import bare, made_private, sampled
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting import (

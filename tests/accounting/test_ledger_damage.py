@@ -13,7 +13,7 @@ import sqlite3
 import time
 
 import pytest
-from test_ledger import DELTA, STEP, counted, forks, in_child, sampled
+from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
 
 from torch_dpbayes.accounting import PrivacyAccountant, ledger
 from torch_dpbayes.accounting.__main__ import main

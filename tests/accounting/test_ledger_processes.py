@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 DELTA = 1e-5
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 
 

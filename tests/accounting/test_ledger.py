@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
@@ -43,48 +44,12 @@ from torch_dpbayes.accounting.events import (
 )
 from torch_dpbayes.accounting.ledger import LedgerError
 
-DELTA = 1e-5
 RELATIONS = ("add_or_remove_one", "replace_one")
-
-
-def sampled(noise, rate=0.01):
-    return PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
-
-
-STEP = sampled(1.0)
 
 
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "budget.db"
-
-
-def counted(path):
-    """How many releases the file counts, read with SQLite alone."""
-    connection = sqlite3.connect(path)
-    try:
-        return connection.execute(
-            "SELECT coalesce(sum(count), 0) FROM rows WHERE kind IN ('charge', 'block', 'return')"
-        ).fetchone()[0]
-    finally:
-        connection.close()
-
-
-def in_child(work):
-    """Exit code of ``work`` in a forked child: what it returns, 99 after an exception."""
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            code = work() or 0
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
 # --- the history ----------------------------------------------------------------------------------
@@ -471,7 +436,7 @@ def test_an_accountant_that_was_kept_for_another_program_is_a_later_job(path):
         [sys.executable, "-c", KEPT, kept.hex()],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).resolve().parent.parent,
+        cwd=Path(__file__).resolve().parents[2],
     )
     assert ran.stdout.strip() == "filter", ran.stderr
     assert accountant.guarantee == "filter"

@@ -983,7 +983,7 @@ def example(rank, port):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    path = Path(__file__).resolve().parent.parent / "examples" / "distributed_bnn.py"
+    path = Path(__file__).resolve().parents[2] / "examples" / "distributed_bnn.py"
     told = io.StringIO()
     with redirect_stdout(told):
         runpy.run_path(str(path))["main"](["--epochs", "4", "--epsilon", "3"])

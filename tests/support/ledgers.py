@@ -1,0 +1,45 @@
+"""What tests of ledgers share: an event, a count that SQLite alone reads, forked children."""
+
+import os
+import sqlite3
+
+import pytest
+
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+
+DELTA = 1e-5
+
+
+def sampled(noise, rate=0.01):
+    return PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
+
+
+STEP = sampled(1.0)
+
+
+def counted(path):
+    """How many releases the file counts, read with SQLite alone."""
+    connection = sqlite3.connect(path)
+    try:
+        return connection.execute(
+            "SELECT coalesce(sum(count), 0) FROM rows WHERE kind IN ('charge', 'block', 'return')"
+        ).fetchone()[0]
+    finally:
+        connection.close()
+
+
+def in_child(work):
+    """Exit code of ``work`` in a forked child: what it returns, 99 after an exception."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = work() or 0
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
