@@ -8,6 +8,8 @@ import signal
 # test processes share the cores: more threads than cores slow all of them down
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections import Counter
+
 import hypothesis
 import pytest
 import torch
@@ -20,6 +22,17 @@ hypothesis.settings.register_profile("torch_dpbayes", deadline=None, print_blob=
 hypothesis.settings.load_profile("torch_dpbayes")
 
 seed_key = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("first_cases")
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        if marker is not None and cases[test] > marker.args[0]:
+            item.add_marker("thorough")
 
 
 @pytest.hookimpl(tryfirst=True)
