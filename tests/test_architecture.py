@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "optim": {"accounting", "noise", "release"},
     "mcmc": {"accounting", "noise"},
     "noise_aware": {"accounting", "noise", "mcmc", "ops"},
+    "infer": {"accounting", "batches", "clipping", "mcmc", "noise_aware", "optim", "release"},
     "posterior": {"checks"},
     "engine": {
         "accounting",

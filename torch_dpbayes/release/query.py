@@ -30,6 +30,10 @@ class ClippedSum:
         self.max_grad_norm = float(max_grad_norm)
         self.expected_batch_size = float(expected_batch_size)
 
+    def independence(self, source: GradientSource) -> str:
+        """How records are kept apart, in the model and in the loss."""
+        return f"{source.independence}, {source.loss_state}"
+
     def numbers_beside(self, num_parameters: int, device: torch.device) -> int:
         """How many numbers a step releases beside the gradient."""
         return 0

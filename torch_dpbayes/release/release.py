@@ -137,7 +137,7 @@ class Release:
     @property
     def independence(self) -> str:
         """How records are kept apart, in the model and in the loss."""
-        return f"{self.source.independence}, {self.source.loss_state}"
+        return self.query.independence(self.source)
 
     def layout_changed(self) -> None:
         """Other tensors are trainable now: look at the fixed ones themselves once."""

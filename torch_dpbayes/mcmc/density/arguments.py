@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -66,6 +67,15 @@ class Arguments:
     def rows(self, start: int, count: int) -> list[Tensor]:
         """``count`` rows of the data, from number ``start`` on. Private data."""
         return [self._leaves[k].narrow(dim, start, count) for k, dim in self.row_dims.items()]
+
+    def of(self, records: Tensor) -> Arguments:
+        """The same with copies of some rows of the data, given by their numbers."""
+        leaves = list(self._leaves)
+        for k, dim in self.row_dims.items():
+            leaves[k] = leaves[k].index_select(dim, records.to(leaves[k].device))
+        chosen = copy(self)
+        chosen.__dict__.update(_leaves=leaves, _are_own=True, num_records=len(records))
+        return chosen
 
     def pick(self, rows: Sequence[Tensor], index: Iterable[int]) -> list[Tensor]:
         """The rows with these numbers."""

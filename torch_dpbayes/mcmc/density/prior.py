@@ -137,8 +137,9 @@ class Prior:
 
     def log_densities(self, thetas: Tensor) -> Tensor:
         """log p(θ) with the Jacobian terms of every row of ``thetas``, (rows,)."""
-        with torch.no_grad(), without_value_checks():
-            values: Tensor = vmap(self._log_density)(thetas)
+        # sites that do not count, like discrete ones in the data plate, are drawn all the same
+        with torch.no_grad(), without_value_checks(), public_randomness():
+            values: Tensor = vmap(self._log_density, randomness="different")(thetas)
         return values
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:

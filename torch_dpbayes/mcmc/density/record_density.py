@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .arguments import Arguments
+from .arguments import Arguments, Call
 from .locality import MadeUpRecords
 from .program import Program, Recorder
 from .pyro_runs import InvalidPoint, Model, without_value_checks
@@ -32,6 +33,8 @@ class RecordDensity:
         data_plate: the plate's name.
         gradients: also record the gradients.
         chunk_bytes: bound on the intermediate results of one chunk of rows.
+        expected_batch_size: how many records :meth:`of` picks at a time, about. None: all of them
+            are used together.
 
     Attributes:
         prior: θ's coordinates and log prior, a :class:`Prior`.
@@ -57,6 +60,7 @@ class RecordDensity:
         data_plate: str = "data",
         gradients: bool = True,
         chunk_bytes: int = _CHUNK_BYTES,
+        expected_batch_size: float | None = None,
     ) -> None:
         self._arguments = Arguments(args, kwargs)
         with torch.no_grad(), without_value_checks():
@@ -66,7 +70,10 @@ class RecordDensity:
         self.prior = self.made_up.prior
         self._dims = list(self._arguments.row_dims.values())
         self._left_out: Tensor | None = None
-        recorder = Recorder(self.made_up, self._dims, self.num_records, chunk_bytes)
+        together = self.num_records
+        if expected_batch_size is not None:  # most Poisson batches fit into one chunk
+            together = math.ceil(expected_batch_size + 2 * math.sqrt(expected_batch_size))
+        recorder = Recorder(self.made_up, self._dims, together, chunk_bytes)
         self._terms = recorder.terms()
         # what cannot be recorded is refused before anything is charged
         self.prior.log_density(self.made_up.theta)
@@ -83,6 +90,19 @@ class RecordDensity:
     def num_records(self) -> int:
         """Number of rows: under add-or-remove-one not a public number."""
         return self._arguments.num_records
+
+    def made_up_call(self) -> Call:
+        """The model's arguments with made-up rows in place of the data."""
+        return self._arguments.with_rows(self.made_up.few())
+
+    def of(self, records: Tensor) -> RecordDensity:
+        """The same for the records with these numbers, each at most once. Private data."""
+        chosen, left_out = copy(self), self._left_out
+        chosen.__dict__.update(
+            _arguments=self._arguments.of(records),
+            _left_out=None if left_out is None else left_out[records],
+        )
+        return chosen
 
     # -- what kernels use --------------------------------------------------------------------------
 

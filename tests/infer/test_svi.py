@@ -1,0 +1,629 @@
+"""DPSVI: exact where the truth is known, charged for what it releases, and what it refuses."""
+
+import copy
+import math
+import pickle
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import Predictive, RenyiELBO, Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGuideList,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+    init_to_sample,
+)
+from pyro.nn import PyroModule
+from scipy.stats import chi2
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.infer import DPSVI
+
+DOUBLE = torch.float64
+GUIDES = (AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal)
+ERROR_RATE = 1e-6  # of each statistical test
+
+
+@pytest.fixture(autouse=True)
+def _empty_store():
+    pyro.clear_param_store()
+
+
+def model(x):
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+
+def rows(count=400):
+    return torch.randn(count, 2, dtype=DOUBLE) + torch.tensor([0.6, -0.4], dtype=DOUBLE)
+
+
+def adam(lr=0.05):
+    return pyro.optim.Adam({"lr": lr})
+
+
+def make(model=model, guide=AutoNormal, **how):
+    settings = {
+        "max_grad_norm": 5.0,
+        "noise_multiplier": 1.0,
+        "expected_batch_size": 400,
+        "optim": adam(),
+        "loss": Trace_ELBO(),
+    } | how
+    guide = guide(model) if isinstance(guide, type) else guide
+    return DPSVI(model, guide, settings.pop("optim"), settings.pop("loss"), **settings)
+
+
+# --- the truth ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_with_little_noise_the_posterior_is_that_of_the_data(guide):
+    x = rows()
+    svi = make(guide=guide, noise_multiplier=1e-3, max_grad_norm=50.0)
+    svi.run(300, x)
+    precision = len(x) + 1
+    mean, stddev = x.sum(0) / precision, precision**-0.5
+    post = svi.posterior()
+    assert float((post.mean["mean"] - mean).abs().max()) < 0.1 * stddev
+    torch.testing.assert_close(
+        post.stddev["mean"], torch.full((2,), stddev, dtype=DOUBLE), rtol=0.07, atol=0.0
+    )
+    # the guide itself holds an average of iterates, which has forgotten its start
+    assert float((svi.guide.median()["mean"] - mean).abs().max()) < 0.5 * stddev
+    quartiles = svi.guide.quantiles([0.25, 0.75])["mean"]
+    low, high = quartiles if isinstance(quartiles, list) else quartiles.unbind()
+    torch.testing.assert_close(
+        ((high - low) / 1.349).reshape(-1),
+        torch.full((2,), stddev, dtype=DOUBLE),
+        rtol=0.35,
+        atol=0.0,
+    )
+
+
+def test_latents_in_other_supports_and_in_sorted_order():
+    def scales(y):
+        location = pyro.sample("z_location", dist.Normal(torch.zeros((), dtype=DOUBLE), 1.0))
+        scale = pyro.sample("a_scale", dist.LogNormal(torch.zeros((), dtype=DOUBLE), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(location, scale), obs=y)
+
+    y = 2 * torch.randn(1500, dtype=DOUBLE) + 1
+    for guide in (AutoNormal, AutoMultivariateNormal):
+        svi = make(
+            scales, guide, noise_multiplier=1e-3, expected_batch_size=1500, max_grad_norm=50.0
+        )
+        svi.run(300, y)
+        found = svi.posterior().mean
+        assert float(found["z_location"]) == pytest.approx(float(y.mean()), abs=0.05)
+        assert float(found["a_scale"]) == pytest.approx(float(y.std()), abs=0.06)
+        assert float(svi.guide.median()["a_scale"]) == pytest.approx(float(y.std()), abs=0.15)
+        pyro.clear_param_store()
+
+
+def test_more_noise_makes_a_wider_posterior_around_a_narrow_guide():
+    x = rows()
+    svi = make(noise_multiplier=60.0)
+    svi.run(200, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wide = svi.posterior().stddev["mean"]
+    # ideal: F(F+V)^-1 F with V = z²C²/K of the later half
+    noise = (60.0 * 5.0) ** 2 / 100
+    ideal = (1 + 400**2 / (400 + noise)) ** -0.5
+    assert bool((wide > 0.9 * ideal).all())
+
+
+# --- what is released is what is charged ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [400, 60])
+def test_the_noise_is_the_one_that_is_charged(batch):
+    x, bound, multiplier, steps = rows(), 50.0, 0.8, 150
+    svi = make(expected_batch_size=batch, noise_multiplier=multiplier, max_grad_norm=bound)
+    svi.run(steps, x)
+    rate = batch / len(x)
+    gaussian = GaussianDpEvent(multiplier)
+    event = gaussian if rate == 1 else PoissonSampledDpEvent(rate, gaussian)
+    assert [(e, count) for e, count, *_ in svi.accountant.history] == [(event, steps)]
+    total = 0.0
+    for release in svi.transcript:
+        gradients = release.theta - x  # of −log p, none of them clipped
+        apart = release.value - gradients.sum(0)
+        sampling = (1 - rate) / rate * gradients.T @ gradients
+        covariance = (multiplier * bound / rate) ** 2 * torch.eye(2, dtype=DOUBLE) + sampling
+        total += float(apart @ torch.linalg.solve(covariance, apart))
+        assert release.noise_std == pytest.approx(multiplier * bound / rate)
+    degrees = 2 * steps
+    assert chi2.ppf(ERROR_RATE / 2, degrees) < total < chi2.isf(ERROR_RATE / 2, degrees)
+
+
+def first_release(x, **how):
+    """At a θ that is the same whenever torch's seed is, without noise."""
+    torch.manual_seed(0)
+    pyro.clear_param_store()
+    start = pyro.infer.autoguide.init_to_value(values={"mean": torch.zeros(2, dtype=DOUBLE)})
+    svi = make(
+        guide=AutoNormal(how.get("model", model), init_loc_fn=start),
+        noise_multiplier=0.0,
+        max_grad_norm=1.5,
+        **{"expected_batch_size": 400, "num_data": 400} | how,
+        accountant=dpb.PrivacyAccountant(),
+    )
+    svi.step(x)
+    return svi.transcript[0]
+
+
+@pytest.mark.parametrize(
+    "value", [3.0, 1e30, -1e300, math.inf, -math.inf, math.nan], ids=lambda v: f"{v:g}"
+)
+def test_one_record_moves_the_sum_by_at_most_the_bound(value):
+    x = rows(399)
+    extreme = torch.full((1, 2), value, dtype=DOUBLE)
+    without, with_it = first_release(x), first_release(torch.cat([x, extreme]))
+    torch.testing.assert_close(without.theta, with_it.theta, rtol=0.0, atol=0.0)
+    apart = float((without.value - with_it.value).norm())
+    assert apart <= 1.5 * (1 + 1e-9)
+    if not math.isfinite(value):
+        assert apart == 0.0
+
+
+def test_a_scaled_or_masked_likelihood_is_clipped_all_the_same():
+    def scaled(x):
+        with poutine.scale(scale=1e6):
+            model(x)
+
+    def masked(x):
+        with poutine.mask(mask=x[:, 0] > 0):
+            mean = pyro.sample(
+                "mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1).mask(True)
+            )
+        with pyro.plate("data", len(x)), poutine.mask(mask=x[:, 0] > 0):
+            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+    x = rows(399)
+    extreme = torch.full((1, 2), 1e9, dtype=DOUBLE)
+    both = [first_release(data, model=scaled) for data in (x, torch.cat([x, extreme]))]
+    assert float((both[0].value - both[1].value).norm()) <= 1.5 * (1 + 1e-9)
+    with pytest.raises(ValueError):  # the prior itself is masked by the data
+        first_release(x, model=masked)
+
+
+def test_seeds_do_not_repeat_the_noise():
+    x = rows()
+    values = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        pyro.clear_param_store()
+        svi = make(noise_multiplier=50.0)
+        svi.step(x)
+        values.append(svi.transcript[0].value)
+    assert float((values[0] - values[1]).abs().min()) > 1e-3
+
+
+def test_the_budget_cannot_be_overrun():
+    x = rows()
+    accountant = dpb.PrivacyAccountant(2.0, 1e-5)
+    svi = make(accountant=accountant, num_data=400, expected_batch_size=40, noise_multiplier=2.0)
+    fits = accountant.remaining(PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0)))
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        svi.run(fits + 5, x)
+    assert len(svi.transcript) == fits == len(accountant)
+    before = {n: p.clone() for n, p in svi.guide.named_parameters()}
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        svi.step(x)
+    assert len(svi.transcript) == fits
+    assert accountant.get_epsilon() <= 2.0
+    for name, p in svi.guide.named_parameters():
+        assert torch.equal(p, before[name])
+
+
+def test_the_guide_holds_the_average_and_serves_pyro():
+    x = rows()
+    svi = make()
+    iterates = []
+    for _ in range(30):
+        assert math.isnan(svi.step(x))
+        iterates.append(svi.state_dict()["iterate"])
+    t = torch.arange(1, 31, dtype=DOUBLE)
+    weights = t * (t + 1) * (t + 2)
+    for name, p in svi.guide.named_parameters():
+        stacked = torch.stack([it[name] for it in iterates])
+        expected = torch.einsum("t,t...->...", weights / weights.sum(), stacked)
+        torch.testing.assert_close(p.detach(), expected)
+    drawn = Predictive(model, guide=svi.guide, num_samples=6)(x[:5])
+    assert drawn["mean"].shape == (6, 1, 2) or drawn["mean"].shape == (6, 2)
+    svi.step(x)  # the store now names the guide's own parameters
+
+
+def test_a_state_goes_on():
+    x = rows()
+    optim = pyro.optim.ExponentialLR(
+        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "gamma": 0.99}
+    )
+    svi = make(optim=optim)
+    svi.run(5, x)
+    state = pickle.loads(pickle.dumps(svi.state_dict()))
+    pyro.clear_param_store()
+    optim = pyro.optim.ExponentialLR(
+        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.02}, "gamma": 0.99}
+    )
+    again = make(optim=optim)
+    again.load_state_dict(state)
+    again.step(x)
+    assert len(again.transcript) == 6
+    assert again.accountant.get_epsilon(1e-5) > svi.accountant.get_epsilon(1e-5)
+    moments = next(iter(again.optim.optim_objs.values())).optimizer.state_dict()["state"][0]
+    assert int(moments["step"]) == 6
+    for old, new in zip(svi.transcript, again.transcript, strict=False):
+        assert torch.equal(old.value, new.value)
+    # an accountant that holds other charges does not hold these
+    pyro.clear_param_store()
+    charged = dpb.PrivacyAccountant(neighboring="replace_one")
+    charged.compose(GaussianDpEvent(3.0))
+    other = make(accountant=charged)
+    other.load_state_dict(state)
+    with pytest.raises(ValueError):
+        other.step(x)
+    assert len(other.transcript) == 0
+
+
+# --- what sees the data ---------------------------------------------------------------------------
+
+
+def test_neither_model_nor_guide_ever_run_on_the_data():
+    x = rows()
+    seen = []
+
+    def spied(x):
+        seen.append(x)
+        model(x)
+
+    svi = make(spied, AutoMultivariateNormal(spied, init_loc_fn=init_to_sample))
+    svi.run(3, x)
+    known = {tuple(row) for row in x.tolist()}
+    for values in seen:
+        if type(values) is torch.Tensor and values.shape[-1:] == (2,):
+            try:
+                found = {tuple(row) for row in values.reshape(-1, 2).tolist()}
+            except RuntimeError:  # inside vmap or a recording
+                continue
+            assert not found & known
+
+
+def test_records_of_missing_length_and_outer_plates():
+    def groups(x, y):
+        with pyro.plate("groups", 3):
+            level = pyro.sample("level", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(level[x], 1.0), obs=y)
+
+    x, y = torch.randint(0, 3, (400,)), torch.randn(400, dtype=DOUBLE)
+    for guide in (AutoNormal, AutoMultivariateNormal):
+        svi = make(groups, guide)
+        svi.run(3, x, y)
+        assert svi.transcript[0].theta.shape == (3,)
+        pyro.clear_param_store()
+
+
+def test_discrete_latents_of_records_are_summed_out():
+    def mixture(y):
+        share = pyro.sample("share", dist.Beta(torch.tensor(2.0, dtype=DOUBLE), 2.0))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(share))
+            pyro.sample("y", dist.Normal(4 * z, 1.0), obs=y)
+
+    y = torch.randn(400, dtype=DOUBLE) + 4 * (torch.rand(400) < 0.3)
+    svi = make(
+        mixture,
+        AutoNormal(poutine.block(mixture, hide=["z"])),
+        loss=TraceEnum_ELBO(),
+        noise_multiplier=1e-3,
+    )
+    svi.run(150, y)
+    expected = float((y > 2).double().mean())
+    assert float(svi.posterior().mean["share"]) == pytest.approx(expected, abs=0.06)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_records(count):
+    x = rows(count)
+    svi = make(expected_batch_size=1, num_data=None)
+    svi.run(3, x)
+    assert len(svi.transcript) == 3
+
+
+def test_under_add_or_remove_no_number_of_records_is_told():
+    x = rows(37)
+    accountant = dpb.PrivacyAccountant(neighboring="add_or_remove_one")
+    with pytest.raises(ValueError, match="num_data"):
+        make(accountant=accountant, expected_batch_size=10).step(x)
+    pyro.clear_param_store()
+    svi = make(accountant=accountant, expected_batch_size=10, num_data=40)
+    svi.step(x)
+    ((event, _, *_),) = accountant.history
+    assert event.sampling_probability == 0.25
+    assert len(accountant) == 1
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+class ReadsData(AutoNormal):
+    def forward(self, x):
+        self.locs.mean = torch.nn.Parameter(x.mean(0))
+        return super().forward(x)
+
+
+def by_hand(x):
+    loc = pyro.param("loc", x.mean(0))
+    pyro.sample("mean", dist.Normal(loc, 1.0).to_event(1))
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        AutoDelta(model),
+        AutoIAFNormal(model, hidden_dim=[4]),
+        AutoGuideList(model),
+        ReadsData(model),
+        by_hand,
+    ],
+    ids=lambda g: getattr(type(g), "__name__", g),
+)
+def test_guides_of_which_nothing_is_known_are_refused(guide):
+    with pytest.raises(TypeError, match="guide"):
+        make(guide=guide)
+
+
+def test_a_guide_that_ran_before_is_refused():
+    x = rows()
+    guide = AutoNormal(model)
+    guide(x)
+    with pytest.raises(ValueError, match="run before"):
+        make(guide=guide)
+    pyro.clear_param_store()
+    guide = AutoNormal(model)
+    svi = make(guide=guide)
+    guide(x)
+    with pytest.raises(ValueError, match="run before"):
+        svi.step(x)
+
+
+def test_what_a_run_without_privacy_left_in_the_store_is_refused():
+    x = rows()
+    guide = AutoNormal(model)
+    plain = pyro.infer.SVI(model, guide, adam(), Trace_ELBO())
+    plain.step(x)
+    svi = make(guide=AutoNormal(model))
+    with pytest.raises(ValueError, match="clear_param_store"):
+        svi.step(x)
+    assert not len(svi.accountant)
+
+
+def test_parameters_exchanged_between_steps_are_refused():
+    x = rows()
+    svi = make()
+    svi.step(x)
+    svi.guide.locs.mean = torch.nn.Parameter(x.mean(0))
+    with pytest.raises(RuntimeError, match="exchanged"):
+        svi.step(x)
+    assert len(svi.transcript) == 1
+
+
+def test_values_written_into_the_guide_are_not_used():
+    x = rows()
+    svi = make()
+    svi.step(x)
+    with torch.no_grad():
+        for p in svi.guide.parameters():
+            p.fill_(1e6)
+    svi.step(x)
+    assert float(svi.transcript[-1].theta.abs().max()) < 100
+
+
+def test_a_used_optimizer_is_refused():
+    x = rows()
+    optim = adam()
+    make(optim=optim).step(x)
+    with pytest.raises(ValueError, match="optimizer"):
+        make(optim=optim)
+    optim = adam()
+    optim.set_state({"AutoNormal.locs.mean": {}})
+    with pytest.raises(ValueError, match="optimizer"):
+        make(optim=optim)
+
+
+def trained(x):
+    scale = pyro.param("scale", torch.tensor(1.0, dtype=DOUBLE))
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, scale).to_event(1), obs=x)
+
+
+class Module(PyroModule):
+    def __init__(self, requires_grad):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.zeros(2, dtype=DOUBLE), requires_grad=requires_grad)
+
+    def forward(self, x):
+        mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(mean + self.shift, 1.0).to_event(1), obs=x)
+
+
+def test_models_with_parameters_to_train_are_refused():
+    x = rows()
+    for bad in (trained, Module(True)):
+        pyro.clear_param_store()
+        with pytest.raises(ValueError, match="parameter"):
+            make(bad).step(x)
+    pyro.clear_param_store()
+    make(Module(False)).step(x)
+
+
+def two_plates(x):
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean[0], 1.0), obs=x[:, 0])
+    with pyro.plate("others", len(x)):
+        pyro.sample("y", dist.Normal(mean[1], 1.0), obs=x[:, 1])
+
+
+def subsampled(x):
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x), subsample_size=10) as chosen:
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x[chosen])
+
+
+def local(x):
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        own = pyro.sample("own", dist.Normal(mean[0], 1.0))
+        pyro.sample("x", dist.Normal(own, 1.0), obs=x[:, 0])
+
+
+def missing(x):
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean[0], 1.0), obs=x[:, 0], obs_mask=x[:, 1] > 0)
+
+
+def empirical_prior(x):
+    mean = pyro.sample("mean", dist.Normal(x.mean(0), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+
+def centred(x):
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x - x.mean(0))
+
+
+def half_as_many(x):
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+    with pyro.plate("pairs", len(x) // 2):
+        pyro.sample("sum", dist.Normal(mean.sum(), 1.0), obs=x[::2].sum(1)[: len(x) // 2])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [two_plates, subsampled, local, missing, empirical_prior, centred, half_as_many],
+    ids=lambda m: m.__name__,
+)
+def test_models_that_cannot_be_protected_are_refused(bad):
+    svi = make(bad)
+    with pytest.raises(ValueError):
+        svi.step(rows())
+    assert not len(svi.accountant)
+
+
+def test_other_data_than_at_the_first_step_are_refused():
+    x = rows()
+    svi = make()
+    svi.step(x)
+    for other in (x.clone(), x[:200], rows()):
+        with pytest.raises(ValueError, match="same tensors"):
+            svi.step(other)
+    svi.step(x.view_as(x))
+    x.sub_(x.mean(0))
+    with pytest.raises(RuntimeError, match="written to"):
+        svi.step(x)
+    assert len(svi.transcript) == 2
+
+
+def test_a_guide_of_another_model_is_refused():
+    def other(x):
+        pyro.sample("other", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+
+    def positive(x):
+        pyro.sample("mean", dist.LogNormal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+
+    for wrong in (other, positive):
+        with pytest.raises(ValueError, match="build the guide from this model"):
+            make(guide=AutoNormal(wrong)).step(rows())
+
+
+BAD_ARGUMENTS = [
+    ({"loss": RenyiELBO()}, TypeError, "ELBO"),
+    ({"loss": lambda *_: 0.0}, TypeError, "ELBO"),
+    ({"loss": Trace_ELBO(num_particles=4)}, ValueError, "num_particles"),
+    ({"optim": torch.optim.Adam}, TypeError, "pyro.optim"),
+    ({"optim": pyro.optim.Adam(lambda name: {"lr": 0.1})}, TypeError, "dict"),
+    ({"max_grad_norm": math.inf}, ValueError, "max_grad_norm"),
+    ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm"),
+    ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier"),
+    ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier"),
+    ({"expected_batch_size": 0}, ValueError, "expected_batch_size"),
+    ({"expected_batch_size": 500, "num_data": 400}, ValueError, "expected_batch_size"),
+    ({"num_data": 0}, ValueError, "num_data"),
+    ({"accountant": "mine"}, TypeError, "accountant"),
+]
+
+
+@pytest.mark.parametrize(("how", "error", "match"), BAD_ARGUMENTS)
+def test_bad_arguments(how, error, match):
+    with pytest.raises(error, match=match):
+        make(**how)
+
+
+def test_a_batch_larger_than_the_data_is_refused_before_a_charge():
+    svi = make(expected_batch_size=401)
+    with pytest.raises(ValueError, match="expected_batch_size"):
+        svi.step(rows())
+    assert not len(svi.accountant)
+
+
+def test_an_overflowing_step_leaves_the_parameters():
+    x = rows()
+    svi = make(optim=pyro.optim.SGD({"lr": 1e300}))
+    with pytest.raises((FloatingPointError, ValueError)):
+        svi.run(3, x)
+    assert all(bool(p.isfinite().all()) for p in svi.guide.parameters())
+
+
+def test_no_copies_no_loss_no_posterior_of_nothing():
+    svi = make()
+    for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            copied(svi)
+    with pytest.raises(NotImplementedError, match="loss"):
+        svi.evaluate_loss(rows())
+    with pytest.raises(ValueError, match="nothing was released"):
+        svi.posterior()
+    svi.run(8, rows())
+    with pytest.raises(ValueError, match="more steps"):
+        svi.posterior()
+
+
+def test_a_run_that_has_not_arrived_is_refused():
+    def saturated(y):  # far from quadratic on the way from 8 to 0
+        log_rate = pyro.sample("r", dist.Normal(torch.zeros((), dtype=DOUBLE), 5.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Poisson(log_rate.exp()), obs=y)
+
+    y = torch.poisson(torch.ones(400, dtype=DOUBLE))
+    start = pyro.infer.autoguide.init_to_value(values={"r": torch.tensor(5.0, dtype=DOUBLE)})
+    svi = make(
+        saturated,
+        AutoNormal(saturated, init_loc_fn=start),
+        noise_multiplier=1e-2,
+        max_grad_norm=1000.0,
+        optim=adam(0.01),
+    )
+    svi.run(200, y)
+    with pytest.raises(ValueError, match="not arrived"):
+        svi.posterior()

@@ -1,0 +1,143 @@
+"""Pyro's Gaussian guides as functions of their parameters and of public random numbers."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoGuide,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+)
+from torch import Tensor
+from torch.distributions import biject_to
+
+from ..mcmc.density import Prior, without_value_checks
+from ..mcmc.density.arguments import Call
+from ..mcmc.density.pyro_runs import public_randomness
+
+# Exactly these classes: a subclass may have a forward() that looks at data.
+_GAUSSIAN = (
+    AutoNormal,
+    AutoDiagonalNormal,
+    AutoMultivariateNormal,
+    AutoLowRankMultivariateNormal,
+)
+
+
+_NAME = "_pyro_name"  # of the parameters in the store; there is no public way to it
+
+
+class GaussianGuide:
+    r"""θ = m + Le with e ~ N(0, I), of which ∂θ/∂φ and the entropy are known without the data.
+
+    Args:
+        guide: one of Pyro's Gaussian guides, not yet run.
+
+    Raises:
+        TypeError: the guide is none of them.
+        ValueError: it was run before, so that its parameters may come from data.
+    """
+
+    def __init__(self, guide: AutoGuide) -> None:
+        if type(guide) not in _GAUSSIAN:
+            names = ", ".join(kind.__name__ for kind in _GAUSSIAN)
+            raise TypeError(
+                f"the guide is a {type(guide).__name__}, of which it is not known that it never"
+                f" looks at data and is a differentiable function of noise: use {names}."
+            )
+        _require_unused(guide)
+        self._guide = guide
+
+    def set_up(self, call: Call, prior: Prior) -> None:
+        """Make the guide's parameters, from made-up records.
+
+        Args:
+            call: the model's arguments, without data.
+            prior: the model's latents.
+
+        Raises:
+            ValueError: the guide is for other latents.
+        """
+        guide = self._guide
+        _require_unused(guide)
+        store = pyro.get_param_store()
+        stem = f"{getattr(guide, _NAME)}."
+        if taken := sorted(name for name in store.keys() if name.startswith(stem)):
+            raise ValueError(
+                f"Pyro's parameter store holds {taken[0]!r} from another run, which the guide would"
+                " take over: call pyro.clear_param_store() before."
+            )
+        args, kwargs = call
+        with store.scope(), poutine.block(), public_randomness(), without_value_checks():
+            guide(*args, **kwargs)
+        prototype: Any = guide.prototype_trace
+        sites = {name: site["fn"] for name, site in prototype.iter_stochastic_nodes()}
+        start = torch.zeros(prior.dimension, dtype=prior.dtype, device=prior.device)
+        shapes = {name: value.shape for name, value in prior.unflatten(start).items()}
+        if set(sites) != set(shapes):
+            raise ValueError(
+                f"the guide is for the latents {sorted(sites)}, the model's continuous ones are"
+                f" {sorted(shapes)}: build the guide from this model."
+            )
+        for name, distribution in sites.items():
+            ones = torch.ones(shapes[name], dtype=prior.dtype, device=prior.device)
+            value = biject_to(distribution.support)(ones)
+            expected = prior.transforms[name].inv(ones)
+            if value.shape != expected.shape or not torch.equal(value, expected):
+                raise ValueError(
+                    f"latent {name!r} has another support or shape in the guide than in the model:"
+                    " build the guide from this model."
+                )
+        # θ's coordinates are the sites in sorted order, the guide's those of the trace
+        places = dict(
+            zip(
+                shapes,
+                torch.arange(len(start)).split([shape.numel() for shape in shapes.values()]),
+                strict=True,
+            )
+        )
+        self._names = list(shapes)
+        self._from_trace = torch.argsort(torch.cat([places[name] for name in sites]))
+        self.parameters: dict[str, torch.nn.Parameter] = dict(guide.named_parameters())
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        """θ and the entropy of the guide up to a constant, differentiable in :attr:`parameters`."""
+        guide = self._guide
+        if not isinstance(guide, AutoNormal):
+            posterior = guide.get_posterior()
+            return posterior.rsample()[self._from_trace], posterior.entropy()
+        pieces, entropy = [], torch.zeros(())
+        for name in self._names:
+            loc, scale = attrgetter(name)(guide.locs), attrgetter(name)(guide.scales)
+            pieces.append((loc + scale * torch.randn_like(loc)).reshape(-1))
+            entropy = entropy + scale.log().sum()
+        return torch.cat(pieces), entropy
+
+    def require_own(self) -> None:
+        """Raise if the guide has other parameters than those that the run made."""
+        if any(p is not self.parameters.get(n) for n, p in self._guide.named_parameters()):
+            raise RuntimeError(
+                "the guide's parameters were exchanged since the last step, by Pyro's parameter"
+                " store or otherwise: build a new guide and DPSVI after pyro.clear_param_store()."
+            )
+
+    @torch.no_grad()
+    def put(self, values: dict[str, Tensor]) -> None:
+        """Set the parameters, in place."""
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])
+
+
+def _require_unused(guide: Any) -> None:
+    if guide.prototype_trace is not None:
+        raise ValueError(
+            "the guide was run before, so its parameters may come from the data: pass a new one;"
+            " start values go into init_loc_fn=."
+        )

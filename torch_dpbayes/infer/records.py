@@ -1,0 +1,58 @@
+"""What a step of variational inference asks of the data: one clipped gradient sum at one θ."""
+
+from __future__ import annotations
+
+import torch
+
+from ..batches.draws import PoissonSampler
+from ..clipping.gradient_source import GradientSource
+from ..mcmc.density import InvalidPoint, RecordDensity
+from ..release.layout import Layout
+from ..release.query import ClippedSum
+
+
+class DrawnGradients(ClippedSum):
+    """Σ clip(−∇ log p(x_i | θ)) over a Poisson draw of a Pyro model's records.
+
+    Args:
+        density: the model on its data.
+        draws: who joins a batch.
+        max_grad_norm: clip norm C of one record's gradient, in unconstrained space.
+        expected_batch_size: B, by which sums are divided.
+
+    **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C.
+    Whether a draw was taken, and its sum, depend on data: nothing but the noisy sum may leave.
+    """
+
+    def __init__(
+        self,
+        density: RecordDensity,
+        draws: PoissonSampler,
+        max_grad_norm: float,
+        expected_batch_size: float,
+    ) -> None:
+        super().__init__(max_grad_norm, expected_batch_size)
+        self._density, self._draws = density, draws
+
+    def independence(self, source: GradientSource) -> str:
+        """Each record runs through a graph of its own."""
+        return "by torch.func.vmap over a graph recorded on made-up records"
+
+    def collect(self, source: GradientSource, layout: Layout) -> int:
+        """Add the sum over the draw delivered last to ``layout``, at the θ that stands there."""
+        records = self._records
+        (theta,), (piece,) = layout.parameters, layout.pieces
+        own = theta.detach().to(self._density.prior.device, self._density.prior.dtype)
+        try:
+            total = self._density.of(records).clipped_gradient_sum(own, self.max_grad_norm)
+            piece.sub_(total.to(piece))
+        except InvalidPoint:
+            # made-up records have terms at θ, so that only gradients fail here: whether they do
+            # must not be known, as no gradient is computed for an empty draw
+            pass
+        return len(records)
+
+    def draw(self) -> None:
+        """Take the next draw of the records, or the one that no release was made of yet."""
+        self._records = torch.tensor(next(iter(self._draws)), dtype=torch.long)
+        self._draws.delivered()

@@ -1,0 +1,495 @@
+"""DPSVI: variational inference by Pyro's Gaussian guides on clipped, noisy gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
+from pyro.infer.autoguide import AutoGuide
+from pyro.optim import PyroOptim
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import positive_count
+from ..batches.draws import PoissonSampler
+from ..mcmc.checks import check_clip_bound
+from ..mcmc.density import Model, RecordDensity, UnfitModel
+from ..mcmc.density.arguments import Call
+from ..mcmc.density.pyro_runs import public_randomness, without_value_checks
+from ..noise_aware.arguments import public_num_data
+from ..noise_aware.from_gradients import posterior_from_gradients
+from ..noise_aware.posterior import NoiseAwarePosterior
+from ..noise_aware.transcript import GradientRelease
+from ..optim.settings import Settings
+from ..release import saved_state
+from ..release.layout import Layout
+from ..release.release import Release
+from .guides import GaussianGuide
+from .records import DrawnGradients
+
+_LABEL = "DPSVI"
+_WAITING = "_state_waiting_to_be_consumed"  # of Pyro's optimizers; there is no public way to it
+_ELBO = (Trace_ELBO, TraceMeanField_ELBO, TraceGraph_ELBO, TraceEnum_ELBO)
+_DRAWS = 100  # of the guide, for one at which the model can be evaluated
+_RECENT = 3  # iterate t counts about t³ times in the average
+
+
+class DPSVI:
+    r"""Differentially private variational inference, in the place of ``pyro.infer.SVI``.
+
+    A step draws θ = T_φ(e), e ~ N(0, I), from the guide and a Poisson batch of the data plate's
+    records, releases one vector as long as θ, and moves the guide's parameters φ by what follows
+    from it:
+
+    .. math::
+        \tilde g = \frac1q\Big(-\sum_{i\in\mathrm{batch}}\mathrm{clip}_C\big(\nabla_\theta \log
+        p(x_i|\theta)\big) + zC\xi\Big), \qquad \hat\nabla_\phi = \Big(\frac{\partial\theta}{
+        \partial\phi}\Big)^{\!\top}\big(\tilde g - \nabla\log p(\theta)\big)
+        - \nabla_\phi H[q_\phi]
+
+    ("aligned" gradients: θ has d numbers, φ at least 2d, and the noise has d dimensions). θ is in
+    unconstrained space. The entropy H and the prior are exact. The guide holds the average of the
+    iterates, of which the t-th counts about t³ times.
+
+    Sources: Jälkö, Dikmen and Honkela (2017); Prediger, Jälkö, Honkela and Kaski (2022) and Jälkö,
+    Prediger, Honkela and Kaski (2023) for aligned gradients.
+
+    Args:
+        model: a Pyro model with one data plate that takes its data as arguments
+            (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says what it may hold). What it
+            learns are its latents: it has no ``pyro.param`` that is trained.
+        guide: an ``AutoNormal``, ``AutoDiagonalNormal``, ``AutoMultivariateNormal`` or
+            ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from made-
+            up records; an ``init_loc_fn`` of the caller's must not know the data.
+        optim: one of Pyro's optimizers, with a dict of arguments; its learning rate is that of
+            ``pyro.infer.SVI``.
+        loss: an ELBO of Pyro's with one particle. All of them have the same gradient here.
+        max_grad_norm: C, the clip norm of one record's gradient in unconstrained space.
+        noise_multiplier: z, noise std / C. 0: not private.
+        expected_batch_size: B, a public constant; the sampling rate is q = B/N.
+        num_data: N, a public constant. None: counted, under replace-one, where it is public.
+        accountant: where every step is charged. None: one of its own, for neighbours that replace
+            one record.
+        data_plate: the name of the plate of records.
+
+    Raises:
+        TypeError, ValueError: an argument is out of range, or cannot be protected.
+
+    **Privacy.** A step releases one noisy clipped sum at a θ that earlier releases and public
+    chance decide: ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, charged before it is drawn. All
+    else is post-processing: guide, averages, transcript and posteriors may be published. The loss
+    is a function of the records that nothing hides, and is not computed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        guide: AutoGuide,
+        optim: PyroOptim,
+        loss: Any,
+        *,
+        max_grad_norm: float,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        num_data: int | None = None,
+        accountant: PrivacyAccountant | None = None,
+        data_plate: str = "data",
+    ) -> None:
+        if not callable(model) or isinstance(model, type):
+            raise TypeError(f"model must be a Pyro model, a function or a module; got {model!r}")
+        _check_optim(optim)
+        _check_loss(loss)
+        if accountant is None:
+            accountant = PrivacyAccountant(neighboring="replace_one")
+        elif not isinstance(accountant, PrivacyAccountant):
+            raise TypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}")
+        if num_data is not None:
+            positive_count(num_data, "num_data")
+        self._accountant, self._stated_num_data = accountant, num_data
+        self._max_grad_norm = check_clip_bound(
+            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+        )
+        self._noise_multiplier, self._batch_size = noise_multiplier, expected_batch_size
+        self._settings(num_data or 2**62)  # what is out of range is refused at once
+        self.model, self.guide, self.optim = model, guide, optim
+        self._plate = data_plate
+        # Pyro makes parameters trainable whenever a module runs
+        self._frozen = (
+            {name for name, p in model.named_parameters() if not p.requires_grad}
+            if isinstance(model, nn.Module)
+            else set()
+        )
+        self._gaussian = GaussianGuide(guide)
+        self._density: RecordDensity | None = None
+        self._saved: dict[str, Any] | None = None
+        self._iterate: dict[str, Tensor] = {}
+        self._average: dict[str, Tensor] = {}
+        self._transcript: list[GradientRelease] = []
+
+    # -- what pyro.infer.SVI has -------------------------------------------------------------------
+
+    def step(self, *args: Any, **kwargs: Any) -> float:
+        """Charge one release, draw it, and move the guide's parameters.
+
+        Args:
+            args, kwargs: those of the model, with *all* of the data, in the same tensors at every
+                step: the batch is drawn here.
+
+        Returns:
+            Not a number: the loss would be a function of the records that nothing hides.
+
+        Raises:
+            PrivacyBudgetExceeded: the step does not fit into the budget; the guide, the optimizer
+                and the history are as they were.
+            ValueError: the model or its data are not fit for record-wise clipping; nothing was
+                released.
+            FloatingPointError: the step took a parameter beyond its dtype; parameters are as
+                before, the charge is kept.
+        """
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("call step() outside of torch.inference_mode(): it needs gradients.")
+        if self._density is None:
+            self._set_up(args, kwargs)
+        self._require_same_data(args, kwargs)
+        self._gaussian.require_own()
+        try:
+            self._gaussian.put(self._iterate)
+            self._step()
+        finally:
+            self._gaussian.put(self._average)
+        return math.nan
+
+    def run(self, num_steps: int, *args: Any, **kwargs: Any) -> None:
+        """So many steps.
+
+        Args:
+            num_steps: how many.
+            args, kwargs: as for :meth:`step`.
+
+        Raises: as :meth:`step`; the steps before are kept.
+        """
+        for _ in range(positive_count(num_steps, "num_steps")):
+            self.step(*args, **kwargs)
+
+    def evaluate_loss(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the loss is a function of the records.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "the loss is a function of the records that nothing hides: judge the run by"
+            " posterior(), which tests the released gradients, or by public data."
+        )
+
+    # -- what comes out ----------------------------------------------------------------------------
+
+    @property
+    def accountant(self) -> PrivacyAccountant:
+        """Where every step is charged."""
+        return self._accountant
+
+    @property
+    def transcript(self) -> list[GradientRelease]:
+        """What was released, step by step: θ and the noisy gradient of −Σ log p(x_i | θ), with
+        the noise that it has. Paid for: it may be published.
+        """
+        return list(self._transcript)
+
+    def posterior(self) -> NoiseAwarePosterior:
+        r"""p(θ | what was released), as wide as the records *and* the noise make it.
+
+        The later half of the releases, g̃_k at θ_k, is regressed on θ_k: the slope is the curvature
+        F̂ of the log likelihood, with an error that counts, and the means are one observation ḡ of
+        F̂(θ̄ − θ_L). With the prior that is the posterior of
+        :class:`~torch_dpbayes.noise_aware.normal_form.NormalForm`.
+
+        The guide alone is narrower: it is a Gaussian around a point that the noise moved, and does
+        not know by how much.
+
+        Raises:
+            ValueError: fewer steps than a regression needs, or the two halves of what is used
+                contradict each other: the run has not arrived where the likelihood is quadratic.
+
+        **Privacy.** Post-processing, the refusals included.
+        """
+        if self._density is None or not self._transcript:
+            raise ValueError("nothing was released yet: call step() or run() before posterior().")
+        delta = 1e-5 if self.accountant.delta is None else self.accountant.delta
+        return posterior_from_gradients(
+            self._transcript,
+            self._density.prior,
+            [
+                f"Noise-aware posterior from {len(self._transcript)} steps of DPSVI",
+                (
+                    "  charged     before each release; the accountant now holds epsilon ="
+                    f" {self.accountant.get_epsilon(delta):.5g} at delta = {delta:g}"
+                    f" ({self.accountant.neighboring})"
+                ),
+                (
+                    "  proved      each record moves a gradient sum by at most"
+                    f" {self._max_grad_norm:g}"
+                ),
+            ],
+        )
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that :meth:`load_state_dict` needs to go on: the charges, the iterate, its
+        average, the optimizer's state, and what was released. No records.
+        """
+        if self._density is None:
+            raise ValueError("there is no state before the first step.")
+        return {
+            "release": saved_state.save(self._release),
+            "iterate": {name: value.clone() for name, value in self._iterate.items()},
+            "average": {name: value.clone() for name, value in self._average.items()},
+            "optim": [
+                [part.state_dict() for part in _parts(self.optim.optim_objs[p])]
+                for p in self._gaussian.parameters.values()
+                if p in self.optim.optim_objs
+            ],
+            "transcript": [
+                (r.theta.clone(), r.value.clone(), r.noise_std, r.sample_rate)
+                for r in self._transcript
+            ],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state, with fresh draws and noise; before the first step.
+
+        Raises:
+            ValueError: the accountant does not hold what the saved run was charged.
+        """
+        if self._density is not None:
+            raise ValueError("load_state_dict comes before the first step: build a new DPSVI.")
+        self._saved = state
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a DPSVI holds the records, and a copy would repeat its draws: save state_dict(), and"
+            " load it into a new DPSVI."
+        )
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _settings(self, num_data: int) -> Settings:
+        return Settings(
+            num_data, self._batch_size, self._max_grad_norm, self._noise_multiplier, 1.0, "poisson"
+        )
+
+    def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the model and take hold of the data. Nothing is released, nothing charged."""
+        with torch.no_grad():
+            density = RecordDensity(
+                self.model,
+                args,
+                kwargs,
+                data_plate=self._plate,
+                expected_batch_size=self._batch_size,
+            )
+        call = density.made_up_call()
+        _require_no_parameters(self.model, call, self._frozen)
+        count = public_num_data(self._stated_num_data, density.num_records, self._accountant)
+        settings = self._settings(count)
+        release = Release(
+            DrawnGradients(
+                density,
+                draws := PoissonSampler(
+                    density.num_records, settings.expected_batch_size / count, None, 0
+                ),
+                settings.max_grad_norm,
+                settings.expected_batch_size,
+            ),
+            num_data=count,
+            sampling="poisson",
+            accountant=self._accountant,
+            generator=None,
+            label=_LABEL,
+        )
+        release.draws = draws
+        self._gaussian.set_up(call, density.prior)
+        theta = torch.zeros(
+            density.prior.dimension, dtype=torch.float64, device=density.prior.device
+        ).requires_grad_()
+        layout = Layout(
+            [({}, ["theta"], [theta])], 0, settings.expected_batch_size, is_shared=False
+        )
+        self._iterate = {n: p.detach().clone() for n, p in self._gaussian.parameters.items()}
+        self._average = {name: value.clone() for name, value in self._iterate.items()}
+        if self._saved is not None:
+            self._resume(release, self._saved)
+        leaves, _ = tree_flatten((args, kwargs))
+        self._versions = [_version(leaf) for leaf in leaves]
+        self._leaves, self._num_data, self._release = leaves, count, release
+        self._theta, self._layout, self._density = theta, layout, density
+
+    def _resume(self, release: Release, saved: dict[str, Any]) -> None:
+        parameters = self._gaussian.parameters
+        if {n: v.shape for n, v in saved["iterate"].items()} != {
+            n: p.shape for n, p in parameters.items()
+        }:
+            raise ValueError("the saved state is of another guide or model.")
+        saved_state.resume_charges(release, saved["release"])
+        saved_state.resume_streams(release, saved["release"])
+        self._iterate = {name: value.clone() for name, value in saved["iterate"].items()}
+        self._average = {name: value.clone() for name, value in saved["average"].items()}
+        self._transcript = [GradientRelease(*parts) for parts in saved["transcript"]]
+        # empty where the saved run has made no step
+        for p, states in zip(parameters.values(), saved["optim"], strict=False):
+            self.optim([p])  # makes its optimizer; without a gradient it moves nothing
+            for part, state in zip(_parts(self.optim.optim_objs[p]), states, strict=True):
+                part.load_state_dict(state)
+
+    def _require_same_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, _ = tree_flatten((args, kwargs))
+        if len(leaves) != len(self._leaves) or not all(
+            _is_same(now, then) for now, then in zip(leaves, self._leaves, strict=True)
+        ):
+            raise ValueError(
+                "step() takes all of the data, in the same tensors at every step: batches are drawn"
+                " here, and charged as Poisson draws."
+            )
+        if self._versions != [_version(leaf) for leaf in self._leaves]:
+            raise RuntimeError(
+                "the data were written to since the first step: make a new DPSVI for other data."
+            )
+
+    def _step(self) -> None:
+        assert self._density is not None
+        prior = self._density.prior
+        with torch.enable_grad():
+            drawn, entropy = self._drawn()
+        theta = drawn.detach().to(prior.device, prior.dtype)
+        _, prior_gradient = prior.log_density_and_gradient(theta)
+        with torch.no_grad():
+            gradient = self._released(theta)
+            outer = gradient - prior_gradient.to(gradient)
+        parameters = self._gaussian.parameters
+        for p in parameters.values():
+            p.grad = None
+        torch.autograd.backward([drawn, entropy], [outer.to(drawn), torch.full_like(entropy, -1.0)])
+        try:
+            self.optim(list(parameters.values()))
+        finally:
+            for p in parameters.values():
+                p.grad = None
+        if not all(bool(p.isfinite().all()) for p in parameters.values()):
+            raise FloatingPointError(
+                "the step took the guide's parameters beyond their dtype; they are as before: use a"
+                " smaller learning rate."
+            )
+        weight = (_RECENT + 1) / (len(self._transcript) + _RECENT)
+        for name, p in parameters.items():
+            self._iterate[name] = p.detach().clone()
+            self._average[name].lerp_(self._iterate[name], weight)
+
+    def _drawn(self) -> tuple[Tensor, Tensor]:
+        """θ where the model can be evaluated, whatever the records are, and the entropy."""
+        assert self._density is not None
+        prior = self._density.prior
+        for _ in range(_DRAWS):
+            theta, entropy = self._gaussian.draw()
+            point = theta.detach().to(prior.device, prior.dtype)
+            if bool(point.isfinite().all()) and self._density.is_valid(point):
+                return theta, entropy
+        raise ValueError(
+            f"the model cannot be evaluated at any of {_DRAWS} draws of the guide: use"
+            " init_loc_fn= with public values, a smaller init_scale= or learning rate."
+        )
+
+    def _released(self, theta: Tensor) -> Tensor:
+        """The noisy gradient of −Σ log p(x_i | θ), in float64, and a line of the transcript."""
+        query = self._release.query
+        assert isinstance(query, DrawnGradients)
+        self._theta.copy_(theta)
+        (group,) = self._layout.groups
+        group.noise_multiplier = float(self._noise_multiplier)
+        try:
+            query.draw()
+            self._release.take(self._layout, {"num_data": self._num_data}, 0.0)
+            # S/B, and here is the sum over all records: S/q = N·S/B
+            value = self._num_data * self._layout.gradient
+        finally:
+            self._layout.buffer.zero_()  # sums without noise
+        rate = query.expected_batch_size / self._num_data
+        noise_std = group.noise_multiplier * query.max_grad_norm / rate
+        point = self._theta.detach().cpu().clone()
+        self._transcript.append(GradientRelease(point, value.cpu(), noise_std, rate))
+        return value
+
+
+def _check_optim(optim: Any) -> None:
+    if not isinstance(optim, PyroOptim):
+        raise TypeError(f"optim must be one of pyro.optim's optimizers, got {optim!r}")
+    if callable(optim.pt_optim_args) or callable(optim.pt_clip_args):
+        raise TypeError(
+            "optim takes its arguments by parameter name: pass a dict, Adam({'lr': 0.01})."
+        )
+    if optim.optim_objs or getattr(optim, _WAITING):
+        raise ValueError(
+            "the optimizer was used before, and what it remembers may come from the data: pass a"
+            " new one."
+        )
+
+
+def _check_loss(loss: Any) -> None:
+    if type(loss) not in _ELBO:
+        names = ", ".join(kind.__name__ for kind in _ELBO)
+        raise TypeError(
+            f"loss must be the ELBO, whose gradient follows from that of log p(x|θ): {names}; got"
+            f" {type(loss).__name__}."
+        )
+    if loss.num_particles != 1:
+        raise ValueError(
+            f"num_particles = {loss.num_particles} would be as many releases a step: use 1, and"
+            " more steps or a smaller learning rate."
+        )
+
+
+def _require_no_parameters(model: Callable[..., Any], call: Call, frozen: set[str]) -> None:
+    """Refuse what ``pyro.infer.SVI`` would train in the model itself."""
+    args, kwargs = call
+    with (
+        pyro.get_param_store().scope(),
+        poutine.block(),
+        public_randomness(),
+        without_value_checks(),
+    ):
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+    for name, site in trace.nodes.items():
+        if site["type"] == "param" and name not in frozen:
+            raise UnfitModel(
+                f"the model has a parameter {name!r} to be trained, which has no prior and no"
+                " private gradient: make it a pyro.sample site, or freeze it."
+            )
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    """A torch optimizer, or a scheduler and its optimizer."""
+    return [optimizer, *([optimizer.optimizer] if hasattr(optimizer, "optimizer") else [])]
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    if now is then:
+        return True
+    if isinstance(now, Tensor) and isinstance(then, Tensor):
+        return (now.data_ptr(), now.shape, now.stride(), now.dtype, now.device) == (
+            then.data_ptr(),
+            then.shape,
+            then.stride(),
+            then.dtype,
+            then.device,
+        )
+    return type(now) is type(then) and isinstance(now, int | float | str) and now == then
+
+
+def _version(leaf: Any) -> int:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0

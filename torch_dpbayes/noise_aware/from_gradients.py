@@ -1,0 +1,115 @@
+"""The posterior given noisy gradients at many points, and nothing else: the curvature is the slope
+of their regression on the points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from ..mcmc.density import Prior
+from .normal_form import NormalForm, sure_part
+from .posterior import NoiseAwarePosterior, PyroCoordinates
+from .priors import PyroPrior
+from .transcript import GradientRelease, Transcript
+
+_RELEASES_PER_PARAMETER = 4
+_ROUNDS = 3  # between the curvature and the noise of sampling, which is a multiple of it
+_SURELY = 1e-6  # probability that a run which has arrived is refused
+# posterior standard deviations by which a likelihood that is not quite quadratic may move the mean
+_LITTLE = 0.3
+_QUARTERS = 4
+
+
+def posterior_from_gradients(
+    releases: Sequence[GradientRelease], prior: Prior, statement: Sequence[str]
+) -> NoiseAwarePosterior:
+    """What the later half of ``releases``, all at one rate and noise, says about a Pyro model.
+
+    Args:
+        releases: in their order.
+        prior: of the model's latents.
+        statement: what was charged, in words.
+
+    Raises:
+        ValueError: too few releases, or their halves contradict each other.
+    """
+    likelihood = regression(releases[len(releases) // 2 :])
+    assumed = [
+        (
+            "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic where"
+            " the later half of the steps was"
+        ),
+        (
+            "  ASSUMED     for the width, not for privacy: the model is right, and clipping changes"
+            " few gradients"
+        ),
+    ]
+    return NoiseAwarePosterior(
+        likelihood,
+        PyroPrior(prior),
+        PyroCoordinates(prior),
+        [*statement, *assumed],
+        transcript=Transcript(list(releases)),
+    )
+
+
+def regression(releases: Sequence[GradientRelease]) -> NormalForm:
+    r"""Least squares of g̃_k on θ_k, with a symmetric slope:
+
+    .. math:: A\hat F + \hat FA = X^\top Y + Y^\top X, \quad A = X^\top X,
+
+    X and Y the centred points and gradients. In A's eigenvectors the entries of F̂ have variances
+    σ²/(a_i + a_j) ≤ σ²/(2√(a_i a_j)), that is, R = A^{-1/2} and v = σ, the noise of one release.
+
+    Raises:
+        ValueError: as :func:`posterior_from_gradients`.
+    """
+    size, count = len(releases[0].theta), len(releases)
+    needed = _RELEASES_PER_PARAMETER * (size + 1)
+    if count < needed:
+        raise ValueError(
+            f"the curvature of {size} parameters needs {2 * needed} steps, got about {2 * count}:"
+            " make more steps (with more noise each, for the same budget)."
+        )
+    points = torch.stack([r.theta for r in releases])
+    values = torch.stack([r.value for r in releases])
+    rate, own = releases[0].sample_rate, releases[0].noise_std ** 2
+    point, gradient = points.mean(0), values.mean(0)
+    x, y = points - point, values - gradient
+    scatter, vectors = torch.linalg.eigh(x.T @ x)
+    scatter = scatter.clamp_min(1e-12 * float(scatter[-1]))
+    both = vectors.T @ (x.T @ y + y.T @ x) @ vectors
+    slope = vectors @ (both / (scatter[:, None] + scatter)) @ vectors.T
+    shape = (vectors / scatter.sqrt()) @ vectors.T
+    subsampling = (1 - rate) / rate
+    curvature, variance = slope, own
+    for _ in range(_ROUNDS):  # the noise of one release, averaged over the directions
+        curvature, left = sure_part(slope, shape, variance**0.5)
+        variance = own + subsampling * float(curvature.trace()) / size
+    eye = torch.eye(size, dtype=torch.float64)
+    each = own * eye + subsampling * curvature
+    found = NormalForm(point, gradient, each / count, curvature, shape, left)
+    _require_agreement(points, values, each, found)
+    return found
+
+
+def _require_agreement(points: Tensor, values: Tensor, each: Tensor, found: NormalForm) -> None:
+    """The means of each quarter are on the line that all of them lie on."""
+    statistic, count = 0.0, 0
+    gradient = values.mean(0)
+    for some, theirs in zip(points.chunk(_QUARTERS), values.chunk(_QUARTERS), strict=True):
+        moved = some.mean(0) - found.centre
+        apart = theirs.mean(0) - gradient - found.curvature @ moved
+        noise = each / len(some) + found.of_curvature_error(moved)
+        covariance = noise + _LITTLE**2 * found.curvature
+        statistic += float(apart @ torch.linalg.solve(covariance, apart))
+        count += len(apart)
+    if chi2.sf(statistic, count) < _SURELY:
+        raise ValueError(
+            "earlier and later releases contradict each other: the run has not arrived where the"
+            " log likelihood is quadratic. Make more steps, or decay the learning rate."
+        )

@@ -1,0 +1,98 @@
+r"""The normal form: one observation of the gradient of a quadratic log likelihood, and a curvature
+that is itself uncertain.
+
+.. math::
+    \bar g = F(\bar\theta - \theta_L) + N(0, V), \quad \theta_L \mid \theta \sim N(\theta, F^{-1}),
+    \quad \hat F = F + R^{1/2} E R^{1/2}
+
+    \log p = -\tfrac12 r^\top M^{-1} r - \tfrac12\log|M|, \quad r = \bar g - \hat F\Delta, \quad
+    \Delta = \bar\theta - \theta, \quad
+    M = \hat F + V + \tfrac12 v^2\big(\Delta^\top R\Delta\, R + R\Delta\Delta^\top R\big)
+
+with E symmetric Gaussian, of standard deviation v on the diagonal and v/√2 off it: the last term is
+the covariance of R^{1/2}ER^{1/2}Δ. It is :class:`~torch_dpbayes.noise_aware.surrogate.Surrogate`
+for a quadratic likelihood whose curvature was not released but estimated, more surely in some
+directions than in others. Derived in this project.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .response import denoised, floored
+
+
+class NormalForm:
+    """log p(ḡ, F̂ | θ).
+
+    Args:
+        point: θ̄, ``[d]``.
+        gradient: ḡ, the observation of the gradient of −log p(data | θ) there.
+        noise: V, ``[d, d]``.
+        curvature: F̂, positive definite.
+        shape: R, positive definite.
+        curvature_std: v.
+    """
+
+    def __init__(
+        self,
+        point: Tensor,
+        gradient: Tensor,
+        noise: Tensor,
+        curvature: Tensor,
+        shape: Tensor,
+        curvature_std: float,
+    ) -> None:
+        self.centre, self.curvature, self.noise = point, curvature, noise
+        self._gradient, self._shape, self._variance = gradient, shape, curvature_std**2
+        self._half, inverse = roots(shape)
+        # in coordinates in which R is the identity, M is a matrix with known eigenvalues, a
+        # multiple of I, and a matrix of rank one
+        self._values, vectors = torch.linalg.eigh(inverse @ (curvature + noise) @ inverse)
+        self._rotated = inverse @ vectors
+        self._vectors = vectors
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """Up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
+        delta = self.centre - theta
+        a = (self._gradient - delta @ self.curvature) @ self._rotated
+        b = delta @ self._half @ self._vectors
+        half = 0.5 * self._variance
+        values = self._values + half * b.square().sum(-1, keepdim=True)
+        aa, ab, bb = ((x * y / values).sum(-1) for x, y in ((a, a), (a, b), (b, b)))
+        return -0.5 * (
+            aa - half * ab**2 / (1 + half * bb) + values.log().sum(-1) + torch.log1p(half * bb)
+        )
+
+    def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this
+        one at ``theta``, M held fixed.
+        """
+        delta = self.centre - theta
+        residual = self._gradient - self.curvature @ delta
+        covariance = self.curvature + self.noise + self.of_curvature_error(delta)
+        weighted = torch.linalg.solve(covariance, self.curvature).T
+        precision = weighted @ self.curvature
+        return (precision + precision.T) / 2, precision @ theta - weighted @ residual
+
+    def of_curvature_error(self, delta: Tensor) -> Tensor:
+        """½v²(ΔᵀRΔ·R + RΔΔᵀR), the covariance of (F̂ − F)Δ."""
+        moved = self._shape @ delta
+        return 0.5 * self._variance * (delta @ moved * self._shape + torch.outer(moved, moved))
+
+
+def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The symmetric square root of a positive definite matrix, and its inverse."""
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
+
+
+def sure_part(estimate: Tensor, shape: Tensor, std: float) -> tuple[Tensor, float]:
+    """A positive definite curvature from an estimate with the error R^{1/2}ER^{1/2}, and what is
+    left of ``std``: shrunk to a multiple of R as far as the error explains its shape.
+    """
+    half, inverse = roots(shape)
+    kept, left = denoised(inverse @ estimate @ inverse, std)
+    level = float(kept.trace()) / len(kept)
+    return half @ floored(kept, max(0.02 * level, 0.1 * left)) @ half, left
