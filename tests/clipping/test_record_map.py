@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus.layers import DPLSTM, DPMultiheadAttention
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -477,6 +478,182 @@ def test_a_generated_vmap_rule_is_tested_only():
     """Another function inside it might have a rule of its own, which nobody sees."""
     _, optimizer, _ = make_private(Call(Generated.apply), torch.randn(7, 6), torch.randint(3, (7,)))
     assert optimizer.independence.startswith("tested")
+
+
+class Centring(TorchDispatchMode):
+    """Subtracts the mean over the batch, wherever ``torch.sin`` is computed below the map."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out - out.mean(0) if func is torch.ops.aten.sin.default else out
+
+
+class Calling(torch.Tensor):
+    """Calls a function with a vmap rule of its own, where torch functions are seen no more."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return Own.apply(args[0]) if func is Tensor.add else func(*args, **(kwargs or {}))
+
+
+class Below(torch.Tensor):
+    """Whatever is computed with it, it sees below the map."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        out = func(*(a.inner if isinstance(a, Below) else a for a in args), **(kwargs or {}))
+        return out - out.mean(0)
+
+
+@torch.library.custom_op("torch_dpbayes_tests::with_a_rule", mutates_args=())
+def with_a_rule(h: Tensor) -> Tensor:
+    return h.clone()
+
+
+with_a_rule.register_autograd(lambda ctx, g: g)
+with_a_rule.register_vmap(
+    lambda info, in_dims, h: (h - h.mean(in_dims[0], keepdim=True), in_dims[0])
+)
+LARGEST = [1.0]
+
+
+@torch.library.custom_op("torch_dpbayes_tests::that_remembers", mutates_args=())
+def that_remembers(h: Tensor) -> Tensor:
+    """Called for one record after another, and divides each by the largest value so far."""
+    LARGEST.append(max(LARGEST[-1], float(h.abs().max())))
+    return h / LARGEST[-1]
+
+
+that_remembers.register_autograd(lambda ctx, g: g)
+
+
+def by_dispatch_mode(h):
+    with Centring():
+        return torch.sin(h)
+
+
+def by_callback(h):
+    given = []
+
+    def distance(a, b):
+        given.append(Own.apply(a))
+        return (a - b).sum(-1)
+
+    F.triplet_margin_with_distance_loss(h, h, h, distance_function=distance)
+    return given[0]
+
+
+def by_resizing(h):
+    return h + 0 * h.detach().clone().resize_(1, 2 * h.shape[1])[:, h.shape[1] :]
+
+
+UNSEEN = {
+    "dispatch mode": (by_dispatch_mode, "dispatch mode"),
+    "function that a torch function calls": (by_callback, "a function to call"),
+    "operator with a batching rule": (lambda h: with_a_rule(h), "not torch's own"),
+    "operator packet": (
+        lambda h: torch.ops.torch_dpbayes_tests.with_a_rule(h),
+        "not torch's own",
+    ),
+    "operator with a memory": (lambda h: that_remembers(h), "not torch's own"),
+    "class with torch functions": (
+        lambda h: h.add(torch.zeros(6).as_subclass(Calling)),
+        "a class of tensors",
+    ),
+    "class with dispatch": (lambda h: h * Below(torch.ones(6)), "a class of tensors"),
+    "class in a list": (
+        lambda h: torch.cat([h, Below(torch.ones(1, 6))]).sum(0, keepdim=True),
+        "a class of tensors",
+    ),
+    "class by name": (
+        lambda h: torch.add(h, other=Below(torch.ones(6))),
+        "a class of tensors",
+    ),
+    "memory beside it": (by_resizing, "changes the size"),
+}
+
+
+@pytest.mark.parametrize("make", [BookkeepingGradientSource, IsolatedGradientSource])
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_sees_whole_batches_below_the_map_is_refused(name, make):
+    function, word = UNSEEN[name]
+    net = Call(function)
+    source = make(net, **({"is_mapped": True} if make is BookkeepingGradientSource else {}))
+    with pytest.raises(CannotBeMapped, match=word):
+        net(torch.randn(4, 6))
+    source.remove()
+
+
+@pytest.mark.parametrize("name", ["operator with a memory", "function that a torch function calls"])
+def test_a_model_that_hides_something_from_the_map_is_tested_only(name):
+    """These do nothing to a batch as a whole."""
+    LARGEST[:] = [1e6]
+    _, optimizer, _ = make_private(Call(UNSEEN[name][0]), torch.randn(7, 6), torch.randint(3, (7,)))
+    assert optimizer.independence.startswith("tested on made-up records: ")
+
+
+@BOTH
+def test_text_of_a_tensor_holds_no_record(mode):
+    texts = []
+
+    def function(h):
+        texts.append(f"{h!r}, {[h]}")
+        return torch.tanh(h)
+
+    x = torch.full((5, 6), 7.25)
+    source = BookkeepingGradientSource if mode == "bookkeeping" else IsolatedGradientSource
+    net = Call(function)
+    with torch.no_grad():
+        net.first.weight.copy_(torch.eye(6))
+        net.first.bias.zero_()
+    source = source(net, **({"is_mapped": True} if mode == "bookkeeping" else {}))
+    net(x)
+    source.discard(())
+    source.remove()
+    net(x)
+    mapped, plain = texts
+    assert "7.25" in plain and "7.25" not in mapped
+    assert mapped.count("size=(1, 6)") == 2
+
+
+class HalfOf(nn.Parameter):
+    """A parameter with a class of its own."""
+
+
+def exchanged_convolution():
+    """A convolution with a function of its class exchanged, which sees the whole batch there."""
+    layer = nn.Conv2d(2, 3, 3)
+    before = layer._conv_forward
+    layer._conv_forward = lambda x, *rest: before(x - x.mean(0) * (len(x) > 40), *rest)
+    return nn.Sequential(layer, nn.Tanh(), nn.Flatten(1), nn.Linear(27, 2))
+
+
+def test_a_layer_with_code_of_its_own_stays_in_the_map():
+    """One record moved the sum by 9 C."""
+    x, y = torch.randn(51, 2, 5, 5), torch.arange(51) % 2
+    x[0] *= 1000
+    first, net = exchanged_convolution(), exchanged_convolution()
+    net.load_state_dict(first.state_dict())
+    distance = (released(first, x, y, None) - released(net, x[1:], y[1:], None)).norm()
+    assert distance < 1.01
+
+
+def test_a_parameter_with_a_class_of_its_own_stays_in_the_map():
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    net[0].weight = HalfOf(net[0].weight.detach())
+    source = BookkeepingGradientSource(net, is_mapped=True)
+    assert [layer.name for layer in source._layers] == ["2"]
+    source.remove()
 
 
 class OwnCall(Call):

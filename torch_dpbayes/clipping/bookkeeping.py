@@ -654,11 +654,22 @@ def _trusted(module: nn.Module, outside: set[Tensor]) -> Iterator[tuple[str, nn.
         is_own = type(layer).forward is getattr(layer.forward, "__func__", None)
         if (
             is_own
+            and not _has_code_of_its_own(layer)
             and any(p.requires_grad for p in own)
             and outside.isdisjoint(own)
             and layers.kernel_of(layer) is not None
         ):
             yield name, layer
+
+
+def _has_code_of_its_own(layer: nn.Module) -> bool:
+    """Whether a function of the layer's class was exchanged on the layer, or a parameter's class
+    brings code along: either would see the whole batch.
+    """
+    return any(
+        callable(value) and callable(getattr(type(layer), name, None))
+        for name, value in vars(layer).items()
+    ) or any(type(p) not in (Tensor, nn.Parameter, type(None)) for p in layer._parameters.values())
 
 
 def _recordable(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -6,7 +6,8 @@ whatever stands in the batch. The exception are torch's own layers, which book-k
 the whole batch: they leave the map (:meth:`RecordMap.on_batch`), and compute every row by itself.
 
 Nothing here is a test on made-up records. What is not prevented is deliberate: functorch's own
-unwrapping, a dispatch mode of the caller's, a custom operator whose batching rule mixes.
+unwrapping (``torch.func.debug_unwrap``), a dispatch mode around the whole model, torch functions
+switched off by a private name, TorchScript that calls an operator of the caller's.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import gc
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -119,6 +121,16 @@ _LOOKS = frozenset(
 
 
 _GRAD_FN = frozenset((Tensor.grad_fn.__get__,))  # type: ignore[union-attr]
+_RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
+# What an argument of a torch function is as a rule; of the rest, each is looked at.
+_ORDINARY = frozenset(
+    (
+        *(Tensor, nn.Parameter, bool, int, float, str, type(None), slice, type(...)),
+        *(torch.Size, torch.dtype, torch.device, torch.memory_format, torch.layout),
+    )
+)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims", "torchvision"))
 
 
 class KeptTensors(RuntimeError):
@@ -328,17 +340,13 @@ def _always(*_: object) -> bool:
     return True
 
 
-def _nothing(_: object) -> None:
-    pass
-
-
 @contextmanager
 def one_record_only() -> Iterator[None]:
     """Torch functions as inside a map, around a ``torch.func`` transform that runs the same
     program.
     """
     no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-    with no_hooks, _masks_without_shortcuts(), _OfOneRecord(None, _nothing):
+    with no_hooks, _masks_without_shortcuts(), _OfOneRecord(None, None):
         yield
 
 
@@ -347,15 +355,18 @@ class _OfOneRecord(TorchFunctionMode):
 
     Args:
         record_map: the map that fused operations leave; None: they are replaced by plain ones.
-        see: what results are shown to.
+        see: what results are shown to; None outside of a map, where nothing is hidden.
     """
 
-    def __init__(self, record_map: RecordMap | None, see: Callable[[Any], None]) -> None:
+    def __init__(self, record_map: RecordMap | None, see: Callable[[Any], None] | None) -> None:
         super().__init__()
         self._map, self._see = record_map, see
+        self._dispatch_modes = _len_torch_dispatch_stack()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._see is not None:
+            self._require_nothing_hidden(func, args, kwargs)
         if func is F.scaled_dot_product_attention:
             if self._map is None or not _are_aligned(*args, **kwargs):
                 with self:
@@ -365,6 +376,9 @@ class _OfOneRecord(TorchFunctionMode):
             except InnerTransform:
                 with self:
                     return _plain_attention(*args, **kwargs)
+        if func is Tensor.__repr__ and _is_of_records(args[0]):
+            t = args[0]
+            return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
         if func in _LOOKS and _is_of_records(args[0]):
             raise CannotBeMapped(
                 "it takes a number or a truth value out of a tensor made of the records"
@@ -385,8 +399,26 @@ class _OfOneRecord(TorchFunctionMode):
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
             _require_torchs_own(args[0])
         result = func(*args, **kwargs)
-        self._see(result)
+        if self._see is not None:
+            self._see(result)
         return result
+
+    def _require_nothing_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Refuse what would run below the map, where tensors hold all records, or out of sight."""
+        if _len_torch_dispatch_stack() > self._dispatch_modes:
+            raise CannotBeMapped(
+                "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
+                " at once: leave it out"
+            )
+        if kwargs or not _ORDINARY.issuperset(map(type, args)):
+            _require_ordinary(func, (*args, *kwargs.values()))
+        if func in _RESIZES:
+            raise CannotBeMapped(
+                f"it changes the size of a tensor in memory ({func.__name__}), where other records"
+                " lie beside it: make a new tensor, as F.pad does"
+            )
+        if isinstance(func, _OPERATORS):
+            _require_torchs_operator(func)
 
     def _attention(
         self,
@@ -494,6 +526,39 @@ def _require_torchs_own(function: type) -> None:
         raise CannotBeMapped(
             f"{function.__name__} is an autograd.Function of its own, whose rules for whole batches"
             " are not seen"
+        )
+
+
+def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
+    """Refuse what would run code of the caller's below the map, or out of its sight: tensors with
+    code of their own, and functions that a torch function calls.
+    """
+    for value in values:
+        if type(value) in _ORDINARY:
+            continue
+        if isinstance(value, Tensor):
+            raise CannotBeMapped(
+                f"it computes with a {type(value).__name__}, a class of tensors with code of its"
+                " own, which may see all records at once: take plain tensors"
+            )
+        if isinstance(value, (tuple, list)):
+            _require_ordinary(func, value)
+        elif callable(value) and not isinstance(value, type) and _OnBatch not in values:
+            name = getattr(func, "__name__", str(func))
+            raise CannotBeMapped(
+                f"it gives {name} a function to call, in which nothing is seen of what it does:"
+                " call it yourself"
+            )
+
+
+def _require_torchs_operator(func: Any) -> None:
+    """Refuse an operator of the caller's. It may have a rule of its own for whole batches; without
+    one it is called for one record after another, and may keep something from each for the next.
+    """
+    if str(func).partition(".")[0] not in _TORCHS_OPERATORS:
+        raise CannotBeMapped(
+            f"operator {func} is not torch's own: what it does to whole batches, or keeps of one"
+            " record for the next, is not seen"
         )
 
 
