@@ -126,13 +126,13 @@ def test_latents_with_a_support_come_back_in_it():
 def test_next_to_no_records(count):
     x, y = logistic_data(count)
     with pytest.warns(UserWarning, match="budget is too small"):
-        stddev = laplace(GLM(), x, y, epsilon=1.0, delta=1e-5).stddev["weights"]
+        stddev = laplace(GLM(), x, y, epsilon=0.1, delta=1e-5).stddev["weights"]
     assert bool(stddev.isfinite().all())
 
 
 def test_no_records_at_all():
     x, y = logistic_data(1)
-    accountant = dpb.PrivacyAccountant(1.0, 1e-5)
+    accountant = dpb.PrivacyAccountant(0.1, 1e-5)
     with pytest.warns(UserWarning, match="budget is too small"):
         post = laplace(GLM(), x[:0], y[:0], accountant=accountant, num_data=100)
     assert bool(post.stddev["weights"].isfinite().all())

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_dpbayes.noise_aware.sampling import WeightedDraws, no_u_turn
+from torch_dpbayes.noise_aware.sampling import Chains, WeightedDraws
 
 EYE = torch.eye(2, dtype=torch.float64)
 TRIGAMMA_9 = float(torch.special.polygamma(1, torch.tensor(9.0, dtype=torch.float64)))
@@ -38,9 +38,22 @@ def test_a_density_that_no_candidate_meets_is_worth_nothing():
     assert not found.are_good
 
 
-def test_a_no_u_turn_chain_has_the_moments_of_the_density():
-    draws = no_u_turn(log_gammas, torch.full((2,), 2.0, dtype=torch.float64), 4 * EYE, 400)
-    assert draws.shape == (400, 2)
-    # a quarter of the draws' worth is more than cautious
-    assert bool(((draws.mean(0) - DIGAMMA_9).abs() < 6 * (TRIGAMMA_9 / 100) ** 0.5).all())
-    assert bool((draws.var(0) / TRIGAMMA_9 - 1).abs().lt(0.8).all())
+@pytest.mark.parametrize("start, precision", [(2.1, 9.0), (-1.0, 100.0)], ids=["near", "far"])
+def test_hamiltonian_chains_have_the_moments_of_the_density(start, precision):
+    chains = Chains(log_gammas, start + torch.randn(64, 2).double() / 10, precision * EYE)
+    draws = chains.draws(2000)
+    assert draws.shape == (2000, 2)
+    assert chains.r_hat < 1.2
+    # two means and two variances, of draws that are worth a quarter of their number: 6 errors each
+    assert bool(((draws.mean(0) - DIGAMMA_9).abs() < 6 * (TRIGAMMA_9 / 500) ** 0.5).all())
+    assert bool((draws.var(0) / TRIGAMMA_9 - 1).abs().lt(6 * (3 / 500) ** 0.5).all())
+
+
+def test_chains_that_disagree_are_told():
+    """Two modes that no chain can cross between."""
+    two = lambda theta: torch.logaddexp(  # noqa: E731
+        -0.5 * ((theta - 40) ** 2).sum(-1), -0.5 * ((theta + 40) ** 2).sum(-1)
+    )
+    chains = Chains(two, 40 * torch.randn(64, 2).double(), EYE)
+    chains.draws(100)
+    assert chains.r_hat > 2

@@ -12,10 +12,10 @@ from torch.func import vmap
 
 from .modes import Likelihood, mode
 from .priors import GaussianPrior, LatentPrior
-from .sampling import WeightedDraws, no_u_turn
+from .sampling import CHAINS, Chains, WeightedDraws
 
 _DRAWS = 4000
-_CHAIN = 500
+_CHAIN = 1024
 _LARGEST_CHAIN = 200  # dimensions; beyond, the Gaussian approximation is all that is offered
 # where that approximation is a good one, and a chain of hours no better
 _LARGEST_CHAIN_UNDER_A_GAUSSIAN_PRIOR = 50
@@ -36,7 +36,7 @@ class NoiseAwarePosterior:
     r"""p(θ | what was released): as wide as the records *and* the noise make it.
 
     Made by :func:`~torch_dpbayes.noise_aware.laplace` and its siblings. Draws are of the density
-    log p(θ) + log p(transcript | θ): exactly, by importance resampling or Pyro's No-U-Turn sampler,
+    log p(θ) + log p(transcript | θ): exactly, by importance resampling or Hamiltonian Monte Carlo,
     with the approximations that :meth:`guarantee` names in the likelihood alone.
 
     **Privacy.** Post-processing of charged releases: draw as often as you like.
@@ -60,7 +60,7 @@ class NoiseAwarePosterior:
         precision, _ = likelihood.precision(self._mode)
         self._precision = precision + torch.diag(gaussian.precision)
         self._draws = WeightedDraws(self._log_density, self._mode, self._precision)
-        self._chain: Tensor | None = None
+        self._chains: Chains | None = None
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         learnt = torch.linalg.inv(self._precision).diagonal() * gaussian.precision
         if float(learnt.min().sqrt()) > _LITTLE_LEARNT:
@@ -75,7 +75,7 @@ class NoiseAwarePosterior:
 
     @property
     def method(self) -> str:
-        """How draws are made: ``"importance"``, ``"no-u-turn"``, or ``"gaussian"`` where the
+        """How draws are made: ``"importance"``, ``"hamiltonian"``, or ``"gaussian"`` where the
         dimension is too high for either.
         """
         if self._draws.are_good:
@@ -85,7 +85,7 @@ class NoiseAwarePosterior:
             if isinstance(self._prior, GaussianPrior)
             else _LARGEST_CHAIN
         )
-        return "no-u-turn" if len(self._mode) <= limit else "gaussian"
+        return "hamiltonian" if len(self._mode) <= limit else "gaussian"
 
     def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
         """Draws by site, ``[num_samples, ...]``, in the supports of the model's
@@ -110,17 +110,20 @@ class NoiseAwarePosterior:
 
     def guarantee(self) -> str:
         """What was charged, and what the width of this posterior rests on, in words."""
-        sampling = {
-            "importance": "draws are importance-resampled from the density itself",
-            "no-u-turn": (
-                "draws come from one No-U-Turn chain on the density, whose convergence is assumed"
-            ),
-            "gaussian": (
+        method = self.method
+        if method == "importance":
+            drawn = "draws are importance-resampled from the density itself"
+        elif method == "hamiltonian":
+            drawn = (
+                "draws come from Hamiltonian chains on the density, which agree to R-hat ="
+                f" {self._all_chains().r_hat:.2f}"
+            )
+        else:
+            drawn = (
                 "draws are of a Gaussian at the mode: the dimension is too high for an exact"
                 " sampler"
-            ),
-        }
-        return "\n".join([*self._statement, f"  drawn       {sampling[self.method]}"])
+            )
+        return "\n".join([*self._statement, f"  drawn       {drawn}"])
 
     def to_arviz(self, num_samples: int = 1000) -> Any:
         """Draws as ArviZ's data structure, one chain.
@@ -162,11 +165,16 @@ class NoiseAwarePosterior:
             factor = torch.linalg.cholesky(self._precision)
             normal = torch.randn(len(self._mode), count, dtype=torch.float64)
             return self._mode + torch.linalg.solve_triangular(factor.T, normal, upper=True).T
-        if self._chain is None or len(self._chain) < count:
-            self._chain = no_u_turn(
-                self._log_density, self._mode, self._precision, max(count, _CHAIN)
+        return self._all_chains().draws(count)
+
+    def _all_chains(self) -> Chains:
+        if self._chains is None:
+            starts = (
+                self._draws.starts(CHAINS) if self._draws.worth else self._mode.repeat(CHAINS, 1)
             )
-        return self._chain[torch.randperm(len(self._chain))[:count]]
+            self._chains = Chains(self._log_density, starts, self._precision)
+            self._chains.draws(_CHAIN)
+        return self._chains
 
     def _constrained(self, draws: Tensor) -> dict[str, Tensor]:
         values: dict[str, Tensor] = vmap(self._coordinates.constrain)(draws)

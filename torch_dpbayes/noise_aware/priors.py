@@ -56,13 +56,13 @@ class PyroPrior:
 
     def log_density(self, theta: Tensor) -> Tensor:
         """log p(θ), ``[...]`` for ``[..., d]``; differentiable."""
-        if theta.dim() > 1 and not theta.requires_grad:
+        if theta.dim() == 1:
+            return self.log_density(theta[None])[0]
+        if not theta.requires_grad:
             return self._prior.log_densities(theta.to(self._prior.device, self._prior.dtype)).to(
                 theta
             )
-        if theta.dim() > 1:
-            return torch.stack([self.log_density(row) for row in theta])
-        result: Tensor = _LogDensity.apply(theta, self._prior)
+        result: Tensor = _LogDensities.apply(theta, self._prior)
         return result
 
     def gaussian(self) -> GaussianPrior:
@@ -78,16 +78,16 @@ class PyroPrior:
         return self._gaussian
 
 
-class _LogDensity(torch.autograd.Function):
+class _LogDensities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, theta: Tensor, prior: Prior) -> Tensor:
-        value, gradient = prior.log_density_and_gradient(
+        values, gradients = prior.log_densities_and_gradients(
             theta.detach().to(prior.device, prior.dtype)
         )
-        ctx.save_for_backward(gradient.to(theta))
-        return theta.new_tensor(value)
+        ctx.save_for_backward(gradients.to(theta))
+        return values.to(theta)
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None]:
-        (gradient,) = ctx.saved_tensors
-        return outer[0] * gradient, None
+        (gradients,) = ctx.saved_tensors
+        return outer[0][:, None] * gradients, None

@@ -13,7 +13,9 @@ from ..mcmc.density import RecordDensity
 from ..ops.glm import GLM
 from .priors import GaussianPrior
 from .response import LinearResponse, NormalFeatureResponse, Response
+from .scores import Bernoulli, Gaussian, Poisson, Target, scores, slopes, variances
 
+_LARGEST_RESIDUAL = 1e30  # of a record whose features are zero: its gradient is zero anyway
 _ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
 
 
@@ -54,8 +56,12 @@ class GLMSums:
         self.gram_bound = model.max_feature_norm**2
         self._largest_factor = _largest_factor(model, max_grad_norm)
         self.curvature_bound = self._largest_factor * self.gram_bound
-        self._model = model
-        self._records = model.records(features, targets, max_grad_norm)
+        self._model, self._max_grad_norm = model, max_grad_norm
+        self._records = model.records(features, targets)
+        self._target = target_of(model, self._records.weight)
+        self._y = self._records.weight * self._records.y.to(torch.float64)
+        norms = torch.linalg.vector_norm(self._records.x, dim=1, dtype=torch.float64)
+        self._bounds = (max_grad_norm * (1 - _ROUNDING) / norms).clamp_max(_LARGEST_RESIDUAL)
         self.dimension = features.shape[1]
         self.num_records = len(features)
         precision = model.prior_precision.expand(self.dimension).clone()
@@ -66,12 +72,14 @@ class GLMSums:
         return bool(theta.isfinite().all())
 
     def gradient_sum(self, theta: Tensor) -> Tensor:
-        """Σ clip(∇ℓ_i(θ)). Private data."""
-        return self._records.loss_gradient(theta.to(self._records.x.device))
+        """Σ ψ_i(θ) x_i, clipped gradients of mean zero at the truth. Private data."""
+        found = scores(self._target, self._predictors(theta), self._y, self._bounds)
+        return self._records.weighted_sum(found)
 
     def curvature_sum(self, theta: Tensor) -> Tensor:
-        """Σ ∇²ℓ_i(θ). Private data."""
-        return self._records.curvature(theta.to(self._records.x.device), self._largest_factor)
+        """Σ J_i(θ) x_i x_iᵀ, their expected slope. Private data."""
+        factors = slopes(self._target, self._predictors(theta), self._bounds)
+        return self._records.outer_sum(factors.clamp(max=self._largest_factor))
 
     def gram_sum(self) -> Tensor:
         """Σ x xᵀ. Private data."""
@@ -79,14 +87,29 @@ class GLMSums:
 
     def response(self, gram: Tensor, num_data: int) -> Response:
         """How gradients change with θ if the Gram matrix is ``gram``."""
-        if self._model.family == "gaussian":
-            return LinearResponse(self._largest_factor * gram)
-        return NormalFeatureResponse(self._model.family, gram, num_data)
+        length = min(math.sqrt(float(gram.trace()) / num_data), self._model.max_feature_norm)
+        bound = torch.tensor(self._max_grad_norm / length, dtype=torch.float64)
+        if isinstance(self._target, Gaussian):
+            zero = torch.zeros((), dtype=torch.float64)
+            slope = float(slopes(self._target, zero, bound))
+            variability = float(variances(self._target, zero, bound)) / slope
+            return LinearResponse(slope * gram, variability)
+        return NormalFeatureResponse(self._target, bound, gram, num_data)
+
+    def _predictors(self, theta: Tensor) -> Tensor:
+        return self._records.predictors(theta.to(self._records.x.device))
 
     @property
     def is_quadratic(self) -> bool:
         """Whether the Hessian is a multiple of the Gram matrix."""
         return self._model.family == "gaussian"
+
+
+def target_of(model: GLM, weight: float) -> Target:
+    """The distribution of a record's target, times ``weight``."""
+    if model.family == "gaussian":
+        return Gaussian(weight)
+    return Bernoulli() if model.max_count is None else Poisson(model.max_count)
 
 
 def _largest_factor(model: GLM, max_grad_norm: float) -> float:

@@ -8,11 +8,12 @@ noisy gradient is then an observation of one and the same vector ρ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from .scores import Target, slope_curve, variances
 
 # The trapezoidal rule, whose error falls off exponentially for smooth functions. Gauss-Hermite
 # nodes lie too far apart where θ is large.
@@ -29,12 +30,22 @@ class Response(Protocol):
     def slope(self, theta: Tensor) -> Tensor:
         """∂r/∂θ, ``[..., d, d]``, symmetric and positive semi-definite."""
 
+    def variability(self, theta: Tensor) -> float:
+        """The covariance of the gradient sum at the truth over its slope: 1 where nothing is
+        clipped.
+        """
+
 
 class LinearResponse:
-    """r(θ) = Fθ: the log likelihood is a quadratic function."""
+    """r(θ) = Fθ: the log likelihood is a quadratic function.
 
-    def __init__(self, curvature: Tensor) -> None:
-        self.curvature = curvature
+    Args:
+        curvature: F.
+        variability: the covariance of the gradient sum over F.
+    """
+
+    def __init__(self, curvature: Tensor, variability: float = 1.0) -> None:
+        self.curvature, self._variability = curvature, variability
 
     def value(self, theta: Tensor) -> Tensor:
         """Fθ."""
@@ -44,27 +55,33 @@ class LinearResponse:
         """F."""
         return self.curvature.expand(*theta.shape[:-1], *self.curvature.shape)
 
+    def variability(self, theta: Tensor) -> float:
+        """As stated."""
+        return self._variability
+
 
 class NormalFeatureResponse:
-    r"""r(θ) = n·E[b'(u) x] for features x ~ N(0, G/n), with u = x·θ = σz and σ² = θᵀGθ/n, by
-    Stein's lemma:
+    r"""r(θ) = n·E[m(u) x] with m' = J, for features x ~ N(0, G/n), with u = x·θ = σz and σ² =
+    θᵀGθ/n, by Stein's lemma:
 
     .. math:: r(\theta) = a\, G\theta, \qquad
         \partial r / \partial\theta = a\, G + (c - a)\, \frac{(G\theta)(G\theta)^\top}{\theta^\top
-        G\theta}, \qquad a = \mathrm{E}[b''(\sigma z)],\ c = \mathrm{E}[b''(\sigma z) z^2]
+        G\theta}, \qquad a = \mathrm{E}[J(\sigma z)],\ c = \mathrm{E}[J(\sigma z) z^2]
 
     A model of how curvature falls off where the linear predictor is large; its errors are what the
     release of a Hessian corrects.
 
     Args:
-        family: ``"bernoulli"`` or ``"poisson"``.
+        target: the distribution of a record's target.
+        bound: c, to which residuals are clipped.
         gram: G = Σ x xᵀ, positive definite.
         num_data: n, public.
     """
 
-    def __init__(self, family: str, gram: Tensor, num_data: int) -> None:
+    def __init__(self, target: Target, bound: Tensor, gram: Tensor, num_data: int) -> None:
         self._gram, self._num_data = gram, num_data
-        self._second_derivative = _SECOND_DERIVATIVES[family]
+        self._target, self._bound = target, bound
+        self._slope_at = slope_curve(target, bound)
         self._nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64)
         self._weights = torch.softmax(-self._nodes.square() / 2, dim=0)
 
@@ -83,35 +100,28 @@ class NormalFeatureResponse:
             + change[..., None, None] * moved[..., :, None] * moved[..., None, :]
         )
 
+    def variability(self, theta: Tensor) -> float:
+        """E[K(u)] over E[J(u)]."""
+        variance = (theta @ self._gram @ theta / self._num_data).clamp_min(_LEAST_VARIANCE)
+        u = self._at_nodes(variance)
+        spread = variances(self._target, u, self._bound) @ self._weights
+        return float(spread / (self._slope_at(u) @ self._weights))
+
+    def _at_nodes(self, variance: Tensor) -> Tensor:
+        return variance.clamp(max=_LARGEST_VARIANCE).sqrt()[..., None] * self._nodes
+
     def _expectations(self, theta: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """a, c and σ². The curvature along θ stays above a thousandth of that across it: so
         far out nothing is released anyway.
         """
         variance = ((theta * moved).sum(-1) / self._num_data).clamp_min(_LEAST_VARIANCE)
-        second = self._second_derivative(
-            variance.clamp(max=_LARGEST_VARIANCE).sqrt()[..., None] * self._nodes
-        )
+        second = self._slope_at(self._at_nodes(variance))
         across = second @ self._weights
         return (
             across,
             torch.maximum(second @ (self._weights * self._nodes.square()), 1e-3 * across),
             variance,
         )
-
-
-def _logistic(u: Tensor) -> Tensor:
-    mean = u.sigmoid()
-    return mean * (1 - mean)
-
-
-def _exponential(u: Tensor) -> Tensor:
-    return u.clamp(max=20.0).exp()
-
-
-_SECOND_DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {
-    "bernoulli": _logistic,
-    "poisson": _exponential,
-}
 
 
 def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:

@@ -1,5 +1,5 @@
 """Draws from a density that is free of data: importance resampling where a Gaussian comes close,
-and else Pyro's No-U-Turn sampler.
+and else Hamiltonian Monte Carlo.
 
 All of it is post-processing. Randomness is torch's global generator: ``torch.manual_seed`` repeats
 the draws.
@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from pyro.infer import MCMC, NUTS
 from torch import Tensor
 
 LogDensity = Callable[[Tensor], Tensor]
@@ -20,7 +19,9 @@ _CANDIDATES = 4000
 _ROUNDS, _MOST_ADAPTED = 6, 50  # of adaptation, and dimensions
 _LEAST_SHARE = 0.1  # of the candidates, that weighted ones have to be worth
 _DEGREES = (8.0, math.inf)  # of freedom: heavy tails are safe, but too far out in many dimensions
-_WARMUP = 300
+CHAINS = 64
+_WARMUP, _LEAST_KEPT = 160, 16  # iterations of every chain
+_MOST_STEPS, _ACCEPTANCE = 32, 0.8
 _NUMBERS_AT_ONCE = 2**22
 
 
@@ -61,11 +62,20 @@ class WeightedDraws:
         self._log_weights = (log_target - log_proposal).nan_to_num(-math.inf, -math.inf, -math.inf)
         self.weights = torch.softmax(self._log_weights, dim=0)
 
-    def _moments(self) -> tuple[Tensor, Tensor]:
+    def _tempered(self, worth: float) -> Tensor:
+        """Weights to a power at which they are worth that many draws."""
         power, weights = 1.0, self.weights
-        while power > 1e-3 and 1 / float(weights.square().sum()) < _LEAST_SHARE * self._count:
+        while power > 1e-3 and 1 / float(weights.square().sum()) < worth:
             power *= 0.7
             weights = torch.softmax(power * self._log_weights, dim=0)
+        return weights
+
+    def starts(self, count: int) -> Tensor:
+        """Candidates to begin chains with, ``[count, d]``: the likelier ones, not all the same."""
+        return self.values[torch.multinomial(self._tempered(count), count, replacement=True)]
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        weights = self._tempered(_LEAST_SHARE * self._count)
         mean = weights @ self.values
         apart = self.values - mean
         covariance = (weights[:, None] * apart).T @ apart
@@ -105,33 +115,79 @@ def _proposals(
     )
 
 
-def no_u_turn(log_density: LogDensity, mean: Tensor, precision: Tensor, count: int) -> Tensor:
-    """``count`` states of a No-U-Turn chain, in coordinates in which the Gaussian approximation is
-    standard normal.
+class Chains:
+    """Hamiltonian Monte Carlo, many chains at once, in coordinates in which a Gaussian
+    approximation is standard normal.
+
+    The number of leapfrog steps is uniform up to half of the Gaussian's period, the same for all
+    chains. Each chain's step size is a random part of a common one: small steps get a chain out of
+    where the density is narrow. In warm-up the common one is adapted to the mean acceptance, and
+    the coordinates once to the covariance of all chains.
+
+    Source: Neal (2011), "MCMC using Hamiltonian dynamics".
 
     Args:
-        log_density: of the target, up to a constant, differentiable.
-        mean: where the chain starts, ``[d]``.
+        log_density: of the target, up to a constant, over ``[m, d]``, differentiable.
+        starts: of the chains, ``[chains, d]``.
         precision: of the Gaussian approximation, ``[d, d]``.
-        count: how many.
     """
-    factor = torch.linalg.cholesky(precision)
 
-    def theta(whitened: Tensor) -> Tensor:
-        return mean + torch.linalg.solve_triangular(factor.T, whitened.mT, upper=True).mT
+    def __init__(self, log_density: LogDensity, starts: Tensor, precision: Tensor) -> None:
+        self._log_density = log_density
+        self._root = torch.linalg.inv(torch.linalg.cholesky(precision))
+        self._step = 0.5
+        self._kept: list[Tensor] = []
+        self._state = self._evaluated(starts)
+        states = [self._iterate(1 / math.sqrt(1 + k)) for k in range(_WARMUP // 2)]
+        half = torch.cat(states[len(states) // 2 :])
+        spread = torch.cov(half.T) + 1e-9 * torch.diag(half.var(0) + 1e-12)
+        self._root = torch.linalg.cholesky(spread).T
+        for k in range(_WARMUP // 2):
+            self._iterate(1 / math.sqrt(1 + k))
 
-    def potential(params: dict[str, Tensor]) -> Tensor:
-        return -log_density(theta(params["whitened"][None])[0])
+    def draws(self, count: int) -> Tensor:
+        """``count`` states in any order, ``[count, d]``."""
+        needed = max(_LEAST_KEPT, math.ceil(count / len(self._state[1])))
+        while len(self._kept) < needed:
+            self._kept.append(self._iterate(0.0))
+        states = torch.cat(self._kept)
+        return states[torch.randperm(len(states))[:count]]
 
-    with torch.enable_grad():
-        kernel = NUTS(potential_fn=potential, target_accept_prob=0.9)
-        start = {"whitened": 0.1 * torch.randn(len(mean), dtype=mean.dtype)}
-        chain = MCMC(
-            kernel,
-            num_samples=count,
-            warmup_steps=_WARMUP,
-            initial_params=start,
-            disable_progbar=True,
+    @property
+    def r_hat(self) -> float:
+        """The largest potential scale reduction of a coordinate, 1 where the chains agree
+        (Gelman and Rubin 1992).
+        """
+        states = torch.stack(self._kept)
+        within = states.var(0).mean(0)
+        between = states.mean(0).var(0)
+        return float((((len(states) - 1) / len(states) * within + between) / within).sqrt().max())
+
+    def _iterate(self, learning_rate: float) -> Tensor:
+        theta, value, gradient = self._state
+        momentum = torch.randn_like(theta)
+        energy = value - momentum.square().sum(-1) / 2
+        longest = max(2, min(_MOST_STEPS, math.ceil(math.pi / self._step)))
+        step = self._step * torch.rand_like(value)[:, None].sqrt()
+        for _ in range(int(torch.randint(1, longest + 1, ()))):
+            momentum = momentum + step / 2 * gradient
+            theta, value, gradient = self._evaluated(theta + step * momentum @ self._root)
+            momentum = momentum + step / 2 * gradient
+        change = (value - momentum.square().sum(-1) / 2 - energy).nan_to_num(-math.inf)
+        accepted = torch.rand_like(change).log() < change
+        mean_acceptance = float(change.clamp(max=0.0).exp().mean())
+        self._step *= math.exp(learning_rate * (mean_acceptance - _ACCEPTANCE))
+        self._state = (
+            torch.where(accepted[:, None], theta, self._state[0]),
+            torch.where(accepted, value, self._state[1]),
+            torch.where(accepted[:, None], gradient, self._state[2]),
         )
-        chain.run()
-    return theta(chain.get_samples()["whitened"]).detach()
+        return self._state[0]
+
+    def _evaluated(self, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """θ, its log density, and the gradient of that in whitened coordinates."""
+        with torch.enable_grad():
+            point = theta.detach().requires_grad_()
+            value = self._log_density(point)
+            (gradient,) = torch.autograd.grad(value.sum(), point)
+        return theta, value.detach(), (gradient @ self._root.T).nan_to_num(0.0, 0.0, 0.0)

@@ -58,14 +58,18 @@ class Surrogate:
             self._slope_factor = torch.linalg.cholesky(response.slope(centre))
             self._response_at_centre = response.value(centre)
         points = torch.stack([self._straightened(g.theta) for g in gradients])
-        noises = [noise_covariance(g, curvature) for g in gradients]
+        # of the gradient sum itself, given θ: it is the curvature where nothing is clipped
+        self._variability = response.variability(centre)
+        noises = [noise_covariance(g, self._variability * curvature) for g in gradients]
         weights = trust(noises, points - centre, curvature_std)
         self._gradient = weights @ torch.stack([g.value for g in gradients])
         self._point = weights @ points
         self.noise = torch.einsum("k,kij->ij", weights.square(), torch.stack(noises))
         self._eye = torch.eye(len(curvature), dtype=curvature.dtype)
         if self._is_linear:  # then M differs between points by a multiple of I and one more vector
-            self._values, self._vectors = torch.linalg.eigh(curvature + self.noise)
+            self._values, self._vectors = torch.linalg.eigh(
+                self._variability * curvature + self.noise
+            )
 
     @property
     def dimension(self) -> int:
@@ -87,10 +91,11 @@ class Surrogate:
             self._slope_factor
         )
         bend = (self._eye + 2 * change) / 3
-        factor = torch.linalg.cholesky(bend @ self.curvature @ bend.mT + self.noise + extra)
+        covariance = self._variability * self.curvature
+        factor = torch.linalg.cholesky(bend @ covariance @ bend.mT + self.noise + extra)
         whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
         log_scale = (
-            torch.linalg.cholesky(self.curvature + self.noise + extra)
+            torch.linalg.cholesky(covariance + self.noise + extra)
             .diagonal(dim1=-2, dim2=-1)
             .log()
             .sum(-1)
@@ -111,7 +116,8 @@ class Surrogate:
             * self._curvature_std**2
             * (delta.square().sum() * self._eye + torch.outer(delta, delta))
         )
-        weighted = torch.linalg.solve(self.curvature + self.noise + extra, slope).T
+        covariance = self._variability * self.curvature + self.noise + extra
+        weighted = torch.linalg.solve(covariance, slope).T
         precision = weighted @ slope
         return (precision + precision.T) / 2, precision @ theta - weighted @ residual
 

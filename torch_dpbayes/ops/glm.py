@@ -340,7 +340,7 @@ class Records:
         """
         if self._u is None:
             self._u = torch.empty_like(self.y)
-        # as in _predictors
+        # as in predictors
         u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)
         if self.family == "bernoulli":
             u.sigmoid_()
@@ -360,21 +360,7 @@ class Records:
 
     def gram(self) -> Tensor:
         """Σ_i x_i x_iᵀ, ``[d, d]`` in float64; a row adds at most R_x² in Frobenius norm."""
-        return self._outer_sum(None)
-
-    def curvature(self, weights: Tensor, largest: float) -> Tensor:
-        """Σ_i b''(u_i) x_i x_iᵀ (over s² for ``"gaussian"``), ``[d, d]`` in float64, with
-        factors of at most ``largest``.
-        """
-        u = self._predictors(weights)
-        if self.family == "gaussian":
-            factors = torch.full_like(u, self.weight)
-        else:
-            mean = (
-                u.sigmoid() if self.family == "bernoulli" else u.clamp(max=_LARGEST_EXPONENT).exp()
-            )
-            factors = mean * (1 - mean) if self.family == "bernoulli" else mean
-        return self._outer_sum(factors.clamp(max=largest))
+        return self.outer_sum(None)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i x_i, ``[d]`` in float64."""
@@ -383,7 +369,8 @@ class Records:
             total += rows.to(torch.float64).T @ some.to(torch.float64)
         return total
 
-    def _outer_sum(self, factors: Tensor | None) -> Tensor:
+    def outer_sum(self, factors: Tensor | None) -> Tensor:
+        """Σ_i factor_i x_i x_iᵀ, ``[d, d]`` in float64; factors of None are 1."""
         total = torch.zeros(
             self.x.shape[1], self.x.shape[1], dtype=torch.float64, device=self.x.device
         )
@@ -398,7 +385,7 @@ class Records:
         """ℓ_i where its slope is within bounds, straight lines beyond, ``[n]``; the gradient
         of their sum is :meth:`loss_gradient`.
         """
-        u = self._predictors(weights)
+        u = self.predictors(weights)
         y = self.y.to(torch.float64)
         if self.bounds is None:
             return self._losses(u, y)
@@ -426,13 +413,13 @@ class Records:
 
     def log_likelihoods(self, weights: Tensor) -> Tensor:
         """log p(y_i | x_i, w) with its constants, ``[n]`` in float64, not clipped."""
-        u = self._predictors(weights)
+        u = self.predictors(weights)
         y = self.y.to(torch.float64)
         if self.family == "gaussian":
             return -self._losses(u, y) + 0.5 * math.log(self.weight / (2 * math.pi))
         return -self._losses(u, y) - (torch.lgamma(y + 1) if self.family == "poisson" else 0.0)
 
-    def _predictors(self, weights: Tensor) -> Tensor:
+    def predictors(self, weights: Tensor) -> Tensor:
         """u in float64; beyond the range of floats, where it would not be a number for some
         records and not for others, it is 0.
         """

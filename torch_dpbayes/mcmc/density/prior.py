@@ -144,11 +144,20 @@ class Prior:
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
         """log p(θ) with the Jacobian terms, and its gradient."""
+        with torch.no_grad():
+            gradient, value = self._gradient_program(theta)(theta)
+        return float(value), gradient
+
+    def log_densities_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for every row of ``thetas``, (rows,) and (rows, d)."""
+        with torch.no_grad():
+            gradients, values = vmap(self._gradient_program(thetas[0]))(thetas)
+        return values, gradients
+
+    def _gradient_program(self, theta: Tensor) -> GraphModule:
         if self._value_and_gradient is None:
             self._value_and_gradient = self._recorded(grad_and_value(self._log_density), theta)
-        with torch.no_grad():
-            gradient, value = self._value_and_gradient(theta)
-        return float(value), gradient
+        return self._value_and_gradient
 
     def log_density_with(
         self, theta: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
