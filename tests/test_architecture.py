@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "release": {"accounting", "noise", "ranks", "clipping", "batches", "checks"},
     "optim": {"accounting", "noise", "release"},
     "mcmc": {"accounting", "noise"},
-    "noise_aware": {"accounting", "noise", "mcmc", "ops"},
+    "noise_aware": {"accounting", "noise", "mcmc", "ops", "optim", "posterior"},
     "infer": {"accounting", "batches", "clipping", "mcmc", "noise_aware", "optim", "release"},
     "posterior": {"checks"},
     "engine": {

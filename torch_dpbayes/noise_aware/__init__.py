@@ -9,6 +9,7 @@ from .families import (
     dirichlet_categorical,
     gamma_poisson,
 )
+from .from_run import from_run
 from .laplace import laplace, laplace_for_module
 from .posterior import NoiseAwarePosterior
 from .sufficient_statistics import sufficient_statistics
@@ -19,6 +20,7 @@ __all__ = [
     "NoiseAwarePosterior",
     "beta_bernoulli",
     "dirichlet_categorical",
+    "from_run",
     "gamma_poisson",
     "laplace",
     "laplace_for_module",

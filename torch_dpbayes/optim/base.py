@@ -177,6 +177,11 @@ class PrivateOptimizer(Optimizer):
         return self._constants.temperature
 
     @property
+    def has_own_log_prior(self) -> bool:
+        """Whether ``log_prior=`` replaces the Gaussian prior."""
+        return self._log_prior is not None
+
+    @property
     def sampling(self) -> str | None:
         """``"poisson"``, ``"recordwise"``, or None for batches of which neither is stated."""
         return self.release.sampling

@@ -1,0 +1,252 @@
+r"""The posterior given a run of a private optimizer that was made for another purpose.
+
+At stationarity the iterates of a sampler at temperature T, with the noise of standard deviation σ =
+zC/q on its gradient sums, have the covariance T(F+P)⁻¹ and move over it at the rate
+
+.. math:: \rho = 2T\,(F+P)/\sigma^2 \text{ a step},
+
+whatever its friction. Their covariance therefore says what F is, and their mean where
+F(θ̄ − θ_L) + P(θ̄ − m₀) = 0 but for the noise that was averaged. Both go into the normal form
+(:mod:`~torch_dpbayes.noise_aware.normal_form`); derived in this project.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from ..accounting.events import positive_count
+from ..optim import DPSGHMC, DPSGLD, DPSGNHT
+from ..optim.base import PrivateOptimizer
+from ..posterior import PosteriorSamples
+from .normal_form import NormalForm
+from .posterior import NoiseAwarePosterior
+from .priors import GaussianPrior
+
+_KINDS = (DPSGLD, DPSGHMC, DPSGNHT)
+_PARTS = 4
+_SURELY = 1e-6  # probability that a stationary run is refused
+_FEW, _TOO_FEW = 9.0, 4.0  # independent samples' worth in the softest direction
+
+
+def from_run(
+    samples: PosteriorSamples, optimizer: PrivateOptimizer, *, steps_per_sample: int
+) -> NoiseAwarePosterior:
+    r"""The posterior given the iterates of a private run: temperature and averaging noise are taken
+    out of their spread, for models that are linear in what was trained.
+
+    With eigenvalues c of the iterates' covariance, h = η/N, friction f = hσ²/2T (1 for DP-SGLD, 1 −
+    momentum for DP-SGHMC, α* for DP-SGNHT) and κ = (1−q)/q, the curvature F̂ = a − P solves
+
+    .. math:: c\,a\Big(1 - \frac{ha}{2(2-f)}\Big) = T + \frac{h\kappa}{2f}(a - P),
+
+    which counts the minibatch noise (not for DP-SGNHT, whose thermostat takes it up) and the length
+    of the steps. The mean of S iterates, m steps apart, has the variance (c/S)·coth(ρm/2), and c
+    the relative error √(2/S_eff), S_eff = S·tanh(ρm/2).
+
+    Args:
+        samples: of a run of ``optimizer`` at a constant learning rate, past its burn-in. They have
+            to be more than four times as many as parameters: ``PosteriorSamples(max_samples=...)``.
+        optimizer: a ``DPSGLD``, ``DPSGHMC`` or ``DPSGNHT`` with one parameter group and a Gaussian
+            prior.
+        steps_per_sample: steps between two calls of ``samples.collect``.
+
+    Returns:
+        A posterior whose sites are the parameters, by name.
+
+    Raises:
+        ValueError: the run does not say enough, or contradicts what a stationary run on a quadratic
+            would be: too few or too dependent samples (cold runs, deep networks), a mean that still
+            moves, minibatch noise that outweighs all else. Judged by the samples alone.
+
+    **Privacy.** Post-processing: the samples were paid for, nothing else of the data is used, and
+    nothing is charged.
+    """
+    run = _constants(samples, optimizer, steps_per_sample)
+    names, shapes = list(samples.shapes()), samples.shapes()
+    values = torch.cat(
+        [torch.from_numpy(samples.draws_of(n)).double().reshape(len(samples), -1) for n in names],
+        dim=1,
+    )
+    count, size = values.shape
+    if count < 4 * (size + 2):
+        raise ValueError(
+            f"{count} samples say too little about the spread of {size} parameters: collect at"
+            f" least {4 * (size + 2)}, or train a last layer alone."
+        )
+    point = values.mean(0)
+    spread, vectors = torch.linalg.eigh(torch.cov(values.T).reshape(size, size))
+    total = _precisions(spread, run)
+    half_rate = run.temperature * total / run.noise_std**2 * run.steps_between  # ρm/2
+    worth = count * torch.tanh(half_rate)
+    _require_stationary((values - point) @ vectors, spread / worth * count)
+    least = float(worth.min())
+    if least < max(_TOO_FEW, 2 * (size + 2)):
+        raise ValueError(
+            f"in its softest direction the run is worth {least:.2g} independent samples: run it"
+            " longer, or with a larger temperature or learning rate (a deep network needs"
+            " another method)."
+        )
+    if least < max(_FEW, 4 * (size + 2)):
+        warnings.warn(
+            f"in its softest direction the run is worth only {least:.2g} independent samples: the"
+            " posterior is wide, and intervals may cover a few percent less than they say.",
+            stacklevel=2,
+        )
+    # the mean of the inverse of a sample covariance is larger than the inverse
+    total = total * (1 - (size + 1) / worth)
+    curvature = (total - run.precision).clamp_min(0.02 * float(total.mean()))
+    error = total * (2 / worth).sqrt()
+    noise = total.square() * spread / worth
+
+    def matrix(eigenvalues: Tensor) -> Tensor:
+        return (vectors * eigenvalues) @ vectors.T
+
+    likelihood = NormalForm(
+        point,
+        -run.precision * (point - run.mean),
+        matrix(noise),
+        matrix(curvature),
+        matrix(error),
+        1.0,
+    )
+    prior = GaussianPrior(
+        torch.full((size,), run.mean, dtype=torch.float64),
+        torch.full((size,), run.precision, dtype=torch.float64),
+    )
+    accountant = optimizer.accountant
+    delta = 1e-5 if accountant.delta is None else accountant.delta
+    statement = [
+        f"Noise-aware posterior from {count} iterates of {type(optimizer).__name__}",
+        (
+            "  charged     by the run alone; its accountant holds epsilon ="
+            f" {accountant.get_epsilon(delta):.5g} at delta = {delta:g} ({accountant.neighboring})"
+        ),
+        f"  proved      what {type(optimizer).__name__} and its accountant state; nothing is added",
+        (
+            "  ASSUMED     for the width, not for privacy: the iterates are stationary, as tested, at"
+            f" a constant learning rate, {steps_per_sample} steps between two collect() calls"
+        ),
+        (
+            "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic over the"
+            " iterates, the model is right, and clipping changes few gradients"
+        ),
+    ]
+    return NoiseAwarePosterior(
+        likelihood, prior, _NamedCoordinates(shapes), statement, transcript=samples
+    )
+
+
+class _Run(NamedTuple):
+    """Public constants."""
+
+    temperature: float
+    noise_std: float  # zC/q, on a sum over all records
+    step: float  # h
+    friction: float
+    subsampling: float  # κ; 0 where a thermostat takes it up
+    steps_between: int
+    precision: float
+    mean: float
+
+
+def _constants(
+    samples: PosteriorSamples, optimizer: PrivateOptimizer, steps_per_sample: int
+) -> _Run:
+    if not isinstance(samples, PosteriorSamples):
+        raise TypeError(
+            f"samples must be PosteriorSamples, got {type(samples).__name__}: collect the iterates"
+            " of the run."
+        )
+    if type(optimizer) not in _KINDS:
+        names = ", ".join(kind.__name__ for kind in _KINDS)
+        raise TypeError(
+            f"the law of the iterates is known for {names}, not for {type(optimizer).__name__}."
+        )
+    steps = positive_count(steps_per_sample, "steps_per_sample")
+    groups = [g for g in optimizer.param_groups if any(p.requires_grad for p in g["params"])]
+    if len(groups) != 1 or optimizer.has_own_log_prior:
+        raise ValueError("from_run needs one parameter group, with a Gaussian prior (prior_std=).")
+    (group,) = groups
+    if group.get("initial_lr", group["lr"]) != group["lr"] or not group["lr"] > 0:
+        raise ValueError(
+            "the learning rate was scheduled, so the iterates have no one law: collect samples at a"
+            " constant, positive one."
+        )
+    if not math.isfinite(group["prior_std"]):
+        raise ValueError("the prior is improper (prior_std is infinite): state prior_std.")
+    multiplier, temperature = optimizer.effective_noise_multiplier, optimizer.effective_temperature
+    if not multiplier > 0 or not temperature > 0:
+        raise ValueError("the run has no noise, so its iterates are no samples.")
+    rate = optimizer.expected_batch_size / optimizer.num_data
+    noise_std = multiplier * optimizer.max_grad_norm / rate
+    step = float(group["lr"]) / optimizer.num_data
+    return _Run(
+        temperature=temperature,
+        noise_std=noise_std,
+        step=step,
+        friction=step * noise_std**2 / (2 * temperature),
+        subsampling=0.0 if isinstance(optimizer, DPSGNHT) else (1 - rate) / rate,
+        steps_between=steps * samples.thin,
+        precision=float(group["prior_std"]) ** -2,
+        mean=float(group["prior_mean"]),
+    )
+
+
+def _precisions(spread: Tensor, run: _Run) -> Tensor:
+    """F + P in each direction, from the variances of the iterates."""
+    gamma = run.step * run.subsampling / (2 * run.friction)
+    beta = run.step / (2 * (2 - run.friction))
+    ahead, level = spread - gamma, run.temperature - gamma * run.precision
+    if not bool((ahead > 0).all()) or not level > 0:
+        raise ValueError(
+            "minibatch noise alone explains the spread of the iterates: use larger batches or a"
+            " smaller learning rate."
+        )
+    # where steps are too long for a stationary law, the root is the longest that there is one for
+    discriminant = (ahead.square() - 4 * spread * beta * level).clamp_min(0.0)
+    return 2 * level / (ahead + discriminant.sqrt())
+
+
+def _require_stationary(values: Tensor, variance: Tensor) -> None:
+    """Means of a quarter of the iterates lie as far from the mean as their law says.
+
+    Args:
+        values: centred, in the eigenvectors of their covariance.
+        variance: by direction, of the mean of the iterates times their number.
+    """
+    statistic, count = 0.0, 0
+    for part in values.chunk(_PARTS):
+        statistic += float((part.mean(0).square() / (variance / len(part))).sum())
+        count += part.shape[1]
+    if chi2.sf(statistic, count) < _SURELY:
+        raise ValueError(
+            "the iterates of earlier and later parts of the run contradict each other: it has not"
+            " converged. Lengthen the burn-in or the run."
+        )
+
+
+class _NamedCoordinates:
+    """Tensors one after another."""
+
+    def __init__(self, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = dict(shapes)
+
+    def constrain(self, theta: Tensor) -> dict[str, Tensor]:
+        """Tensors by name."""
+        pieces = theta.split([shape.numel() for shape in self._shapes.values()])
+        return {
+            name: piece.reshape(shape)
+            for (name, shape), piece in zip(self._shapes.items(), pieces, strict=True)
+        }
+
+    def unconstrained(self, values: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        """The vector; no Jacobian."""
+        flat = [torch.as_tensor(values[name]).double().reshape(-1) for name in self._shapes]
+        return torch.cat(flat), 0.0
