@@ -166,7 +166,7 @@ def test_leaving_the_noise_out_covers_too_little():
             apart = (covariance @ product - runs.truth[k]) / covariance.diagonal().sqrt()
             kept[j] += int(abs(float(apart[k % 2])) < 1.645)
     assert binom.cdf(kept[0], 120, 0.82) > ERROR_RATE
-    assert binom.sf(kept[1] - 1, 120, 0.82) < 1e-3
+    assert binom.cdf(kept[1], 120, 0.82) < 1e-3
 
 
 def test_a_real_run_on_a_linear_model():

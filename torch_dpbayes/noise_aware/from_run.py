@@ -130,8 +130,8 @@ def from_run(
         ),
         f"  proved      what {type(optimizer).__name__} and its accountant state; nothing is added",
         (
-            "  ASSUMED     for the width, not for privacy: the iterates are stationary, as tested, at"
-            f" a constant learning rate, {steps_per_sample} steps between two collect() calls"
+            "  ASSUMED     for the width, not for privacy: the iterates are stationary, as tested,"
+            f" at a constant learning rate, {steps_per_sample} steps between two collect() calls"
         ),
         (
             "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic over the"
