@@ -718,6 +718,16 @@ def test_no_value_of_one_record_raises(name, value):
         torch.distributions.Distribution.set_default_validate_args(True)
 
 
+@pytest.mark.parametrize("loss", [lambda losses: losses.logsumexp(0), lambda losses: losses.prod()])
+def test_a_record_that_makes_the_gradients_of_all_others_nan_mixes(loss):
+    """They are all equal, so that nothing else tells: one record took all others out of the sum."""
+    y = torch.ones(N, dtype=torch.long)
+    out = torch.randn(1, K).expand(N, K).clone()
+    out[3] = math.nan
+    with pytest.raises(RuntimeError, match="mixes records"):
+        watched(lambda o: loss(F.cross_entropy(o, y, reduction="none")), out)
+
+
 def test_saturated_records_are_not_taken_for_wrong_ones():
     """Their gradients are what rounding leaves."""
     for n in (7, 100, 255):

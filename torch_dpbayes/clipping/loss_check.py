@@ -882,8 +882,6 @@ def _verdict(
             for g, (value, _) in zip(arrived, program.values, strict=True)
         ]
         came = torch.cat([p.detach().double().flatten() for p in pieces]) * unit
-        if not bool(torch.isfinite(came).all()):
-            continue
         exact, rough = (
             _Replay(program, needed, i, numbers, is_double=d, is_wide=is_wide)
             for d in (True, False)
@@ -895,7 +893,10 @@ def _verdict(
         except _NotAlone as failure:
             pairs = _compares_pairs(exact) or failure.op.name in _OF_SEVERAL
             return _Verdict(False if pairs else None, i, None, failure.op)
-        if bool(torch.isfinite(own).all()):
+        if not bool(torch.isfinite(came).all()):
+            if bool(torch.isfinite(torch.cat([own, coarse])).all()):
+                return _Verdict(False, i)  # another record made it so
+        elif bool(torch.isfinite(own).all()):
             compared.append((i, came, own))
             difference = (coarse - own).abs().nan_to_num(0.0, 0.0, 0.0).max()
             noise = max(noise, float(difference))
