@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.checks.decision_checks import Constants, Decisions
+from torch_dpbayes.checks.decisions import Constants, Decisions
 
 pytestmark = pytest.mark.usefixtures("whole_batches")
 

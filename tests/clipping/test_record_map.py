@@ -21,7 +21,8 @@ from torch_dpbayes.clipping import isolated, record_map
 from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.clipping.gradient_source import HooksGradientSource
 from torch_dpbayes.clipping.isolated import IsolatedGradientSource
-from torch_dpbayes.clipping.record_map import CannotBeMapped, Nested, RecordMap
+from torch_dpbayes.clipping.nested import Nested
+from torch_dpbayes.clipping.record_map import CannotBeMapped, RecordMap
 
 
 class Call(nn.Module):

@@ -1,359 +1,327 @@
-"""Which decisions does a model take from a whole batch, and what do they decide?
-
-A branch that made-up records do not bring about is not tested by running the model on them. Here a
-forward or backward pass is watched for what Python, or a tensor of a single truth value, takes from
-tensors made of the batch. Each such place can be given another outcome. The constants in the code
-that ran are collected as well, for thresholds are among them.
-"""
+"""What do decisions that a model takes on the batch, and constants in its code, decide?"""
 
 from __future__ import annotations
 
-import inspect
-import linecache
 import math
-import os
-import sys
-import types
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
-import opacus
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
-from ..clipping.gradient_source import tensors_in
+from ..clipping.nested import tensors_in
+from .decisions import Bounds, Constants, Decisions, Outcome, Place, bounds_after, numbers_near
+from .findings import MayFail, MissingGradientsError, MixedRecordsError, affordable
+from .forward_runs import require_same, run, same_rows
+from .gradient_checks import check_trial
+from .independence import require_same_alone
+from .made_up_records import exchanged, fitting_rows, given, groups_that_stay, map_rows
+from .seeded_draws import SeededDraws
+from .tried_model import TriedModel
 
-Outcome = bool | float
-
-# a number that decides how often something is done, or how large something is made
-LARGEST_COUNT = 4096
-_LONGEST_LIST = 1024
-_MOST_CONSTANTS = 32
-_MOST_NUMBERS = 10  # constants that are put in the place of a number
-_EXTRA_CALLS = 32  # of a place that is forced, in one pass, beyond those that were seen
-_EXTRA_OPERATIONS = 20  # times as many as were seen
-_FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(str(file))) + os.sep
-    for file in (torch.__file__, opacus.__file__)
+_MOST_DECISIONS, _DEPTH = 48, 3  # lines that decide; decisions that are forced together
+_MOST_CALLS = 16  # of a line that runs once for each record, which are flipped one by one
+_LARGEST_BATCH, _LARGEST_NUMBERS, _MOST_SIZES = 4096, 2**20, 8
+_FORCED_KINDS = ("given", "short", "ties", "codes")
+_FLIP_KINDS = ("given", "short", "plain", "codes", "outliers", "missing")
+_DECIDES = (
+    "a decision on the batch, at {}, changes other records' outputs or gradients, and one record"
+    " can bring it about. Decide for each record alone: torch.where with a condition per row."
 )
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_STANDARD = os.path.dirname(os.path.abspath(str(os.__file__))) + os.sep
-
-
-class EndlessError(Exception):
-    """A forced outcome keeps the model going."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a decision is taken: a line of the caller's code, and which expression in it.
-
-    Attributes:
-        file, line, columns: where; the number of the instruction would change when Python
-            specialises code that runs often.
-        is_number: a number is taken out of the batch there, not a truth value.
-    """
-
-    file: str
-    line: int
-    columns: tuple[int | None, ...]
-    is_number: bool
-
-    def __str__(self) -> str:
-        code = linecache.getline(self.file, self.line).strip()
-        where = f"{os.path.basename(self.file)}:{self.line}"
-        return f"{where} ({code})" if code else where
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """How far a pass may go.
-
-    Attributes:
-        calls: of one place that are forced; later ones come out as they do.
-        operations: after which a pass is ended by :class:`EndlessError`.
-    """
-
-    calls: float
-    operations: float
-
-
-class Decisions(TorchDispatchMode):
-    """Notes the outcomes of decisions in one pass after another, and forces some of them.
-
-    Args:
-        forced: outcomes by place.
-        call: only this call of each place in ``forced`` is forced, the first one being 0.
-        bounds: how far a pass may go.
-    """
-
-    def __init__(
-        self,
-        forced: Mapping[Place, Outcome],
-        *,
-        call: int | None = None,
-        bounds: Bounds | None = None,
-    ) -> None:
-        super().__init__()
-        self._forced, self._call = forced, call
-        self._bounds = bounds or Bounds(math.inf, math.inf)
-        self._reads = _Reads()
-        self._of_batch: set[int] | None = None  # storages
-        self._alive: list[Tensor] = []  # no storage of this pass is used a second time
-        self.start()
-
-    def start(self) -> None:
-        """A new pass begins."""
-        self.outcomes: dict[Place, list[Outcome]] = defaultdict(list)
-        self.operations = 0
-
-    def __enter__(self) -> Any:
-        self._reads.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._reads.__exit__(*error)
-
-    @property
-    def is_watching(self) -> bool:
-        return self._of_batch is not None
-
-    def watch(self, tensors: Sequence[Tensor]) -> None:
-        """From now on, note only what depends on these."""
-        self._of_batch = set() if self._of_batch is None else self._of_batch
-        self._alive.extend(tensors)
-        self._of_batch.update(map(_storage, tensors))
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.operations += 1
-        if self.operations > self._bounds.operations:
-            raise EndlessError
-        args = list(args)
-        if torch.Tag.data_dependent_output in function.tags:
-            value = function(*args, **kwargs)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if (isinstance(value, bool) or (is_number and self._reads.is_reading)) and (
-                self._depends(args) and (place := _place(is_number)) is not None
-            ):
-                value = self._outcome(place, value)
-            return value
-        changed = {k for k, a in enumerate(args) if _is_truth_value(a) and self._depends([a])}
-        if changed and not _gives_truth_value(function, args):
-            place = _place(False)
-            for k in changed if place is not None else ():
-                assert place is not None
-                value = bool(args[k])
-                outcome = self._outcome(place, value)
-                if outcome != value:
-                    args[k] = torch.full_like(args[k], outcome)
-        result = function(*args, **kwargs)
-        if self._of_batch is not None and not _reads_shapes_only(function):
-            given = [*tensors_in(args), *tensors_in(kwargs)]
-            if any(_storage(t) in self._of_batch for t in given):
-                made = list(tensors_in(result)) if isinstance(result, (Tensor, tuple, list)) else []
-                for a, t in zip(function._schema.arguments, args, strict=False):
-                    if a.alias_info is not None and a.alias_info.is_write:
-                        made += tensors_in(t)
-                self.watch(made)
-        return result
-
-    def _depends(self, args: Sequence[Any]) -> bool:
-        return self._of_batch is None or any(
-            _storage(t) in self._of_batch for t in tensors_in(args)
-        )
-
-    def _outcome(self, place: Place, value: Outcome) -> Outcome:
-        calls = self.outcomes[place]
-        calls.append(value)
-        if place not in self._forced or len(calls) > self._bounds.calls:
-            return value
-        if self._call is not None and len(calls) - 1 != self._call:
-            return value
-        outcome = self._forced[place]
-        if isinstance(value, int) and not isinstance(value, bool):
-            return int(outcome)
-        return outcome
-
-
-class _Reads(TorchFunctionMode):
-    """Sees when Python takes a number out of a tensor. Where an operation does so inside, another
-    number could make it leave its memory.
-
-    ``tolist`` takes its numbers one by one, past any dispatch otherwise.
-    """
-
-    is_reading = False
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function not in _READERS:
-            return function(*args, **(kwargs or {}))
-        self.is_reading = True
-        try:
-            if function is Tensor.tolist and 0 < args[0].numel() <= _LONGEST_LIST:
-                return _listed(args[0])
-            return function(*args, **(kwargs or {}))
-        finally:
-            self.is_reading = False
-
-
-_READERS = (
-    Tensor.item,
-    Tensor.tolist,
-    Tensor.__bool__,
-    Tensor.__int__,
-    Tensor.__float__,
-    Tensor.__index__,
+_TAKES = (
+    "a number taken out of the batch, at {}, changes other records' outputs or gradients, and one"
+    " record can change it. Compute it for each record alone, as a tensor with a row for each."
+)
+_TOO_MANY = (
+    "the model takes decisions on the batch at more than {} lines, too many to test each. Decide"
+    " for each record alone, with torch.where and a condition per row."
 )
 
-
-def _listed(t: Tensor) -> Any:
-    return t.item() if t.dim() == 0 else [_listed(part) for part in t.unbind()]
-
-
-def bounds_after(seen: Decisions) -> Bounds:
-    """How far a pass may go when outcomes are forced, after one that was ``seen``."""
-    calls = max((len(values) for values in seen.outcomes.values()), default=0)
-    return Bounds(2 * calls + _EXTRA_CALLS, _EXTRA_OPERATIONS * (seen.operations + 100))
+# outputs and recorded gradients, each as (records, numbers); and whose are finite
+_Observed = tuple[list[Tensor], Tensor]
+# arguments, what comes out of the decision, and what is observed
+_Suspect = tuple[tuple[Any, ...], list[Outcome], _Observed]
+_Forced = Mapping[Place, Outcome]
 
 
-def _storage(t: Tensor) -> int:
+def check_decisions(tried: TriedModel, batch_size: float) -> None:
+    """Raise if decisions that the model takes from a batch, or constants in its code, let a
+    record's output or gradient depend on others.
+    """
+    with tried.source.paused():
+        tried.alone = run(tried.module, tried.given(0), SeededDraws())
+    constants = Constants()
+    with constants.collected():
+        first = _seen(tried, {})
+    _check_sizes(tried, constants.sizes, batch_size)
+    _check_constants(tried, constants.numbers)
+    known: set[Place] = set()
+    waiting: list[tuple[_Forced, Decisions]] = [({}, first)]
+    while waiting:
+        forced, seen = waiting.pop(0)
+        for place, values in list(seen.outcomes.items()):
+            if place in known:
+                continue
+            known.add(place)
+            if len(known) > _MOST_DECISIONS:
+                raise ValueError(_TOO_MANY.format(_MOST_DECISIONS))
+            outcomes: Sequence[Outcome] = (
+                numbers_near(values, constants.numbers) if place.is_number else (True, False)
+            )
+            changing = _check_flips(tried, place, outcomes, forced, bounds_after(seen))
+            for outcome in changing if place.is_number else outcomes:
+                together = {**forced, place: outcome}
+                _check_forced(tried, together, place, bounds_after(seen))
+                if len(together) < _DEPTH:
+                    waiting.append((together, _seen(tried, together)))
+
+
+def _rows(tried: TriedModel) -> int:
+    return tried.rows_for(tried.middle)
+
+
+def _observed(tried: TriedModel, arguments: tuple[Any, ...], decisions: Decisions) -> _Observed:
+    source = tried.source
+    tried.try_on_cpu(arguments)
+    source.discard(tried.parameters)
+    decisions.start()
     try:
-        return int(t.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # sparse
-        return id(t)
+        with decisions:
+            with SeededDraws(0, tried.axes, are_alike=tried.is_aligned):
+                outputs = list(tensors_in(tried.module(*arguments)))
+            rows = len(outputs[0])
+            terms = []
+            for t in outputs:
+                if t.is_floating_point():
+                    generator = torch.Generator().manual_seed(t[:1].numel())
+                    weight = torch.randn(t.shape, generator=generator).to(t.device)
+                    if decisions.is_watching:
+                        decisions.watch([weight])
+                    terms.append((t.float() * weight).sum())
+            total = torch.stack(terms).sum()
+            (total if source.loss_reduction == "sum" else total / rows).backward()
+        gradients = [source.per_record_gradients(p) for p in tried.parameters]
+    finally:
+        tried.discard()
+    by_record = [
+        t.detach().reshape(rows, -1)
+        for t in (*outputs, *gradients)
+        if t is not None and len(t) == rows
+    ]
+    finite = [t.isfinite().all(1).cpu() for t in by_record[len(outputs) :]]
+    return by_record, torch.stack([torch.ones(rows, dtype=torch.bool), *finite]).all(0)
 
 
-def _is_truth_value(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype == torch.bool and value.numel() == 1
+def _seen(tried: TriedModel, forced: _Forced) -> Decisions:
+    """The decisions of one pass, as far as they depend on the batch."""
+    decisions = Decisions(forced)
+    arguments = map_rows(torch.clone, tried.neighbours(_rows(tried), "given", 0)[0])
+    decisions.watch(list(tensors_in(arguments)))
+    with MayFail() if forced else nullcontext():
+        _observed(tried, arguments, decisions)
+    return decisions
 
 
-def _gives_truth_value(function: Any, args: Sequence[Any]) -> bool:
-    """A step on the way to a decision, which is none by itself."""
-    name = function._schema.name.removeprefix("aten::")
-    is_step = name in _STEPS or name.startswith(("logical_", "bitwise_", "__"))
-    return is_step and all(t.numel() == 1 for t in tensors_in(args))
-
-
-_STEPS = frozenset(
-    "view squeeze unsqueeze select slice detach alias clone any all as_strided permute t transpose"
-    " lift_fresh".split()
-)
-
-
-def _reads_shapes_only(function: Any) -> bool:
-    name = function._schema.name.removeprefix("aten::")
-    return bool(name.endswith("_like") or name.startswith("new_"))
-
-
-def _place(is_number: bool) -> Place | None:
-    """The innermost line of the caller's that runs now; None where a number is taken by a
-    layer of torch's or Opacus', or no caller is there.
+def _changed(
+    tried: TriedModel, arguments: tuple[Any, ...], forced: Decisions, natural: _Observed
+) -> int | None:
+    """How many records come out differently; None where the model fails. Those whose gradients
+    are not finite count for nothing.
     """
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith((_OWN, *_MODES)):
-        frame = frame.f_back
-    if is_number and frame is not None and frame.f_code.co_filename.startswith(_FOLDERS):
+    with MayFail() as running:
+        found, is_finite = _observed(tried, arguments, forced)
+    if running.failed:
         return None
-    while frame is not None and frame.f_code.co_filename.startswith((*_FOLDERS, _OWN)):
-        frame = frame.f_back
-    if frame is None:
-        return None
-    columns = _positions(frame.f_code)[frame.f_lasti // 2]
-    return Place(frame.f_code.co_filename, frame.f_lineno, columns, is_number)
+    before, was_finite = natural
+    if [t.shape for t in found] != [t.shape for t in before]:
+        return len(was_finite)
+    same = [same_rows(a, b, True).cpu() for a, b in zip(before, found, strict=True)]
+    return int((~torch.stack(same).all(0) & (is_finite | was_finite)).sum())
 
 
-@lru_cache(maxsize=256)
-def _positions(code: types.CodeType) -> list[tuple[int | None, ...]]:
-    return list(code.co_positions())
-
-
-# what runs between an operation and the modes that see it
-_MODES = tuple(
-    os.path.join(_FOLDERS[0], name)
-    for name in ("_ops.py", "_compile.py", "_dynamo", "overrides.py", "utils/_python_dispatch.py")
-)
-
-
-# -- constants -------------------------------------------------------------------------------------
-
-
-class Constants:
-    """Numbers that stand in the code which runs inside, or in the globals, arguments and
-    attributes that it names.
+def _check_flips(
+    tried: TriedModel, place: Place, outcomes: Sequence[Outcome], forced: _Forced, bounds: Bounds
+) -> list[Outcome]:
+    """Raise if a decision may change other records in the direction in which one record can turn
+    it, where that is seen, or else in every direction that made-up records show. Returns outcomes
+    that change something.
     """
-
-    def __init__(self) -> None:
-        self._codes: set[types.CodeType] = set()
-        self._numbers: set[float] = set()
-
-    @contextmanager
-    def collected(self) -> Iterator[None]:
-        before = sys.getprofile()
-        if before is None:
-            sys.setprofile(self._note)
-        try:
-            yield
-        finally:
-            if before is None:
-                sys.setprofile(None)
-
-    def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event != "call" or code in self._codes:
-            return
-        self._codes.add(code)
-        if code.co_filename.startswith((*_FOLDERS, _OWN, "<frozen")) or (
-            code.co_filename.startswith(_STANDARD) and "site-packages" not in code.co_filename
-        ):
-            return
-        values = list(code.co_consts)
-        values += [v for v in code.co_consts if isinstance(v, (tuple, frozenset)) for v in v]
-        values += [frame.f_globals.get(name) for name in code.co_names]
-        values += frame.f_locals.values()
-        for owner in frame.f_locals.values():
-            if isinstance(owner, nn.Module):
-                values += [vars(owner).get(name) for name in code.co_names]
-        for value in values:
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                if math.isfinite(value) and abs(value) < 2**62 and value not in (0, 1, -1, 2):
-                    self._numbers.add(abs(value))
-
-    @property
-    def numbers(self) -> list[float]:
-        """Absolute values; of many the largest and the smallest."""
-        return _few(sorted(self._numbers), _MOST_CONSTANTS)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers of records that a constant may be compared with."""
-        return sorted({int(n) + more for n in self.numbers if n > 2 for more in (0, 1)})
+    # 1: up, or from False to True; -1: down
+    is_changed, moves, changing = dict[int, bool](), set[int](), dict[Outcome, None]()
+    suspects = []
+    for seed, kind in enumerate(_FLIP_KINDS[: 2 if place.is_number else None]):
+        whole = tried.neighbours(_rows(tried), kind, seed)[0]
+        one = given(whole, seed % _rows(tried))
+        noted = []
+        for arguments in (whole, one):
+            decisions = Decisions(forced, bounds=bounds)
+            with MayFail() as running:
+                natural = _observed(tried, arguments, decisions)
+            if running.failed:
+                continue
+            values = decisions.outcomes.get(place, [])
+            noted.append(values)
+            for outcome in outcomes if values else ():
+                direction = _direction(values, outcome)
+                if direction == 0:
+                    continue
+                other = Decisions({**forced, place: outcome}, bounds=bounds)
+                count = _changed(tried, arguments, other, natural)
+                is_changed.setdefault(direction, False)
+                if count != 0:
+                    changing[outcome] = None
+                if count:
+                    is_changed[direction] = True
+                    suspects.append((arguments, values, natural))
+        if len(noted) == 2 and len(noted[0]) == len(noted[1]):
+            for value, value_of_one in zip(*noted, strict=True):
+                moves |= {int(value > value_of_one) - int(value < value_of_one)} - {0}
+    required = [is_changed[move] for move in moves if move in is_changed]
+    is_harmless = not any(required) if required else not all(is_changed.values())
+    if (
+        not is_changed
+        or is_harmless
+        or _is_of_single_records(tried, place, forced, bounds, suspects)
+    ):
+        return list(changing)
+    raise MixedRecordsError((_TAKES if place.is_number else _DECIDES).format(place))
 
 
-def numbers_near(values: Sequence[Outcome], constants: Sequence[float]) -> list[Outcome]:
-    """Other numbers that might have been taken in place of ``values``."""
-    value, few = max(values), _few(constants, _MOST_NUMBERS)
-    if all(isinstance(v, int) for v in values):
-        found: set[Outcome] = {value + 1, value + 7, min(values) - 1, 0, 1}
-        found |= {int(c) + more for c in few for more in (0, 1) if c < LARGEST_COUNT}
-        return sorted(n for n in found if n not in values)
-    found = {2 * abs(value) + 1, 1e6, -1e6, 1e15, -1e15, 0.0, min(values) / 2 - 1, -value}
-    found |= {sign * c * scale for c in few for sign, scale in ((1, 1), (1, 1.5), (-1, 1.5))}
-    return sorted(float(n) for n in found if n not in values)
+def _direction(values: Sequence[Outcome], outcome: Outcome) -> int:
+    """Which way all of ``values`` go if they become ``outcome``; 0 where they stay or part."""
+    if isinstance(outcome, bool):
+        return 0 if all(value == outcome for value in values) else 1 if outcome else -1
+    return int(outcome > max(values)) - int(outcome < min(values))
 
 
-def _few(numbers: Sequence[float], most: int) -> list[float]:
-    """Of many numbers the smallest and the largest."""
-    half = most // 2
-    return list(numbers) if len(numbers) <= most else [*numbers[:half], *numbers[-half:]]
+def _is_of_single_records(
+    tried: TriedModel, place: Place, forced: _Forced, bounds: Bounds, suspects: Sequence[_Suspect]
+) -> bool:
+    """Whether each call of the line decides on one record: a loop over records."""
+    several = [suspect for suspect in suspects if len(suspect[2][1]) > 1]
+    if not several:
+        return False
+    arguments, values, natural = several[0]
+    if len(values) < len(natural[1]):
+        return False
+    for call, value in list(enumerate(values))[:_MOST_CALLS]:
+        others = (value + 1, value - 1) if place.is_number else (not value,)
+        for other in others:
+            decisions = Decisions({**forced, place: other}, call=call, bounds=bounds)
+            if (_changed(tried, arguments, decisions, natural) or 0) > 1:
+                return False
+    return True
+
+
+def _check_forced(tried: TriedModel, forced: _Forced, place: Place, bounds: Bounds) -> None:
+    """Raise if records depend on one another where decisions come out as ``forced``."""
+    rows = _rows(tried)
+    decisions = Decisions(forced, bounds=bounds)
+    handle = tried.module.register_forward_pre_hook(lambda *_: decisions.start(), prepend=True)
+    try:
+        with decisions:
+            for seed, kind in enumerate(_FORCED_KINDS):
+                keep = groups_that_stay(rows)[seed % len(groups_that_stay(rows))]
+                # a branch left out may leave layers out, too
+                with suppress(MissingGradientsError):
+                    _compare_exchanged(tried, *tried.neighbours(rows, kind, seed), keep, seed)
+            with tried.source.paused(), MayFail():
+                require_same_alone(tried, [rows])
+    except MixedRecordsError as error:
+        raise MixedRecordsError(
+            f"where the decision at {place} comes out as {forced[place]}, {error}"
+        ) from error
+    finally:
+        handle.remove()
+
+
+def _compare_exchanged(
+    tried: TriedModel, base: tuple[Any, ...], others: tuple[Any, ...], keep: Tensor, seed: int
+) -> bool:
+    """Raise if records in ``keep`` fare otherwise when all others are exchanged. Returns whether
+    the model could be run on both.
+    """
+    mixed = exchanged(base, others, keep)
+    with tried.source.paused(), MayFail() as running:
+        tried.try_on_cpu(base, mixed)
+        first, second = (
+            tried.run(arguments, SeededDraws(seed, tried.axes)) for arguments in (base, mixed)
+        )
+        require_same(tried.module, first, second, keep, is_same_size=True)
+    if running.failed:
+        return False
+    if tried.rows_for(len(keep)) < len(keep):
+        return True
+    is_aligned = tried.is_aligned
+    with MayFail() as running:
+        check_trial(
+            tried,
+            base,
+            mixed,
+            keep,
+            seed=seed,
+            power=0,
+            are_alike=is_aligned,
+            is_comparable=False,
+        )
+    return not running.failed
+
+
+def _check_sizes(tried: TriedModel, constants: Sequence[int], batch_size: float) -> None:
+    """Raise if a record fares otherwise in a batch larger than a constant in the code, or than
+    batches will be.
+    """
+    most = fitting_rows(tried.inputs, _LARGEST_BATCH, _LARGEST_NUMBERS)
+    tested = {1, *tried.sizes}
+    fitting = [n for n in constants if n <= most and n not in tested]
+    sizes = sorted({*fitting[:_MOST_SIZES], min(math.ceil(2 * batch_size), most)} - tested - {0})
+    for rows in affordable(sizes, 1, float):
+        with tried.source.paused(), MayFail() as running:
+            require_same_alone(tried, [rows])
+        if not running.failed and rows in fitting and tried.rows_for(rows) == rows:
+            base, others = tried.neighbours(rows, "given", rows)
+            _compare_exchanged(tried, base, others, torch.arange(rows) % 2 == 0, rows)
+
+
+def _check_constants(tried: TriedModel, numbers: Sequence[float]) -> None:
+    """Raise if records that hold constants of the model's code change what becomes of others."""
+    if not numbers:
+        return
+    shown = [
+        (sign * (2 * n + 1 if is_beyond else n), is_first)
+        for n in numbers
+        for sign, is_beyond, is_first in (
+            (1, False, False),
+            (1, False, True),
+            (1, True, False),
+            (-1, False, False),
+            (-1, True, True),
+        )
+    ]
+    most = max(1, fitting_rows(tried.inputs, 64, 2**18))
+    waiting = [shown[k : k + most] for k in range(0, len(shown), most)]
+    left = 2 * len(waiting) + 16
+    while waiting and left:
+        left -= 1
+        some = waiting.pop(0)
+        rows = len(some) + 4
+        base, others = tried.neighbours(rows, "plain", left)
+        limits = iter(tried.limits)
+        others = map_rows(partial(_showing, some=some, limits=limits), others)
+        keep = (torch.arange(rows) < 2) | (torch.arange(rows) >= rows - 2)
+        if not _compare_exchanged(tried, base, others, keep, left) and len(some) > 1:
+            waiting += [some[: len(some) // 2], some[len(some) // 2 :]]
+
+
+def _showing(t: Tensor, some: Sequence[tuple[float, bool]], limits: Iterator[int]) -> Tensor:
+    """The records of ``t`` after the first two hold one of the numbers each, all through or in
+    their first entry.
+    """
+    t, limit = t.clone(), next(limits)
+    highest = torch.finfo(t.dtype).max if t.is_floating_point() else limit - 1
+    for row, (number, is_first) in zip(t[2:].reshape(len(t) - 2, -1), some, strict=False):
+        if (t.is_floating_point() and abs(number) <= highest) or 0 <= number <= highest:
+            row[: 1 if is_first else None] = number if t.is_floating_point() else int(number)
+    return t

@@ -1,4 +1,4 @@
-"""Does a record's recorded gradient depend on that record alone? Found out on made-up batches.
+"""Is a record's recorded gradient its own, and does it depend on that record alone?
 
 The forward pass may keep records apart and the backward pass mix them all the same: through hooks
 on gradients, custom functions, or rows that a layer sees in another order.
@@ -6,135 +6,197 @@ on gradients, custom functions, or rows that a layer sees in another order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
-from ..clipping.gradient_source import GradientSource, map_tensors, tensors_in
+from ..clipping.nested import Nested, tensors_in
+from .findings import (
+    OF_NUMBER,
+    OF_OTHERS,
+    MayFail,
+    MissingGradientsError,
+    MixedRecordsError,
+    affordable,
+    failing_as,
+)
+from .made_up_records import exchanged, given, groups_that_stay, over_rows
+from .seeded_draws import FIRST_DIMENSION, SeededDraws
+from .tried_model import TriedModel
 
 # powers of ten of the output gradients of all records, and of those that take the others' places
-MAGNITUDES = (0, 3, -3, 6, -6, 1, -1, 4, -4, 2, -2, 5, -5)
-_MANY = 2**25  # numbers in the per-record gradients of one batch
+_MAGNITUDES = (0, 3, -3, 6, -6, 1, -1, 4, -4, 2, -2, 5, -5)
+_FEWEST_TRIALS = 3
 
-HOOKED = (
-    "{} has a hook on gradients ({}), which may mix records where no check sees it. Remove it; to "
-    "change gradients record by record use the loss, or a custom torch.autograd.Function."
-)
-MIXED = (
+_MIXED = (
     "the gradient of parameter {!r} in one record's row depends on {}: a hook, a custom "
     "autograd.Function or rows in another order mix records in the backward pass. Compute it from "
     "that record alone."
 )
+_NOT_USED = (
+    "parameter {!r} is not used by the forward pass: it would be given noise only. Use it, or"
+    " freeze it with requires_grad_(False)."
+)
 
 
-class MixedRecordsError(ValueError):
-    """What a check found out, and not what the model itself raised."""
-
-
-class MissingGradientsError(MixedRecordsError):
-    """A parameter has no gradient of each record."""
-
-
-@dataclass
-class Trial:
-    """A made-up batch, and another one in which some records stay and all others are exchanged.
-
-    Attributes:
-        first, second: the model's arguments.
-        keep: which records stay.
-        power: of ten, of the output gradients; those that are exchanged get another one.
-        seed: of everything random.
-        draws: with which random numbers both batches, and records alone, are run.
-        is_comparable: whether a record draws the same numbers alone.
+def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
+    """Raise unless recorded gradients are those of each record: of its own pass where the model
+    is mapped, otherwise of its row. Returns whether there was any to compare.
     """
+    source, parameters = tried.source, tried.parameters
+    generator = torch.Generator().manual_seed(1)
+    weights: list[Tensor] = []  # of the gradient that comes to each output
 
-    first: tuple[Any, ...]
-    second: tuple[Any, ...]
-    keep: Tensor
-    power: int
-    seed: int
-    draws: Callable[[], AbstractContextManager[Any]]
-    is_comparable: bool
+    def draws() -> SeededDraws:
+        return SeededDraws(0, FIRST_DIMENSION if is_mapped else (), are_alike=is_mapped)
+
+    def losses(arguments: tuple[Any, ...], rows: slice) -> tuple[Tensor, Tensor]:
+        """One of each record, and what outputs without rows add."""
+        output = tried.module(*arguments)
+        outputs = Nested(output).tensors if is_mapped else list(tensors_in(output))
+        outputs = [t.float() for t in outputs if t.is_floating_point()]
+        by_row = [t.reshape(len(t), -1) for t in outputs if t.dim() > 0]
+        if not weights:
+            weights.extend(torch.randn(t.shape, generator=generator).to(t.device) for t in by_row)
+        none = torch.zeros((), device=parameters[0].device)
+        terms = [(t * w[rows]).sum(1) for t, w in zip(by_row, weights, strict=True)]
+        return sum(terms, none.expand(1)), sum((t for t in outputs if t.dim() == 0), none)
+
+    def alone(k: int) -> Tensor:
+        with source.paused(), draws():
+            if not is_mapped:
+                return losses(tried.inputs, slice(None))[0][k]
+            each, shared = losses(tried.given(k), slice(k, k + 1))
+            return each[0] + shared
+
+    source.discard(parameters)
+    with (
+        nullcontext()
+        if is_mapped
+        else failing_as(
+            "per-record gradients of this model cannot be computed: {}. Give a parameter that"
+            " stands beside other layers (a class token) a small module of its own."
+        )
+    ):
+        with draws():
+            each, shared = losses(tried.inputs, slice(None))
+        total = (each.sum() if source.loss_reduction == "sum" else each.mean()) + shared
+        if not total.requires_grad:
+            raise ValueError(
+                "the model's output has no gradient: return a tensor of floating-point numbers with"
+                " a row per record, or a loss, computed from trainable parameters"
+            )
+        total.backward()
+    recorded = []
+    for p in parameters:
+        with draws():  # a source may run the records again
+            recorded.append(source.per_record_gradients(p))
+    truth: list[list[Tensor]] = []
+    is_used = [False] * len(parameters)
+    for k in range(2):
+        found = torch.autograd.grad(alone(k), parameters, allow_unused=True)
+        is_used = [used or g is not None for used, g in zip(is_used, found, strict=True)]
+        truth.append([_dense(p, g) for p, g in zip(parameters, found, strict=True)])
+    largest = max(float(g.norm()) for gradients in truth for g in gradients)
+    by_parameter = [torch.stack(gradients) for gradients in zip(*truth, strict=True)]
+    for (name, p), used, records, true in zip(
+        tried.named, is_used, recorded, by_parameter, strict=True
+    ):
+        if not used:
+            raise ValueError(_NOT_USED.format(name))
+        if records is None:
+            raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
+        if records.shape[1:] == true.shape[1:] and len(records) != len(true):
+            raise ValueError(
+                f"parameter {name!r} got {len(records)} per-record gradients for two records: its"
+                " module sees another first dimension. Keep records in dimension 0 of every"
+                " layer's input (for positions, .expand(len(x), -1))."
+            )
+        # a gradient that cancels is rounding error
+        limit = _tolerance([p]) * max(float(true.norm()), 1e-3 * largest)
+        if records.shape != true.shape or not float((records - true).norm()) <= limit:
+            what = "got per-record gradients that are not the gradients of the records"
+            raise ValueError(_wrong_gradient(name, what))
+    if largest > 0:
+        with draws():
+            check_clipped_sum(tried, [true.flatten(1) for true in by_parameter])
+    source.discard(parameters)
+    return largest > 0
 
 
-class HookWatch(TorchFunctionMode):
-    """Finds hooks that a forward pass registers on tensors; those of this library are no such
-    hooks.
+def check_gradients_unmoved(tried: TriedModel) -> None:
+    """Raise if a record's gradient depends on others: made-up records of every kind, output
+    gradients of every order of magnitude.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function in (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook):
-            hook = args[1] if len(args) > 1 else next(iter((kwargs or {}).values()), None)
-            owner = type(getattr(hook, "__self__", None)).__module__
-            if not owner.startswith("torch_dpbayes."):
-                self.found = function.__name__
-        return function(*args, **(kwargs or {}))
-
-
-def require_no_hooks(module: nn.Module) -> None:
-    """Raise if a module has hooks of the caller's on its backward pass.
-
-    Raises:
-        ValueError: with the module's name.
-    """
-    ours = {handle.id for handle in getattr(module, "autograd_grad_sample_hooks", ())}  # Opacus'
-    for name, layer in module.named_modules():
-        for kind in ("_backward_hooks", "_backward_pre_hooks"):
-            if not ours.issuperset(vars(layer)[kind]):
-                what = "register_full_backward" + kind.removeprefix("_backward").removesuffix("s")
-                raise ValueError(HOOKED.format(f"module {name or type(layer).__name__!r}", what))
+    kinds = ("ties", "codes", "given", "short", "outliers", "plain")
+    for seed, power in affordable(enumerate(_MAGNITUDES), _FEWEST_TRIALS):
+        kind = kinds[seed % len(kinds)]
+        rows = tried.rows_for(tried.large if seed % 4 == 3 else tried.middle)
+        are_alike = tried.is_aligned and seed % 2 == 0
+        keep = groups_that_stay(rows)[(seed + 1) % len(groups_that_stay(rows))]
+        base, others = tried.neighbours(rows, kind, seed)
+        mixed = exchanged(base, others, keep)
+        message = f"the model's gradients cannot be computed on {rows} made-up records: {{}}"
+        with failing_as(message) if kind == "given" else MayFail():
+            check_trial(
+                tried,
+                base,
+                mixed,
+                keep,
+                seed=seed,
+                power=power,
+                are_alike=are_alike,
+                is_comparable=are_alike,
+            )
 
 
-def rows_for(named: Sequence[tuple[str, Tensor]], most: int) -> int:
-    """Records in a batch whose gradients are all instantiated."""
-    return max(2, min(most, _MANY // max(1, sum(p.numel() for _, p in named))))
-
-
-def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None:
+def check_trial(
+    tried: TriedModel,
+    first: tuple[Any, ...],
+    second: tuple[Any, ...],
+    keep: Tensor,
+    *,
+    seed: int,
+    power: int,
+    are_alike: bool,
+    is_comparable: bool,
+) -> None:
     """Raise unless recorded gradients and the clipped sum are those of each record by itself.
 
     Args:
-        module: the model, with ``source`` attached.
-        source: where per-record gradients come from.
-        trial: the two batches.
+        tried: the model.
+        first: a made-up batch.
+        second: one in which some records stay and all others are exchanged.
+        keep: which records stay.
+        seed: of everything random.
+        power: of ten, of the output gradients; those that are exchanged get another one.
+        are_alike: all records draw the same numbers.
+        is_comparable: a record comes out the same alone.
 
     Raises:
         MixedRecordsError: a record's gradient depends on others, or their clipped sum is wrong.
         Exception: whatever the model raises on such a batch.
     """
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    parameters = [p for _, p in named]
-    keep = trial.keep
-    generator = torch.Generator().manual_seed(trial.seed)
+    source, parameters = tried.source, tried.parameters
+    generator = torch.Generator().manual_seed(seed)
     # for each output, those of the first and second batch
     weights: list[tuple[Tensor, Tensor]] = []
+    tried.try_on_cpu(first, second)
 
-    def loss(arguments: tuple[Any, ...], which: int, row: int | None = None) -> Tensor:
-        with trial.draws():
-            outputs = [t for t in tensors_in(module(*arguments)) if t.is_floating_point()]
+    def loss(arguments: tuple[Any, ...], which: int, rows: slice = slice(None)) -> Tensor:
+        with SeededDraws(seed, tried.axes, are_alike=are_alike):
+            outputs = [t for t in tensors_in(tried.module(*arguments)) if t.is_floating_point()]
         if not weights:
-            other = trial.power - 3 if trial.power > 2 else trial.power + 6
+            other = power - 3 if power > 2 else power + 6
             for t in outputs:
-                base = torch.randn(t.shape, generator=generator) * 10.0**trial.power
-                exchanged = torch.randn(t.shape, generator=generator) * 10.0**other
-                mask = keep.reshape(-1, *(1,) * (t.dim() - 1))
-                weights.append((base.to(t.device), torch.where(mask, base, exchanged).to(t.device)))
-        terms = [
-            (t.float() * (w[which] if row is None else w[which][row : row + 1])).sum()
-            for t, w in zip(outputs, weights, strict=True)
-        ]
+                base = torch.randn(t.shape, generator=generator) * 10.0**power
+                mixed = torch.randn(t.shape, generator=generator) * 10.0**other
+                mixed = torch.where(over_rows(keep, base), base, mixed)
+                weights.append((base.to(t.device), mixed.to(t.device)))
+        terms = [(t.float() * w[which][rows]).sum() for t, w in zip(outputs, weights, strict=True)]
         return torch.stack(terms).sum()
 
     def recorded(arguments: tuple[Any, ...], which: int) -> list[Tensor]:
@@ -142,7 +204,7 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
         total = loss(arguments, which)
         (total if source.loss_reduction == "sum" else total / len(keep)).backward()
         found = []
-        for name, p in named:
+        for name, p in tried.named:
             records = source.per_record_gradients(p)
             if records is None or records.shape != (len(keep), *p.shape):
                 raise MissingGradientsError(
@@ -153,39 +215,28 @@ def check_trial(module: nn.Module, source: GradientSource, trial: Trial) -> None
         return found
 
     try:
-        first = recorded(trial.first, 0)
-        norms = _norms(first)
-        check_clipped_sum(named, source, first)
-        if trial.is_comparable:
+        before = recorded(first, 0)
+        norms = _norms(before)
+        check_clipped_sum(tried, before)
+        if is_comparable:
             with source.paused():
                 for row in range(len(keep)):
-                    one = map_tensors(trial.first, partial(_row, row=row))
-                    _compare_alone(named, first, norms, row, loss(one, 0, row))
-        second = recorded(trial.second, 1)
+                    alone = loss(given(first, row), 0, slice(row, row + 1))
+                    _compare_alone(tried, before, norms, row, alone)
+        after = recorded(second, 1)
     finally:
-        source.discard(parameters)
-        for p in parameters:
-            p.grad = None
+        tried.discard()
     tolerance = _tolerance(parameters)
     rows = keep.to(norms.device) & norms.isfinite()
-    for (name, _), a, b in zip(named, first, second, strict=True):
+    for (name, _), a, b in zip(tried.named, before, after, strict=True):
         a, b = a[rows], b[rows]
         scale = torch.maximum(a.norm(dim=1), 1e-3 * norms[rows])
         if not bool(((a - b).norm(dim=1) <= tolerance * scale).all()):
-            raise MixedRecordsError(MIXED.format(name, "another record in the batch"))
-
-
-def _row(t: Tensor, row: int) -> Tensor:
-    """That of one record; a tensor without dimensions is the same for all."""
-    return t[row : row + 1] if t.dim() > 0 else t
+            raise MixedRecordsError(_MIXED.format(name, OF_OTHERS))
 
 
 def _compare_alone(
-    named: Sequence[tuple[str, Tensor]],
-    recorded: Sequence[Tensor],
-    norms: Tensor,
-    row: int,
-    loss: Tensor,
+    tried: TriedModel, recorded: Sequence[Tensor], norms: Tensor, row: int, loss: Tensor
 ) -> None:
     """One record's recorded gradient against the one that it has in a batch of its own.
 
@@ -193,30 +244,23 @@ def _compare_alone(
     """
     if not bool(norms[row].isfinite()) or not loss.requires_grad:
         return
-    parameters = [p for _, p in named]
-    alone = torch.autograd.grad(loss, parameters, allow_unused=True)
-    for (name, p), found, g in zip(named, recorded, alone, strict=True):
-        true = torch.zeros_like(p) if g is None else g.to_dense() if g.is_sparse else g
+    alone = torch.autograd.grad(loss, tried.parameters, allow_unused=True)
+    for (name, p), found, g in zip(tried.named, recorded, alone, strict=True):
+        true = _dense(p, g)
         difference = float((found[row] - true.flatten()).norm())
         scale = max(float(true.norm()), 1e-2 * float(norms[row]))
-        if not difference <= 30 * _tolerance(parameters) * scale:
-            what = "the number of records in the batch, or on its place among them"
-            raise MixedRecordsError(MIXED.format(name, what))
+        if not difference <= 30 * _tolerance(tried.parameters) * scale:
+            raise MixedRecordsError(_MIXED.format(name, OF_NUMBER))
 
 
-def check_clipped_sum(
-    named: Sequence[tuple[str, Tensor]], source: GradientSource, truth: Sequence[Tensor]
-) -> None:
-    """Norms and the clipped sum, which a source may compute by other ways, against ``truth``.
-
-    Args:
-        named: the trainable parameters.
-        source: right after a backward pass.
-        truth: for each parameter every record's gradient, (records, numel).
+def check_clipped_sum(tried: TriedModel, truth: Sequence[Tensor]) -> None:
+    """Norms and the clipped sum, which a source may compute by other ways, right after a backward
+    pass, against ``truth``: for each parameter every record's gradient, (records, numel).
 
     Raises:
-        ValueError: they differ.
+        MixedRecordsError: they differ.
     """
+    named, source = tried.named, tried.source
     norms = _norms(truth).double()
     if not bool(norms.isfinite().all()):
         return
@@ -228,7 +272,7 @@ def check_clipped_sum(
     found = source.norms(named).double()
     source.add_clipped_sum(named, clip, out)
     factor = (clip / norms).clamp(max=1.0)
-    tolerance = 2 * _tolerance([p for _, p in named])
+    tolerance = 2 * _tolerance(tried.parameters)
     are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15
     errors = [
         (o.double() - factor @ g.detach().double()).norm() for g, o in zip(truth, out, strict=True)
@@ -244,6 +288,20 @@ def check_clipped_sum(
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
     parts = [torch.linalg.vector_norm(g, dim=1, dtype=torch.float64) for g in gradients]
     return torch.linalg.vector_norm(torch.stack(parts), dim=0)
+
+
+def _dense(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _wrong_gradient(name: str, what: str) -> str:
+    return (
+        f"parameter {name!r} {what}: clipping would miss a part of what a record contributes. Use"
+        " every parameter through the forward pass of the module that owns it, not through"
+        " torch.nn.functional, and change nothing in place."
+    )
 
 
 def _tolerance(parameters: Sequence[Tensor]) -> float:

@@ -39,13 +39,12 @@ from .gradient_source import (
     _joint_norm,
     add_clipped,
     attach,
-    map_tensors,
     require_first_backward,
     require_no_ordinary_gradient,
-    tensors_in,
 )
 from .layers import Contribution, PerRecord
 from .mapped_forward import MappedForward, OfOne
+from .nested import map_tensors, tensors_in
 from .record_map import InnerTransform, RecordMap, attention_as_in_maps
 
 

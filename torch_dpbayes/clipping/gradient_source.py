@@ -8,12 +8,10 @@ the checks of ``optim/base.py`` see.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -24,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .loss_check import LossWatch
-from .record_map import Nested
+from .nested import Nested, map_tensors, tensors_in
 
 PACKED = (
     "a recurrent layer was given a packed sequence, which sorts records by length, so their"
@@ -625,36 +623,3 @@ def _records_of(name: str, parameter: Tensor) -> Tensor:
             f" expected (records, *{tuple(parameter.shape)})"
         )
     return records.detach().reshape(len(records), parameter.numel())
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``function`` of every tensor in nested tuples, lists, mappings and dataclasses, which keep
-    their types.
-    """
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        mapped: Any = copy.copy(value)  # of which more than its items may count
-        for k, v in value.items():
-            mapped[k] = map_tensors(v, function)
-        return mapped
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(v, function) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        whole = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(whole, field.name, map_tensors(getattr(value, field.name), function))
-        return whole
-    return value
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for v in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(v)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))

@@ -13,7 +13,6 @@ reached the outputs.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -25,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from .nested import map_tensors
 
 _RECORDS, _RECORDS_LATER = 8, 2  # compared when a way of computing the loss is new, and later
 _PERIOD = 64
@@ -107,7 +108,7 @@ class LossWatch:
         if n < 2:  # nothing to compare with
             return value
         program = self._program = _Program(n)
-        return _mapped(value, program.output)
+        return map_tensors(value, program.output)
 
     def forget(self) -> None:
         """The forward pass will have no backward pass."""
@@ -1053,23 +1054,3 @@ def _first_mixing(program: _Program, needed: Sequence[_Op], record: int) -> _Op 
                     reduced = [i for i in op.refs if not alone.rows_of(i) and i in maker]
                     return maker[reduced[0]] if reduced else op
     return None
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``function`` of every tensor in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        mapped: Any = copy.copy(value)
-        for k, v in value.items():
-            mapped[k] = _mapped(v, function)
-        return mapped
-    if isinstance(value, (tuple, list)):
-        items = [_mapped(v, function) for v in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(changed, field.name, _mapped(getattr(value, field.name), function))
-        return changed
-    return value

@@ -15,8 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from .gradient_source import COPIED, ForwardPasses, map_tensors
-from .record_map import CannotBeMapped, KeptTensors, Nested, holds_plain_sequence
+from .gradient_source import COPIED, ForwardPasses
+from .nested import Nested, holds_plain_sequence, map_tensors
+from .record_map import CannotBeMapped, KeptTensors
 
 Loss = Callable[..., Tensor]
 

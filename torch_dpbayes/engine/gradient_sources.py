@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from ..checks.fixed_tensors import forward_passes_leave_buffers
-from ..checks.model_checks import Unrecorded, check_layers, check_mapped_model, check_model
+from ..checks.layer_kinds import check_layers
+from ..checks.mapped_model import Unrecorded
+from ..checks.model_checks import check_mapped_model, check_model
 from ..checks.model_state import ModelAsChecked, global_hooks
 from ..clipping.bookkeeping import BookkeepingGradientSource
 from ..clipping.gradient_source import GradientSource, HooksGradientSource

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
 from ..checks.fixed_tensors import FixedTensors
-from ..checks.model_checks import made_up_inputs
+from ..checks.made_up_records import made_up_inputs
 from ..checks.model_state import ModelAsChecked
 from ..clipping.mapped_forward import Loss
 from ..optim.base import PrivateOptimizer

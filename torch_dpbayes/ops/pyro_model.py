@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import transforms
 from torch.func import functional_call
 
-from ..checks.model_checks import check_layers
+from ..checks.layer_kinds import check_layers
 from ..mcmc.density import InvalidPoint, Prior, RecordDensity, UnfitModel
 from .checks import require_positive
 from .models import Loss, using_pyro

@@ -1,0 +1,65 @@
+"""What a check finds out, told apart from what a model itself raises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
+
+# what a record's output or gradient must not depend on
+OF_OTHERS = "another record in the batch"
+OF_NUMBER = "the number of records in the batch, or on its place among them"
+SECONDS = 0.4  # of this thread, on trials that may be left out
+
+_Trial = TypeVar("_Trial")
+
+
+class MixedRecordsError(ValueError):
+    """What a check found out, and not what the model itself raised."""
+
+
+class MissingGradientsError(MixedRecordsError):
+    """A parameter has no gradient of each record."""
+
+
+@contextmanager
+def failing_as(message: str) -> Iterator[None]:
+    """Where the model fails inside, raise a ``ValueError`` of ``message`` with its error."""
+    try:
+        yield
+    except MixedRecordsError:
+        raise
+    except Exception as error:
+        raise ValueError(message.format(error)) from error
+
+
+class MayFail(AbstractContextManager["MayFail"]):
+    """The model may refuse what it is given inside; what a check finds is raised.
+
+    Attributes:
+        failed: whether it did.
+    """
+
+    failed = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> bool:
+        self.failed = error is not None
+        return isinstance(error, Exception) and not isinstance(error, MixedRecordsError)
+
+
+def affordable(
+    trials: Iterable[_Trial], always: int, cost: Callable[[_Trial], float] = lambda _: 1.0
+) -> Iterator[_Trial]:
+    """The first ``always`` of the trials, and what ``SECONDS`` more are enough for."""
+    start, spent, required = time.thread_time(), 0.0, 0.0
+    for k, trial in enumerate(trials):
+        seconds = time.thread_time() - start
+        if k <= always:
+            required = seconds
+        if k >= always and seconds * (1 + cost(trial) / spent) > SECONDS + required:
+            continue
+        spent += cost(trial)
+        yield trial
