@@ -111,13 +111,12 @@ class TriedModel:
                 return False
 
         limits = []
-        with self.source.paused():
-            for place, t in enumerate(rows_in(self.inputs)):
-                is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
-                fitting = [
-                    n for n in candidates if is_integer and 2 < n <= torch.iinfo(t.dtype).max + 1
-                ]
-                limits.append(next((n for n in fitting if takes(place, n)), 2))
+        for place, t in enumerate(rows_in(self.inputs)):
+            is_integer = not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
+            fitting = [
+                n for n in candidates if is_integer and 2 < n <= torch.iinfo(t.dtype).max + 1
+            ]
+            limits.append(next((n for n in fitting if takes(place, n)), 2))
         return limits
 
     def neighbours(
