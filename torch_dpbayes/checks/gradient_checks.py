@@ -65,12 +65,16 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
         terms = [(t * w[rows]).sum(1) for t, w in zip(by_row, weights, strict=True)]
         return sum(terms, none.expand(1)), sum((t for t in outputs if t.dim() == 0), none)
 
-    def alone(k: int) -> Tensor:
-        with source.paused(), draws():
-            if not is_mapped:
-                return losses(tried.inputs, slice(None))[0][k]
-            each, shared = losses(tried.given(k), slice(k, k + 1))
-            return each[0] + shared
+    def alone(k: int) -> tuple[Tensor | None, ...]:
+        """Every parameter's gradient of one record's loss."""
+        with source.paused():
+            with draws():
+                if is_mapped:
+                    each, shared = losses(tried.given(k), slice(k, k + 1))
+                    loss = each[0] + shared
+                else:
+                    loss = losses(tried.inputs, slice(None))[0][k]
+            return torch.autograd.grad(loss, parameters, allow_unused=True)
 
     source.discard(parameters)
     with (
@@ -97,7 +101,7 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
     truth: list[list[Tensor]] = []
     is_used = [False] * len(parameters)
     for k in range(2):
-        found = torch.autograd.grad(alone(k), parameters, allow_unused=True)
+        found = alone(k)
         is_used = [used or g is not None for used, g in zip(is_used, found, strict=True)]
         truth.append([_dense(p, g) for p, g in zip(parameters, found, strict=True)])
     largest = max(float(g.norm()) for gradients in truth for g in gradients)
