@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -36,9 +35,8 @@ from .gradient_source import (
     UNUSED,
     ForwardPasses,
     GradientSource,
-    _joint_norm,
     add_clipped,
-    attach,
+    joint_norm_of_parts,
     require_first_backward,
     require_no_ordinary_gradient,
 )
@@ -46,6 +44,7 @@ from .layers import Contribution, PerRecord
 from .mapped_forward import MappedForward, OfOne
 from .nested import map_tensors, tensors_in
 from .record_map import InnerTransform, RecordMap, attention_as_in_maps
+from .replaced_forward import ReplacedForward
 
 
 class UsedElsewhere(RuntimeError):
@@ -94,20 +93,11 @@ class BookkeepingGradientSource(GradientSource):
         unrecorded: Iterable[str] = (),
         loss: Callable[..., Tensor] | None = None,
     ) -> None:
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
-        self.loss_reduction = loss_reduction
+        super().__init__(module, loss_reduction, has_loss=loss is not None)
         # which forward passes may still be backpropagated; grows when they are forgotten
         self.step = 0
-        self.is_copy = False
-        self._has_loss = loss is not None
-        self._is_paused = self._is_removed = False
         self._noted: list[tuple[_Layer | Tensor, Contribution | layers.Call]] = []
         self._held: list[tuple[_Layer, Tensor, int]] = []  # and its version
-        self._module = module
-        before = GradientSource.attached_to(module)
-        if before is not None:
-            before.remove()
         outside: set[Tensor] = {
             p for name, p in module.named_parameters() if name in set(unrecorded)
         }
@@ -158,10 +148,10 @@ class BookkeepingGradientSource(GradientSource):
                 stacklevel=2,
             )
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.passes = ForwardPasses(
+        self.passes: ForwardPasses = ForwardPasses(
             module, self._is_enabled, loss_reduction, partial(self.discard, ())
         )
-        attach(self, module)
+        self._attach()
 
     def add_clipped_sum(
         self,
@@ -227,15 +217,6 @@ class BookkeepingGradientSource(GradientSource):
         self.step += 1
         self.passes.forget()
 
-    def watch_loss(self) -> None:
-        self.passes.watches_loss = True
-
-    @property
-    def loss_state(self) -> str:
-        if self._has_loss:
-            return "loss by construction"
-        return f"loss {self.passes.loss.state}"
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         self._is_paused = True
@@ -245,18 +226,12 @@ class BookkeepingGradientSource(GradientSource):
         finally:
             self._is_paused = False
 
-    def use_stand_in(self) -> None:
-        self.passes.uses_stand_in = True
-
     def remove(self) -> None:
-        self._is_removed = True
-        self.discard(())
-        self.passes.remove()
+        super().remove()
         if self.mapped is not None:
             self.mapped.remove()
         for layer in self._layers:
             layer.remove()
-        attach(None, self._module)
 
     def over_records(
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
@@ -322,14 +297,11 @@ class BookkeepingGradientSource(GradientSource):
         """
         return {**self.__dict__, "_noted": [], "_held": [], "is_copy": True}
 
-    def _is_enabled(self) -> bool:
-        return not (self._is_paused or self._is_removed)
-
     def _norm(self, contributions: Sequence[Contribution], floor: float) -> Tensor:
         """Every record's norm over everything that was recorded; norms below ``floor`` are
         not clipped.
         """
-        norm = _joint_norm([contribution.norm() for contribution in contributions])
+        norm = joint_norm_of_parts([contribution.norm() for contribution in contributions])
         sizes = [
             (c, size)
             for c in contributions
@@ -344,7 +316,7 @@ class BookkeepingGradientSource(GradientSource):
         for (contribution, _), which in zip(sizes, above, strict=True):
             if bool(which.any()):
                 contribution.set_apart(which)
-        return _joint_norm([contribution.norm() for contribution in contributions])
+        return joint_norm_of_parts([contribution.norm() for contribution in contributions])
 
     def _per_record(
         self, named_parameters: Sequence[tuple[str, Tensor]], contributions: Sequence[Contribution]
@@ -403,7 +375,7 @@ class BookkeepingGradientSource(GradientSource):
         return merged
 
 
-class _Layer:
+class _Layer(ReplacedForward):
     """One layer of a private model: runs it on detached parameters and notes what its
     gradients follow from.
     """
@@ -411,36 +383,15 @@ class _Layer:
     def __init__(
         self, source: BookkeepingGradientSource, name: str, module: nn.Module, way: str | None
     ) -> None:
-        self.source, self.name, self.module, self.way = source, name, module, way
+        self.source, self.name, self.way = source, name, way
         kernel = layers.kernel_of(module)
         self.kernel = layers.any_other if kernel is None else kernel
         self.is_whole = kernel is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS
-        self.owners = [
-            m for m in (module.modules() if self.is_whole else [module]) if m._parameters
-        ]
-        self.known = [
-            (m, n, p) for m in self.owners for n, p in m._parameters.items() if p is not None
-        ]
+        owners = [m for m in (module.modules() if self.is_whole else [module]) if m._parameters]
+        self.known = [(m, n, p) for m in owners for n, p in m._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
         self.anchor = torch.zeros((), requires_grad=True)
-        self.original: Callable[..., Any] = module.forward
-        self.had_own = "forward" in module.__dict__
-        module.__dict__["forward"] = self.forward
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A bound method is pickled by its name, which is taken."""
-        return {k: v for k, v in self.__dict__.items() if k != "original" or self.had_own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not self.had_own:
-            self.original = MethodType(type(self.module).forward, self.module)
-
-    def remove(self) -> None:
-        if self.had_own:
-            self.module.__dict__["forward"] = self.original
-        else:
-            self.module.__dict__.pop("forward", None)
+        super().__init__(module, owners)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -488,7 +439,7 @@ class _Layer:
         call = _Call(self, inputs, args, kwargs, rows)
         has_graph = any(t.requires_grad for t in inputs)
         if has_graph:
-            out = self._run_with({}, args, kwargs)
+            out = self._run_detached({}, args, kwargs)
         else:
             with torch.no_grad():
                 out = self.original(*args, **kwargs)
@@ -512,19 +463,11 @@ class _Layer:
         """The same call with other numbers."""
         tensors = iter(inputs)
         args, kwargs = map_tensors((args, kwargs), lambda _: next(tensors))
-        return self._run_with(values, args, kwargs)
+        return self._run_detached(values, args, kwargs)
 
-    def _run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
-        before = [(owner, owner._parameters) for owner in self.owners]
-        for owner, parameters in before:
-            owner.__dict__["_parameters"] = {
-                n: None if p is None else values.get(p, p.detach()) for n, p in parameters.items()
-            }
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            for owner, parameters in before:
-                owner.__dict__["_parameters"] = parameters
+    def _run_detached(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
+        detached: dict[Tensor, Tensor] = {p: p.detach() for _, _, p in self.known}
+        return self.run_with({**detached, **values}, args, kwargs)
 
     def needed(self, call: layers.Call) -> list[Tensor]:
         """What must not change until :meth:`contribution`."""

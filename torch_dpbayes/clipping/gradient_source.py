@@ -60,15 +60,33 @@ class GradientSource(ABC):
     """Where Σ_i clip(g_i) comes from. An implementation belongs to the forward and backward passes
     of one model.
 
-    Attributes:
+    Args:
+        module: the model; it stays the user's own object. None: its hooks are the caller's.
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
+        has_loss: the loss is computed for each record alone.
+
+    Attributes:
         independence: how records are kept apart.
         passing_attributes: what it keeps on modules between a forward pass and the end of the step.
+        passes: of the model, where they are watched.
+        is_copy: it came with a copy of its model, and is only good for :meth:`remove`.
     """
 
-    loss_reduction: str
     independence: str = "tested on made-up records"
     passing_attributes: tuple[str, ...] = ()
+    passes: ForwardPasses | None = None
+
+    def __init__(
+        self, module: nn.Module | None, loss_reduction: str, *, has_loss: bool = False
+    ) -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
+        self.loss_reduction = loss_reduction
+        self.is_copy = self._is_paused = self._is_removed = False
+        self._module, self._has_loss = module, has_loss
+        before = None if module is None else GradientSource.attached_to(module)
+        if before is not None:
+            before.remove()
 
     @staticmethod
     def attached_to(module: nn.Module) -> GradientSource | None:
@@ -136,30 +154,49 @@ class GradientSource(ABC):
         records; None if nothing was.
         """
 
-    @abstractmethod
     def watch_loss(self) -> None:
         """From now on, see that what reaches a record's output comes from that record's loss
         alone.
         """
+        if self.passes is not None:
+            self.passes.watches_loss = True
 
     @property
     def loss_state(self) -> str:
         """How records are kept apart in the loss."""
-        return "loss not seen"
+        if self._has_loss:
+            return "loss by construction"
+        return f"loss {'not seen' if self.passes is None else self.passes.loss.state}"
 
     @abstractmethod
     def paused(self) -> AbstractContextManager[None]:
         """No per-record gradients are recorded inside."""
 
-    @abstractmethod
     def use_stand_in(self) -> None:
         """From now on the model is given a made-up record in place of an empty batch, of
         which nothing is kept but the shapes.
         """
+        assert self.passes is not None
+        self.passes.uses_stand_in = True
 
-    @abstractmethod
     def remove(self) -> None:
         """Take the hooks off the model again."""
+        self._is_removed = True
+        self.discard(())
+        if self.passes is not None:
+            self.passes.remove()
+        if self._module is not None:
+            self._module.__dict__.pop(_ATTRIBUTE, None)
+
+    def _attach(self) -> None:
+        """Note on the module whose hooks it carries, so that it, and a copy of it, can be made
+        private again.
+        """
+        assert self._module is not None
+        self._module.__dict__[_ATTRIBUTE] = self
+
+    def _is_enabled(self) -> bool:
+        return not (self._is_paused or self._is_removed)
 
 
 class ForwardPasses:
@@ -299,15 +336,9 @@ class HooksGradientSource(GradientSource):
     passing_attributes = ("activations", "max_batch_len")  # Opacus'
 
     def __init__(self, module: nn.Module | None = None, *, loss_reduction: str = "mean") -> None:
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
-        self.loss_reduction = loss_reduction
-        self._removed = False
+        super().__init__(module, loss_reduction)
         self._hooks: _Hooks | None = None
         if module is not None:
-            before = GradientSource.attached_to(module)
-            if before is not None:
-                before.remove()
             warnings.filterwarnings("ignore", message=_HARMLESS_WARNING)
             try:
                 self._hooks = _Hooks(module, loss_reduction)
@@ -317,7 +348,8 @@ class HooksGradientSource(GradientSource):
                     f"Opacus has no per-record gradients for a layer of this model: {error}."
                     " Replace the layer."
                 ) from error
-            attach(self, module)
+            self.passes = self._hooks.passes
+            self._attach()
 
     def add_clipped_sum(
         self,
@@ -333,7 +365,7 @@ class HooksGradientSource(GradientSource):
         )
 
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
-        return _norms(self._records(named_parameters)).float()
+        return joint_norms(self._records(named_parameters)).float()
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         for p in parameters:
@@ -351,17 +383,6 @@ class HooksGradientSource(GradientSource):
         records: Tensor | list[Tensor] | None = getattr(parameter, "grad_sample", None)
         return records[0] if isinstance(records, list) else records
 
-    def watch_loss(self) -> None:
-        if self._hooks is None:
-            return
-        self._hooks.passes.watches_loss = True
-
-    @property
-    def loss_state(self) -> str:
-        if self._hooks is None:
-            return super().loss_state
-        return f"loss {self._hooks.passes.loss.state}"
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         if self._hooks is None:
@@ -373,30 +394,22 @@ class HooksGradientSource(GradientSource):
         finally:
             self._hooks.enable_hooks()
 
-    def use_stand_in(self) -> None:
-        assert self._hooks is not None
-        self._hooks.passes.uses_stand_in = True
-
     def _records(self, named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
-        if self._removed:
+        if self._is_removed:
             raise RuntimeError(REMOVED)
-        if self._hooks is None:
+        if self._module is None or self.passes is None:
             return _records(named_parameters)
-        self._hooks.passes.require_one(
-            any(
-                getattr(p, "grad_sample", None) is not None
-                for p in self._hooks._module.parameters()
-            )
+        parameters = self._module.parameters()
+        self.passes.require_one(
+            any(getattr(p, "grad_sample", None) is not None for p in parameters)
         )
         gradients = _records(named_parameters)
-        return [g[:0] for g in gradients] if self._hooks.passes.has_stand_in else gradients
+        return [g[:0] for g in gradients] if self.passes.has_stand_in else gradients
 
     def remove(self) -> None:
-        self._removed = True
+        super().remove()
         if self._hooks is not None:
-            self._hooks.passes.remove()
             self._hooks.cleanup()
-            attach(None, self._hooks._module)
 
 
 class _Hooks(GradSampleHooks):
@@ -513,16 +526,6 @@ def require_first_backward(is_again: bool) -> None:
         )
 
 
-def attach(source: GradientSource | None, module: nn.Module) -> None:
-    """Note on the module whose hooks it carries, so that it, and a copy of it, can be made
-    private again.
-    """
-    if source is None:
-        module.__dict__.pop(_ATTRIBUTE, None)
-    else:
-        module.__dict__[_ATTRIBUTE] = source
-
-
 def add_clipped(
     gradients: Sequence[Tensor],
     max_grad_norm: float,
@@ -535,7 +538,7 @@ def add_clipped(
     """
     if scale is not None:
         gradients = _rescaled(gradients, scale)
-    norm = _norms(gradients)
+    norm = joint_norms(gradients)
     finite = torch.isfinite(norm)
     # 0/0 does not occur: C/0 = inf, clamped
     factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)
@@ -556,9 +559,9 @@ def _records(named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
     return gradients
 
 
-def _norms(gradients: Sequence[Tensor]) -> Tensor:
+def joint_norms(gradients: Sequence[Tensor]) -> Tensor:
     """Every record's norm over all parameters, in float32 or better."""
-    return _joint_norm(
+    return joint_norm_of_parts(
         [
             torch.linalg.vector_norm(g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32))
             for g in gradients
@@ -566,7 +569,7 @@ def _norms(gradients: Sequence[Tensor]) -> Tensor:
     )
 
 
-def _joint_norm(norms: Sequence[Tensor]) -> Tensor:
+def joint_norm_of_parts(norms: Sequence[Tensor]) -> Tensor:
     """Every record's norm over all parts from those of the parts."""
     if len(norms) == 1:
         return norms[0]

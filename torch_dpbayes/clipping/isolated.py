@@ -28,7 +28,7 @@ from .gradient_source import (
     ForwardPasses,
     GradientSource,
     add_clipped,
-    attach,
+    joint_norms,
     require_first_backward,
     require_no_ordinary_gradient,
 )
@@ -61,25 +61,16 @@ class IsolatedGradientSource(GradientSource):
     def __init__(
         self, module: nn.Module, *, loss_reduction: str = "mean", loss: Loss | None = None
     ) -> None:
-        if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
-        self.loss_reduction = loss_reduction
+        super().__init__(module, loss_reduction, has_loss=loss is not None)
         self.independence = "by construction"
-        self.is_copy = False
-        self._has_loss = loss is not None
-        self._is_paused = self._is_removed = False
         self._pass: _Pass | None = None  # the first since the last step
         self._last: _Pass | None = None
-        self._module = module
-        before = GradientSource.attached_to(module)
-        if before is not None:
-            before.remove()
         self._trainable = [p for p in module.parameters() if p.requires_grad]
-        self.passes = ForwardPasses(
+        self.passes: ForwardPasses = ForwardPasses(
             module, self._is_enabled, loss_reduction, partial(self.discard, ())
         )
         self.mapped = MappedForward(module, self, self._trainable, loss)
-        attach(self, module)
+        self._attach()
 
     def over_records(
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
@@ -113,17 +104,9 @@ class IsolatedGradientSource(GradientSource):
 
     @torch.no_grad()
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
-        norms = [
-            torch.linalg.vector_norm(
-                torch.stack([torch.linalg.vector_norm(g, dim=1) for g in gradients]), dim=0
-            )
-            for gradients in self._gradients(named_parameters)
-        ]
-        return (
-            torch.cat(norms).float()
-            if norms
-            else torch.zeros(0, device=named_parameters[0][1].device)
-        )
+        nobody = torch.zeros(0, device=named_parameters[0][1].device)
+        norms = [joint_norms(gradients) for gradients in self._gradients(named_parameters)]
+        return torch.cat([nobody, *norms]).float()
 
     @torch.no_grad()
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
@@ -133,12 +116,9 @@ class IsolatedGradientSource(GradientSource):
             or not any(p is parameter for p in self._pass.parameters)
         ):
             return None
+        nobody = parameter.new_zeros(0, parameter.numel())
         parts = [gradients[0] for gradients in self._gradients([("", parameter)])]
-        return (
-            torch.cat(parts).reshape(-1, *parameter.shape)
-            if parts
-            else parameter.new_zeros(0, *parameter.shape)
-        )
+        return torch.cat([nobody, *parts]).reshape(-1, *parameter.shape)
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         if self._pass is not None and self._pass.is_back:
@@ -161,15 +141,6 @@ class IsolatedGradientSource(GradientSource):
         except KeptTensors as kept:
             raise KeptTensors(kept.tensors, self.mapped.where(kept.tensors)) from None
 
-    def watch_loss(self) -> None:
-        self.passes.watches_loss = True
-
-    @property
-    def loss_state(self) -> str:
-        if self._has_loss:
-            return "loss by construction"
-        return f"loss {self.passes.loss.state}"
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         self._is_paused = True
@@ -179,15 +150,9 @@ class IsolatedGradientSource(GradientSource):
         finally:
             self._is_paused = False
 
-    def use_stand_in(self) -> None:
-        self.passes.uses_stand_in = True
-
     def remove(self) -> None:
-        self._is_removed = True
-        self.discard(())
-        self.passes.remove()
+        super().remove()
         self.mapped.remove()
-        attach(None, self._module)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of a private model takes along how to get rid of the hooks, and nothing of
@@ -195,16 +160,13 @@ class IsolatedGradientSource(GradientSource):
         """
         return {**self.__dict__, "_pass": None, "_last": None, "is_copy": True}
 
-    def _is_enabled(self) -> bool:
-        return not (self._is_paused or self._is_removed)
-
     def _gradients(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Iterator[list[Tensor]]:
         """Per-record gradients as (records, numel) matrices, one chunk of records after another."""
         if self._is_removed:
             raise RuntimeError(REMOVED)
         require_no_ordinary_gradient(named_parameters)
         if {id(p) for p in self._trainable} != {
-            id(p) for p in self._module.parameters() if p.requires_grad
+            id(p) for p in self.mapped.module.parameters() if p.requires_grad
         }:
             raise RuntimeError(COPIED)
         this = self._pass

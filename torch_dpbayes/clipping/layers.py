@@ -26,7 +26,7 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from .gradient_source import _norms
+from .gradient_source import joint_norms
 
 
 class Call(NamedTuple):
@@ -106,7 +106,7 @@ class PerRecord(Contribution):
             self.records = -1  # no number of records: the source raises
 
     def norm(self) -> Tensor:
-        return _norms(list(self.gradients.values()))
+        return joint_norms(list(self.gradients.values()))
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         for p, g in self.gradients.items():

@@ -9,7 +9,6 @@ mean (or sum) is handed out, and the gradient that arrives there must be the con
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from .gradient_source import COPIED, ForwardPasses
 from .nested import Nested, holds_plain_sequence, map_tensors
 from .record_map import CannotBeMapped, KeptTensors
+from .replaced_forward import ReplacedForward
 
 Loss = Callable[..., Tensor]
 
@@ -47,7 +47,7 @@ class MapsRecords(Protocol):
         """
 
 
-class MappedForward:
+class MappedForward(ReplacedForward):
     """Runs a model for each record alone while its gradients are recorded.
 
     Args:
@@ -61,7 +61,7 @@ class MappedForward:
     def __init__(
         self, module: nn.Module, source: MapsRecords, direct: Sequence[Tensor], loss: Loss | None
     ) -> None:
-        self.module, self.source, self.loss = module, source, loss
+        self.source, self.loss = source, loss
         chosen = set(direct)
         self._direct = [
             (owner, name, p)
@@ -69,30 +69,14 @@ class MappedForward:
             for name, p in owner._parameters.items()
             if p in chosen
         ]
-        self._owners = list(dict.fromkeys(owner for owner, _, _ in self._direct))
         self._targets: tuple[Any, ...] | None = None
-        self.original: Callable[..., Any] = module.forward
-        self.had_own = "forward" in module.__dict__
-        module.__dict__["forward"] = self.forward
+        super().__init__(module, list(dict.fromkeys(owner for owner, _, _ in self._direct)))
         if loss is not None:
             module.__dict__["private_loss"] = self.private_loss
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A bound method is pickled by its name, which is taken."""
-        return {k: v for k, v in self.__dict__.items() if k != "original" or self.had_own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not self.had_own:
-            self.original = MethodType(type(self.module).forward, self.module)
-
     def remove(self) -> None:
-        """Give the model its own ``forward`` back."""
         self.module.__dict__.pop("private_loss", None)
-        if self.had_own:
-            self.module.__dict__["forward"] = self.original
-        else:
-            self.module.__dict__.pop("forward", None)
+        super().remove()
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +149,7 @@ class MappedForward:
                 ]
             )
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
-            output = self._run(dict(zip(direct, parameters, strict=True)), one_args, one_kwargs)
+            output = self.run_with(dict(zip(direct, parameters, strict=True)), one_args, one_kwargs)
             if one_targets is not None:
                 assert self.loss is not None
                 output = _scalar(self.loss(output, *one_targets))
@@ -202,20 +186,6 @@ class MappedForward:
         ):
             raise RuntimeError(COPIED)
         return list(dict.fromkeys(p for _, _, p in self._direct if p.requires_grad))
-
-    def _run(self, copies: dict[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
-        if not self._owners:
-            return self.original(*args, **kwargs)
-        before = [(owner, owner._parameters) for owner in self._owners]
-        for owner, parameters in before:
-            owner.__dict__["_parameters"] = {
-                n: None if p is None else copies.get(p, p) for n, p in parameters.items()
-            }
-        try:
-            return self.original(*args, **kwargs)
-        finally:
-            for owner, parameters in before:
-                owner.__dict__["_parameters"] = parameters
 
     def where(self, kept: Sequence[Tensor]) -> str:
         """What to say of tensors that outlive their map."""
