@@ -33,6 +33,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes.clipping import loss_check
 from torch_dpbayes.clipping.gradient_source import GradientSource
 from torch_dpbayes.clipping.loss_check import LossWatch
+from torch_dpbayes.clipping.loss_replay import Replay
 
 
 def watched(
@@ -808,22 +809,22 @@ def test_comparing_is_rare_and_a_new_loss_is_compared_at_once(monkeypatch):
 
 def test_a_comparison_without_n_would_be_noticed(monkeypatch):
     """Broken on purpose: G_i in place of n·G_i, and a record compared with its neighbour."""
-    verdict = loss_check._verdict
+    verdict = loss_check.verdict_on
     monkeypatch.setattr(
         loss_check,
-        "_verdict",
+        "verdict_on",
         lambda p, needed, records, unit, *rest: verdict(p, needed, records, 1, *rest),
     )
     with pytest.raises(RuntimeError):
         watched(*RIGHT["cross entropy"]())
-    monkeypatch.setattr(loss_check, "_verdict", verdict)
-    own = loss_check._Replay.gradient
+    monkeypatch.setattr(loss_check, "verdict_on", verdict)
+    own = Replay.gradient
 
     def of_neighbour(self):
         self.record = self.record if self.record is None else (self.record + 1) % N
         return own(self)
 
-    monkeypatch.setattr(loss_check._Replay, "gradient", of_neighbour)
+    monkeypatch.setattr(Replay, "gradient", of_neighbour)
     with pytest.raises(RuntimeError):
         watched(*RIGHT["cross entropy"]())
 
