@@ -27,6 +27,7 @@ from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import Tensor, nn
 
 from . import layers
+from .contributions import LARGEST_CANCELLATION, Contribution, PerRecord, Product, together
 from .gradient_source import (
     COPIED,
     DISAGREE,
@@ -40,7 +41,6 @@ from .gradient_source import (
     require_first_backward,
     require_no_ordinary_gradient,
 )
-from .layers import Contribution, PerRecord
 from .mapped_forward import MappedForward, OfOne
 from .nested import map_tensors, tensors_in
 from .record_map import InnerTransform, RecordMap, attention_as_in_maps
@@ -305,11 +305,11 @@ class BookkeepingGradientSource(GradientSource):
         sizes = [
             (c, size)
             for c in contributions
-            if isinstance(c, layers.Product) and (size := c.size()) is not None
+            if isinstance(c, Product) and (size := c.size()) is not None
         ]
         if not sizes:
             return norm
-        limit = layers.LARGEST_CANCELLATION * norm.clamp(min=floor)
+        limit = LARGEST_CANCELLATION * norm.clamp(min=floor)
         above = torch.stack([size > limit for _, size in sizes])
         if not bool(above.any()):
             return norm
@@ -366,7 +366,7 @@ class BookkeepingGradientSource(GradientSource):
             if calls:
                 assert isinstance(layer, _Layer)
                 parts.append(layer.contribution(calls))
-            merged.append(layers.together(parts))
+            merged.append(together(parts))
         if len(merged) > 1 and sum(len(c.parameters) for c in merged) > len(
             {p for c in merged for p in c.parameters}
         ):
@@ -659,7 +659,7 @@ def _by_shared_parameter(contributions: Sequence[Contribution]) -> list[Contribu
     for group in groups:
         if len({c.records for c in group}) > 1:
             raise RuntimeError(DISAGREE)
-    return [layers.together(group) for group in groups]
+    return [together(group) for group in groups]
 
 
 def _unneeded(_values: Mapping[Tensor, Tensor], _inputs: Sequence[Tensor]) -> Tensor:

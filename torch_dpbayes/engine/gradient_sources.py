@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,18 +23,29 @@ from ..clipping.record_map import CannotBeMapped
 _log = logging.getLogger("torch_dpbayes")
 
 
+class Recording(NamedTuple):
+    """How per-record gradients are to be had: arguments of ``make_private``."""
+
+    mode: str | None
+    clipping_kernels: Mapping[str, str] | None
+    loss_reduction: str
+    loss: Loss | None
+    example_inputs: tuple[Any, ...] | None
+
+
 def checked_source(
-    module: nn.Module,
-    mode: str | None,
-    clipping_kernels: Mapping[str, str] | None,
-    loss_reduction: str,
-    loss: Loss | None,
-    inputs: tuple[Any, ...],
-    batch_size: float,
+    module: nn.Module, recording: Recording, inputs: tuple[Any, ...], batch_size: float
 ) -> GradientSource:
     """Where the model's per-record gradients come from: a map over records where its program
     can be one, else whole batches, tested.
     """
+    mode, clipping_kernels, loss_reduction, loss, _ = recording
+    if mode not in (None, "bookkeeping", "isolated", "hooks"):
+        raise ValueError(
+            f'grad_sample_mode must be "bookkeeping", "isolated" or "hooks", got {mode!r}'
+        )
+    if clipping_kernels and mode in ("isolated", "hooks"):
+        raise ValueError('clipping_kernels are those of grad_sample_mode="bookkeeping"')
 
     def checked(
         source: GradientSource, check: Callable[[nn.Module, GradientSource, tuple[Any, ...]], None]
@@ -46,10 +58,7 @@ def checked_source(
             raise
         return source
 
-    def check_whole_batches(
-        module: nn.Module, source: GradientSource, inputs: tuple[Any, ...]
-    ) -> None:
-        check_model(module, source, inputs, batch_size)
+    check_whole_batches = partial(check_model, batch_size=batch_size)
 
     if (before := GradientSource.attached_to(module)) is not None:
         before.remove()

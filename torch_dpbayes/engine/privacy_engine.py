@@ -20,7 +20,7 @@ from ..checks.model_state import ModelAsChecked
 from ..clipping.mapped_forward import Loss
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks, refuse_wrapped, require_alone
-from .gradient_sources import checked_source
+from .gradient_sources import Recording, checked_source
 from .loaders import poisson_loader, require_own_streams
 from .optimizers import OptimizerFactory, build, build_calibrated, is_held, limit
 from .plan import Plan
@@ -142,17 +142,10 @@ class PrivacyEngine:
             built = build(
                 module, optimizer, loader, self._accountant, max_grad_norm, noise_multiplier
             )
-            return self._attach(
-                module,
-                built,
-                loader,
-                data_loader,
-                grad_sample_mode,
-                clipping_kernels,
-                loss_reduction,
-                loss,
-                example_inputs,
+            recording = Recording(
+                grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs
             )
+            return self._attach(module, built, loader, data_loader, recording)
 
     def make_private_with_epsilon(
         self,
@@ -210,17 +203,10 @@ class PrivacyEngine:
                     f" epsilon = {target_epsilon} after {epochs} epochs needs at least {floor:.4f}:"
                     " build it with that, or pass a factory"
                 )
-            return self._attach(
-                module,
-                built,
-                loader,
-                data_loader,
-                grad_sample_mode,
-                clipping_kernels,
-                loss_reduction,
-                loss,
-                example_inputs,
+            recording = Recording(
+                grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs
             )
+            return self._attach(module, built, loader, data_loader, recording)
 
     def plan(
         self,
@@ -320,37 +306,17 @@ class PrivacyEngine:
         optimizer: PrivateOptimizer,
         loader: PoissonLoader,
         data_loader: DataLoader[Any],
-        grad_sample_mode: str | None,
-        clipping_kernels: Mapping[str, str] | None,
-        loss_reduction: str,
-        loss: Loss | None,
-        example_inputs: tuple[Any, ...] | None,
+        recording: Recording,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Check the model, then tie model, optimizer and loader together."""
-        if grad_sample_mode not in (None, "bookkeeping", "isolated", "hooks"):
-            raise ValueError(
-                'grad_sample_mode must be "bookkeeping", "isolated" or "hooks", got'
-                f" {grad_sample_mode!r}"
-            )
-        if clipping_kernels and grad_sample_mode in ("isolated", "hooks"):
-            raise ValueError('clipping_kernels are those of grad_sample_mode="bookkeeping"')
         require_own_streams(optimizer, loader)
-        if example_inputs is None:
-            example_inputs = _to_device_of(
-                module, made_up_inputs(loader.collate_fn([loader.dataset[0]]))
-            )
-        source = checked_source(
-            module,
-            grad_sample_mode,
-            clipping_kernels,
-            loss_reduction,
-            loss,
-            example_inputs,
-            loader.expected_batch_size,
-        )
+        inputs = recording.example_inputs
+        if inputs is None:
+            inputs = _to_device_of(module, made_up_inputs(loader.collate_fn([loader.dataset[0]])))
+        source = checked_source(module, recording, inputs, loader.expected_batch_size)
         try:
             if self._ranks is not None:
-                compare(self._ranks, module, optimizer, loader, loss_reduction)
+                compare(self._ranks, module, optimizer, loader, recording.loss_reduction)
         except BaseException:
             source.remove()
             raise
