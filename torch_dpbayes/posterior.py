@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .checks.fixed_tensors import same_values
 
@@ -26,16 +25,10 @@ _Sample = dict[str, Tensor]
 _FILE_FORMAT = "torch_dpbayes.PosteriorSamples"
 _FILE_VERSION = 1
 
-# How rows and samples are grouped for prediction, by the bytes of the largest tensor. Measured on
-# MLPs and CNNs on a CPU: vmap saves the fixed cost of a forward pass (up to three times faster)
-# while its tensors stay in the cache, and is up to four times slower than a loop beyond; stacking
-# the parameters for it pays from about eight samples on. Large batches are faster in chunks. The
-# figure for accelerators bounds memory and is not tuned.
-_VMAP_BYTES = 2**20
-_CHUNK_BYTES = 4 * 2**20
-_ACCELERATOR_BYTES = 256 * 2**20
-_SMALLEST_VMAP = 8  # samples
-_SMALLEST_CHUNK = 32  # rows
+# Small networks are run for several samples at once, which saves the fixed cost of a forward pass;
+# stacked parameters beyond the cache would cost more than that.
+_ROWS = 256  # predicted at a time
+_GROUP, _LARGEST_IN_GROUP = 16, 20_000  # samples, and numbers in each of them
 
 
 def softmax(output: Tensor) -> Tensor:
@@ -442,10 +435,10 @@ class PosteriorSamples:
                     {name: on_model(name, s) for name, s in sample.items()}, rows
                 ).unsqueeze(0)
 
+        is_small = sum(s.numel() for s in self._samples[0].values()) <= _LARGEST_IN_GROUP
         with _evaluation_mode(model), torch.no_grad():
-            probe = {name: on_model(name, s) for name, s in self._samples[0].items()}
-            chunk, size = _group_sizes(lambda rows: forward(probe, rows), x, self._samples)
-            return [reduce(groups(rows, size)) for rows in x.split(chunk)]
+            size = _GROUP if is_small else 1
+            return [reduce(groups(rows, size)) for rows in x.split(_ROWS)]
 
     # -- diagnostics -------------------------------------------------------------------------------
 
@@ -616,41 +609,6 @@ class PosteriorSamples:
         if loaded._samples:
             loaded._shapes = {name: s.shape for name, s in loaded._samples[0].items()}
         return loaded
-
-
-class _LargestTensor(TorchDispatchMode):
-    """Records the bytes of the largest tensor that an operation allocates."""
-
-    nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            for tensor in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(tensor, Tensor):
-                    self.nbytes = max(self.nbytes, tensor.nbytes)
-        return result
-
-
-def _group_sizes(
-    forward: Callable[[Tensor], Tensor], x: Tensor, samples: list[_Sample]
-) -> tuple[int, int]:
-    """Rows a chunk, and samples a vmapped group (1: a loop), from shapes alone: the same call
-    takes the same way.
-    """
-    rows = x[:2]
-    with _LargestTensor() as largest:
-        forward(rows)
-    row_bytes = max(1, largest.nbytes // max(1, len(rows)))
-    on_cpu = x.device.type == "cpu"
-    chunk = max(_SMALLEST_CHUNK, (_CHUNK_BYTES if on_cpu else _ACCELERATOR_BYTES) // row_bytes)
-    parameter_bytes = max(s.nbytes for s in samples[0].values())
-    sample_bytes = max(row_bytes * min(len(x), chunk), parameter_bytes)
-    size = min(len(samples), (_VMAP_BYTES if on_cpu else _ACCELERATOR_BYTES) // sample_bytes)
-    if size < _SMALLEST_VMAP:
-        return chunk, 1
-    # groups of nearly equal size
-    return chunk, math.ceil(len(samples) / math.ceil(len(samples) / size))
 
 
 def _try_vmap(

@@ -317,37 +317,14 @@ def test_groups_and_chunks_change_nothing(name, group, chunk, monkeypatch):
     samples, states = collected(model)
     x = inputs(model, shape)
     expected = one_at_a_time(model, states, x)
-    monkeypatch.setattr(posterior, "_group_sizes", lambda forward, x, samples: (chunk, group))
+    monkeypatch.setattr(posterior, "_GROUP", group)
+    monkeypatch.setattr(posterior, "_ROWS", chunk)
     tolerance = {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(samples.outputs(model, x), expected, **tolerance)
     torch.testing.assert_close(samples.predict(model, x), expected.softmax(-1).mean(0), **tolerance)
     quantiles = samples.predictive_quantiles(model, x, (0.1, 0.9), noise_std=1.0)
     assert quantiles.shape == (2, 7, expected.shape[-1])
     assert (quantiles[0] < quantiles[1]).all()
-
-
-def group_sizes(model, x, count):
-    samples, _ = collected(model, count)
-    with torch.no_grad():
-        return posterior._group_sizes(model, x, samples._samples)
-
-
-def test_the_way_taken_follows_from_shapes():
-    small = nn.Sequential(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 2))
-    assert group_sizes(small, torch.randn(8, 10), 20)[1] == 20
-    assert group_sizes(small, torch.randn(8, 10), 4)[1] == 1  # too few samples
-    assert group_sizes(small, torch.randn(2000, 10), 20)[1] == 1  # too many rows: 400 kB a sample
-    # parameters too large: 800 kB
-    assert group_sizes(nn.Linear(1000, 200), torch.randn(1, 1000), 20)[1] == 1
-    wide = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.Flatten(), nn.Linear(16 * 28 * 28, 2))
-    chunk, group = group_sizes(wide, torch.randn(300, 1, 28, 28), 8)
-    assert chunk == 4 * 2**20 // (4 * 16 * 28 * 28) and group == 1
-
-
-def test_the_way_taken_does_not_depend_on_the_values():
-    model = mlp()
-    taken = {group_sizes(model, scale * torch.randn(50, 3), 20) for scale in (0.0, 1.0, 1e6)}
-    assert len(taken) == 1
 
 
 @pytest.mark.parametrize("wrap", [GradSampleHooks, GradSampleModule])
