@@ -230,7 +230,10 @@ class Release:
             return
         self.draws.retire()
         if (independence := self.independence) != self._stated:
-            self.accountant.note(f"{self.label}: records are independent {independence}")
+            self.accountant.note(
+                f"{self.label}: in the model, records are independent {independence}; how a batch"
+                " was made of its records, before the model, is not seen"
+            )
             self._stated = independence
 
     # -- several ranks -----------------------------------------------------------------------------
