@@ -2,6 +2,7 @@
 surely.
 """
 
+from .comparison import MethodComparison, MethodForecast, compare_methods
 from .families import (
     ExponentialFamily,
     LinearRegression,
@@ -17,8 +18,11 @@ from .sufficient_statistics import sufficient_statistics
 __all__ = [
     "ExponentialFamily",
     "LinearRegression",
+    "MethodComparison",
+    "MethodForecast",
     "NoiseAwarePosterior",
     "beta_bernoulli",
+    "compare_methods",
     "dirichlet_categorical",
     "from_run",
     "gamma_poisson",
