@@ -8,7 +8,7 @@ release: what a method can do is a function of that and hardly of how it divides
 * chains and samplers are diffusions with the posterior as their law. What matters is how long they
   are: τ relaxation times. A kernel moves a squared distance of at most ``reach`` over all its
   iterations, so τ = reach·(F+P)/2d; a sampler at temperature T has τ = 2T(F+P)/(zC)². The first
-  half of them is warm-up. Of a diffusion of the length τ, begun at a distance x₀, with s² = T/(F+P):
+  half of them is warm-up. Of a diffusion of length τ, begun at a distance x₀, with s² = T/(F+P):
 
 .. math::
     \mathrm{error}^2 = x_0^2\Big(\frac{1-e^{-\tau}}\tau\Big)^2 + \frac{s^2}{\tau^2}(2\tau - 3 +
