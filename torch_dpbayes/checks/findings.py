@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 # what a record's output or gradient must not depend on
 OF_OTHERS = "another record in the batch"
 OF_NUMBER = "the number of records in the batch, or on its place among them"
-SECONDS = 0.4  # of this thread, on trials that may be left out
 
 _Trial = TypeVar("_Trial")
 
@@ -51,15 +50,21 @@ class MayFail(AbstractContextManager["MayFail"]):
 
 
 def affordable(
-    trials: Iterable[_Trial], always: int, cost: Callable[[_Trial], float] = lambda _: 1.0
+    trials: Iterable[_Trial],
+    always: int,
+    cost: Callable[[_Trial], float] = lambda _: 1.0,
+    *,
+    seconds: float = 0.4,
 ) -> Iterator[_Trial]:
-    """The first ``always`` of the trials, and what ``SECONDS`` more are enough for."""
+    """The first ``always`` of the trials, and those that so many ``seconds`` more of this thread
+    are enough for.
+    """
     start, spent, required = time.thread_time(), 0.0, 0.0
     for k, trial in enumerate(trials):
-        seconds = time.thread_time() - start
+        so_far = time.thread_time() - start
         if k <= always:
-            required = seconds
-        if k >= always and seconds * (1 + cost(trial) / spent) > SECONDS + required:
+            required = so_far
+        if k >= always and so_far * (1 + cost(trial) / spent) > seconds + required:
             continue
         spent += cost(trial)
         yield trial
