@@ -2,8 +2,8 @@
 """Are noise-aware intervals as wide as they say? Calibration by simulation, and sharpness against
 an oracle.
 
-    python scripts/benchmarks/calibration_noise_aware.py results.csv [--only logistic] [--data-sets
-    100] [--seconds 170]
+    python scripts/benchmarks/calibration_noise_aware.py results.csv [--only logistic]
+        [--sizes 1000] [--epsilons 0.3 1] [--data-sets 100] [--seconds 170]
 
 Parameters are drawn from the prior, records from the model, and a private posterior is made of them
 by the public functions. If the posterior is right, central 50 % and 90 % intervals hold the
@@ -34,7 +34,7 @@ from torch_dpbayes import noise_aware
 from torch_dpbayes.noise_aware.planning import total_multiplier
 
 DELTA = 1e-5
-DRAWS = 2000
+DRAWS = 1000
 SIZES, EPSILONS = (1_000, 10_000, 100_000), (0.1, 0.3, 1.0, 3.0)
 
 
@@ -321,14 +321,23 @@ def write(path: Path, found: dict[Cell, Totals]) -> None:
 
 
 def run(
-    path: Path, only: str | None, sizes: list[int], data_sets: int | None, seconds: float
+    path: Path,
+    only: str | None,
+    sizes: list[int],
+    epsilons: list[float],
+    data_sets: int | None,
+    seconds: float,
 ) -> None:
     """Fill cells until time is up."""
     found = read(path)
     end = time.monotonic() + seconds
     for cell in cells():
         wanted = min(DATA_SETS.get(cell.model, 500), data_sets or 10**9)
-        if (only and cell.model != only) or (sizes and cell.num_data not in sizes):
+        if (
+            (only and cell.model != only)
+            or (sizes and cell.num_data not in sizes)
+            or (epsilons and cell.epsilon not in epsilons)
+        ):
             continue
         totals = found.setdefault(cell, Totals())
         begun = totals.data_sets
@@ -359,11 +368,19 @@ def main() -> None:
     parser.add_argument("results", type=Path)
     parser.add_argument("--only", choices=list(SIMULATE))
     parser.add_argument("--sizes", type=int, nargs="*", default=[])
+    parser.add_argument("--epsilons", type=float, nargs="*", default=[])
     parser.add_argument("--data-sets", type=int)
     parser.add_argument("--seconds", type=float, default=math.inf)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    run(given.results, given.only, given.sizes, given.data_sets, given.seconds)
+    run(
+        given.results,
+        given.only,
+        given.sizes,
+        given.epsilons,
+        given.data_sets,
+        given.seconds,
+    )
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,14 +19,19 @@ from ..ops.models import using_pyro
 from .arguments import public_num_data
 from .families import ExponentialFamily, LinearRegression
 from .mechanism import matrix_event, noisy_matrix
+from .modes import mode
 from .planning import matrix_multiplier, total_multiplier
 from .posterior import NoiseAwarePosterior, PyroCoordinates
-from .priors import PyroPrior
+from .priors import GaussianPrior, PyroPrior
 from .response import denoised
-from .summaries import Moments, Summary
+from .summaries import Summary
 
 _LABEL = "noise_aware.sufficient_statistics"
-_SHARE_OF_SQUARES = 0.05  # of the budget, for Σ y², which says little but the level of the noise
+# Of the budget. The first round (Σ x xᵀ; Σ y x and Σ y²) only serves to arrive; the second one has
+# the residuals about its estimate. They are smaller than y, few of them are clipped whatever the
+# weights are, and noise of the Gram matrix counts for them only as far as the estimate is off.
+_SHARE_OF_GRAM, _FIRST_SHARES, _SECOND_SHARES = 0.14, (0.10, 0.03), (0.70, 0.03)
+_REACH = 4.0  # standard deviations, to which residuals are clipped: next to none are
 _CPU = torch.device("cpu")
 
 
@@ -37,7 +43,8 @@ def sufficient_statistics(
     accountant: PrivacyAccountant | None = None,
     num_data: int | None = None,
 ) -> NoiseAwarePosterior:
-    r"""The posterior given noisy sufficient statistics, which are released once.
+    r"""The posterior given noisy sufficient statistics, which are released once (for linear
+    regression twice: the second time as residuals about the first estimate).
 
     .. math:: \tilde s = \sum_i s(x_i) + N(0, V), \qquad \tilde s \mid \theta \sim
     N(n\,\mu(\theta),\ n\,\Sigma(\theta) + V)
@@ -64,8 +71,9 @@ def sufficient_statistics(
         PrivacyBudgetExceeded: the release would pass the accountant's budget.
 
     **Privacy.** One Gaussian release, ``GaussianDpEvent(z)``, of a sum that moves by at most C when
-    a record is added or removed, and by 2C when one is replaced. For linear regression three: Σ x
-    xᵀ (R² or √2·R²), Σ y x (YR or 2YR) and Σ (y² − Y²/2) (Y²/2 or Y²).
+    a record is added or removed, and by 2C when one is replaced. For linear regression five:
+    Σ x xᵀ (R² or √2·R²), Σ y x (YR or 2YR) and Σ (y² − Y²/2) (Y²/2 or Y²), and then the last two of
+    the residuals clip(y − x·w₀, ±c) in place of y, with w₀ and c ≤ Y from the first three.
     """
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
@@ -120,9 +128,7 @@ def _exponential_family(
     accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
     released = statistics.clipped_sum(bound).to(_CPU) + std * _normal(size)
     return _posterior(
-        released,
-        moments,
-        centre,
+        Summary(released, moments, centre),
         latents,
         prior,
         accountant,
@@ -142,74 +148,100 @@ def _linear_regression(
     )
     size = records.x.shape[1]
     prior = Prior(model.prior(size))
-    bounds = (
-        model.max_feature_norm**2,
-        model.max_feature_norm * model.target_bound,
-        model.target_bound**2 / 2,
-    )
-    # Noise of the Gram matrix counts with ‖w‖²/2, of which shrinking saves about a half; the shares
-    # make the sum of both variances least.
-    weight = math.sqrt(size) * model.prior_std * bounds[0] / 2
-    share = (1 - _SHARE_OF_SQUARES) * min(max(weight / (weight + bounds[1]), 0.1), 0.5)
-    of_gram = matrix_multiplier(multiplier, share, accountant.neighboring)
-    of_vector, of_square = (
-        multiplier / math.sqrt(part) for part in (1 - share - _SHARE_OF_SQUARES, _SHARE_OF_SQUARES)
-    )
-    stds = of_gram * bounds[0], of_vector * bounds[1], of_square * bounds[2]
+    of_gram = matrix_multiplier(multiplier, _SHARE_OF_GRAM, accountant.neighboring)
+    of_products, of_squares = (multiplier / math.sqrt(share) for share in _FIRST_SHARES)
+    of_residuals, of_their_squares = (multiplier / math.sqrt(share) for share in _SECOND_SHARES)
     parts: list[DpEvent] = [
         matrix_event(of_gram, accountant.neighboring),
-        GaussianDpEvent(of_vector),
-        GaussianDpEvent(of_square),
-    ]
-    latents = PyroPrior(prior)
-    centre = latents.gaussian().mean
-    accountant.compose(ComposedDpEvent(parts), label=_LABEL)
-
-    y = records.y.double().clamp(-model.target_bound, model.target_bound)
-    gram, gram_std = denoised(
-        noisy_matrix(records.gram(), stds[0], _normal(size * size).reshape(size, size)), stds[0]
-    )
-    products = records.weighted_sum(y).to(_CPU) + stds[1] * _normal(size)
-    squares = (
-        (y.square() - bounds[2]).sum(dtype=torch.float64).to(_CPU)
-        + stds[2] * _normal(1)
-        + count * bounds[2]
-    )
-    released = torch.cat([products, squares])
-    eye = torch.eye(size, dtype=torch.float64)
-
-    def moments(theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Of Σ y x and Σ y² given θ, σ and the noisy Gram matrix, whose own noise is one more
-        part of the covariance.
-        """
-        values = prior.constrain(theta)
-        w, variance = values["weights"], values["noise_std"].square()
-        moved = gram @ w
-        explained, length = w @ moved, w.square().sum()
-        of_products = (
-            variance * gram
-            + stds[1] ** 2 * eye
-            + gram_std**2 / 2 * (length * eye + torch.outer(w, w))
-        )
-        of_square = (
-            stds[2] ** 2
-            + 2 * count * variance.square()
-            + 4 * variance * explained
-            + gram_std**2 * length.square()
-        )
-        both = (2 * variance * moved + gram_std**2 * length * w)[:, None]
-        covariance = torch.cat(
-            [torch.cat([of_products, both], 1), torch.cat([both.T, of_square.reshape(1, 1)], 1)]
-        )
-        return torch.cat([moved, (explained + count * variance)[None]]), covariance
-
-    proved = [
-        (
-            f"each record moves sums of x xᵀ, y x and y² by at most {bounds[0]:g}, {bounds[1]:g}"
-            f" and {2 * bounds[2]:g}"
+        *(
+            GaussianDpEvent(part)
+            for part in (of_products, of_squares, of_residuals, of_their_squares)
         ),
     ]
-    return _posterior(released, moments, centre, latents, prior, accountant, proved)
+    latents = PyroPrior(prior)
+    gaussian = latents.gaussian()
+    accountant.compose(ComposedDpEvent(parts), label=_LABEL)
+
+    std = of_gram * model.max_feature_norm**2
+    gram, gram_std = denoised(
+        noisy_matrix(records.gram(), std, _normal(size * size).reshape(size, size)), std
+    )
+
+    def round_of(w: Tensor, limit: float, vector: float, square: float) -> Summary:
+        """Σ r x and Σ r² of the residuals r = y − x·w, released."""
+        r = records.y.double() - records.predictors(w.to(records.y.device))
+        r = r.clamp(-limit, limit)
+        stds = vector * model.max_feature_norm * limit, square * limit**2 / 2
+        products = records.weighted_sum(r).to(_CPU) + stds[0] * _normal(size)
+        squares = (r.square() - limit**2 / 2).sum(dtype=torch.float64).to(_CPU)
+        squares = squares + stds[1] * _normal(1) + count * limit**2 / 2
+        moments = partial(_moments, prior, gram, gram_std, count, w, stds)
+        return Summary(torch.cat([products, squares]), moments, gaussian.mean)
+
+    origin = torch.zeros(size, dtype=torch.float64)
+    first = round_of(origin, model.target_bound, of_products, of_squares)
+    centre = mode(first, gaussian)
+    middle, limit = _residuals(first, gaussian, centre, prior, model)
+    second = round_of(middle, limit, of_residuals, of_their_squares)
+    proved = [
+        (
+            "each record moves sums of x xᵀ, r x and r² of residuals r by at most"
+            f" {model.max_feature_norm**2:g}, {model.max_feature_norm * model.target_bound:g} and"
+            f" {model.target_bound**2:g}, and then {model.max_feature_norm * limit:.3g} and"
+            f" {limit**2:.3g}"
+        ),
+    ]
+    return _posterior(second, latents, prior, accountant, proved)
+
+
+def _moments(
+    prior: Prior,
+    gram: Tensor,
+    gram_std: float,
+    count: int,
+    origin: Tensor,
+    stds: tuple[float, float],
+    theta: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Of Σ r x and Σ r², r = y − x·origin, given θ, σ and the noisy Gram matrix, whose own noise is
+    one more part of the covariance.
+    """
+    values = prior.constrain(theta)
+    apart, variance = values["weights"] - origin, values["noise_std"].square()
+    eye = torch.eye(len(apart), dtype=torch.float64)
+    moved, length = gram @ apart, apart.square().sum()
+    explained = apart @ moved
+    of_products = (
+        variance * gram
+        + stds[0] ** 2 * eye
+        + gram_std**2 / 2 * (length * eye + torch.outer(apart, apart))
+    )
+    of_squares = (
+        stds[1] ** 2
+        + 2 * count * variance.square()
+        + 4 * variance * explained
+        + gram_std**2 * length.square()
+    )
+    both = (2 * variance * moved + gram_std**2 * length * apart)[:, None]
+    covariance = torch.cat(
+        [torch.cat([of_products, both], 1), torch.cat([both.T, of_squares.reshape(1, 1)], 1)]
+    )
+    return torch.cat([moved, (explained + count * variance)[None]]), covariance
+
+
+def _residuals(
+    first: Summary, gaussian: GaussianPrior, centre: Tensor, prior: Prior, model: LinearRegression
+) -> tuple[Tensor, float]:
+    """The weights about which residuals are taken, and how large these are let be: four standard
+    deviations, as far as the first round tells.
+    """
+    covariance = torch.linalg.inv(first.precision(centre)[0] + torch.diag(gaussian.precision))
+    spread = prior.unflatten(covariance.diagonal().clamp_min(0.0).sqrt())
+    upper = prior.constrain(centre + 2 * covariance.diagonal().clamp_min(0.0).sqrt())
+    variance = float(upper["noise_std"]) ** 2
+    variance += float((model.max_feature_norm * spread["weights"]).square().max())
+    limit = min(_REACH * math.sqrt(variance), model.target_bound)
+    return prior.constrain(centre)["weights"], limit
 
 
 def _features_and_targets(data: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -218,9 +250,7 @@ def _features_and_targets(data: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _posterior(
-    released: Tensor,
-    moments: Moments,
-    centre: Tensor,
+    summary: Summary,
     latents: PyroPrior,
     prior: Prior,
     accountant: PrivacyAccountant,
@@ -228,9 +258,9 @@ def _posterior(
 ) -> NoiseAwarePosterior:
     delta = 1e-5 if accountant.delta is None else accountant.delta
     statement = [
-        "Noise-aware posterior from one release of sufficient statistics",
+        "Noise-aware posterior from sufficient statistics",
         (
-            "  charged     before it; the accountant now holds epsilon ="
+            "  charged     before the first release; the accountant now holds epsilon ="
             f" {accountant.get_epsilon(delta):.5g} at delta = {delta:g} ({accountant.neighboring})"
         ),
         *(f"  proved      {line}" for line in proved),
@@ -240,11 +270,11 @@ def _posterior(
         ),
     ]
     return NoiseAwarePosterior(
-        Summary(released, moments, centre),
+        summary,
         latents,
         PyroCoordinates(prior),
         statement,
-        transcript=released,
+        transcript=summary.released,
     )
 
 

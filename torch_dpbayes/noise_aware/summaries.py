@@ -30,7 +30,7 @@ class Summary:
     """
 
     def __init__(self, released: Tensor, moments: Moments, centre: Tensor) -> None:
-        self._released, self._moments, self.centre = released, moments, centre
+        self.released, self._moments, self.centre = released, moments, centre
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(s̃ | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
@@ -39,7 +39,7 @@ class Summary:
         means, covariances = vmap(self._moments)(theta)
         factor, failed = torch.linalg.cholesky_ex(covariances)
         whitened = torch.linalg.solve_triangular(
-            factor, (self._released - means)[..., None], upper=False
+            factor, (self.released - means)[..., None], upper=False
         )[..., 0]
         value = -0.5 * whitened.square().sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return torch.where(failed == 0, value, -torch.inf).nan_to_num(-torch.inf)
@@ -52,4 +52,4 @@ class Summary:
         slope = jacrev(lambda at: self._moments(at)[0])(theta)
         weighted = torch.linalg.solve(covariance, slope).T
         precision = weighted @ slope
-        return (precision + precision.T) / 2, precision @ theta + weighted @ (self._released - mean)
+        return (precision + precision.T) / 2, precision @ theta + weighted @ (self.released - mean)
