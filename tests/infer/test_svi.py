@@ -356,6 +356,68 @@ def test_under_add_or_remove_no_number_of_records_is_told():
     assert len(accountant) == 1
 
 
+def test_a_record_at_which_the_computation_fails_contributes_nothing():
+    def groups(x, y):
+        level = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(level[x], 1.0), obs=y)
+
+    def sums(x, y):
+        torch.manual_seed(0)
+        pyro.clear_param_store()
+        start = pyro.infer.autoguide.init_to_value(values={"mean": torch.zeros(2, dtype=DOUBLE)})
+        svi = make(
+            groups,
+            AutoNormal(groups, init_loc_fn=start),
+            noise_multiplier=0.0,
+            num_data=400,
+            accountant=dpb.PrivacyAccountant(),
+        )
+        svi.step(x, y)
+        return svi.transcript[0]
+
+    x, y = torch.randint(0, 2, (399,)), torch.randn(399, dtype=DOUBLE)
+    without = sums(x, y)
+    with_it = sums(torch.cat([x, torch.tensor([10**9])]), torch.cat([y, y[:1]]))
+    assert torch.equal(without.theta, with_it.theta)
+    torch.testing.assert_close(without.value, with_it.value)
+
+
+def test_where_gradients_cannot_be_computed_is_decided_without_the_data(monkeypatch):
+    x = rows()
+    svi = make()
+    svi.step(x)
+
+    def fails(*_):
+        raise ArithmeticError
+
+    monkeypatch.setattr(svi._density._gradients, "_few", fails)
+    with pytest.raises(ValueError, match="cannot be evaluated"):
+        svi.step(x)
+    assert len(svi.accountant) == 1
+
+
+def test_no_noise_within_a_budget_is_refused():
+    svi = make(noise_multiplier=0.0, accountant=dpb.PrivacyAccountant(3.0, 1e-5), num_data=400)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        svi.step(rows())
+    assert not svi.transcript
+
+
+def test_a_state_goes_on_with_other_noise_but_is_not_mixed():
+    x = rows()
+    svi = make()
+    svi.run(20, x)
+    pyro.clear_param_store()
+    again = make(noise_multiplier=2.0)
+    again.load_state_dict(svi.state_dict())
+    again.run(10, x)
+    with pytest.raises(ValueError, match="different noise"):
+        again.posterior()
+    again.run(10, x)
+    again.posterior()
+
+
 # --- refused --------------------------------------------------------------------------------------
 
 

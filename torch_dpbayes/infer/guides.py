@@ -111,7 +111,7 @@ class GaussianGuide:
         """θ and the entropy of the guide up to a constant, differentiable in :attr:`parameters`."""
         guide = self._guide
         if not isinstance(guide, AutoNormal):
-            posterior = guide.get_posterior()
+            posterior: Any = guide.get_posterior()
             return posterior.rsample()[self._from_trace], posterior.entropy()
         pieces, entropy = [], torch.zeros(())
         for name in self._names:

@@ -6,7 +6,7 @@ import torch
 
 from ..batches.draws import PoissonSampler
 from ..clipping.gradient_source import GradientSource
-from ..mcmc.density import InvalidPoint, RecordDensity
+from ..mcmc.density import RecordDensity
 from ..release.layout import Layout
 from ..release.query import ClippedSum
 
@@ -20,7 +20,8 @@ class DrawnGradients(ClippedSum):
         max_grad_norm: clip norm C of one record's gradient, in unconstrained space.
         expected_batch_size: B, by which sums are divided.
 
-    **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C.
+    **Privacy.** Adding or removing a record moves the sum by at most C, replacing one by 2C, at a θ
+    where ``density.has_gradients(theta)``: elsewhere one record could end the sum of all.
     Whether a draw was taken, and its sum, depend on data: nothing but the noisy sum may leave.
     """
 
@@ -43,13 +44,7 @@ class DrawnGradients(ClippedSum):
         records = self._records
         (theta,), (piece,) = layout.parameters, layout.pieces
         own = theta.detach().to(self._density.prior.device, self._density.prior.dtype)
-        try:
-            total = self._density.of(records).clipped_gradient_sum(own, self.max_grad_norm)
-            piece.sub_(total.to(piece))
-        except InvalidPoint:
-            # made-up records have terms at θ, so that only gradients fail here: whether they do
-            # must not be known, as no gradient is computed for an empty draw
-            pass
+        piece.sub_(self._density.of(records).clipped_gradient_sum(own, self.max_grad_norm))
         return len(records)
 
     def draw(self) -> None:

@@ -398,7 +398,7 @@ class DPSVI:
         for _ in range(_DRAWS):
             theta, entropy = self._gaussian.draw()
             point = theta.detach().to(prior.device, prior.dtype)
-            if bool(point.isfinite().all()) and self._density.is_valid(point):
+            if bool(point.isfinite().all()) and self._density.has_gradients(point):
                 return theta, entropy
         raise ValueError(
             f"the model cannot be evaluated at any of {_DRAWS} draws of the guide: use"

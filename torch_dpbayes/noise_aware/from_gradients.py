@@ -75,6 +75,11 @@ def regression(releases: Sequence[GradientRelease]) -> NormalForm:
             f"the curvature of {size} parameters needs {2 * needed} steps, got about {2 * count}:"
             " make more steps (with more noise each, for the same budget)."
         )
+    if len({(r.noise_std, r.sample_rate) for r in releases}) > 1:
+        raise ValueError(
+            "the later half of the steps has different noise or sampling rates: make as many steps"
+            " again with the same ones."
+        )
     points = torch.stack([r.theta for r in releases])
     values = torch.stack([r.value for r in releases])
     rate, own = releases[0].sample_rate, releases[0].noise_std ** 2

@@ -24,15 +24,33 @@ _FEW_ROWS = 16  # on which a program's need of memory is measured
 
 
 class Program:
-    """Tensor operations recorded for a fixed number of rows."""
+    """Tensor operations recorded for a fixed number of rows, and for a few.
 
-    def __init__(self, graph: GraphModule, rows: int) -> None:
-        self._graph, self.rows = graph, rows
+    Args:
+        graph: those for ``rows`` rows.
+        rows: how many.
+        few: the same for :attr:`few_rows` rows.
+    """
+
+    few_rows = _FEW_ROWS
+
+    def __init__(self, graph: GraphModule, rows: int, few: GraphModule) -> None:
+        self._graph, self.rows, self._few = graph, rows, few
 
     def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor:
         """One result for each of ``self.rows`` rows."""
         result: Tensor = self._graph(theta, *rows)
         return result
+
+    def works(self, theta: Tensor, rows: Sequence[Tensor]) -> bool:
+        """Whether it runs at θ on these :attr:`few_rows` made-up rows."""
+        try:
+            self._few(theta, *rows)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            return False
+        return True
 
 
 class Recorder:
@@ -116,11 +134,12 @@ class Recorder:
         """In chunks of about equal length that keep within the bound on memory."""
         made_up = self._made_up
         few = made_up.rows(_FEW_ROWS)
-        each = most_bytes(recorded(way, made_up.theta, *few), made_up.theta, *few) / _FEW_ROWS
+        of_few = recorded(way, made_up.theta, *few)
+        each = most_bytes(of_few, made_up.theta, *few) / _FEW_ROWS
         limit = max(1, int(self._chunk_bytes / max(each, 1)))
         chunks = math.ceil(self._num_records / limit)
         count = max(1, math.ceil(self._num_records / chunks))
-        return Program(recorded(way, made_up.theta, *made_up.rows(count)), count)
+        return Program(recorded(way, made_up.theta, *made_up.rows(count)), count, of_few)
 
 
 class _TensorsOfTheRow(TorchFunctionMode):

@@ -118,6 +118,15 @@ class RecordDensity:
         return not bool(terms.isnan().all())
 
     @torch.no_grad()
+    def has_gradients(self, theta: Tensor) -> bool:
+        """Whether gradients of made-up records can be computed at θ. No function of the data.
+
+        Where they can, no record decides whether those of the others are.
+        """
+        rows = self.made_up.rows(self._gradients.few_rows)
+        return self.is_valid(theta) and self._gradients.works(theta, rows)
+
+    @torch.no_grad()
     def log_likelihoods(self, theta: Tensor) -> Tensor:
         """log p(x_i | θ) of every record, (num_records,). Private data.
 
