@@ -1,0 +1,94 @@
+"""What a regression of noisy gradients on their points says, and how surely."""
+
+import math
+
+import pytest
+import torch
+from scipy.stats import binom
+
+from torch_dpbayes.noise_aware.from_gradients import regression
+from torch_dpbayes.noise_aware.modes import mode
+from torch_dpbayes.noise_aware.priors import GaussianPrior
+from torch_dpbayes.noise_aware.transcript import GradientRelease
+
+DOUBLE = torch.float64
+ERROR_RATE = 1e-5
+
+
+def releases(curvature, centre, noise_std, count=120, rate=1.0, drift=0.0):
+    """Gradients of a quadratic around ``centre``, at draws of its posterior."""
+    size = len(curvature)
+    factor = torch.linalg.cholesky(curvature)
+    subsampling = math.sqrt((1 - rate) / rate)
+    found = []
+    for k in range(count):
+        theta = torch.linalg.solve(factor.T, torch.randn(size, dtype=DOUBLE)) + drift * k
+        gradient = curvature @ (theta - centre) + noise_std * torch.randn(size, dtype=DOUBLE)
+        gradient += subsampling * factor @ torch.randn(size, dtype=DOUBLE)
+        found.append(GradientRelease(theta, gradient, noise_std, rate))
+    return found
+
+
+def curved(size=3, scale=300.0):
+    basis, _ = torch.linalg.qr(torch.randn(size, size, dtype=DOUBLE))
+    return scale * basis @ torch.diag(torch.linspace(1.0, 0.3, size, dtype=DOUBLE)) @ basis.T
+
+
+def test_without_noise_it_is_exact():
+    curvature, centre = curved(), torch.randn(3, dtype=DOUBLE)
+    found = regression(releases(curvature, centre, 1e-6))
+    torch.testing.assert_close(found.curvature, curvature, rtol=1e-5, atol=1e-4)
+    precision, product = found.precision(found.centre)
+    torch.testing.assert_close(torch.linalg.solve(precision, product), centre, rtol=1e-5, atol=1e-5)
+
+
+def test_its_error_is_the_one_that_is_stated():
+    curvature, noise_std, repeats = curved(), 40.0, 150
+    centre, squares, stated = torch.zeros(3, dtype=DOUBLE), 0.0, 0.0
+    for _ in range(repeats):
+        found = regression(releases(curvature, centre, noise_std))
+        # r at the truth: ḡ − F̂(θ̄ − θ_L), whose records' own part is left out
+        residual = found._gradient - found.curvature @ (found.centre - centre)
+        squares += float(residual.square().sum())
+        stated += float((found.noise + found.of_curvature_error(found.centre - centre)).trace())
+    assert squares == pytest.approx(stated, rel=0.35)
+
+
+@pytest.mark.parametrize(("share", "rate"), [(0.1, 1.0), (0.1, 0.2), (1.0, 1.0)])
+def test_intervals_cover(share, rate):
+    """90 % intervals of the Gaussian approximation, V/F about ``share``, one parameter a time."""
+    curvature, count, hits = curved(), 120, 0
+    noise_std = math.sqrt(share * 200.0 * count)
+    prior = GaussianPrior(torch.zeros(3, dtype=DOUBLE), torch.ones(3, dtype=DOUBLE))
+    for k in range(100):
+        truth = torch.randn(3, dtype=DOUBLE)
+        factor = torch.linalg.cholesky(curvature)
+        centre = truth + torch.linalg.solve(factor.T, torch.randn(3, dtype=DOUBLE))
+        shifted = [
+            GradientRelease(r.theta + centre, r.value, r.noise_std, r.sample_rate)
+            for r in releases(curvature, torch.zeros(3, dtype=DOUBLE), noise_std, count, rate)
+        ]
+        found = regression(shifted)
+        at = mode(found, prior)
+        covariance = torch.linalg.inv(found.precision(at)[0] + torch.eye(3, dtype=DOUBLE))
+        i = k % 3
+        hits += abs(float(at[i] - truth[i])) < 1.645 * float(covariance[i, i]) ** 0.5
+    # the Gaussian approximation leaves out the tails of an unsure curvature
+    assert binom.cdf(hits, 100, 0.83) > ERROR_RATE / 3
+
+
+def test_too_few_releases_mixed_noise_and_a_curve_are_refused():
+    curvature, centre = curved(), torch.zeros(3, dtype=DOUBLE)
+    with pytest.raises(ValueError, match="more steps"):
+        regression(releases(curvature, centre, 1.0, count=15))
+    mixed = releases(curvature, centre, 1.0, 40) + releases(curvature, centre, 2.0, 40)
+    with pytest.raises(ValueError, match="different noise"):
+        regression(mixed)
+    # along a way on which the gradient is a square
+    curve = [
+        GradientRelease(r.theta, 300 * r.theta.square(), 0.1)
+        for r in releases(curvature, centre, 0.1, drift=0.02)
+    ]
+    with pytest.raises(ValueError, match="not arrived"):
+        regression(curve)
+    regression(releases(curvature, centre, 0.1, drift=0.02))  # far, but straight

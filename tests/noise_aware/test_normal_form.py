@@ -1,0 +1,93 @@
+"""The normal form against its definition, and against the surrogate of the Newton runs."""
+
+import math
+
+import torch
+
+from torch_dpbayes.noise_aware.normal_form import NormalForm, roots, sure_part
+from torch_dpbayes.noise_aware.response import LinearResponse
+from torch_dpbayes.noise_aware.surrogate import Surrogate
+from torch_dpbayes.noise_aware.transcript import GradientRelease
+
+DOUBLE = torch.float64
+
+
+def positive(size, scale=1.0):
+    root = torch.randn(size, 2 * size, dtype=DOUBLE)
+    return scale * root @ root.T / (2 * size)
+
+
+def form(size=3, std=0.7):
+    curvature, noise, shape = positive(size, 40.0), positive(size, 10.0), positive(size, 5.0)
+    point, gradient = torch.randn(size, dtype=DOUBLE), 5 * torch.randn(size, dtype=DOUBLE)
+    return NormalForm(point, gradient, noise, curvature, shape, std), (noise, shape, gradient)
+
+
+def test_it_is_the_gaussian_of_its_definition():
+    found, (noise, shape, gradient) = form()
+    thetas = torch.randn(5, 3, dtype=DOUBLE)
+    values = []
+    for theta in thetas:
+        delta = found.centre - theta
+        moved = shape @ delta
+        covariance = found.curvature + noise
+        covariance = covariance + 0.5 * 0.7**2 * (
+            delta @ moved * shape + moved[:, None] * moved[None, :]
+        )
+        normal = torch.distributions.MultivariateNormal(found.curvature @ delta, covariance)
+        values.append(normal.log_prob(gradient))
+    expected = torch.stack(values)
+    value = found.log_likelihood(thetas)
+    torch.testing.assert_close(value - value[0], expected - expected[0])
+
+
+def test_the_error_of_the_curvature_has_the_covariance_that_counts():
+    found, (_, shape, _) = form()
+    half, _ = roots(shape)
+    draws = torch.randn(200_000, 3, 3, dtype=DOUBLE)
+    errors = 0.7 * half @ (draws + draws.mT) / 2 @ half
+    delta = torch.tensor([0.5, -1.0, 2.0], dtype=DOUBLE)
+    covariance = torch.cov((errors @ delta).T)
+    torch.testing.assert_close(covariance, found.of_curvature_error(delta), rtol=0.05, atol=0.02)
+
+
+def test_a_round_shape_is_the_surrogate():
+    size, std = 3, 1.3
+    curvature, point = positive(size, 40.0), torch.randn(size, dtype=DOUBLE)
+    gradient = torch.randn(size, dtype=DOUBLE)
+    release = GradientRelease(point, gradient, 2.0)
+    surrogate = Surrogate([release], LinearResponse(curvature), curvature, std, point)
+    eye = torch.eye(size, dtype=DOUBLE)
+    found = NormalForm(point, gradient, 4.0 * eye, curvature, eye, std)
+    thetas = torch.randn(6, size, dtype=DOUBLE)
+    apart = found.log_likelihood(thetas) - surrogate.log_likelihood(thetas)
+    torch.testing.assert_close(apart, apart[0].expand(6))
+    for mine, theirs in zip(
+        found.precision(thetas[0]), surrogate.precision(thetas[0]), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_its_tangent_without_an_error_of_the_curvature_is_itself():
+    found, _ = form(std=1e-9)
+    theta = torch.randn(3, dtype=DOUBLE)
+    precision, product = found.precision(theta)
+    hessian = torch.autograd.functional.hessian(found.log_likelihood, theta)
+    torch.testing.assert_close(precision, -hessian)
+    slope = torch.autograd.functional.jacobian(found.log_likelihood, theta)
+    torch.testing.assert_close(product - precision @ theta, slope)
+
+
+def test_an_estimate_that_is_all_error_becomes_round_and_a_sure_one_stays():
+    shape = positive(4, 5.0)
+    half, inverse = roots(shape)
+    curvature = half @ torch.diag(torch.tensor([100.0, 50.0, 20.0, 10.0], dtype=DOUBLE)) @ half
+    kept, left = sure_part(curvature, shape, 1e-3)
+    torch.testing.assert_close(kept, curvature, rtol=1e-3, atol=1e-3)
+    draws = torch.randn(4, 4, dtype=DOUBLE)
+    noisy = half @ (100 * torch.eye(4, dtype=DOUBLE) + 30.0 * (draws + draws.T) / 2) @ half
+    kept, left = sure_part(noisy, shape, 30.0)
+    values = torch.linalg.eigvalsh(inverse @ kept @ inverse)
+    assert float(values.min()) > 0
+    assert left <= 30.0
+    assert math.isfinite(float(values.max() / values.min()))
