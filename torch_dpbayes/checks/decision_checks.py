@@ -277,7 +277,7 @@ def _check_sizes(tried: TriedModel, constants: Sequence[int], batch_size: float)
     tested = {1, *tried.sizes}
     fitting = [n for n in constants if n <= most and n not in tested]
     sizes = sorted({*fitting[:_MOST_SIZES], min(math.ceil(2 * batch_size), most)} - tested - {0})
-    for rows in affordable(sizes, 1, float, seconds=0.8):
+    for rows in affordable(sizes, 2, float, seconds=0.8):
         with tried.source.paused(), MayFail() as running:
             require_same_alone(tried, [rows])
         if not running.failed and rows in fitting and tried.rows_for(rows) == rows:

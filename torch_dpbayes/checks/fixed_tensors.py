@@ -6,9 +6,6 @@ steers later gradients and is saved with the model's state. Clipping does not se
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
@@ -134,42 +131,6 @@ class FixedTensors:
                 self.values[name] = t.detach().clone()  # frozen since, or moved
         self._watch()
         return None
-
-
-@contextmanager
-def forward_passes_leave_buffers(module: nn.Module) -> Iterator[None]:
-    """Raise if the model's passes inside write into its buffers, with gradients wanted or without.
-
-    Raises:
-        ValueError: a pass changed a buffer.
-    """
-    before: dict[str, Tensor] = {}
-    is_first, changed = True, ""
-
-    @torch.compiler.disable
-    def look(*_: object) -> None:
-        nonlocal is_first, changed
-        now = dict(module.named_buffers())
-        if is_first:
-            is_first = False
-            before.update((name, t.detach().clone()) for name, t in now.items())
-        for name in sorted(before.keys() | now.keys()):
-            if name not in before or name not in now or not same_values(before[name], now[name]):
-                changed = changed or name
-
-    handles = [module.register_forward_pre_hook(look), module.register_forward_hook(look)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    if changed:
-        owner = changed.rpartition(".")[0] or type(module).__name__
-        raise ValueError(
-            f"module {owner!r} changes its buffer {changed!r} when gradients are wanted: statistics"
-            " of the records would leave without noise. Keep them out of the module, or make them"
-            " of public data and leave them fixed."
-        )
 
 
 def same_values(before: Tensor, now: Tensor) -> bool:

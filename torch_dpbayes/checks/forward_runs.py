@@ -142,12 +142,6 @@ def require_same(
     """Raise, and say where, unless the records in ``keep`` fare the same in both runs."""
     on_what = OF_OTHERS if is_same_size else OF_NUMBER
     where, fix = f"the forward pass of {type(module).__name__!r}", ALONE
-    if is_same_size and (name := _unlike(module, first, second)) is not None:
-        raise MixedRecordsError(
-            f"module {name!r} sees a number of rows that depends on the records: one record would"
-            " decide whether others' gradients are taken. Run it on all records, and choose among"
-            " its outputs with a mask."
-        )
     for key, notes in first.notes.items():
         others = second.notes.get(key, [])
         # another way through the model, which its output decides upon
@@ -202,19 +196,6 @@ def are_finite(outputs: Sequence[Tensor]) -> bool:
 
 def _is_trained(layer: nn.Module) -> bool:
     return any(p is not None and p.requires_grad for p in layer._parameters.values())
-
-
-def _unlike(module: nn.Module, first: Forward, second: Forward) -> str | None:
-    """A trainable module that runs in one of two batches of the same size only, or on another
-    number of rows.
-    """
-    for key in first.shapes.keys() | second.shapes.keys():
-        name, call, is_output, _ = key
-        if is_output and call == 1 and _is_trained(module.get_submodule(name)):
-            shapes = first.shapes.get(key), second.shapes.get(key)
-            if shapes[0] is None or shapes[1] is None or shapes[0][:1] != shapes[1][:1]:
-                return name
-    return None
 
 
 def _same_there(a: Tensor, b: Tensor, keep: Tensor, is_same_size: bool) -> bool:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..checks.fixed_tensors import forward_passes_leave_buffers
 from ..checks.layer_kinds import check_layers
 from ..checks.mapped_model import Unrecorded
 from ..checks.model_checks import check_mapped_model, check_model
@@ -51,8 +50,7 @@ def checked_source(
         source: GradientSource, check: Callable[[nn.Module, GradientSource, tuple[Any, ...]], None]
     ) -> GradientSource:
         try:
-            with forward_passes_leave_buffers(module):
-                check(module, source, inputs)
+            check(module, source, inputs)
         except BaseException:
             source.remove()
             raise
