@@ -11,7 +11,7 @@ import torch
 from pyro.infer import Predictive
 
 import torch_dpbayes as dpb
-from torch_dpbayes.noise_aware import laplace, laplace_for_module
+from torch_dpbayes.noise_aware import laplace, laplace_for_module, planning
 from torch_dpbayes.noise_aware.posterior import NoiseAwarePosterior
 from torch_dpbayes.ops import GLM
 
@@ -224,3 +224,20 @@ def test_many_weights_under_a_wide_prior_do_not_start_a_chain_of_hours():
     assert post.method in ("importance", "gaussian")
     assert bool(post.sample(10)["weights"].isfinite().all())
     assert "Gaussian" in post.guarantee() or "importance" in post.guarantee()
+
+
+def test_a_run_that_has_arrived_says_so():
+    x, y = logistic_data()
+    assert "the last releases agree" in laplace(GLM(), x, y, epsilon=8.0, delta=1e-5).guarantee()
+
+
+def test_a_run_that_has_not_arrived_says_so(monkeypatch):
+    """Counts that are far from where the run starts, and two steps to get there."""
+    monkeypatch.setattr(planning, "_STEPS", 2)
+    x = torch.randn(20_000, 2, dtype=DOUBLE)
+    x = x / x.norm(dim=1, keepdim=True)
+    y = torch.poisson((x @ torch.tensor([2.0, -2.0], dtype=DOUBLE)).exp())
+    glm = GLM("poisson", prior_std=5.0, max_count=300.0)
+    with pytest.warns(UserWarning, match="has not arrived"):
+        post = laplace(glm, x, y, max_grad_norm=20.0, epsilon=8.0, delta=1e-5)
+    assert "NOT REACHED" in post.guarantee()

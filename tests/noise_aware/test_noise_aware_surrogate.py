@@ -181,3 +181,24 @@ def test_the_feature_models_curvature_is_positive_however_large_the_parameters(l
         )
         > 0
     )
+
+
+def agreement_of(believed: torch.Tensor, *, mode_offset: float = 0.0) -> float:
+    """Of a run's releases of a quadratic log likelihood with the curvature ``CURVATURE``."""
+    points = torch.randn(8, DIMENSION, dtype=torch.float64)
+    releases = [
+        GradientRelease(p, CURVATURE @ p + 3.0 * torch.randn(DIMENSION, dtype=torch.float64), 3.0)
+        for p in points
+    ]
+    found = Surrogate(releases, LinearResponse(believed), believed, 0.0, releases[-1].theta)
+    return found.agreement(releases[-1].theta + mode_offset, CURVATURE)
+
+
+def test_releases_that_agree_with_the_curvature_are_let_pass():
+    # the tail probability of what is let pass is conservative; 20 comparisons
+    assert min(agreement_of(CURVATURE) for _ in range(20)) > SIGNIFICANCE / 20
+
+
+def test_releases_that_contradict_the_curvature_are_told():
+    assert agreement_of(3 * CURVATURE) < SIGNIFICANCE
+    assert agreement_of(CURVATURE, mode_offset=3.0) < SIGNIFICANCE

@@ -95,7 +95,12 @@ def laplace(
             "features are taken as Gaussian where the curvature away from the last point is needed",
         )
         return NoiseAwarePosterior(
-            surrogate, sums.prior, FlatCoordinates("weights"), statement, transcript=transcript
+            surrogate,
+            sums.prior,
+            FlatCoordinates("weights"),
+            statement,
+            transcript=transcript,
+            agreement=surrogate.agreement,
         )
     if not callable(model) or isinstance(model, type):
         raise TypeError(f"model must be a dpb.ops.GLM or a Pyro model, got {model!r}")
@@ -194,7 +199,12 @@ def _of_density(
         "the log likelihood is taken as quadratic around the last points of the run",
     )
     return NoiseAwarePosterior(
-        surrogate, prior, PyroCoordinates(density.prior), statement, transcript=transcript
+        surrogate,
+        prior,
+        PyroCoordinates(density.prior),
+        statement,
+        transcript=transcript,
+        agreement=surrogate.agreement,
     )
 
 
@@ -227,7 +237,7 @@ def _statement(
         ),
         f"  ASSUMED     for the width, not for privacy: {assumption}",
         (
-            "  ASSUMED     for the width, not for privacy: the model is right, and clipping changes"
-            " few gradients"
+            "  ASSUMED     for the width, not for privacy: the model is right, and few gradients"
+            " are clipped"
         ),
     ]

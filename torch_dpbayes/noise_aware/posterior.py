@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,7 @@ _LARGEST_CHAIN = 200  # dimensions; beyond, the Gaussian approximation is all th
 # where that approximation is a good one, and a chain of hours no better
 _LARGEST_CHAIN_UNDER_A_GAUSSIAN_PRIOR = 50
 _LITTLE_LEARNT = 0.95
+_LEAST_AGREEMENT = 1e-5
 
 
 class Coordinates(Protocol):
@@ -50,6 +51,7 @@ class NoiseAwarePosterior:
         statement: Sequence[str],
         *,
         transcript: Any = None,
+        agreement: Callable[[Tensor, Tensor], float] | None = None,
     ) -> None:
         self._likelihood, self._prior, self._coordinates = likelihood, prior, coordinates
         self._statement = list(statement)
@@ -59,6 +61,8 @@ class NoiseAwarePosterior:
         self._mode = mode(likelihood, gaussian)
         precision, _ = likelihood.precision(self._mode)
         self._precision = precision + torch.diag(gaussian.precision)
+        if agreement is not None:
+            self._note_agreement(agreement(self._mode, self._precision))
         self._draws = WeightedDraws(self._log_density, self._mode, self._precision)
         self._chains: Chains | None = None
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -146,6 +150,23 @@ class NoiseAwarePosterior:
         if int(arviz.__version__.split(".")[0]) < 1:
             return arviz.from_dict(posterior=posterior)
         return arviz.from_dict({"posterior": posterior})
+
+    def _note_agreement(self, probability: float) -> None:
+        if probability >= _LEAST_AGREEMENT:
+            self._statement.append(
+                "  checked     the last releases agree with the fitted curvature (chi-square tail"
+                f" {probability:.2g})"
+            )
+            return
+        self._statement.append(
+            "  NOT REACHED the last releases contradict the fitted curvature (chi-square tail"
+            f" {probability:.2g}): intervals may be too narrow"
+        )
+        warnings.warn(
+            "the run has not arrived: its last releases contradict the fitted curvature, and"
+            " intervals may be too narrow. Scale the features, or narrow the prior.",
+            stacklevel=5,
+        )
 
     # --- inside -----------------------------------------------------------------------------------
 

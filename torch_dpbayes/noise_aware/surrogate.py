@@ -26,10 +26,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
 from .response import LinearResponse, Response, floored
 from .transcript import GradientRelease
+
+_HARMLESS = 0.1  # of the records' own variance
 
 
 class Surrogate:
@@ -61,6 +64,7 @@ class Surrogate:
         # of the gradient sum itself, given θ: it is the curvature where nothing is clipped
         self._variability = response.variability(centre)
         noises = [noise_covariance(g, self._variability * curvature) for g in gradients]
+        self._points, self._releases = points, gradients
         weights = trust(noises, points - centre, curvature_std)
         self._gradient = weights @ torch.stack([g.value for g in gradients])
         self._point = weights @ points
@@ -120,6 +124,34 @@ class Surrogate:
         weighted = torch.linalg.solve(covariance, slope).T
         precision = weighted @ slope
         return (precision + precision.T) / 2, precision @ theta - weighted @ residual
+
+    def agreement(self, mode: Tensor, precision: Tensor) -> float:
+        """How well the last half of the releases agree with the fitted curvature: the smaller of
+        two tail probabilities, which are tiny where the run has not arrived.
+
+        The first is of the releases' residuals, in units of their noise; misfits far below the
+        records' own randomness do no harm and are let pass. The second is of the way from the last
+        point, around which everything was fitted, to the mode.
+
+        Args:
+            mode: of the posterior.
+            precision: of the posterior there.
+        """
+        size, first = self.dimension, len(self._releases) // 2
+        points = self._points[first:]
+        values = torch.stack([g.value for g in self._releases[first:]])
+        noise = torch.tensor([g.noise_std**2 for g in self._releases[first:]], dtype=points.dtype)
+        weights = noise.reciprocal() / noise.reciprocal().sum()
+        apart = points - weights @ points
+        residuals = values - weights @ values - apart @ self.curvature
+        harmless = _HARMLESS * self.curvature.trace() / size
+        variances = noise + harmless + self._curvature_std**2 * apart.square().sum(-1)
+        total = float((residuals.square().sum(-1) / variances).sum())
+        way = mode - self.centre
+        return min(
+            float(chi2.sf(total, size * (len(points) - 1))) if len(points) > 1 else 1.0,
+            float(chi2.sf(float(way @ precision @ way), size)),
+        )
 
     def _linear_log_likelihood(self, delta: Tensor, residual: Tensor, spread: Tensor) -> Tensor:
         """M = Q(Λ + s)Qᵀ + ½v²ΔΔᵀ, by the formulas for a change of rank one."""
