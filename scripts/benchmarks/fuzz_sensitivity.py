@@ -14,9 +14,10 @@ comes from float32's rounding it stays within C there), printed as a program and
 JSON lines.
 
 How to read the summary: "free" models keep records apart by construction; how many of them are
-refused says what the check costs its users. All other models mix records in the way that their
-kind says, and may be refused or be harmless. "Pairs" are accepted model × data pairs. The largest
-movement of free models is 1 up to rounding if all is well.
+refused says what the check costs its users, who do what the error says: example records that are
+all equal are exchanged, and a loss that is not taken is left in the loop. All other models mix
+records in the way that their kind says, and may be refused or be harmless. "Pairs" are accepted
+model × data pairs. The largest movement of free models is 1 up to rounding if all is well.
 
 A model follows from its own seed, which is in the finding; the search starts from fresh entropy
 unless it is given ``--seed``. With the same ``--file`` it goes on: totals add up over all sessions,
@@ -542,21 +543,12 @@ def knows(mode: str) -> bool:
 def search_model(
     recipe: Recipe, mode: str, rng: random.Random, totals: Totals, rounds: int = ROUNDS
 ) -> Finding | None:
-    """Ask for one model, and look for a record that moves its sums too far, seen again if found.
-
-    A model that does not take its loss is asked for without.
-    """
+    """Ask for one model, and look for a record that moves its sums too far, seen again if found."""
     is_free = not recipe.kinds
     totals.models += 1
     totals.free_models += is_free
     try:
-        try:
-            steps = PrivateSteps(recipe, mode)
-        except Refused:
-            if not recipe.is_loss_given:
-                raise
-            recipe = dataclasses.replace(recipe, is_loss_given=False)
-            steps = PrivateSteps(recipe, mode)
+        steps, recipe = _as_told(recipe, mode)
     except Refused as error:
         totals.refused += 1
         totals.free_refused += is_free
@@ -575,6 +567,20 @@ def search_model(
         return _worst(steps, recipe, mode, rng, totals, rounds)
     finally:
         steps.close()
+
+
+def _as_told(recipe: Recipe, mode: str) -> tuple[PrivateSteps, Recipe]:
+    """Ask for a model; if it is refused, ask once more as the message says: with example records
+    that differ, or without the loss.
+    """
+    try:
+        return PrivateSteps(recipe, mode), recipe
+    except Refused:
+        if recipe.examples == "zeros":
+            return _as_told(dataclasses.replace(recipe, examples="distinct"), mode)
+        if recipe.is_loss_given:
+            return _as_told(dataclasses.replace(recipe, is_loss_given=False), mode)
+        raise
 
 
 def _worst(

@@ -328,6 +328,17 @@ def test_a_mode_that_this_version_does_not_know_is_left_out():
     assert Search(["bookkeeping", "telepathy"], ["free"]).modes == ["bookkeeping"]
 
 
+def test_a_refused_model_is_asked_for_again_as_the_message_says():
+    """With example records that differ, and without a loss, which hooks do not take."""
+    recipe, totals = simple(examples="zeros", is_loss_given=True), Totals()
+    with quiet():
+        found = fuzz_sensitivity.search_model(
+            recipe, "hooks", random.Random(fresh_seed()), totals, rounds=1
+        )
+    assert found is None and totals.refused == 0 and totals.pairs > 0
+    assert totals.pairs_with_loss_given == 0
+
+
 @pytest.mark.slow
 def test_a_few_minutes_of_search_find_nothing():
     search = Search(fuzz_sensitivity.MODES, ["free", *KINDS])
