@@ -466,8 +466,10 @@ class _Layer(ReplacedForward):
         return self._run_detached(values, args, kwargs)
 
     def _run_detached(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
-        detached: dict[Tensor, Tensor] = {p: p.detach() for _, _, p in self.known}
-        return self.run_with({**detached, **values}, args, kwargs)
+        taken: dict[Tensor, Tensor] = {
+            p: values[p] if p in values else p.detach() for _, _, p in self.known
+        }
+        return self.run_with(taken, args, kwargs)
 
     def needed(self, call: layers.Call) -> list[Tensor]:
         """What must not change until :meth:`contribution`."""
