@@ -216,3 +216,31 @@ def test_records_beyond_the_bounds_move_sums_no_further():
     labels = torch.tensor([-1, 7])
     found = torch.vmap(noise_aware.dirichlet_categorical([1.0, 1.0]).statistics)(labels)
     assert bool((found == 0).all())
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_the_charge_of_linear_regression_is_that_of_the_noise_that_was_added(neighboring):
+    """Records that are zero: what the second round released is noise alone, in units of what its
+    events state times the bounds that the guarantee names; χ² at 1e-6.
+    """
+    total, data_sets = 0.0, 6
+    for _ in range(data_sets):
+        accountant = dpb.PrivacyAccountant(5.0, 1e-5, neighboring=neighboring)
+        post = noise_aware.sufficient_statistics(
+            noise_aware.LinearRegression(target_bound=2.0),
+            torch.zeros(500, 3, dtype=DOUBLE),
+            torch.zeros(500, dtype=DOUBLE),
+            accountant=accountant,
+            num_data=500,
+        )
+        charges = accountant.history
+        assert sum(charge.count for charge in charges) == 5
+        # most of the budget is the residuals', least that of the squares
+        multipliers = sorted(charge.event.noise_multiplier for charge in charges)
+        limit = float(post.guarantee().split("and then ")[1].split()[0])
+        noise = post.transcript / torch.tensor(
+            [*3 * [multipliers[0] * limit], multipliers[-1] * limit**2 / 2], dtype=DOUBLE
+        )
+        total += float(noise.square().sum())
+    count = 4 * data_sets
+    assert chi2.ppf(SIGNIFICANCE / 2, count) < total < chi2.ppf(1 - SIGNIFICANCE / 2, count)
