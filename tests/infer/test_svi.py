@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import threading
 import warnings
 
 import pyro
@@ -211,6 +212,39 @@ def test_seeds_do_not_repeat_the_noise():
     assert float((values[0] - values[1]).abs().min()) > 1e-3
 
 
+def test_steps_of_two_threads_do_not_share_a_sum_without_noise(monkeypatch):
+    x = rows()
+    svi = make(noise_multiplier=1e9)
+    svi.step(x)
+    is_taken, is_collected = threading.Event(), threading.Event()
+    take, collect = svi._release.take, svi._release.query.collect
+
+    def take_and_wait(*arguments):
+        done = take(*arguments)
+        if not is_taken.is_set():
+            is_taken.set()
+            is_collected.wait(1.0)  # in vain where steps wait for each other
+        return done
+
+    def collect_and_tell(*arguments):
+        count = collect(*arguments)
+        if is_taken.is_set():
+            is_collected.set()
+        return count
+
+    monkeypatch.setattr(svi._release, "take", take_and_wait)
+    monkeypatch.setattr(svi._release.query, "collect", collect_and_tell)
+    first = threading.Thread(target=svi.step, args=(x,))
+    first.start()
+    assert is_taken.wait(60)
+    svi.step(x)
+    first.join()
+    noise_std = svi.transcript[0].noise_std
+    assert len(svi.transcript) == 3
+    # a sum of 400 gradients of at most 5 is 2.5 millionths of the noise
+    assert all(float(r.value.abs().max()) > 1e-4 * noise_std for r in svi.transcript)
+
+
 def test_the_budget_cannot_be_overrun():
     x = rows()
     accountant = dpb.PrivacyAccountant(2.0, 1e-5)
@@ -402,6 +436,17 @@ def test_no_noise_within_a_budget_is_refused():
     with pytest.raises(dpb.PrivacyBudgetExceeded):
         svi.step(rows())
     assert not svi.transcript
+
+
+def test_a_saved_state_stays_what_it_was():
+    x = rows()
+    svi = make()
+    svi.step(x)
+    saved = svi.state_dict()
+    before = copy.deepcopy(saved["optim"])
+    svi.step(x)
+    moments, then = saved["optim"][0][0]["state"][0], before[0][0]["state"][0]
+    assert torch.equal(moments["exp_avg"], then["exp_avg"])
 
 
 def test_a_state_goes_on_with_other_noise_but_is_not_mixed():

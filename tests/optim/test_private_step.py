@@ -7,6 +7,7 @@ import io
 import math
 import subprocess
 import sys
+import threading
 import warnings
 from functools import partial
 
@@ -80,6 +81,45 @@ def train(net, optimizer, loader, steps):
             done += 1
             if done == steps:
                 break
+
+
+def test_a_step_of_another_thread_takes_no_noise_away(monkeypatch):
+    _, net, optimizer, loader = private(noise_multiplier=1e9)
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(net(x), y).backward()
+    is_taken, is_collected = threading.Event(), threading.Event()
+    take, collect = optimizer.release.take, optimizer.release.query.collect
+
+    def take_and_wait(*arguments):
+        done = take(*arguments)
+        if not is_taken.is_set():
+            is_taken.set()
+            is_collected.wait(1.0)  # in vain where steps wait for each other
+        return done
+
+    def collect_and_tell(*arguments):
+        try:
+            return collect(*arguments)
+        finally:
+            if is_taken.is_set():
+                is_collected.set()
+
+    monkeypatch.setattr(optimizer.release, "take", take_and_wait)
+    monkeypatch.setattr(optimizer.release.query, "collect", collect_and_tell)
+    moved, update = [], optimizer._update
+
+    def update_and_tell(parts):
+        moved.append(float(parts[0].gradient.abs().max()))
+        update(parts)
+
+    monkeypatch.setattr(optimizer, "_update", update_and_tell)
+    first = threading.Thread(target=optimizer.step)
+    first.start()
+    assert is_taken.wait(60)
+    with pytest.raises(RuntimeError):  # it has no gradients, and the first step goes on
+        optimizer.step()
+    first.join()
+    assert len(moved) == 1 and moved[0] > 1e-4 * 0.5e9 / 12
 
 
 # -- clipping --------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -131,6 +133,7 @@ class DPSVI:
         self._iterate: dict[str, Tensor] = {}
         self._average: dict[str, Tensor] = {}
         self._transcript: list[GradientRelease] = []
+        self._turn = threading.RLock()  # two threads would share one buffer, noise or not
 
     # -- what pyro.infer.SVI has -------------------------------------------------------------------
 
@@ -154,15 +157,16 @@ class DPSVI:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("call step() outside of torch.inference_mode(): it needs gradients.")
-        if self._density is None:
-            self._set_up(args, kwargs)
-        self._require_same_data(args, kwargs)
-        self._gaussian.require_own()
-        try:
-            self._gaussian.put(self._iterate)
-            self._step()
-        finally:
-            self._gaussian.put(self._average)
+        with self._turn:
+            if self._density is None:
+                self._set_up(args, kwargs)
+            self._require_same_data(args, kwargs)
+            self._gaussian.require_own()
+            try:
+                self._gaussian.put(self._iterate)
+                self._step()
+            finally:
+                self._gaussian.put(self._average)
         return math.nan
 
     def run(self, num_steps: int, *args: Any, **kwargs: Any) -> None:
@@ -252,7 +256,7 @@ class DPSVI:
             "iterate": {name: value.clone() for name, value in self._iterate.items()},
             "average": {name: value.clone() for name, value in self._average.items()},
             "optim": [
-                [part.state_dict() for part in _parts(self.optim.optim_objs[p])]
+                [copy.deepcopy(part.state_dict()) for part in _parts(self.optim.optim_objs[p])]
                 for p in self._gaussian.parameters.values()
                 if p in self.optim.optim_objs
             ],
@@ -346,7 +350,7 @@ class DPSVI:
         for p, states in zip(parameters.values(), saved["optim"], strict=False):
             self.optim([p])  # makes its optimizer; without a gradient it moves nothing
             for part, state in zip(_parts(self.optim.optim_objs[p]), states, strict=True):
-                part.load_state_dict(state)
+                part.load_state_dict(copy.deepcopy(state))
 
     def _require_same_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, _ = tree_flatten((args, kwargs))

@@ -251,6 +251,10 @@ class PrivateOptimizer(Optimizer):
             FloatingPointError: the step took a parameter beyond its dtype; parameters and state are
                 as before, the charge is kept.
         """
+        with self.release.turn:
+            return self._whole_step(closure)
+
+    def _whole_step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
         try:
             with self.release.together():

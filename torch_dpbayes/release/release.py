@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -51,6 +52,8 @@ class Release:
         draws: the Poisson draws that batches are; None where batches are the caller's.
         ranks: those that release together; None where this process is alone.
         noise: where the Gaussian comes from.
+        turn: held from before :meth:`take` until its result was used. Between these the layout of a
+            second thread's step would hold a sum without noise.
 
     **Privacy.** A release is charged before its noise is drawn. A refused charge raises, and
     nothing is released.
@@ -69,6 +72,7 @@ class Release:
         self.query, self.num_data, self.sampling = query, num_data, sampling
         self.accountant, self.label = accountant, label
         self.noise = GaussianNoise(generator)
+        self.turn = threading.RLock()
         self.source: GradientSource = HooksGradientSource()
         self.draws: PoissonSampler | None = None
         self.ranks: Ranks | None = None
@@ -124,7 +128,7 @@ class Release:
         """One that charges the same accountant and draws its own noise."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
-        new.query, new.noise = copy(self.query), GaussianNoise()
+        new.query, new.noise, new.turn = copy(self.query), GaussianNoise(), threading.RLock()
         if has_other_parameters:  # of a copied model, which needs hooks of its own
             new.source, new._fixed, new._as_checked = HooksGradientSource(), None, None
         new.start_afresh()
@@ -377,7 +381,7 @@ class Release:
                     "steps are charged at sensitivity 2C, without amplification: nothing is known"
                     " of how batches are drawn, except that no record is in one twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=7,
+                    stacklevel=8,
                 )
         return self._last_event[1]
 
