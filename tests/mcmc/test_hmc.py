@@ -16,6 +16,7 @@ from support.conjugate_chains import (
     hmc,
     p_value,
 )
+from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC
@@ -179,3 +180,19 @@ def test_inference_mode_is_named_where_gradients_are_missing():
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
         MCMC(kernel, num_samples=2, warmup_steps=1, disable_progbar=True).run(*target.args)
     assert counts(kernel.accountant) == {}
+
+
+def test_where_no_gradients_can_be_computed_no_chain_starts_whatever_the_records_are():
+    messages = set()
+    for data in with_and_without_a_record_that_fails():
+        kernel = hmc(Gaussian(), num_steps=1)
+        kernel.model = singular_where_made_up
+        start = {"w": torch.tensor(-30.0)}
+        runner = MCMC(
+            kernel, num_samples=2, warmup_steps=0, initial_params=start, disable_progbar=True
+        )
+        with pytest.raises(ValueError, match="would start where") as caught:
+            runner.run(data)
+        messages.add(str(caught.value))
+        assert counts(kernel.accountant) == {}
+    assert len(messages) == 1

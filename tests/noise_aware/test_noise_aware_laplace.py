@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Predictive
+from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import laplace, laplace_for_module, planning
@@ -155,6 +156,14 @@ def test_awkward_records_raise_nothing_and_give_finite_draws(kind):
         post = laplace(GLM(prior_std=3.0), x, y, epsilon=1.0, delta=1e-5)
         draws = post.sample(100)["weights"]
     assert bool(draws.isfinite().all())
+
+
+def test_where_no_gradients_can_be_computed_is_decided_without_the_records():
+    for data in with_and_without_a_record_that_fails():
+        accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+        with pytest.raises(ValueError, match="cannot be evaluated at the median"):
+            laplace(singular_where_made_up, data, max_grad_norm=1.0, accountant=accountant)
+        assert len(accountant) == 0
 
 
 def test_what_is_refused_before_anything_is_charged():

@@ -14,6 +14,7 @@ from support.one_draw import (
     cross_entropy,
     network,
 )
+from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 from torch import nn
 from torch.nn import functional as F
 
@@ -81,6 +82,18 @@ def test_potential_and_gradient_of_a_pyro_model():
             assert torch.allclose(
                 torch.autograd.grad(value, w)[0], torch.autograd.grad(exact, w)[0], rtol=1e-6
             )
+
+
+def test_no_record_decides_whether_the_gradients_of_the_others_count():
+    theta = torch.tensor([-30.0], dtype=torch.float64)
+    gradients = []
+    for data in with_and_without_a_record_that_fails():
+        target = target_of(singular_where_made_up, data, tempering=1.0, max_grad_norm=1.0)
+        point = theta.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(target.potential(point), point)
+        gradients.append((target.gradient(theta), slope))
+    for first, second in zip(*gradients, strict=True):
+        assert float((first - second).norm()) <= 2.0
 
 
 def test_a_module_and_a_glm_of_the_same_model_agree():

@@ -27,3 +27,20 @@ def ordered(x, y):
 def gaussian(y, mean, size=None, name="data", scale=1.0):
     with pyro.plate(name, len(y) if size is None else size):
         pyro.sample("y", dist.Normal(mean, scale), obs=y)
+
+
+def singular_where_made_up(x):
+    """Has terms everywhere. Around w = -30 gradients fail at made-up rows, not at x > 25."""
+    w = pyro.sample("w", dist.Normal(torch.tensor(-30.0), 1.0))
+    with pyro.plate("data", len(x)):
+        matrix = torch.relu(w + 10 + x)[:, None, None] * torch.eye(2)
+        log_det = torch.linalg.slogdet(matrix)[1]
+        pyro.sample("obs", dist.Normal(log_det.clamp(-5, 50), 1.0), obs=x)
+
+
+def with_and_without_a_record_that_fails(count=20):
+    """Data of the model above on which all gradients are computed, and their neighbours."""
+    good = 50 + torch.rand(count)
+    bad = good.clone()
+    bad[3] = -100.0
+    return good, bad

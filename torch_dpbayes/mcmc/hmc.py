@@ -120,7 +120,7 @@ class DPHMC(PrivateKernel):
 
     def _is_valid(self, theta: Tensor) -> bool:
         assert self._density is not None
-        return self._density.is_valid(theta)
+        return self._density.has_gradients(theta)
 
     def _start(self, theta: Tensor) -> None:
         self._terms = self._gradient = None

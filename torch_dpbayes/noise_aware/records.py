@@ -149,8 +149,8 @@ class DensitySums:
         return self._density.clipped_outer_sum(self._own(theta), self._clip)
 
     def is_valid(self, theta: Tensor) -> bool:
-        """Whether the model can be evaluated at θ, whatever the records are."""
-        return self._density.is_valid(self._own(theta))
+        """Whether gradients can be computed at θ, whatever the records are."""
+        return self._density.has_gradients(self._own(theta))
 
     def _own(self, theta: Tensor) -> Tensor:
         return theta.to(self._density.prior.device, self._density.prior.dtype)

@@ -17,7 +17,9 @@ from support.pyro_models import (
     gaussian,
     gaussian_rows,
     ordered,
+    singular_where_made_up,
     weights,
+    with_and_without_a_record_that_fails,
 )
 from torch import nn
 
@@ -281,6 +283,30 @@ def test_where_the_model_cannot_be_evaluated_is_told_from_bad_records():
         density.log_likelihoods(torch.tensor([3.0]))
     with pytest.raises(InvalidPoint):
         density.clipped_gradient_sum(torch.tensor([3.0]), 1.0)
+
+
+@pytest.mark.parametrize("what", ["clipped_gradient_sum", "clipped_outer_sum", "gradient_sum"])
+def test_no_record_decides_whether_there_are_gradients(what):
+    theta = torch.tensor([-30.0])
+    for data in with_and_without_a_record_that_fails():
+        density = RecordDensity(singular_where_made_up, (data,))
+        assert density.is_valid(theta) and not density.has_gradients(theta)
+        assert density.log_likelihoods(theta).isfinite().all()
+        argument = torch.ones(20, dtype=torch.bool) if what == "gradient_sum" else 1.0
+        with pytest.raises(InvalidPoint):
+            getattr(density, what)(theta, argument)
+
+
+def test_no_record_decides_whether_there_are_terms(monkeypatch):
+    density = RecordDensity(logistic, (torch.randn(20, 2), torch.ones(20)))
+
+    def fails(*_):
+        raise ArithmeticError
+
+    monkeypatch.setattr(density._terms, "_few", fails)  # what runs on the data, on made-up rows
+    assert not density.is_valid(torch.zeros(2))
+    with pytest.raises(InvalidPoint):
+        density.log_likelihoods(torch.zeros(2))
 
 
 def test_the_set_up_does_not_look_at_the_data_and_what_follows_does_not_call_the_model():

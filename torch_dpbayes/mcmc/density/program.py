@@ -42,15 +42,15 @@ class Program:
         result: Tensor = self._graph(theta, *rows)
         return result
 
-    def works(self, theta: Tensor, rows: Sequence[Tensor]) -> bool:
-        """Whether it runs at θ on these :attr:`few_rows` made-up rows."""
+    def of_few(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+        """One result for each of :attr:`few_rows` made-up rows, None where it fails at θ."""
         try:
-            self._few(theta, *rows)
+            result: Tensor = self._few(theta, *rows)
         except torch.OutOfMemoryError:
             raise
         except Exception:
-            return False
-        return True
+            return None
+        return result
 
 
 class Recorder:

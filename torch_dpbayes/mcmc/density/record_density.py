@@ -14,7 +14,6 @@ from .arguments import Arguments, Call
 from .locality import MadeUpRecords
 from .program import Program, Recorder
 from .pyro_runs import InvalidPoint, Model, without_value_checks
-from .recording import recorded
 from .structure import find_structure
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
@@ -80,11 +79,6 @@ class RecordDensity:
         if gradients:
             self._gradients = recorder.gradients()
             self.prior.log_density_and_gradient(self.made_up.theta)
-        with torch.no_grad(), without_value_checks():
-            self._few_rows, terms = self.made_up.few(), self.made_up.terms
-            self._few_terms = recorded(
-                lambda theta, *rows: terms(theta, rows), self.made_up.theta, *self._few_rows
-            )
 
     @property
     def num_records(self) -> int:
@@ -109,13 +103,8 @@ class RecordDensity:
     @torch.no_grad()
     def is_valid(self, theta: Tensor) -> bool:
         """Whether made-up records have terms at θ. No function of the data."""
-        try:
-            terms = self._few_terms(theta, *self._few_rows)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:
-            return False
-        return not bool(terms.isnan().all())
+        terms = self._of_made_up(self._terms, theta)
+        return terms is not None and not bool(terms.isnan().all())
 
     @torch.no_grad()
     def has_gradients(self, theta: Tensor) -> bool:
@@ -123,8 +112,11 @@ class RecordDensity:
 
         Where they can, no record decides whether those of the others are.
         """
-        rows = self.made_up.rows(self._gradients.few_rows)
-        return self.is_valid(theta) and self._gradients.works(theta, rows)
+        return self.is_valid(theta) and self._of_made_up(self._gradients, theta) is not None
+
+    def _of_made_up(self, program: Program, theta: Tensor) -> Tensor | None:
+        """The program's results for made-up records, None where it cannot be run at θ."""
+        return program.of_few(theta, self.made_up.rows(program.few_rows))
 
     @torch.no_grad()
     def log_likelihoods(self, theta: Tensor) -> Tensor:
@@ -221,7 +213,8 @@ class RecordDensity:
     def _by_chunks(self, program: Program, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Which records, and the program's results for them."""
         # asked of made-up rows alone: no record decides whether a trajectory ends here
-        if not self.is_valid(theta):
+        ready = self.is_valid if program is self._terms else self.has_gradients
+        if not ready(theta):
             raise InvalidPoint
         for start in range(0, self.num_records, program.rows):
             count = min(program.rows, self.num_records - start)
@@ -246,11 +239,7 @@ class RecordDensity:
             return program(theta, rows)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
-            try:
-                program(theta, self.made_up.rows(program.rows))
-            except Exception:
-                raise InvalidPoint from error
+        except Exception:  # not of all rows: it runs on made-up ones at this θ
             self._leave_out_failing(program, theta, start, rows)
             return program(theta, self._rows(program, start))
 
