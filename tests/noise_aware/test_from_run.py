@@ -30,6 +30,7 @@ class Runs:
         datasets=60,
         drift=0.0,
         information=2500.0,
+        burn_in=400,
         **settings,
     ):
         settings = {
@@ -48,13 +49,13 @@ class Runs:
         momentum = settings.get("momentum", 0.0)
         theta = (self.curvature * self.mode) / (self.curvature + 1)
         velocity, kept = torch.zeros_like(theta), []
-        for step in range(steps + 400):
+        for step in range(steps + burn_in):
             moving = self.mode + drift * step
             gradient = self.curvature * (theta - moving) + theta + std * torch.randn_like(theta)
             gradient += ((1 - rate) / rate * self.curvature).sqrt() * torch.randn_like(theta)
             velocity = momentum * velocity - lr / count * gradient
             theta = theta + velocity
-            if step >= 400 and step % every == 0:
+            if step >= burn_in and step % every == 0:
                 kept.append(theta)
         self.iterates = torch.stack(kept, dim=1)
 
@@ -131,10 +132,14 @@ def test_the_temperature_is_taken_out():
     assert bool((post.stddev["weight"][0] < 0.8 * hot).all())
 
 
-def test_the_noise_of_the_mean_and_of_the_curvature_are_those_of_the_law():
+# 4ha > f²: iterates oscillate about the mode, and forget where they were at the rate f/2
+LITTLE_FRICTION = {"momentum": 0.99, "lr": 0.1, "steps": 4000, "every": 10, "burn_in": 2000}
+
+
+@pytest.mark.parametrize("how", [CELLS["hot momentum"][1], LITTLE_FRICTION])
+def test_the_noise_of_the_mean_and_of_the_curvature_are_those_of_the_law(how):
     datasets = 80
-    kind, how = CELLS["hot momentum"]
-    runs = Runs(kind, datasets=datasets, **how)
+    runs = Runs(dpb.optim.DPSGHMC, datasets=datasets, **how)
     forms = [runs.posterior(k)._likelihood for k in range(datasets)]
     # b̃ = (F+P)θ̄ − P·m₀ observes Fθ_L with variance V, and F̂ observes F with variance v²R²
     centres = torch.stack([f.centre for f in forms])
@@ -212,6 +217,14 @@ def test_a_real_run_on_a_linear_model():
 
 
 # --- refused --------------------------------------------------------------------------------------
+
+
+def test_a_short_run_with_little_friction_is_refused():
+    """Three hundred steps are few cycles of an oscillation that is hardly damped."""
+    runs = Runs(dpb.optim.DPSGHMC, datasets=5, **LITTLE_FRICTION | {"steps": 300, "every": 1})
+    for k in range(5):
+        with pytest.raises(ValueError, match="independent samples"):
+            runs.posterior(k)
 
 
 def test_a_run_that_still_moves_is_refused():

@@ -1,12 +1,9 @@
 r"""The posterior given a run of a private optimizer that was made for another purpose.
 
-At stationarity the iterates of a sampler at temperature T, with the noise of standard deviation σ =
-zC/q on its gradient sums, have the covariance T(F+P)⁻¹ and move over it at the rate
-
-.. math:: \rho = 2T\,(F+P)/\sigma^2 \text{ a step},
-
-whatever its friction. Their covariance therefore says what F is, and their mean where
-F(θ̄ − θ_L) + P(θ̄ − m₀) = 0 but for the noise that was averaged. Both go into the normal form
+At stationarity the iterates of a sampler at temperature T have the covariance T(F+P)⁻¹. It says
+what F is, and their mean says where F(θ̄ − θ_L) + P(θ̄ − m₀) = 0 but for the noise that was
+averaged. How surely they say it follows from the autocorrelation of the iterates, which is that of
+an autoregression of second order. Both go into the normal form
 (:mod:`~torch_dpbayes.noise_aware.normal_form`); derived in this project.
 """
 
@@ -47,8 +44,13 @@ def from_run(
     .. math:: c\,a\Big(1 - \frac{ha}{2(2-f)}\Big) = T + \frac{h\kappa}{2f}(a - P),
 
     which counts the minibatch noise (not for DP-SGNHT, whose thermostat takes it up) and the length
-    of the steps. The mean of S iterates, m steps apart, has the variance (c/S)·coth(ρm/2), and c
-    the relative error √(2/S_eff), S_eff = S·tanh(ρm/2).
+    of the steps. In a direction of curvature a the iterates' autocorrelation is
+
+    .. math:: C(0) = 1, \quad C(1) = 1 - \frac{ha}{2-f}, \quad
+              C(k) = (2-f-ha)\,C(k-1) - (1-f)\,C(k-2).
+
+    With S_p = S/Σ_k (1 − |k|/S) C(km)^p for S iterates, m steps apart, their mean has the variance
+    c/S_1, and c the relative error √(2/S_2): with little friction c is known less surely.
 
     Args:
         samples: of a run of ``optimizer`` at a constant learning rate, past its burn-in. They have
@@ -83,16 +85,16 @@ def from_run(
     point = values.mean(0)
     spread, vectors = torch.linalg.eigh(torch.cov(values.T).reshape(size, size))
     total = _precisions(spread, run)
-    half_rate = run.temperature * total / run.noise_std**2 * run.steps_between  # ρm/2
-    worth = count * torch.tanh(half_rate)
-    _require_stationary((values - point) @ vectors, spread / worth * count)
-    least = float(worth.min())
+    correlation = _autocorrelation(total, run, count)
+    of_mean, of_spread = _worth(correlation), _worth(correlation.square())
+    least = float(torch.minimum(of_mean, of_spread).min())
     if least < max(_TOO_FEW, 2 * (size + 2)):
         raise ValueError(
             f"in its softest direction the run is worth {least:.2g} independent samples: run it"
             " longer, or with a larger temperature or learning rate (a deep network needs"
             " another method)."
         )
+    _require_stationary((values - point) @ vectors, correlation, spread)
     if least < max(_FEW, 4 * (size + 2)):
         warnings.warn(
             f"in its softest direction the run is worth only {least:.2g} independent samples: the"
@@ -100,10 +102,10 @@ def from_run(
             stacklevel=2,
         )
     # the mean of the inverse of a sample covariance is larger than the inverse
-    total = total * (1 - (size + 1) / worth)
+    total = total * (1 - (size + 1) / of_spread)
     curvature = (total - run.precision).clamp_min(0.02 * float(total.mean()))
-    error = total * (2 / worth).sqrt()
-    noise = total.square() * spread / worth
+    error = total * (2 / of_spread).sqrt()
+    noise = total.square() * spread / of_mean
 
     def matrix(eigenvalues: Tensor) -> Tensor:
         return (vectors * eigenvalues) @ vectors.T
@@ -214,18 +216,65 @@ def _precisions(spread: Tensor, run: _Run) -> Tensor:
     return 2 * level / (ahead + discriminant.sqrt())
 
 
-def _require_stationary(values: Tensor, variance: Tensor) -> None:
-    """Means of a quarter of the iterates lie as far from the mean as their law says.
+def _autocorrelation(total: Tensor, run: _Run, count: int) -> Tensor:
+    """C(km) for k < count, one column for each direction."""
+    momentum = 1 - run.friction
+    step = run.step * total
+    zero, one = torch.zeros_like(total), torch.ones_like(total)
+    # (C(k+1), C(k)) from (C(k), C(k−1)), and C(−1) = C(1)
+    one_step = torch.stack(
+        [
+            torch.stack([1 + momentum - step, -momentum * one], dim=1),
+            torch.stack([one, zero], dim=1),
+        ],
+        dim=1,
+    )
+    between = torch.linalg.matrix_power(one_step, run.steps_between)
+    pair = torch.stack([one, 1 - step / (1 + momentum)], dim=1)[..., None]
+    found = []
+    for _ in range(count):
+        found.append(pair[:, 0, 0])
+        pair = between @ pair
+    return torch.stack(found)
+
+
+def _worth(correlation: Tensor) -> Tensor:
+    """How many independent numbers have a mean as sure as that of numbers so correlated."""
+    return len(correlation) ** 2 / _variances_of_sums(correlation)[-1]
+
+
+def _variances_of_sums(correlation: Tensor) -> Tensor:
+    """Σ_{i,j<n} C(i−j) for n = 0, 1, …"""
+    # from n to n + 1 it grows by 1 + 2·(C(1) + … + C(n))
+    growth = 2 * correlation.cumsum(0) - correlation[0]
+    return torch.cat([torch.zeros_like(growth[:1]), growth.cumsum(0)])
+
+
+def _require_stationary(values: Tensor, correlation: Tensor, spread: Tensor) -> None:
+    """Sums of the first quarter, half and three quarters are as far from 0 as their law says.
 
     Args:
         values: centred, in the eigenvectors of their covariance.
-        variance: by direction, of the mean of the iterates times their number.
+        correlation: their autocorrelation, by direction.
+        spread: their variance, by direction.
     """
-    statistic, count = 0.0, 0
-    for part in values.chunk(_PARTS):
-        statistic += float((part.mean(0).square() / (variance / len(part))).sum())
-        count += part.shape[1]
-    if chi2.sf(statistic, count) < _SURELY:
+    count = len(values)
+    cuts = torch.arange(1, _PARTS) * count // _PARTS
+    of_sums = _variances_of_sums(correlation)
+
+    def covariance(s: Tensor, t: Tensor) -> Tensor:  # of sums of the first s and t, not centred
+        return (of_sums[s] + of_sums[t] - of_sums[(s - t).abs()]) / 2
+
+    share, everything = (cuts / count).double(), torch.tensor(count)
+    centred = (
+        covariance(cuts[:, None], cuts[None, :])
+        - share[:, None, None] * covariance(everything, cuts)[None]
+        - share[None, :, None] * covariance(everything, cuts)[:, None]
+        + share[:, None, None] * share[None, :, None] * of_sums[-1]
+    ).permute(2, 0, 1)
+    sums = values.cumsum(0)[cuts - 1].T / spread.sqrt()[:, None]
+    statistic = float((sums * torch.linalg.solve(centred, sums)).sum())
+    if chi2.sf(statistic, sums.numel()) < _SURELY:
         raise ValueError(
             "the iterates of earlier and later parts of the run contradict each other: it has not"
             " converged. Lengthen the burn-in or the run."
