@@ -54,6 +54,22 @@ def test_its_error_is_the_one_that_is_stated():
     assert squares == pytest.approx(stated, rel=0.35)
 
 
+def test_in_each_direction_the_curvature_is_as_sure_as_is_stated():
+    """Small batches: a release's variance is 49,100 in one direction and 590 in the other."""
+    eigenvalues = torch.tensor([1000.0, 10.0], dtype=DOUBLE)
+    centre, repeats = torch.zeros(2, dtype=DOUBLE), 50
+    basis, _ = torch.linalg.qr(torch.randn(2, 2, dtype=DOUBLE))
+    curvature = basis @ torch.diag(eigenvalues) @ basis.T
+    squares, stated = torch.zeros(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
+    for _ in range(repeats):
+        found = regression(releases(curvature, centre, 10.0, count=600, rate=0.02))
+        error = basis.T @ (found.curvature - curvature) @ basis
+        squares += error.diagonal().square()
+        stated += found._variance * (basis.T @ found._shape @ basis).diagonal().square()
+    ratio = squares / stated
+    assert bool((ratio > 0.2).all()) and bool((ratio < 3.0).all())
+
+
 @pytest.mark.parametrize(("share", "rate"), [(0.1, 1.0), (0.1, 0.2), (1.0, 1.0)])
 def test_intervals_cover(share, rate):
     """90 % intervals of the Gaussian approximation, V/F about ``share``, one parameter a time."""

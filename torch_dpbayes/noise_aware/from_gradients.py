@@ -11,7 +11,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from ..mcmc.density import Prior
-from .normal_form import NormalForm, sure_part
+from .normal_form import NormalForm, roots, sure_part
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import PyroPrior
 from .transcript import GradientRelease, Transcript
@@ -58,12 +58,15 @@ def posterior_from_gradients(
 
 
 def regression(releases: Sequence[GradientRelease]) -> NormalForm:
-    r"""Least squares of g̃_k on θ_k, with a symmetric slope:
+    r"""Least squares of g̃_k on θ_k, with a symmetric slope, in coordinates in which the noise of a
+    release, W = σ²I + κF with κ = (1−q)/q, is the same in all directions:
 
-    .. math:: A\hat F + \hat FA = X^\top Y + Y^\top X, \quad A = X^\top X,
+    .. math:: A\hat F' + \hat F'A = X^\top Y + Y^\top X, \quad A = X^\top X, \quad
+              \hat F = W^{1/2}\hat F'W^{1/2},
 
-    X and Y the centred points and gradients. In A's eigenvectors the entries of F̂ have variances
-    σ²/(a_i + a_j) ≤ σ²/(2√(a_i a_j)), that is, R = A^{-1/2} and v = σ, the noise of one release.
+    X and Y the centred W^{1/2}θ_k and W^{-1/2}g̃_k. In A's eigenvectors the entries of F̂' have the
+    variance 1/a_i on the diagonal and 1/(a_i + a_j) ≤ 1/(2√(a_i a_j)) off it, that is, R =
+    W^{1/2}A^{-1/2}W^{1/2} and v = 1. W is that of the F̂ before.
 
     Raises:
         ValueError: as :func:`posterior_from_gradients`.
@@ -85,21 +88,26 @@ def regression(releases: Sequence[GradientRelease]) -> NormalForm:
     rate, own = releases[0].sample_rate, releases[0].noise_std ** 2
     point, gradient = points.mean(0), values.mean(0)
     x, y = points - point, values - gradient
+    subsampling = (1 - rate) / rate
+    each = own * torch.eye(size, dtype=torch.float64)
+    for _ in range(_ROUNDS):
+        half, inverse = roots(each)
+        slope, shape = _symmetric_slope(x @ half, y @ inverse)
+        shape = half @ shape @ half
+        curvature, left = sure_part(half @ slope @ half, shape, 1.0)
+        each = own * torch.eye(size, dtype=torch.float64) + subsampling * curvature
+    found = NormalForm(point, gradient, each / count, curvature, shape, left)
+    _require_agreement(points, values, each, found)
+    return found
+
+
+def _symmetric_slope(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """F̂' and A^{-1/2}."""
     scatter, vectors = torch.linalg.eigh(x.T @ x)
     scatter = scatter.clamp_min(1e-12 * float(scatter[-1]))
     both = vectors.T @ (x.T @ y + y.T @ x) @ vectors
     slope = vectors @ (both / (scatter[:, None] + scatter)) @ vectors.T
-    shape = (vectors / scatter.sqrt()) @ vectors.T
-    subsampling = (1 - rate) / rate
-    curvature, variance = slope, own
-    for _ in range(_ROUNDS):  # the noise of one release, averaged over the directions
-        curvature, left = sure_part(slope, shape, variance**0.5)
-        variance = own + subsampling * float(curvature.trace()) / size
-    eye = torch.eye(size, dtype=torch.float64)
-    each = own * eye + subsampling * curvature
-    found = NormalForm(point, gradient, each / count, curvature, shape, left)
-    _require_agreement(points, values, each, found)
-    return found
+    return slope, (vectors / scatter.sqrt()) @ vectors.T
 
 
 def _require_agreement(points: Tensor, values: Tensor, each: Tensor, found: NormalForm) -> None:
