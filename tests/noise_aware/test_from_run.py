@@ -255,6 +255,30 @@ def test_minibatch_noise_that_outweighs_all_is_refused():
         runs.posterior(0)
 
 
+def test_a_thermostat_under_minibatch_noise_is_refused():
+    """The noise of a release has the variance σ² + κF: much of it, hardly any, none."""
+    for size, is_refused in ((1000, True), (9900, False), (10_000, False)):
+        runs = Runs(
+            dpb.optim.DPSGNHT, datasets=1, expected_batch_size=size, lr=0.1, momentum=0.9,
+            noise_multiplier=0.0,
+        )  # fmt: skip
+        if is_refused:
+            with pytest.raises(ValueError, match="run DPSGHMC"):
+                runs.posterior(0)
+        else:
+            runs.posterior(0)
+
+
+def test_samples_of_another_model_are_refused():
+    runs = Runs(dpb.optim.DPSGLD, datasets=1, steps=200)
+    other = torch.nn.Linear(3, 1, bias=False, dtype=DOUBLE)
+    optimizer = dpb.optim.DPSGLD(
+        other.parameters(), lr=0.2, num_data=10_000, expected_batch_size=10_000, max_grad_norm=1.0
+    )
+    with pytest.raises(ValueError, match="shapes"):
+        from_run(runs.samples(0), optimizer, steps_per_sample=runs.every)
+
+
 def collected(**how):
     net = torch.nn.Linear(2, 1, bias=False)
     kind = how.pop("kind", dpb.optim.DPSGLD)

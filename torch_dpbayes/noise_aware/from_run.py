@@ -29,6 +29,7 @@ from .priors import GaussianPrior
 _KINDS = (DPSGLD, DPSGHMC, DPSGNHT)
 _PARTS = 4
 _SURELY = 1e-6  # probability that a stationary run is refused
+_LITTLE = 0.1  # minibatch noise beside the Gaussian, of which a thermostat may see the average
 _FEW, _TOO_FEW = 9.0, 4.0  # independent samples' worth in the softest direction
 
 
@@ -43,8 +44,8 @@ def from_run(
 
     .. math:: c\,a\Big(1 - \frac{ha}{2(2-f)}\Big) = T + \frac{h\kappa}{2f}(a - P),
 
-    which counts the minibatch noise (not for DP-SGNHT, whose thermostat takes it up) and the length
-    of the steps. In a direction of curvature a the iterates' autocorrelation is
+    which counts the minibatch noise (not for DP-SGNHT, which is refused where there is much of it)
+    and the length of the steps. In a direction of curvature a the iterates' autocorrelation is
 
     .. math:: C(0) = 1, \quad C(1) = 1 - \frac{ha}{2-f}, \quad
               C(k) = (2-f-ha)\,C(k-1) - (1-f)\,C(k-2).
@@ -55,8 +56,9 @@ def from_run(
     Args:
         samples: of a run of ``optimizer`` at a constant learning rate, past its burn-in. They have
             to be more than four times as many as parameters: ``PosteriorSamples(max_samples=...)``.
-        optimizer: a ``DPSGLD``, ``DPSGHMC`` or ``DPSGNHT`` with one parameter group and a Gaussian
-            prior.
+        optimizer: the one that made the samples: a ``DPSGLD``, ``DPSGHMC`` or ``DPSGNHT`` with one
+            parameter group and a Gaussian prior. Its settings have to be those of all steps since
+            the burn-in; a learning rate that was changed by hand cannot be seen here.
         steps_per_sample: steps between two calls of ``samples.collect``.
 
     Returns:
@@ -65,7 +67,9 @@ def from_run(
     Raises:
         ValueError: the run does not say enough, or contradicts what a stationary run on a quadratic
             would be: too few or too dependent samples (cold runs, deep networks), a mean that still
-            moves, minibatch noise that outweighs all else. Judged by the samples alone.
+            moves, minibatch noise that outweighs all else, or under ``DPSGNHT`` a tenth of the
+            Gaussian. Judged by the samples alone. Or the samples have other shapes than the
+            optimizer's parameters.
 
     **Privacy.** Post-processing: the samples were paid for, nothing else of the data is used, and
     nothing is charged.
@@ -85,6 +89,8 @@ def from_run(
     point = values.mean(0)
     spread, vectors = torch.linalg.eigh(torch.cov(values.T).reshape(size, size))
     total = _precisions(spread, run)
+    if isinstance(optimizer, DPSGNHT):
+        _require_even_temperature(optimizer, float(total.max()), run)
     correlation = _autocorrelation(total, run, count)
     of_mean, of_spread = _worth(correlation), _worth(correlation.square())
     least = float(torch.minimum(of_mean, of_spread).min())
@@ -136,6 +142,10 @@ def from_run(
             f" at a constant learning rate, {steps_per_sample} steps between two collect() calls"
         ),
         (
+            "  ASSUMED     for the width, not for privacy: the samples are of this optimizer's run,"
+            " whose lr, noise and batch size have not changed since the burn-in"
+        ),
+        (
             "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic over the"
             " iterates, the model is right, and clipping changes few gradients"
         ),
@@ -152,7 +162,7 @@ class _Run(NamedTuple):
     noise_std: float  # zC/q, on a sum over all records
     step: float  # h
     friction: float
-    subsampling: float  # κ; 0 where a thermostat takes it up
+    subsampling: float  # κ; 0 where a thermostat takes up the little there is
     steps_between: int
     precision: float
     mean: float
@@ -176,6 +186,13 @@ def _constants(
     if len(groups) != 1 or optimizer.has_own_log_prior:
         raise ValueError("from_run needs one parameter group, with a Gaussian prior (prior_std=).")
     (group,) = groups
+    trained = [tuple(p.shape) for p in group["params"] if p.requires_grad]
+    collected = [tuple(shape) for shape in samples.shapes().values()]
+    if sorted(trained) != sorted(collected):
+        raise ValueError(
+            f"the samples have the shapes {collected}, but the optimizer trains {trained}: pass the"
+            " optimizer that made them."
+        )
     if group.get("initial_lr", group["lr"]) != group["lr"] or not group["lr"] > 0:
         raise ValueError(
             "the learning rate was scheduled, so the iterates have no one law: collect samples at a"
@@ -214,6 +231,18 @@ def _precisions(spread: Tensor, run: _Run) -> Tensor:
     # where steps are too long for a stationary law, the root is the longest that there is one for
     discriminant = (ahead.square() - 4 * spread * beta * level).clamp_min(0.0)
     return 2 * level / (ahead + discriminant.sqrt())
+
+
+def _require_even_temperature(optimizer: DPSGNHT, stiffest: float, run: _Run) -> None:
+    """One thermostat holds the average over the directions, but minibatch noise heats stiff ones
+    more than soft ones.
+    """
+    rate = optimizer.expected_batch_size / optimizer.num_data
+    if (1 - rate) / rate * stiffest > _LITTLE * run.noise_std**2:
+        raise ValueError(
+            "one thermostat cannot hold every direction at its temperature under so much minibatch"
+            " noise: run DPSGHMC, or larger batches."
+        )
 
 
 def _autocorrelation(total: Tensor, run: _Run, count: int) -> Tensor:
