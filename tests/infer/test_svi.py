@@ -369,7 +369,7 @@ def test_discrete_latents_of_records_are_summed_out():
     assert float(svi.posterior().mean["share"]) == pytest.approx(expected, abs=0.06)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 3])  # as many as columns are refused
 def test_few_records(count):
     x = rows(count)
     svi = make(expected_batch_size=1, num_data=None)
@@ -388,6 +388,35 @@ def test_under_add_or_remove_no_number_of_records_is_told():
     ((event, _, *_),) = accountant.history
     assert event.sampling_probability == 0.25
     assert len(accountant) == 1
+
+
+def test_under_add_or_remove_no_error_tells_the_number_of_records():
+    def regression(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(3, dtype=DOUBLE), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+    texts = set()
+    for n in (0, 1, 4, 37, 1003):
+        svi = make(
+            regression,
+            num_data=40,
+            expected_batch_size=10,
+            accountant=dpb.PrivacyAccountant(neighboring="add_or_remove_one"),
+        )
+        with pytest.raises(ValueError) as caught:
+            svi.step(torch.randn(n, 4, dtype=DOUBLE), torch.randn(n, dtype=DOUBLE))
+        texts.add(str(caught.value))
+        assert caught.value.__cause__ is None and caught.value.__context__ is None
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_under_add_or_remove_next_to_no_records_are_like_any_number(count):
+    accountant = dpb.PrivacyAccountant(neighboring="add_or_remove_one")
+    svi = make(accountant=accountant, expected_batch_size=10, num_data=40)
+    svi.run(2, rows(count))
+    assert len(svi.transcript) == len(accountant) == 2
 
 
 def test_a_record_at_which_the_computation_fails_contributes_nothing():

@@ -533,6 +533,32 @@ def test_a_record_that_is_not_a_number_neither_stops_a_chain_nor_moves_it(make):
     torch.testing.assert_close(*totals)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2), family])
+def test_under_add_or_remove_next_to_no_records_are_like_any_number(make, count):
+    target = Gaussian()
+    kernel = make(target, accountant=dpb.PrivacyAccountant(neighboring="add_or_remove_one"))
+    MCMC(kernel, num_samples=3, warmup_steps=0, disable_progbar=True).run(target.args[0][:count])
+    assert len(kernel.get_samples()["mean"]) == 3
+
+
+@pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2)])
+def test_under_add_or_remove_tensors_are_data_whatever_their_length(make):
+    def model(x, location):
+        mean = pyro.sample("mean", dist.Normal(location, 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+    texts = set()
+    for count in (0, 2, 3, 30):
+        kernel = make(Gaussian())
+        kernel.model = model
+        with pytest.raises(ValueError, match=r"functools\.partial") as caught:
+            kernel.setup(0, torch.randn(count, 3), torch.zeros(3))
+        texts.add(str(caught.value))
+    assert len(texts) == 1
+
+
 def test_a_kernel_with_an_accountant_in_memory_cannot_travel_to_a_worker():
     with pytest.raises(Exception, match=r"path=|another process"):
         pickle.dumps(penalty(Gaussian()))

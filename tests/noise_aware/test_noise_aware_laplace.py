@@ -139,6 +139,15 @@ def test_no_records_at_all():
     assert bool(post.stddev["weights"].isfinite().all())
 
 
+@pytest.mark.filterwarnings("ignore:the budget is too small")
+@pytest.mark.parametrize("way", WAYS)
+def test_under_add_or_remove_no_records_are_like_any_number(way):
+    x, y = logistic_data(1)
+    accountant = dpb.PrivacyAccountant(0.1, 1e-5, neighboring="add_or_remove_one")
+    mean = WAYS[way](x[:0], y[:0], accountant=accountant, num_data=100)
+    assert bool(mean.isfinite().all())
+
+
 @pytest.mark.parametrize("kind", ["separable", "constant column", "same rows", "not numbers"])
 def test_awkward_records_raise_nothing_and_give_finite_draws(kind):
     x, y = logistic_data()

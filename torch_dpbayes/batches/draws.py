@@ -77,11 +77,12 @@ class PoissonSampler(UniformWithReplacementSampler):
                 f" {generator.device}: pass torch.Generator()"
             )
         super().__init__(
-            num_samples=num_data,
+            num_samples=max(1, num_data),
             sample_rate=sample_rate,
             generator=fresh_generator() if generator is None else generator,
             steps=max(1, math.floor(1 / sample_rate + 1e-9)),
         )
+        self.__dict__["num_samples"] = num_data  # also 0, where that number is private
         cell, rest = divmod(sample_rate * _CELLS, 1.0)
         # the rate in force is cell + place·2⁻⁵³·2⁻²⁴, never above q
         self._cell, self._place = cell / _CELLS, int(rest * _PLACES)

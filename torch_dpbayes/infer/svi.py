@@ -298,6 +298,7 @@ class DPSVI:
                 kwargs,
                 data_plate=self._plate,
                 expected_batch_size=self._batch_size,
+                count_is_public=self._accountant.neighboring == "replace_one",
             )
         call = density.made_up_call()
         _require_no_parameters(self.model, call, self._frozen)

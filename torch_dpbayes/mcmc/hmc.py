@@ -114,7 +114,13 @@ class DPHMC(PrivateKernel):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         _require_gradients()
-        self._density = self._owners.density(self.model, args, kwargs, data_plate=self._plate)
+        self._density = self._owners.density(
+            self.model,
+            args,
+            kwargs,
+            data_plate=self._plate,
+            count_is_public=self._accountant.neighboring == "replace_one",
+        )
         self._mass.require_dimension(self._density.prior.dimension)
         return self._density.prior
 

@@ -92,7 +92,12 @@ class DPPenalty(PrivateKernel):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
         self._density = self._owners.density(
-            self.model, args, kwargs, data_plate=self._plate, gradients=False
+            self.model,
+            args,
+            kwargs,
+            data_plate=self._plate,
+            gradients=False,
+            count_is_public=self._accountant.neighboring == "replace_one",
         )
         self._moves.require_dimension(self._density.prior.dimension)
         return self._density.prior

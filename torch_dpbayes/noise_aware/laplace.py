@@ -118,7 +118,12 @@ def laplace(
         "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
     )
     with using_pyro, torch.no_grad():
-        density = RecordDensity(model, data, data_plate=data_plate)
+        density = RecordDensity(
+            model,
+            data,
+            data_plate=data_plate,
+            count_is_public=accountant.neighboring == "replace_one",
+        )
         _require_small(density.prior.dimension)
         prior = PyroPrior(density.prior)
         return _of_density(
@@ -161,7 +166,11 @@ def laplace_for_module(
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
     with using_pyro, torch.no_grad():
-        density = RecordDensity(model_of_module(module, loss, prior_std), (inputs, targets))
+        density = RecordDensity(
+            model_of_module(module, loss, prior_std),
+            (inputs, targets),
+            count_is_public=accountant.neighboring == "replace_one",
+        )
         size = density.prior.dimension
         prior = GaussianPrior(
             torch.zeros(size, dtype=torch.float64),

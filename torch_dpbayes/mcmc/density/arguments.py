@@ -15,6 +15,12 @@ from .pyro_runs import UnfitModel, made_up
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 
+_STAND_INS = 19  # rows in place of those whose number is private
+ROWS_ONLY = (
+    "under add-or-remove-one every tensor of the call is data, a record a row along its first"
+    " dimension. Bind others with functools.partial."
+)
+
 
 class Arguments:
     """All arguments of a model as one flat list. A tensor with a dimension as long as the data
@@ -37,11 +43,48 @@ class Arguments:
                 )
         self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._are_own = False
+        self.count_is_public = True
         self.num_records = 0
         self.row_dims: dict[int, int] = {}  # number of a data argument -> dimension of its records
 
+    def standing_in(self) -> Arguments:
+        """Arguments of the same kinds that say nothing about the number of records: every tensor
+        but single numbers has as many rows, along its first dimension, as nothing else is long.
+        """
+        tensors = {
+            k: leaf
+            for k, leaf in enumerate(self._leaves)
+            if isinstance(leaf, Tensor) and leaf.dim()
+        }
+        lengths = {length for leaf in tensors.values() for length in leaf.shape[1:]}
+        count = next(n for n in itertools.count(_STAND_INS) if n not in lengths)
+        leaves = list(self._leaves)
+        for k, leaf in tensors.items():
+            leaves[k] = leaf.new_zeros((count, *leaf.shape[1:]))
+        other = copy(self)
+        other.__dict__.update(_leaves=leaves, count_is_public=False, num_records=count)
+        return other
+
+    def take_data_of(self, other: Arguments) -> None:
+        """Take the same tensors as data as in ``other``, which stood in for these."""
+        self.row_dims = other.row_dims
+        lengths = {self._leaves[k].shape[dim] for k, dim in self.row_dims.items()}
+        if len(lengths) > 1:
+            raise UnfitModel(f"the model's tensors differ in their number of rows: {ROWS_ONLY}")
+        (self.num_records,) = lengths
+
     def find_data(self, num_records: int) -> None:
         """Take the tensors with a dimension of length ``num_records`` as data."""
+        if not self.count_is_public and num_records != self.num_records:
+            raise UnfitModel(f"the data plate is not as long as the arguments: {ROWS_ONLY}")
+        if num_records > 1 and any(
+            leaf.shape.count(num_records) > 1 for leaf in self._leaves if isinstance(leaf, Tensor)
+        ):
+            raise UnfitModel(
+                "an argument has two dimensions as long as the data plate: of pairs, a record is in"
+                " every row. Pass features of single records (columns x.unbind(1) if as many); bind"
+                " public matrices with functools.partial."
+            )
         self.num_records = num_records
         self.row_dims = {
             k: next(d for d, s in enumerate(leaf.shape) if s == num_records)

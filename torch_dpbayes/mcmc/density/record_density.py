@@ -34,6 +34,9 @@ class RecordDensity:
         chunk_bytes: bound on the intermediate results of one chunk of rows.
         expected_batch_size: how many records :meth:`of` picks at a time, about. None: all of them
             are used together.
+        count_is_public: whether errors may depend on the number of records. False, as under
+            add-or-remove-one: every tensor but single numbers is data, one row a record along its
+            first dimension, and the model is checked on another number of rows.
 
     Attributes:
         prior: θ's coordinates and log prior, a :class:`Prior`.
@@ -60,19 +63,23 @@ class RecordDensity:
         gradients: bool = True,
         chunk_bytes: int = _CHUNK_BYTES,
         expected_batch_size: float | None = None,
+        count_is_public: bool = True,
     ) -> None:
         self._arguments = Arguments(args, kwargs)
+        seen = self._arguments if count_is_public else self._arguments.standing_in()
         with torch.no_grad(), without_value_checks():
-            structure = find_structure(model, self._arguments, data_plate)
-            self.made_up = MadeUpRecords(model, self._arguments, structure)
+            structure = find_structure(model, seen, data_plate)
+            self.made_up = MadeUpRecords(model, seen, structure)
             self.made_up.require_local(data_plate)
+        if not count_is_public:
+            self._arguments.take_data_of(seen)
         self.prior = self.made_up.prior
         self._dims = list(self._arguments.row_dims.values())
         self._left_out: Tensor | None = None
         together = self.num_records
         if expected_batch_size is not None:  # most Poisson batches fit into one chunk
             together = math.ceil(expected_batch_size + 2 * math.sqrt(expected_batch_size))
-        recorder = Recorder(self.made_up, self._dims, together, chunk_bytes)
+        recorder = Recorder(self.made_up, self._dims, max(1, together), chunk_bytes)
         self._terms = recorder.terms()
         # what cannot be recorded is refused before anything is charged
         self.prior.log_density(self.made_up.theta)

@@ -35,6 +35,8 @@ class RecordStatistics:
         """
         total = torch.zeros(self.size, dtype=torch.float64, device=self._data[0].device)
         for rows in zip(*(arg.split(_ROWS_AT_ONCE) for arg in self._data), strict=True):
+            if not len(rows[0]):  # the only chunk of no records
+                break
             found = self._of_rows(list(rows)).double()
             norm = torch.linalg.vector_norm(found, dim=1)
             finite = norm.isfinite()

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyro import poutine
 
-from .arguments import Arguments
+from .arguments import ROWS_ONLY, Arguments
 from .pyro_runs import (
     FLAVOURS,
     Model,
@@ -73,6 +73,13 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
                 errors.append(error)
     if isinstance(errors[0], NotImplementedError):
         raise improper(errors[0]) from errors[0]
+    if not arguments.count_is_public:  # the text has shapes
+        own = isinstance(errors[0], UnfitModel)
+        raise UnfitModel(
+            "the model does not run on made-up data:"
+            f" {errors[0] if own else type(errors[0]).__name__}. Try it on such data yourself;"
+            f" {ROWS_ONLY}"
+        ) from None
     raise UnfitModel(
         "the model does not run on made-up data of the shapes that were passed:"
         f" {first_line(errors[0])} Let it take such values: it never sees the data themselves."
