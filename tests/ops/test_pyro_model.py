@@ -96,6 +96,20 @@ def test_no_record_decides_whether_the_gradients_of_the_others_count():
         assert float((first - second).norm()) <= 2.0
 
 
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_under_add_or_remove_any_number_of_records_gives_a_draw(count):
+    sampler = ops.OnePosteriorSample(
+        line,
+        asserted(),
+        accountant=PrivacyAccountant(3.0, 1e-5, neighboring="add_or_remove_one"),
+        epsilon=1.0,
+        delta=1e-5,
+        num_data=10,
+    )
+    x, y = torch.randn(count, 4, dtype=torch.float64), torch.randn(count, dtype=torch.float64)
+    assert sampler.sample(x, y)["w"].isfinite().all()
+
+
 def test_a_module_and_a_glm_of_the_same_model_agree():
     x, y = torch.randn(12, 3), torch.randint(0, 2, (12,)).float()
     net = nn.Linear(3, 1, bias=False)

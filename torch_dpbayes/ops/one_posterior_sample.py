@@ -86,7 +86,8 @@ class OnePosteriorSample:
                 "certificate must be one of torch_dpbayes.ops' certificates, as"
                 f" FiniteRunLangevin(steps=1000), got {certificate!r}."
             )
-        posterior = _as_model(model)
+        count_is_public = accountant is None or accountant.neighboring == "replace_one"
+        posterior = _as_model(model, count_is_public)
         certificate.check(posterior)
         if delta is None and accountant is not None:
             delta = accountant.delta
@@ -416,7 +417,7 @@ def _plain_arithmetic() -> Iterator[None]:
         yield
 
 
-def _as_model(model: Any) -> Model:
+def _as_model(model: Any, count_is_public: bool) -> Model:
     if isinstance(model, GLM):
         return model
     if not callable(model) or isinstance(model, type):
@@ -430,4 +431,4 @@ def _as_model(model: Any) -> Model:
             "for a torch module use OnePosteriorSample.for_module(net, certificate, loss=...,"
             " prior_std=...)"
         )
-    return PyroModel(model)
+    return PyroModel(model, count_is_public=count_is_public)

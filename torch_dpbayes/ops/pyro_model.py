@@ -33,12 +33,16 @@ class PyroModel:
         model: the model; its data are its arguments. See
             :class:`~torch_dpbayes.mcmc.RecordDensity`.
         data_plate: the name of the plate of records.
+        count_is_public: whether errors may depend on the number of records.
 
     **Privacy.** Only the prior, which is made without the data, is kept between calls.
     """
 
-    def __init__(self, model: Callable[..., Any], data_plate: str = "data") -> None:
+    def __init__(
+        self, model: Callable[..., Any], data_plate: str = "data", *, count_is_public: bool = True
+    ) -> None:
         self._model, self._plate = model, data_plate
+        self._count_is_public = count_is_public
         self._prior: Prior | None = None
         self._wants_unconstrained: str | None = None
 
@@ -52,7 +56,9 @@ class PyroModel:
     def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
         """The model on its data, after checks on made-up rows of the data's shapes."""
         with using_pyro:
-            density = RecordDensity(self._model, data, data_plate=self._plate)
+            density = RecordDensity(
+                self._model, data, data_plate=self._plate, count_is_public=self._count_is_public
+            )
             # refuses a prior that no chain can start from, before anything is charged
             density.prior.sample()
         prior = density.prior
