@@ -136,7 +136,10 @@ def test_the_temperature_is_taken_out():
 LITTLE_FRICTION = {"momentum": 0.99, "lr": 0.1, "steps": 4000, "every": 10, "burn_in": 2000}
 
 
-@pytest.mark.parametrize("how", [CELLS["hot momentum"][1], LITTLE_FRICTION])
+MINIBATCHES = {"momentum": 0.9, "lr": 0.1, "expected_batch_size": 1000, "every": 10}
+
+
+@pytest.mark.parametrize("how", [CELLS["hot momentum"][1], LITTLE_FRICTION, MINIBATCHES])
 def test_the_noise_of_the_mean_and_of_the_curvature_are_those_of_the_law(how):
     datasets = 80
     runs = Runs(dpb.optim.DPSGHMC, datasets=datasets, **how)

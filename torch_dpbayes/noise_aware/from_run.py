@@ -110,7 +110,9 @@ def from_run(
     # the mean of the inverse of a sample covariance is larger than the inverse
     total = total * (1 - (size + 1) / of_spread)
     curvature = (total - run.precision).clamp_min(0.02 * float(total.mean()))
-    error = total * (2 / of_spread).sqrt()
+    # a is about T/(c − hκ/2f), so an error of c weighs more where minibatch noise is part of it
+    of_minibatches = run.step * run.subsampling / (2 * run.friction)
+    error = total * spread / (spread - of_minibatches) * (2 / of_spread).sqrt()
     noise = total.square() * spread / of_mean
 
     def matrix(eigenvalues: Tensor) -> Tensor:
