@@ -9,6 +9,7 @@ import pytest
 import torch
 from pyro.infer import MCMC, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
+from scipy.stats import chi2
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import compare_methods, laplace
@@ -24,8 +25,10 @@ def model(x):
 
 
 def data():
-    """Records, and mean and standard deviation of their posterior."""
-    x = torch.randn(COUNT, SIZE, dtype=DOUBLE) + torch.randn(SIZE, dtype=DOUBLE)
+    """Records, few of whose gradients are clipped on the way from the prior's mean, as forecasts
+    assume; mean and standard deviation of their posterior.
+    """
+    x = torch.randn(COUNT, SIZE, dtype=DOUBLE) + 0.5 * torch.randn(SIZE, dtype=DOUBLE)
     return x, x.sum(0) / (COUNT + 1), (COUNT + 1) ** -0.5
 
 
@@ -42,6 +45,14 @@ def require_within(found, expected, factor):
     assert expected / factor < found < expected * factor, (found, expected)
 
 
+def require_error_within(errors, expected, factor):
+    """Normal errors of whatever deviation in this range fail once in half a million runs."""
+    values = torch.stack(errors).flatten()
+    total = float((values / expected).square().sum())
+    low, high = chi2.ppf(1e-6, len(values)), chi2.isf(1e-6, len(values))
+    assert low / factor**2 < total < high * factor**2, (errors, expected)
+
+
 @pytest.mark.parametrize("epsilon", [0.5, 5.0])
 def test_laplace(epsilon):
     expected, _ = forecast(epsilon, "noise_aware.laplace")
@@ -52,7 +63,7 @@ def test_laplace(epsilon):
         widths.append(post.stddev["mean"] / stddev)
         errors.append((post.mean["mean"] - mean) / stddev)
     require_within(float(torch.stack(widths).mean()), expected.width, 1.5)
-    require_within(float(torch.stack(errors).square().mean().sqrt()), expected.error, 2.5)
+    require_error_within(errors, expected.error, 1.5)
 
 
 def test_dpsvi():
@@ -78,7 +89,7 @@ def test_dpsvi():
         widths.append(post.stddev["mean"] / stddev)
         errors.append((post.mean["mean"] - mean) / stddev)
     require_within(float(torch.stack(widths).median()), expected.width, 2.0)
-    require_within(float(torch.stack(errors).square().mean().sqrt()), expected.error, 4.0)
+    require_error_within(errors, expected.error, 2.0)
 
 
 @pytest.mark.parametrize("epsilon", [0.3, 4.0])
@@ -123,7 +134,7 @@ def test_the_penalty_kernel():
         chain.run(x)
         draws = chain.get_samples()["mean"][iterations // 2 :]
         errors.append((draws.mean(0) - mean) / stddev)
-    require_within(float(torch.stack(errors).square().mean().sqrt()), expected.error, 4.0)
+    require_error_within(errors, expected.error, 2.0)
 
 
 def test_what_the_table_says():

@@ -244,6 +244,24 @@ def test_many_weights_under_a_wide_prior_do_not_start_a_chain_of_hours():
     assert "Gaussian" in post.guarantee() or "importance" in post.guarantee()
 
 
+def test_a_run_arrives_from_three_prior_standard_deviations_away():
+    """Far from the mode, gradients about zero instead of their mean would pass for curvature."""
+
+    def normal(x):
+        mean = pyro.sample(
+            "mean", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1)
+        )
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+    x = torch.randn(2000, 2, dtype=torch.float64) + torch.tensor([3.0, 0.0])
+    post = laplace(normal, x, epsilon=5.0, delta=1e-5, max_grad_norm=4.0)  # warnings are errors
+    error = (post.mean["mean"] - x.sum(0) / 2001) * 2001**0.5  # usual are .2; they were 20
+    assert (
+        float(error.abs().max()) < 5.0
+    )  # posterior standard deviations; .2 are usual, and were 20
+
+
 def test_a_run_that_has_arrived_says_so():
     x, y = logistic_data()
     assert "the last releases agree" in laplace(GLM(), x, y, epsilon=8.0, delta=1e-5).guarantee()

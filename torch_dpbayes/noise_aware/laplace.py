@@ -200,7 +200,7 @@ def _of_density(
         total_multiplier(accountant, epsilon, delta), sums.dimension, count, accountant.neighboring
     )
     charge(accountant, plan, _LABEL)
-    surrogate, transcript = run_general(sums, plan, gaussian)
+    surrogate, transcript = run_general(sums, plan, gaussian, count)
     statement = _statement(
         accountant,
         plan,

@@ -4,6 +4,7 @@ surrogate choose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ from .planning import Plan
 from .priors import GaussianPrior
 from .response import LinearResponse, Response, combined, denoised
 from .surrogate import Surrogate, positive
-from .transcript import Transcript
+from .transcript import CurvatureRelease, GradientRelease, Transcript
 
 
 def run_glm(
@@ -53,7 +54,7 @@ def run_glm(
 
 
 def run_general(
-    sums: PrivateSums, plan: Plan, prior: GaussianPrior
+    sums: PrivateSums, plan: Plan, prior: GaussianPrior, num_data: int
 ) -> tuple[Surrogate, Transcript]:
     """A run for any model: its log likelihood is taken as quadratic around the last points.
 
@@ -61,6 +62,7 @@ def run_general(
         sums: the records.
         plan: the noise, charged already.
         prior: a Gaussian one, or what a Gaussian says of another one; the steps alone use it.
+        num_data: number of records, a public constant.
     """
     mechanism = Mechanism(sums)
     transcript = Transcript()
@@ -73,11 +75,8 @@ def run_general(
             release = mechanism.curvature(theta, multipliers[step])
             first = not transcript.curvatures
             transcript.curvatures.append(release)
-            raw, raw_std = (
-                (release.value, release.noise_std)
-                if first
-                else combined(raw, raw_std, release.value, release.noise_std)
-            )
+            value, std = _about_their_mean(release, transcript.gradients[-1], num_data)
+            raw, raw_std = (value, std) if first else combined(raw, raw_std, value, std)
             curvature, spread = denoised(raw, raw_std)
         centre = theta
         surrogate = Surrogate(
@@ -88,3 +87,17 @@ def run_general(
         while not sums.is_valid(theta):
             theta = (theta + centre) / 2
     return surrogate, transcript
+
+
+def _about_their_mean(
+    curvature: CurvatureRelease, gradient: GradientRelease, num_data: int
+) -> tuple[Tensor, float]:
+    """Σ c cᵀ − (Σ c)(Σ c)ᵀ/n and the noise that it has.
+
+    Away from the mode the mean of the gradients is no curvature: with it, steps would be the
+    shorter the further there is to go.
+    """
+    mean = gradient.value / num_data
+    own = gradient.noise_std**2 / num_data
+    value = curvature.value - num_data * mean.outer(mean) + own * torch.eye(len(mean)).to(mean)
+    return value, math.hypot(curvature.noise_std, 2 * float(mean.norm()) * gradient.noise_std)
