@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 OF_OTHERS = "another record in the batch"
 OF_NUMBER = "the number of records in the batch, or on its place among them"
 
+_SECONDS = 0.4  # of processor time, for the trials of a check that come after the first
+
 _Trial = TypeVar("_Trial")
 
 
@@ -53,18 +55,16 @@ def affordable(
     trials: Iterable[_Trial],
     always: int,
     cost: Callable[[_Trial], float] = lambda _: 1.0,
-    *,
-    seconds: float = 0.4,
 ) -> Iterator[_Trial]:
-    """The first ``always`` of the trials, and those that so many ``seconds`` more of this thread
-    are enough for.
+    """The first ``always`` of the trials, and those that so many seconds more of this thread are
+    enough for.
     """
     start, spent, required = time.thread_time(), 0.0, 0.0
     for k, trial in enumerate(trials):
         so_far = time.thread_time() - start
         if k <= always:
             required = so_far
-        if k >= always and so_far * (1 + cost(trial) / spent) > seconds + required:
+        if k >= always and so_far * (1 + cost(trial) / spent) > _SECONDS + required:
             continue
         spent += cost(trial)
         yield trial
