@@ -174,9 +174,6 @@ RIGHT = {
     "sum times 1/n": of_classes(
         lambda out, y: (1 / len(y)) * F.cross_entropy(out, y, reduction="sum")
     ),
-    "sum over tensor n": of_classes(
-        lambda out, y: F.cross_entropy(out, y, reduction="sum") / torch.tensor(len(y))
-    ),
     "nll": of_classes(lambda out, y: F.nll_loss(F.log_softmax(out, 1), y)),
     "mse": of_numbers(F.mse_loss),
     "mse by hand": of_numbers(lambda out, y: ((out - y) ** 2).sum() / out.numel()),
@@ -406,6 +403,11 @@ WRONG = {
     "-100": (of_two(lambda out, y: F.cross_entropy(out, torch.where(y > 0, y, -100))), IGNORED),
     "masked mean": (of_two(masked_mean), COUNT),
     "masked mean over time": (of_two_by_time(masked_mean_over_time), COUNT),
+    # a tensor that holds n is not told from a count that is n by accident
+    "sum over tensor n": (
+        of_two(lambda out, y: F.cross_entropy(out, y, reduction="sum") / torch.tensor(len(y))),
+        COUNT,
+    ),
     # of one record in the batch it is that record's loss times the number of records
     "mean of some": (
         of_two(lambda out, y: F.cross_entropy(out[y > 0], y[y > 0])),

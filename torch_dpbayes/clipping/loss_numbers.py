@@ -52,7 +52,8 @@ def _options(value: float, n: int, *, is_python: bool) -> list[str]:
     if not math.isfinite(value) or value == 0:
         return ["constant"]
     if is_whole(value / n):
-        return ["c n", "constant"]
+        # a tensor may be a count of the batch's targets, and a multiple of n by accident
+        return ["c n", "constant"] if is_python else ["constant"]
     if is_whole(1 / (value * n)):
         return ["x/n", "constant"]
     if not is_python or is_whole(value) or is_whole(1 / value):
