@@ -265,7 +265,7 @@ def test_a_record_keeps_its_random_numbers_when_others_leave():
 @pytest.fixture
 def unchecked(monkeypatch):
     """A library that takes every model that it can record."""
-    monkeypatch.setattr(torch_dpbayes.engine.gradient_sources, "check_model", lambda *_: None)
+    monkeypatch.setattr(torch_dpbayes.engine.gradient_sources, "check_model", lambda *_, **__: None)
 
 
 def test_it_finds_the_hole_in_a_library_that_checks_nothing(unchecked, tmp_path):
