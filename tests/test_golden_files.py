@@ -89,6 +89,7 @@ def test_every_public_value_is_unpickled():
         assert isinstance(value, Exception) or loaded == value
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize(
     "old", REFUSALS, ids=lambda old: f"{old['model']}, {old['mode'] or 'default'}"
 )

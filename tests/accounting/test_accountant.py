@@ -83,6 +83,7 @@ def test_the_table_is_complete():
     }
 
 
+@pytest.mark.first_cases(16)
 @pytest.mark.parametrize(("name", "relation", "pld", "rdp"), table())
 def test_every_cell_of_the_table(name, relation, pld, rdp):
     event = EXAMPLES[name]
@@ -165,6 +166,7 @@ def test_composed_events_are_taken_apart():
 # --- budget ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_budget_is_used_up_and_never_passed(method, relation):
@@ -183,6 +185,7 @@ def test_budget_is_used_up_and_never_passed(method, relation):
     assert accountant.get_epsilon() <= 1.5
 
 
+@pytest.mark.thorough
 @given(
     schedule=st.lists(
         st.tuples(st.floats(0.8, 4.0), st.sampled_from([0.01, 0.03])), min_size=1, max_size=30
@@ -333,6 +336,7 @@ def test_every_event_survives_saving():
     assert loaded.history == accountant.history
 
 
+@pytest.mark.thorough
 def test_an_exhausted_accountant_can_be_saved_and_loaded():
     accountant = PrivacyAccountant(1.0, DELTA)
     with pytest.raises(PrivacyBudgetExceeded):

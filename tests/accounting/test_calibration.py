@@ -22,6 +22,7 @@ from torch_dpbayes.accounting.events import (
 RELATIONS = ("add_or_remove_one", "replace_one")
 
 
+@pytest.mark.thorough
 @given(
     epsilon=st.floats(0.1, 20.0),
     rate=st.floats(1e-3, 1.0),
@@ -53,6 +54,7 @@ def test_full_batch_equals_closed_form(neighboring):
     assert truth * (1 - 1e-9) <= noise <= truth * 1.001
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("num_data", "epsilon", "replace", "add_or_remove"),
     [(4177, 0.1, 61.8, 30.9), (4177, 1.0, 7.49, 3.84), (32561, 10.0, 1.06, 0.80)],
@@ -94,6 +96,7 @@ def test_any_event():
     assert noise == pytest.approx(dpa.get_sigma_gaussian(1.0, 1e-5) * 8.0, rel=1e-3)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("neighboring", RELATIONS)
 def test_number_of_steps_is_the_largest(neighboring):
     target = {

@@ -137,6 +137,7 @@ def exact_epsilon(event, delta):
         return max(float(found), 0.0) if found > 0 else 0.0
 
 
+@pytest.mark.thorough
 @given(
     kind=st.sampled_from([MuGaussianDpEvent, PureDpEvent, BoundedRangeDpEvent]),
     size=SIZES,
@@ -194,6 +195,7 @@ def assert_costs_at_least_each(events, method, relation):
         assert 0 <= together.get_delta(size) <= 1
 
 
+@pytest.mark.first_cases(9)
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 @pytest.mark.parametrize(
     "events",

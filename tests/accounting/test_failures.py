@@ -142,6 +142,7 @@ def test_beside_gaussians_and_pure_releases_it_is_the_exact_profile(
         )
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("steps", [1, 40])
 def test_equals_dp_accounting(steps):
     interval = 1e-4
@@ -252,6 +253,7 @@ def test_only_failures_may_be_added_to_a_kept_composition():
 # --- by Renyi curves ------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @given(
     mu=st.floats(0.05, 2.0),
     pure=st.floats(0.05, 1.0),
@@ -283,6 +285,7 @@ def test_renyi_bounds_are_above_the_tight_ones(mu, pure, failure, failures):
 # --- budgets --------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "event",

@@ -55,6 +55,7 @@ def path(tmp_path):
 # --- the history ----------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_reopened_file_holds_exactly_what_was_charged(path):
     with PrivacyAccountant(3.0, DELTA, path=path, neighboring="replace_one") as accountant:
         accountant.compose(STEP, 10, label="a").compose(GaussianDpEvent(30.0), label="b")
@@ -147,6 +148,7 @@ def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
     assert not inside, "a composition inside a transaction"
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     ("method", "relation"),
     [("pld", "add_or_remove_one"), ("pld", "replace_one"), ("rdp", "replace_one")],
@@ -182,6 +184,7 @@ def test_remaining_is_exact(where, method, relation, event, tmp_path):
     assert beyond.compose(event).get_epsilon(DELTA) > 2.5 * (1 - 1e-6)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(("method", "adaptive"), [("pld", False), ("pld", True), ("rdp", False)])
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_remaining_is_exact_after_many_levels(method, adaptive, relation):
@@ -201,6 +204,7 @@ def test_remaining_is_exact_after_many_levels(method, adaptive, relation):
         accountant.compose(event, adaptive=adaptive)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-4, 1e-3, 0.02])
@@ -238,6 +242,7 @@ def test_a_single_charge_reserves_nothing_beyond_itself(path):
     assert counted(path) == 1
 
 
+@pytest.mark.thorough
 @given(
     schedule=st.lists(
         st.tuples(
@@ -337,6 +342,7 @@ def test_a_refused_charge_changes_nothing(path):
     assert counted(path) == 10
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("noises", ["rising", "falling", "waves"])
 def test_a_schedule_costs_few_commits_and_few_compositions(path, noises, monkeypatch):
     commits, compositions = [], []
@@ -1023,6 +1029,7 @@ def test_no_folder(tmp_path):
         PrivacyAccountant(path=tmp_path / "none" / "budget.db")
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, sqlite3.OperationalError("disk I/O error")])
 def test_an_interrupted_commit_never_counts_less_than_was_released(
@@ -1138,6 +1145,7 @@ def test_the_command_imports_neither_torch_nor_opacus(full, path):
 # --- the bound in the loop ------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("levels", [1, 60])
 def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch, relation, levels):
@@ -1169,6 +1177,7 @@ def test_the_cheap_bound_rounds_towards_less_privacy(settings, relation):
         assert (bound._cost(pair) >= renyi.curve({pair: 1}, bound._orders) * (1 - 1e-8)).all()
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("where", ["memory", "file"])
 @pytest.mark.parametrize("budget", [None, 2.5])
 @pytest.mark.parametrize("adaptive", [False, True])

@@ -125,6 +125,7 @@ def test_no_charge_is_lost(tmp_path, number, steps, how):
     assert epsilon_of(path) <= budget
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "steps"),
     [
@@ -265,6 +266,7 @@ def test_a_worker_that_was_sent_the_accountant_and_fails_returns_its_blocks(tmp_
 # --- dying ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_killed_process_leaves_at_least_what_it_released(tmp_path, times):
     """Children of a warm parent die at random moments; a pipe, written after each charge,
@@ -419,6 +421,7 @@ if sys.argv[2] == "_exit":
 """
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("how", ["end", "error", "_exit", "daemon"])
 def test_a_program_that_ends_without_close(tmp_path, how):
     path = tmp_path / "budget.db"

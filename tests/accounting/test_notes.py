@@ -90,6 +90,7 @@ def _note_several(accountant, worker):
         accountant.note(f"statement {i} of {worker}")
 
 
+@pytest.mark.thorough
 def test_processes_note_at_once(path):
     accountant = PrivacyAccountant(path=path)
     spawn = multiprocessing.get_context("spawn")

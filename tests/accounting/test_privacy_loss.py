@@ -27,6 +27,7 @@ REFERENCE = [
 ]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(("kind", "noise", "rate", "steps", "epsilon", "half_digit"), REFERENCE)
 def test_reference_values(kind, noise, rate, steps, epsilon, half_digit):
     counts = {Sampled(kind, rate, noise): steps}
@@ -41,6 +42,7 @@ def test_reference_values_full_batch():
         assert upper == pytest.approx(epsilon, rel=1e-6)
 
 
+@pytest.mark.thorough
 def test_reference_value_of_a_schedule():
     counts = {Sampled("directed", 0.01, math.sqrt(1 + t / 1000)): 1 for t in range(10_000)}
     assert 2.243 <= bounds.upper_epsilon(counts, DELTA) <= 2.246 * 1.003
@@ -54,6 +56,7 @@ def test_gaussian_closed_form(mu, delta, steps):
     assert bounds.upper_epsilon(counts, delta) == pytest.approx(truth, rel=1e-7, abs=1e-9)
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("steps", [1, 30, 1000])
 @pytest.mark.parametrize(("rate", "noise"), [(0.01, 1.0), (0.3, 2.0), (0.05, 0.6)])
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
@@ -161,6 +164,7 @@ def symmetric_profile(rate, noise, epsilon):
     return 1 - math.exp(epsilon) + math.exp(epsilon) * hockey_stick(p, q, -epsilon, noise)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rate", "noise"), [(0.1, 1.0), (0.02, 0.5), (0.9, 3.0)])
 def test_one_release_equals_quadrature(kind, rate, noise):
@@ -255,6 +259,7 @@ any_pair = st.one_of(
 histories = st.lists(st.tuples(any_pair, st.integers(1, 300)), min_size=1, max_size=4)
 
 
+@pytest.mark.thorough
 @given(history=histories, delta=st.floats(1e-8, 1e-2))
 @settings(max_examples=25, deadline=None)
 def test_bounds_are_ordered_and_order_does_not_matter(history, delta):
@@ -269,6 +274,7 @@ def test_bounds_are_ordered_and_order_does_not_matter(history, delta):
     assert bounds.upper_delta(counts, upper * 1.002 + 1e-6) <= delta * (1 + 1e-6)
 
 
+@pytest.mark.thorough
 @given(
     kind=st.sampled_from(KINDS),
     rate=st.floats(1e-3, 0.5),
@@ -288,6 +294,7 @@ def test_more_noise_less_sampling_fewer_steps_cost_less(kind, rate, noise, steps
     assert cost(rate, noise, math.ceil(steps * factor)) >= base - slack
 
 
+@pytest.mark.thorough
 def test_merging_levels_is_never_optimistic():
     generator = np.random.default_rng()
     noise = np.exp(generator.uniform(-0.3, 1.0, 60))
@@ -378,6 +385,7 @@ def test_a_gaussian_and_a_pure_release_beside_a_sampled_one():
     assert truth <= bounds.upper_epsilon(counts, delta) <= truth * 1.001
 
 
+@pytest.mark.thorough
 def test_losses_beyond_floating_point_are_infinite_and_not_forgotten():
     step = pairs.Sampled("directed", 1e-7, 0.03)
     assert bounds.upper_epsilon({step: 10**9}, 1e-5) > 1e3

@@ -28,6 +28,7 @@ def test_poisson_integer_orders_equal_dp_accounting(rate, noise):
     np.testing.assert_allclose(ours, theirs.rdp, rtol=1e-6, atol=1e-13)
 
 
+@pytest.mark.first_cases(10)
 @pytest.mark.parametrize("order", [1.5, 3.0, 9.3])
 @pytest.mark.parametrize(("rate", "noise"), [(0.05, 0.8), (0.5, 2.0)])
 @pytest.mark.parametrize("kind", ["directed", "antipodal", "symmetric"])

@@ -308,6 +308,7 @@ def test_the_rate_in_force_is_the_declared_one_and_never_above(rate):
     assert Fraction(rate) * (1 - Fraction(1, 10**9)) <= in_force <= Fraction(rate)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("cells", [1, 4, 2**24])
 def test_records_join_at_the_rate_in_force_whatever_the_default_dtype(monkeypatch, cells):
     """Also where every record, or every fourth one, falls into the cell that the rate divides."""
@@ -400,6 +401,7 @@ def test_forked_children_draw_batches_of_their_own():
     assert len(set(itertools.chain(*seen))) == sum(map(len, seen)) == 12
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("parts", [False, True])
 def test_a_delivered_batch_is_stepped_on_in_one_process(tmp_path, parts, request):
     if not in_a_fresh_interpreter(request):
@@ -444,6 +446,7 @@ def test_a_delivered_batch_is_stepped_on_in_one_process(tmp_path, parts, request
     accountant.close()
 
 
+@pytest.mark.thorough
 def test_children_do_not_share_the_caller_s_generator(request):
     if not in_a_fresh_interpreter(request):
         return

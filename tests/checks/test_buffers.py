@@ -152,6 +152,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.first_cases(2)
 @MODES
 @pytest.mark.parametrize(("write", "name"), WRITES, ids=lambda v: getattr(v, "__name__", None))
 def test_statistics_kept_in_the_loop_are_refused_at_the_first_step(write, name, mode):
@@ -165,6 +166,7 @@ def test_statistics_kept_in_the_loop_are_refused_at_the_first_step(write, name, 
     )
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(("write", "name"), WRITES, ids=lambda v: getattr(v, "__name__", None))
 def test_statistics_that_begin_later_are_refused_within_64_steps(write, name):
     net, optimizer, loader = private()

@@ -117,12 +117,14 @@ COINCIDENCES = {
 }
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_branch_at_a_constant_of_the_code_is_refused(name):
     with pytest.raises(ValueError, match=r"depend on (another|the number)|changes other records"):
         make_private(Net(CONSTANTS[name]))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", COINCIDENCES)
 def test_a_branch_that_no_made_up_record_takes_is_refused(name):
     with pytest.raises(ValueError, match=r"depend on another|changes other records"):
@@ -254,6 +256,7 @@ HARMLESS = {
 }
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_what_decides_on_each_record_alone_passes(name):
     make_private(Net(HARMLESS[name]))

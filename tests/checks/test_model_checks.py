@@ -25,6 +25,7 @@ def test_there_are_at_least_thirty():
 MODES = pytest.mark.parametrize("mode", ["hooks", "bookkeeping"])
 
 
+@pytest.mark.first_cases(2)
 @MODES
 @pytest.mark.filterwarnings("ignore:there is no book-keeping kernel for:UserWarning")
 @pytest.mark.parametrize("name", ALLOWED)
@@ -49,6 +50,7 @@ def test_allowed(name, mode):
     assert len(optimizer.accountant) == len(loader)
 
 
+@pytest.mark.first_cases(8)
 @MODES
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name, mode):
@@ -300,6 +302,7 @@ def attach(net, x):
     )
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing_is_refused_whatever_the_parameters(name):
     make, x = MIXING[name]
@@ -517,6 +520,7 @@ INDEPENDENT = {
 }
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.filterwarnings("ignore:there is no book-keeping kernel for:UserWarning")
 @pytest.mark.filterwarnings(
     "ignore:RNN module weights are not part of single contiguous chunk:UserWarning"

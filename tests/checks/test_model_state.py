@@ -177,6 +177,7 @@ WITHIN = {
 }
 
 
+@pytest.mark.first_cases(2)
 @MODES
 @pytest.mark.parametrize(
     "name", ["forward hook", "backward hook", "replaced module", "bool", "list item"]
@@ -189,6 +190,7 @@ def test_a_change_before_the_first_step_is_refused(name, mode):
     assert len(optimizer.accountant) == 0
 
 
+@pytest.mark.first_cases(2)
 @MODES
 @pytest.mark.parametrize("name", ["forward hook", "bool", "list item"])
 def test_a_change_later_is_refused_at_once_or_within_64_steps(name, mode):
@@ -298,6 +300,7 @@ KEPT = {
 
 
 # records that run alone keep the same shape, and tensors are refused in other words
+@pytest.mark.first_cases(2)
 @pytest.mark.usefixtures("whole_batches")
 @MODES
 @pytest.mark.parametrize("name", KEPT)

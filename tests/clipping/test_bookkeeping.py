@@ -256,6 +256,7 @@ def made(name, rows=9, dtype=torch.float32, device="cpu"):
 # -- the same sums ---------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(13)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MODELS)
@@ -358,6 +359,7 @@ def test_linear_layers_of_every_shape(positions, widths, rows, way, frozen):
         assert ((norms - true_norms).abs() <= 2**-23 * true_norms + 1e-12 * terms).all()
 
 
+@pytest.mark.first_cases(19)
 @pytest.mark.parametrize(
     "name",
     [
@@ -394,6 +396,7 @@ def test_second_moments_and_scales(name, options):
     assert_same(*results, torch.float64)
 
 
+@pytest.mark.first_cases(31)
 @pytest.mark.parametrize("broken", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("name", [name for name, (_, shape) in MODELS.items() if shape is not None])
 def test_a_record_that_is_not_finite_contributes_nothing(name, broken):
@@ -568,6 +571,7 @@ def test_half_frozen_layers(name, frozen):
     assert_same([truth.norm(dim=1).float()], [norms])
 
 
+@pytest.mark.first_cases(32)
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*MODELS, *(f"{name}, held" for name in HELD_PRODUCTS)])
@@ -1275,6 +1279,7 @@ class Refusing(nn.Module):
         return self.linear(x.view(len(x), -1))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("grad_sample_mode", ["hooks", "bookkeeping"])
 @pytest.mark.parametrize(
     ("make", "shape"),
@@ -1420,6 +1425,7 @@ def test_the_way_can_be_chosen_and_is_otherwise_that_of_the_shapes():
         private(clipping_kernels={"0": "gram"}, grad_sample_mode="hooks")
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )

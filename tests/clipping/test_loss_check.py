@@ -307,6 +307,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.first_cases(31)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_losses_are_compared_and_pass(name):
     loss, *made = RIGHT[name]()
@@ -476,6 +477,7 @@ WRONG = {
 }
 
 
+@pytest.mark.first_cases(25)
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_losses_are_refused_with_the_line_to_write(name):
     make, (says, line) = WRONG[name]
@@ -693,6 +695,7 @@ def test_batches_without_other_records(n):
     assert type(out) is Tensor and watch.state == "not seen"
 
 
+@pytest.mark.first_cases(12)
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize(
     "name",

@@ -267,6 +267,7 @@ def make_private(net, x, y, mode=None, **options):
 BOTH = pytest.mark.parametrize("mode", ["bookkeeping", "isolated"])
 
 
+@pytest.mark.first_cases(5)
 @BOTH
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "one row of a record"])
 def test_make_private_keeps_records_apart_by_construction(name, mode):
@@ -371,6 +372,7 @@ MIXING = {
 }
 
 
+@pytest.mark.first_cases(9)
 @BOTH
 @pytest.mark.parametrize("name", MIXING)
 def test_a_model_that_is_another_one_for_single_records_is_refused(name, mode):
@@ -404,6 +406,7 @@ class Keeps(Call):
         return self.last(torch.tanh(h))
 
 
+@pytest.mark.first_cases(2)
 @BOTH
 @pytest.mark.parametrize("how", ["attribute", "list", "global", "input", "cycle"])
 def test_a_tensor_that_outlives_the_pass_is_refused(how, mode):
@@ -878,6 +881,7 @@ class MappedAttention(Fused):
         return self.head(y.transpose(1, 2).flatten(2).mean(1))
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.filterwarnings("ignore")  # attention is slow in torch's own map, jvp old
 @pytest.mark.parametrize("use_steps", [True, False])
 @pytest.mark.parametrize(
@@ -1088,6 +1092,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.first_cases(8)
 @BOTH
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -1191,6 +1196,7 @@ class TakesNumber(Call):
         return super().forward(x) * factor
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("mode", ["bookkeeping", "isolated", "hooks"])
 @pytest.mark.parametrize("is_dataclass", [False, True])
 def test_example_inputs_of_every_kind_that_a_model_takes(is_dataclass, mode):

@@ -30,6 +30,7 @@ def true_norms(net, loader):
     return (2 * (net(x) - y) * x).norm(dim=1).detach()
 
 
+@pytest.mark.first_cases(1)
 def test_the_share_is_right_up_to_noise_that_is_charged():
     engine, net, optimizer, loader = private()
     norms = true_norms(net, loader)

@@ -990,6 +990,7 @@ def example(rank, port):
     return told.getvalue()
 
 
+@pytest.mark.thorough
 def test_the_example_trains_as_under_torchrun(run):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

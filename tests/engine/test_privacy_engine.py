@@ -356,6 +356,7 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun():
     assert 2.8 < shared.get_epsilon() <= 3.0
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "make",
     [partial(dpb.optim.DPSGFS, lr=20.0), partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched")],
@@ -458,6 +459,7 @@ def test_bad_targets(bad):
         with_epsilon(dpb.PrivacyEngine(), **{"target_epsilon": 1.0, "epochs": 1, **bad})
 
 
+@pytest.mark.first_cases(1)
 def test_plan_says_what_will_happen_and_changes_nothing(capsys):
     net, loader = nn.Linear(4, 3), DataLoader(data(), batch_size=12)
     arguments = {

@@ -68,6 +68,7 @@ def make(model=model, guide=AutoNormal, **how):
 # --- the truth ------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("guide", GUIDES)
 def test_with_little_noise_the_posterior_is_that_of_the_data(guide):
     x = rows()
@@ -92,6 +93,7 @@ def test_with_little_noise_the_posterior_is_that_of_the_data(guide):
     )
 
 
+@pytest.mark.thorough
 def test_latents_in_other_supports_and_in_sorted_order():
     def scales(y):
         location = pyro.sample("z_location", dist.Normal(torch.zeros((), dtype=DOUBLE), 1.0))
@@ -165,6 +167,7 @@ def first_release(x, **how):
     return svi.transcript[0]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "value", [3.0, 1e30, -1e300, math.inf, -math.inf, math.nan], ids=lambda v: f"{v:g}"
 )
@@ -350,6 +353,7 @@ def test_records_of_missing_length_and_outer_plates():
         pyro.clear_param_store()
 
 
+@pytest.mark.thorough
 def test_discrete_latents_of_records_are_summed_out():
     def mixture(y):
         share = pyro.sample("share", dist.Beta(torch.tensor(2.0, dtype=DOUBLE), 2.0))
@@ -598,6 +602,7 @@ class Module(PyroModule):
             pyro.sample("x", dist.Normal(mean + self.shift, 1.0).to_event(1), obs=x)
 
 
+@pytest.mark.thorough
 def test_models_with_parameters_to_train_are_refused():
     x = rows()
     for bad in (trained, Module(True)):

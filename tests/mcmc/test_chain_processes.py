@@ -111,6 +111,7 @@ def ratios(runner):
     ]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:num_chains=3 is more than available_cpu:UserWarning")
 def test_sequential_chains_are_charged_each(kind, monkeypatch):
@@ -177,6 +178,7 @@ def forked_chains(kind, path):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_forked_chains_charge_one_file_and_draw_different_noise(kind, tmp_path):
     forking(kind)(forked_chains, kind, tmp_path / "budget.db")
@@ -220,6 +222,7 @@ def forked_after_a_backward_pass(depth, path):
         assert counts(accountant) == expected("HMC", 12, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("depth", [0, 100])
 def test_a_forked_chain_that_cannot_differentiate_says_what_to_do(depth, tmp_path):
     in_a_fresh_process(forked_after_a_backward_pass, depth, tmp_path / "budget.db")
@@ -246,6 +249,7 @@ def test_spawned_chains_charge_one_file_and_draw_different_noise(kind, tmp_path)
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_an_accountant_in_memory_refuses_parallel_chains(context):
     kernel = make("penalty", dpb.PrivacyAccountant())
@@ -254,6 +258,7 @@ def test_an_accountant_in_memory_refuses_parallel_chains(context):
     assert counts(kernel.accountant) == {} and kernel.get_samples() == {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_budget_that_runs_out_in_parallel_keeps_the_samples(kind, tmp_path):
     forking(kind)(too_many_forked_chains, kind, tmp_path / "budget.db")
@@ -308,6 +313,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "chains, context", [(1, "fork"), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
 )
@@ -362,6 +368,7 @@ def charging(accountant, releases):
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "signals", [BOTH, BOTH[::-1], BOTH[1:]], ids=["Ctrl-C first", "SIGTERM first", "SIGTERM alone"]
 )
@@ -662,6 +669,7 @@ def test_a_process_of_the_users_is_left_as_it_was(tmp_path):
 FAR = {"mean": torch.tensor([-3.0, 0.0, 3.0]), "scale": torch.tensor([1.0, 2.0, 3.0])}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_parallel_chains_start_where_they_are_told_to(context, accountant):
     kernel = make("penalty", accountant, proposal_scale=1e-6)
@@ -704,6 +712,7 @@ def test_whose_start_it_is_is_told_by_the_rows_of_one_tensor(first, earlier, mon
     assert kernel.initial_params["mean"] == 7.0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda kernel: pickle.loads(pickle.dumps(kernel))]
 )
@@ -727,6 +736,7 @@ def test_a_copy_keeps_the_draws_of_all_chains_when_the_original_is_gone(copied, 
 # -- Pyro's ways of keeping draws ------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_see_every_iteration(kind):
     seen = []
@@ -739,6 +749,7 @@ def test_hooks_see_every_iteration(kind):
     assert seen == [(True, "Warmup", i) for i in range(3)] + [(True, "Sample", i) for i in range(5)]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "kind, names", [("penalty", ["scale"]), ("family", ["scale", "mean"]), ("HMC", ("mean",))]
 )
@@ -817,6 +828,7 @@ def test_arviz_takes_the_draws(kind, monkeypatch, capsys):
     )
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_progress_bar_shows_what_was_charged_for(kind, capsys, monkeypatch):
     for name in ("CI", "PYTEST_XDIST_WORKER"):  # where Pyro shows none

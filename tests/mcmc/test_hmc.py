@@ -92,6 +92,7 @@ def kept_gradients_are_right(kernel):
     return right
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "kernel, right",
     [(DPHMC, True), (KeepsTheWrongGradient, False), (KeepsTheStartsGradient, False)],
@@ -143,6 +144,7 @@ def test_a_leapfrog_without_the_prior_does_not(monkeypatch):
     assert energy_errors(0.01, 20, monkeypatch) > 0.05
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
@@ -160,6 +162,7 @@ def test_k_iterations_are_k_ratios_and_kl_plus_1_gradients(steps, reuse):
     assert counts(kernel.accountant) == {7.0: 20, 5.0: 2 * gradients}
 
 
+@pytest.mark.thorough
 def test_gradient_noise_is_what_is_charged():
     target = Gaussian()
     kernel = hmc(target, 1)

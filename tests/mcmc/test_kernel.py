@@ -138,6 +138,7 @@ RIGHT = {
 FAST = {"penalty, Gaussian", "family, tosses", "HMC, Gaussian, L=5, with reuse"}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.slow) if case not in FAST else case for case in RIGHT],

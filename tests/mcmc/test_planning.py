@@ -112,6 +112,7 @@ def model(x):
         pyro.sample("x", dist.Normal(mean, 1.0), obs=x)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "kernel, settings",
     [
@@ -155,6 +156,7 @@ def distance_moved(split, slope, norm, num_steps, dimension, budget, draws):
     return most
 
 
+@pytest.mark.first_cases(5)
 @pytest.mark.parametrize("slope", [0.5, 3.0])
 @pytest.mark.parametrize("num_steps", [1, 6])
 @pytest.mark.parametrize("budget", [0.03, 3.0])

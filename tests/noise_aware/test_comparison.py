@@ -53,6 +53,7 @@ def require_error_within(errors, expected, factor):
     assert low / factor**2 < total < high * factor**2, (errors, expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("epsilon", [0.5, 5.0])
 def test_laplace(epsilon):
     expected, _ = forecast(epsilon, "noise_aware.laplace")
@@ -66,6 +67,7 @@ def test_laplace(epsilon):
     require_error_within(errors, expected.error, 1.5)
 
 
+@pytest.mark.thorough
 def test_dpsvi():
     expected, comparison = forecast(3.0, "infer.DPSVI")
     steps, widths, errors = 160, [], []
@@ -115,6 +117,7 @@ def test_samplers(epsilon):
     require_within(error, expected.error, 1.2)
 
 
+@pytest.mark.thorough
 def test_the_penalty_kernel():
     epsilon = 30.0
     expected, comparison = forecast(epsilon, "mcmc.DPPenalty")

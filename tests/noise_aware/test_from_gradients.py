@@ -42,6 +42,7 @@ def test_without_noise_it_is_exact():
     torch.testing.assert_close(torch.linalg.solve(precision, product), centre, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_its_error_is_the_one_that_is_stated():
     curvature, noise_std, repeats = curved(), 40.0, 150
     centre, squares, stated = torch.zeros(3, dtype=DOUBLE), 0.0, 0.0
@@ -54,6 +55,7 @@ def test_its_error_is_the_one_that_is_stated():
     assert squares == pytest.approx(stated, rel=0.35)
 
 
+@pytest.mark.thorough
 def test_in_each_direction_the_curvature_is_as_sure_as_is_stated():
     """Small batches: a release's variance is 49,100 in one direction and 590 in the other."""
     eigenvalues = torch.tensor([1000.0, 10.0], dtype=DOUBLE)
@@ -70,6 +72,7 @@ def test_in_each_direction_the_curvature_is_as_sure_as_is_stated():
     assert bool((ratio > 0.2).all()) and bool((ratio < 3.0).all())
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(("share", "rate"), [(0.1, 1.0), (0.1, 0.2), (1.0, 1.0)])
 def test_intervals_cover(share, rate):
     """90 % intervals of the Gaussian approximation, V/F about ``share``, one parameter a time."""

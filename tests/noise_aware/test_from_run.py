@@ -103,6 +103,7 @@ def require_coverage(inside, datasets, tolerance, tests):
         assert binom.sf(hits - 1, datasets, high) > level, (hits, nominal)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", CELLS)
 def test_intervals_cover(cell):
     kind, how = CELLS[cell]
@@ -139,6 +140,7 @@ LITTLE_FRICTION = {"momentum": 0.99, "lr": 0.1, "steps": 4000, "every": 10, "bur
 MINIBATCHES = {"momentum": 0.9, "lr": 0.1, "expected_batch_size": 1000, "every": 10}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [CELLS["hot momentum"][1], LITTLE_FRICTION, MINIBATCHES])
 def test_the_noise_of_the_mean_and_of_the_curvature_are_those_of_the_law(how):
     datasets = 80
@@ -158,6 +160,7 @@ def test_the_noise_of_the_mean_and_of_the_curvature_are_those_of_the_law(how):
     assert bool((bias.abs() < 4.5).all())
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:in its softest direction:UserWarning")
 def test_leaving_the_noise_out_covers_too_little():
     """A run so short that averaging noise is larger than the records' own."""

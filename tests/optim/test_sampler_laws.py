@@ -113,6 +113,7 @@ def assert_sghmc_law(kind, momentum, step, temperature=1.0, noise=None):
     assert_normal(theta, variance)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "momentum, step, temperature",
     [(0.0, 0.5, 1.0), (0.5, 0.5, 0.3), (0.9, 0.2, 1.0), (0.9, 1.5, 2.0)],
@@ -138,6 +139,7 @@ def test_sghmc_noise_of_one_minus_m_squared_is_seen():
         assert_sghmc_law(Published, 0.9, 0.2)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("needed", [0.05, 0.3, 0.7, 0.95, 1.0])
 def test_matched_friction_holds_the_temperature(needed):
     """b̂ = needed; the position variance is SGHMC's at m = 1 − b̂."""
@@ -195,6 +197,7 @@ def sgnht(kind, needed, temperature=1.0, step=0.02, steps=1000, replicas=REPLICA
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("needed, temperature", [(0.1, 1.0), (0.5, 0.3), (0.9, 1.0), (1.0, 2.0)])
 def test_thermostat_holds_the_temperature_under_privacy_noise(needed, temperature):
     """α settles at α*, and θ samples T: within 3 % up to α* = 0.9, and beyond."""
@@ -377,6 +380,7 @@ def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0,
     ]
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "rate, temperature", [(0.05, 1.0), (0.3, 1.0), (1.0, 1.0), (0.3, 0.5), (1.0, 3.0)]
 )
@@ -428,6 +432,7 @@ class WithoutPrior(DPSGFS):
             part.group["prior_std"] = std
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("mistake", [QuarterNoise, LargeGamma, WithoutPrior])
 def test_published_mistakes_of_fisher_scoring_are_seen(mistake):
     errors, _ = sgfs_diagonal(mistake, 0.3)

@@ -89,6 +89,7 @@ def train(net, optimizer, loader, epochs=1):
 # -- the charge and the noise ----------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(3)
 @every_sampler
 @pytest.mark.parametrize(
     ("batches", "neighboring"),
@@ -173,6 +174,7 @@ def a_matrix(size):
     )
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("share", [0.2, 2.0])
 @pytest.mark.parametrize(
     "fisher, scale",
@@ -371,6 +373,7 @@ def test_freezing_and_adding_parameters_on_the_way(make):
     assert new.abs().max() > 0
 
 
+@pytest.mark.first_cases(2)
 @every_sampler
 def test_resume_is_bit_for_bit_with_generators(make):
     """The state after three epochs in one go, and after one, save, load and two: equal,
@@ -424,6 +427,7 @@ def test_state_of_half_precision_parameters_is_resumed_exactly():
         assert torch.equal(other.state[twin]["velocity"], optimizer.state[p]["velocity"])
 
 
+@pytest.mark.first_cases(4)
 @every_sampler
 def test_batch_memory_manager(make):
     net, optimizer, loader = private_model(make, batch=16)
@@ -457,6 +461,7 @@ def test_a_copy_shares_the_accountant_and_not_the_state(make):
                 )
 
 
+@pytest.mark.first_cases(3)
 @every_sampler
 def test_whole_training_loop(make):
     """make_private, an lr schedule and samples; every step is charged at the z of its lr."""

@@ -299,6 +299,7 @@ def test_no_scheduler_of_torch_is_left_out():
     assert {name for name in public if not name.startswith("_")} - {"LRScheduler"} <= TORCH.keys()
 
 
+@pytest.mark.first_cases(28)
 @pytest.mark.parametrize("make", TORCH.values(), ids=TORCH)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_every_step_is_charged_at_the_noise_of_its_own_lr(kind, make):

@@ -261,6 +261,7 @@ def test_collect_refuses_buffers_that_changed_since_the_first_call():
 # -- predictions -----------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(10)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rows", [1, 7])
 def test_predictions_equal_the_average_over_loaded_models(name, rows):
@@ -309,6 +310,7 @@ def test_predicting_leaves_the_model_as_it_was(name):
     assert model.train()(x).requires_grad
 
 
+@pytest.mark.first_cases(7)
 @pytest.mark.parametrize("name", ["mlp", "cnn", "tied", "in place"])
 @pytest.mark.parametrize(("group", "chunk"), [(1, 2), (3, 3), (5, 100), (12, 1), (100, 7)])
 def test_groups_and_chunks_change_nothing(name, group, chunk, monkeypatch):
@@ -651,6 +653,7 @@ def figures(diagnosed):
     ).ravel()
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("coefficient", [0.0, 0.5, 0.9, -0.3])
 def test_effective_sample_size_of_autoregressions(coefficient):
     """ESS = draws·(1−φ)/(1+φ). The mean over 200 processes, at a significance of 1e-6 for

@@ -42,6 +42,7 @@ def stated(out, name):
     return float(line[22:].split()[0])
 
 
+@pytest.mark.thorough
 def test_demo_trains_on_digits_and_draws_the_picture(tmp_path):
     picture = tmp_path / "digits.png"
     arguments = ["--epochs", "2", "--epsilon", "3", "--plot", str(picture)]
@@ -80,6 +81,7 @@ def test_regression_states_its_likelihood(private_bnn, capsys):
     assert stated(out, "epsilon") <= 5
 
 
+@pytest.mark.thorough
 def test_infinite_epsilon_is_the_baseline_without_noise_and_says_so(private_bnn, capsys):
     private_bnn.main(["--epsilon", "inf", "--epochs", "30"])
     captured = capsys.readouterr()
@@ -91,6 +93,7 @@ def test_infinite_epsilon_is_the_baseline_without_noise_and_says_so(private_bnn,
     assert average[0] > 70 and last[0] > 70  # chance is 10; it reaches 93
 
 
+@pytest.mark.thorough
 def test_seed_decides_weights_and_split_but_not_noise(private_bnn, capsys):
     runs = []
     for _ in range(2):
@@ -119,6 +122,7 @@ def data_root(tmp_path):
     return tmp_path
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_image_data_sets_are_read_where_they_lie(private_bnn, data_root, capsys, name):
     before = sorted(data_root.rglob("*"))
@@ -139,6 +143,7 @@ def test_image_data_sets_are_read_where_they_lie(private_bnn, data_root, capsys,
     assert sorted(data_root.rglob("*")) == before
 
 
+@pytest.mark.first_cases(11)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

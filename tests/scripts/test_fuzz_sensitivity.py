@@ -141,6 +141,7 @@ def largest_influence(name, family, options, tries):
     return largest
 
 
+@pytest.mark.first_cases(44)
 @pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.kind == "free"])
 def test_what_is_called_free_keeps_records_apart_in_both_passes(name):
     for family in PARTS[name].families:
@@ -148,6 +149,7 @@ def test_what_is_called_free_keeps_records_apart_in_both_passes(name):
             assert largest_influence(name, family, options, tries=2) < 1e-9
 
 
+@pytest.mark.first_cases(24)
 @pytest.mark.parametrize("name", [name for name, part in PARTS.items() if part.kind != "free"])
 def test_what_is_not_called_free_lets_a_record_be_seen(name):
     for options in all_options(name):
@@ -206,6 +208,7 @@ def test_every_kind_is_built_and_says_so():
 # -- the measurement -------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 def test_what_is_measured_is_the_sum_of_clipped_gradients(mode):
     recipe = simple(clip=0.3, has_category=True)
@@ -268,6 +271,7 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(torch_dpbayes.engine.gradient_sources, "check_model", lambda *_, **__: None)
 
 
+@pytest.mark.thorough
 def test_it_finds_the_hole_in_a_library_that_checks_nothing(unchecked, tmp_path):
     path = tmp_path / "findings.jsonl"
     search = Search(["bookkeeping"], ["statistics"], path=path)

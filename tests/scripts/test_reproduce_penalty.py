@@ -77,6 +77,7 @@ def simulated(sigma, scale, chains, length, steps="Gaussian"):
     return np.array(accepted), np.array(states)
 
 
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize(
     ("sigma", "scale", "steps"),
     [(0.8, 0.3, "Gaussian"), (3.0, 1.5, "Gaussian"), (0.8, 0.3, "fixed"), (3.0, 1.5, "fixed")],

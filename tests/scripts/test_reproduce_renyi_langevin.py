@@ -17,6 +17,7 @@ pytest.importorskip("matplotlib")
 SIGMAS = 6.0  # two-sided 2e-9; eight comparisons
 
 
+@pytest.mark.first_cases(6)
 @pytest.mark.parametrize("order", [1.2, 2.0, 6.0])
 @pytest.mark.parametrize(("excess", "shift"), [(0.15, 0.0), (0.1, -1.3), (-0.1, 0.4), (0.0, 2.0)])
 def test_divergences_of_gaussians_equal_quadrature(order, excess, shift):

@@ -243,6 +243,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.first_cases(24)
 @pytest.mark.parametrize("model, message", REFUSED, ids=[model.__name__ for model, _ in REFUSED])
 def test_what_has_no_guarantee_is_refused(model, message):
     with pytest.raises(ValueError, match=message) as caught:

@@ -151,6 +151,7 @@ def kinds():
     }
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("kind", kinds())
 def test_terms_and_gradients_are_those_of_pyro(kind):
     model, make, make_kwargs = kinds()[kind]
@@ -225,6 +226,7 @@ def spoil(args, value, i=3):
     return args
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e308])
 @pytest.mark.parametrize("chunk_bytes", [2**24, 500])
 def test_a_record_that_is_not_a_number_contributes_nothing(value, chunk_bytes):
@@ -232,6 +234,7 @@ def test_a_record_that_is_not_a_number_contributes_nothing(value, chunk_bytes):
     check_ignored(logistic, args, 3, chunk_bytes)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("chunk_bytes", [2**24, 500])
 def test_a_record_at_which_the_computation_fails_contributes_nothing(chunk_bytes):
     args = spoil((torch.randint(0, 4, (20,)), torch.randn(20)), 99)  # an index out of range
@@ -285,6 +288,7 @@ def test_where_the_model_cannot_be_evaluated_is_told_from_bad_records():
         density.clipped_gradient_sum(torch.tensor([3.0]), 1.0)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("what", ["clipped_gradient_sum", "clipped_outer_sum", "gradient_sum"])
 def test_no_record_decides_whether_there_are_gradients(what):
     theta = torch.tensor([-30.0])
@@ -339,6 +343,7 @@ def normal_by_the_largest(x, y):
     gaussian(y, weights("m") * torch.where(x.abs().max() > 1e6, x / x.abs().max(), x))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("value", [1e8, -1e30, math.inf])
 @pytest.mark.parametrize("model", [ordered_by_the_largest, normal_by_the_largest])
 def test_what_the_set_up_overlooks_still_cannot_reach_another_record(model, value):
@@ -351,6 +356,7 @@ def test_what_the_set_up_overlooks_still_cannot_reach_another_record(model, valu
         assert float(moved.norm()) <= 0.02 * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_a_sum_over_a_million_records_moves_by_no_more_than_the_bound():
     torch.set_default_dtype(torch.float32)
 
