@@ -299,6 +299,24 @@ RIGHT = {
         logits(),
     ),
     "one of two outputs": lambda: (lambda a, b: a.square().mean(), logits(), logits()),
+    "masked sum over n": of_sequences(
+        lambda out, y: (
+            (
+                F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none").view(N, T)[y > 1]
+            ).sum()
+            / N
+        )
+    ),
+    "selected sum over n": of_sequences(
+        lambda out, y: out.square().sum(2).masked_select(y > 1).sum() / N
+    ),
+    "parts of a mean": of_classes(
+        lambda out, y: (
+            (per_class := out.square().mean(0))[1:].sum()
+            - per_class.detach()[:1].sum() * 0
+            + torch.where(torch.arange(K) > 1, per_class, 2 * per_class).sum()
+        )
+    ),
     "numbers for vae": lambda: (
         lambda mean, log_var: (-0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(1)).mean(),
         logits(),
@@ -361,6 +379,28 @@ def masked_mean_over_time(out, y):
     return (F.cross_entropy(out.transpose(1, 2), y, reduction="none") * mask).sum() / mask.sum()
 
 
+def of_positions(loss: Callable[[Tensor, Tensor, Tensor], Any]) -> Callable[[], tuple[Any, ...]]:
+    """Losses of each position, which positions count, and the outputs."""
+
+    def make():
+        y, mask = classes(N, T), torch.arange(T) < torch.randint(1, T, (N, 1))
+        mask[0] = True
+
+        def run(out):
+            losses = F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none")
+            return loss(losses.view(N, T), mask, out)
+
+        return run, sequence()
+
+    return make
+
+
+def distance_from_means_of_classes(out, y):
+    own = F.one_hot(y, 2).float()
+    means = (own.T @ out) / own.sum(0)[:, None]
+    return (out - means[y]).square().sum(1).mean()
+
+
 def contrastive(out, y):
     return F.cross_entropy(out @ out.T, torch.arange(N))
 
@@ -381,6 +421,18 @@ SUM = ("is a sum over records", "losses.mean()")
 MIXES = ("mixes records", "losses.mean()")
 HOOK = ("changed on its way", "register_hook")
 
+# which in most batches do nothing
+BENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clamp": lambda out, y: F.cross_entropy(out, y).clamp(max=1e6),
+    "nan_to_num": lambda out, y: torch.nan_to_num(F.cross_entropy(out, y)),
+    "abs": lambda out, y: (F.cross_entropy(out, y) + 1e-3).abs(),
+    "minimum": lambda out, y: torch.minimum(F.cross_entropy(out, y), torch.tensor(1e6)),
+    "where": lambda out, y: torch.where((loss := F.cross_entropy(out, y)) > 1e6, 0 * loss, loss),
+    "relu": lambda out, y: out.square().mean(0).relu().sum(),
+    "mul": lambda out, y: (
+        F.cross_entropy(out, y, reduction="none") * (out.detach().abs().max() < 1e6)
+    ).mean(),
+}
 WRONG = {
     "weight": (of_two(partial(F.cross_entropy, weight=WEIGHT)), WEIGHTS),
     "weight of a module": (of_two(nn.CrossEntropyLoss(weight=WEIGHT)), WEIGHTS),
@@ -469,6 +521,32 @@ WRONG = {
         of_two(lambda out, y: F.cross_entropy(out, y) + (out.T @ out / N).square().sum()),
         MIXES,
     ),
+    "divided by its number": (
+        of_two(lambda out, y: (loss := F.cross_entropy(out, y)) / max(loss.item(), 1e-6)),
+        MIXES,
+    ),
+    "outputs divided by a number": (
+        of_two(lambda out, y: F.cross_entropy(out / float(out.detach().abs().max()), y)),
+        MIXES,
+    ),
+    "mean of masked positions": (
+        of_positions(lambda losses, mask, out: losses[mask].mean()),
+        MIXES,
+    ),
+    "mean of selected positions": (
+        of_positions(lambda losses, mask, out: losses.masked_select(mask).mean()),
+        MIXES,
+    ),
+    "mean of some of the outputs": (
+        of_positions(lambda losses, mask, out: out[mask].square().mean()),
+        MIXES,
+    ),
+    "means of classes": (of_two(distance_from_means_of_classes), MIXES),
+    "layer norm over records": (
+        of_two(lambda out, y: F.cross_entropy(F.layer_norm(out, out.shape), y)),
+        MIXES,
+    ),
+    **{f"of the mean: {name}": (of_two(loss), MIXES) for name, loss in BENT.items()},
     "hook on the output": (of_two(hooked(lambda g: g * 2, "output")), HOOK),
     "hook that centres": (of_two(hooked(lambda g: g - g.mean(0), "output")), HOOK),
     "hook in the middle": (of_two(hooked(lambda g: g.flip(0), "middle")), HOOK),
@@ -653,6 +731,15 @@ UNSEEN = {
 }
 
 
+UNSEEN |= {
+    "a number, inverted": lambda out, y: (loss := F.cross_entropy(out, y)) * (1 / loss.item()),
+    "numbers in a list": lambda out, y: F.cross_entropy(out * (0.5 / max(out.tolist()[0])), y),
+    "NumPy": lambda out, y: F.cross_entropy(out, y) * float(out.detach().numpy().std()),
+    "text": lambda out, y: (loss := F.cross_entropy(out, y)) / float(f"{loss:.6f}"),
+    "copy": lambda out, y: F.cross_entropy(out / copy.deepcopy(out.detach()).abs().max(), y),
+}
+
+
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_cannot_be_run_again_is_not_seen(name):
     y = classes()
@@ -810,6 +897,27 @@ def test_comparing_is_rare_and_a_new_loss_is_compared_at_once(monkeypatch):
     assert compared[-1] == 201
     with pytest.raises(RuntimeError, match="mixes records"):
         watched(lambda out: (out - out.mean(0)).square().mean(), logits(), watch=watch)
+
+
+@pytest.mark.parametrize("name", ["ignore_index", "weight", "a count"])
+def test_a_divisor_is_compared_in_the_batch_that_changes_it(name):
+    """Passes 1, 2 and 4 are compared anyway."""
+    watch = LossWatch("mean")
+    y = torch.ones(N, dtype=torch.long)
+    positions = N
+
+    def loss(out):
+        if name == "ignore_index":
+            return F.cross_entropy(out, y, ignore_index=0)
+        if name == "weight":
+            return F.cross_entropy(out, y, weight=WEIGHT**3)
+        return F.cross_entropy(out, y, reduction="sum") / positions
+
+    for _ in range(2):
+        assert watched(loss, logits(), watch=watch) == "compared"
+    y[0], positions = 0, 2 * N + 1
+    with pytest.raises(RuntimeError, match="divides by"):
+        watched(loss, logits(), watch=watch)
 
 
 def test_a_comparison_without_n_would_be_noticed(monkeypatch):

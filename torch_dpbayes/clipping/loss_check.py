@@ -37,9 +37,10 @@ class LossWatch:
         loss_reduction: ``"mean"`` or ``"sum"``, what the loss does over the batch.
 
     **Privacy.** A test, not a proof. It sees what is computed from the outputs with torch's
-    functions. What is computed from the targets alone (class weights out of the batch's counts) is
-    taken for a constant of the record whose row it is, and so are numbers that leave torch
-    (``item()``). A loss that could not be compared is reported as not seen.
+    functions, and a number that ``item()`` takes out where it is used as it is. What is computed
+    from the targets alone (class weights out of the batch's counts) is taken for a constant of the
+    record whose row it is. A branch on a value of the outputs is not seen. A loss that could not be
+    compared, or that computes with other numbers after some left torch, is reported as not seen.
     """
 
     def __init__(self, loss_reduction: str) -> None:
@@ -133,16 +134,17 @@ class LossWatch:
                 number.place: read(number.value, way, n)
                 for number, way in zip(numbers, ways, strict=True)
             }
-            if (
-                first is not None
-                and not verdict_on(program, needed, records[:1], unit, reading, is_wide).is_same
-            ):
-                continue
-            verdict = verdict_on(program, needed, records, unit, reading, is_wide)
+            some = records if first is None else records[:1]
+            verdict = verdict_on(program, needed, some, unit, reading, is_wide)
+            if verdict.is_same and first is not None:
+                verdict = verdict_on(program, needed, records, unit, reading, is_wide)
             if verdict.is_same:
                 self._known[signature] = tuple(ways)
+                if program.takes_numbers(needed):
+                    return False
                 return self._is_settled(signature, numbers, ways, n)
-            first = first or verdict
+            if first is None or _is_clearer(verdict, first):
+                first = verdict
         if first is None or first.is_same is None:
             raise NotReplayed
         raise RuntimeError(explained(program, needed, first, self.loss_reduction))
@@ -165,3 +167,14 @@ class LossWatch:
             if not (other_n != n and math.isclose(other * other_n, number.value * n, rel_tol=1e-6)):
                 settled = None
         return settled
+
+
+def _is_clearer(verdict: Verdict, first: Verdict) -> bool:
+    """Whether ``first`` failed at one operation, and at that one alone it mattered that
+    dimensions of n entries hold records.
+    """
+    return (
+        first.is_same is None
+        and bool(verdict.widened)
+        and all(op is first.failed for op in verdict.widened)
+    )

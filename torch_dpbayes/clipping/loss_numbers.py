@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .loss_program import Op, Outside, flat
-from .loss_replay import SCALING
+from .loss_program import SCALING, Op, Outside, flat
 
 
 @dataclasses.dataclass

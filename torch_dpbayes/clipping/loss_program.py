@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ _INPLACE = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __ifloordiv__ "
     "__imod__".split()
 )
+SCALING = frozenset(
+    "mul multiply rmul imul div divide true_divide truediv rdiv rtruediv itruediv".split()
+)
 _LIKE = frozenset(("rand_like", "randn_like", "randint_like"))
 _RANDOM = frozenset(
     "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout dropout_ "
@@ -21,6 +24,12 @@ _RANDOM = frozenset(
     "rrelu_ uniform_ random_ exponential_ "
     "cauchy_ log_normal_ geometric_ scaled_dot_product_attention "
     "multi_head_attention_forward".split()
+)
+
+
+_NUMBERS = frozenset((Tensor.item, Tensor.__float__))
+_LEAVES = frozenset(
+    (*_NUMBERS, Tensor.__int__, Tensor.__index__, Tensor.tolist, Tensor.numpy, Tensor.__array__)
 )
 
 
@@ -95,7 +104,8 @@ _PLAIN_PROPERTIES = {
 def _as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     noted = [(t, t.noted) for t in flat((args, kwargs), Noted)]
     try:
-        for t, _ in noted:
+        for t, (program, _) in noted:
+            program.leaves()
             _make_plain(t)
         return func(*args, **kwargs)
     finally:
@@ -191,6 +201,8 @@ class Program:
         self.arrived: list[Tensor | None] = []  # the gradient of each output
         self._key: list[Any] = []
         self._alive: list[weakref.ref[Tensor]] = []
+        self._taken: dict[int, tuple[float, int]] = {}  # numbers out of tensors, by identity
+        self._first_left: int | None = None  # how many operations came before
         self._outputs: dict[int, tuple[Tensor, Tensor]] = {}
 
     def output(self, raw: Tensor) -> Tensor:
@@ -227,7 +239,13 @@ class Program:
     def end(self, op: Op, args: tuple[Any, ...], result: Any) -> None:
         if op.name in _LIKE:
             return
-        op.result = self._add_all(args[0] if op.is_inplace and result is None else result)
+        if op.func in _LEAVES:
+            self.leaves()
+        if op.func in _NUMBERS and type(result) is float:
+            self._taken[id(result)] = result, len(self.shapes)
+            op.result = self._new((), False)
+        else:
+            op.result = self._add_all(args[0] if op.is_inplace and result is None else result)
         if op.result is not None:
             self.ops.append(op)
 
@@ -243,18 +261,24 @@ class Program:
                 if type(tensor) is Noted:
                     _make_plain(tensor)
         self._alive.clear()
+        self._taken.clear()
         self.arrived = [
             out.grad if out.requires_grad else None for _, out in self._outputs.values()
         ]
         self._outputs.clear()
 
     def signature(self) -> int:
-        return hash(tuple(self._key))
+        """The way in which the loss is computed, and what some of its divisors are made of."""
+        divisors: list[Any] = []
+        for op in self.ops:
+            if op.name in ("cross_entropy", "nll_loss"):
+                divisors.append(_divides_unevenly(op))
+            elif op.name.strip("_") in SCALING:
+                divisors += [None if k % self.n else k // self.n for k in flat(op.args, int)]
+        return hash((*self._key, *divisors))
 
-    def needed(self) -> list[Op]:
-        """The operations that lead to the loss."""
-        if self.is_lost or not self.starts:
-            raise NotReplayed
+    def leading(self) -> set[int]:
+        """Places of the operations whose results the loss is computed from."""
         produced: dict[int, int] = {}
         for k, op in enumerate(self.ops):
             for ref in flat(op.result, Ref):
@@ -268,6 +292,13 @@ class Program:
                 keep.add(produced[index])
                 stack += self.ops[produced[index]].refs
             wanted.add(index)
+        return keep
+
+    def needed(self) -> list[Op]:
+        """The operations that lead to the loss."""
+        if self.is_lost or not self.starts:
+            raise NotReplayed
+        keep = self.leading()
         if any(op.is_inplace for op in self.ops):  # it may have changed what others see
             keep = set(range(len(self.ops)))
         needed = [op for k, op in enumerate(self.ops) if k in keep]
@@ -284,10 +315,33 @@ class Program:
                     raise NotReplayed
         return needed
 
+    def leaves(self) -> None:
+        """Numbers of the outputs leave torch."""
+        if self._first_left is None:
+            self._first_left = len(self.ops)
+
+    def takes_numbers(self, needed: Sequence[Op]) -> bool:
+        """Whether operations ``needed`` for the loss compute with numbers that may have been made
+        of others, which left torch before.
+        """
+        if self._first_left is None:
+            return False
+        later = {id(op) for op in self.ops[self._first_left :]}.intersection(map(id, needed))
+        return any(
+            type(value) is float or (type(value) is Outside and value.tensor.numel() == 1)
+            for op in self.ops
+            if id(op) in later
+            for value in flat(op.args, (float, Outside))
+        )
+
     def _kept(self, value: Any, op: Op) -> Any:
         if type(value) in _CONSTANTS:
             self._key.append(value)
             return value
+        if type(value) is float and id(value) in self._taken:
+            index = self._taken[id(value)][1]
+            op.refs.append(index)
+            return Ref(index)
         if type(value) is int or type(value) is float:
             return value
         if isinstance(value, Tensor):
@@ -334,11 +388,33 @@ class Program:
                 return None
             tensor.__class__ = Noted
             self._alive.append(weakref.ref(tensor))
-        index = len(self.shapes)
-        tensor.noted = self, index  # type: ignore[attr-defined]
+        tensor.noted = self, len(self.shapes)  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            self.shapes.append(tuple(tensor.shape))
-            self.grads.append(tensor.requires_grad and torch.is_grad_enabled())
             if tensor.is_floating_point():
                 self.dtypes.add(tensor.dtype)
-        return Ref(index)
+            return self._new(tuple(tensor.shape), tensor.requires_grad and torch.is_grad_enabled())
+
+    def _new(self, shape: tuple[int, ...], has_grad: bool) -> Ref:
+        self.shapes.append(shape)
+        self.grads.append(has_grad)
+        return Ref(len(self.shapes) - 1)
+
+
+def _divides_unevenly(op: Op) -> bool:
+    """Whether a mean of cross_entropy or nll_loss divides by another number than that of its
+    targets.
+    """
+    target = op.args[1] if len(op.args) > 1 else op.kwargs.get("target")
+    weight = op.args[2] if len(op.args) > 2 else op.kwargs.get("weight")
+    if (
+        op.kwargs.get("reduction", "mean") != "mean"
+        or not isinstance(target, Outside)
+        or target.tensor.is_floating_point()
+    ):
+        return False
+    if bool((target.tensor == op.kwargs.get("ignore_index", -100)).any()):
+        return True
+    if not isinstance(weight, Outside):
+        return False
+    of_targets = weight.tensor[target.tensor].flatten()
+    return bool((of_targets != of_targets[:1]).any())

@@ -10,15 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .loss_program import NotReplayed, Op, Outside, Program, Ref, flat
+from .loss_program import SCALING, NotReplayed, Op, Outside, Program, Ref, flat
 
 _FULL = {Tensor.float, Tensor.half, Tensor.bfloat16}
-SCALING = frozenset(
-    "mul multiply rmul imul div divide true_divide truediv rdiv rtruediv itruediv".split()
-)
 _SIZED = frozenset(
     "view reshape expand repeat unflatten broadcast_to tile "
-    "new_zeros new_ones new_full new_empty".split()
+    "new_zeros new_ones new_full new_empty layer_norm rms_norm".split()
 )
 # Their arguments of fewer dimensions have the records in front; elsewhere broadcasting aligns the
 # last dimensions.
@@ -57,6 +54,7 @@ class Replay:
             is_double,
         )
         self.is_wide = is_wide  # any dimension of n entries, wherever it is, holds records
+        self.widened: list[Op] = []  # for which that mattered
         self.n = program.n
         self.leaves: list[Tensor] = []
         self.values: dict[int, Tensor] = {}
@@ -107,6 +105,8 @@ class Replay:
                     result = func(*args, **kwargs)
                     if op.is_inplace and result is None:
                         result = args[0]
+                    if isinstance(result, float):
+                        result = torch.tensor(result, dtype=torch.float64)
                     if self._place(op, op.result, result):
                         return
                 except (RuntimeError, ValueError, IndexError, TypeError) as failure:
@@ -159,7 +159,12 @@ class Replay:
                 return value // self.n
             return value
 
-        if op.name == "__getitem__" and self.record is not None and isinstance(op.args[0], Ref):
+        if (
+            op.name in ("__getitem__", "masked_select")
+            and self.record is not None
+            and isinstance(op.args[0], Ref)
+            and len(op.args) > 1
+        ):
             key = self._own_key(op)
             if key is not None:
                 return (self.values[op.args[0].index], key), {}
@@ -200,6 +205,7 @@ class Replay:
             if len(t) == self.n and (t.dim() > most or is_left):
                 return t[self.record : self.record + 1]
             if self.is_wide and self.n in t.shape:
+                self.widened.append(op)
                 return t.narrow(list(t.shape).index(self.n), self.record, 1)
         return t
 
@@ -212,6 +218,14 @@ class Replay:
             return None
         parts = [k.tensor.cpu() if isinstance(k, Outside) else k for k in key]
         first = torch.tensor(list(parts[0])) if isinstance(parts[0], (list, range)) else parts[0]
+        is_mask = isinstance(first, Tensor) and first.dtype is torch.bool and len(parts) == 1
+        if is_mask and (first.dim() > 1 or op.name == "masked_select"):
+            if first.shape != self.program.shapes[source][: first.dim()]:
+                return None
+            mine = torch.eq(rows, self.record or 0)
+            self.is_partial |= not bool(first[mine].any())
+            self.owners[next(flat(op.result, Ref)).index] = 0, rows[first.nonzero()[:, 0]]
+            return first[mine].to(self.values[source].device)
         if isinstance(first, slice):
             if first == slice(None):
                 return None

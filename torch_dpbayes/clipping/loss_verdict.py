@@ -17,6 +17,24 @@ _OF_SEVERAL = frozenset(("topk", "kthvalue", "batch_norm"))  # which may fail on
 # Of a gradient's largest entry; noise that cancellation leaves comes on top.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
+_OF_SHAPES = frozenset(
+    "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty"
+    " new_tensor".split()
+)
+# linear in all of their arguments, or in the first one
+_SUMS = frozenset("add radd iadd sub rsub isub subtract stack cat concat concatenate".split())
+_LINEAR = frozenset(
+    "neg negative positive sum mean view view_as reshape reshape_as flatten ravel unflatten squeeze"
+    " unsqueeze expand expand_as broadcast_to repeat tile permute transpose t T mT movedim swapaxes"
+    " getitem select narrow index_select gather take split chunk unbind diagonal trace flip roll"
+    " cumsum clone detach data contiguous alias to type type_as float double half bfloat16 cpu cuda"
+    " requires_grad item masked_fill".split()
+)
+_PRODUCTS = frozenset(
+    "mul rmul imul multiply matmul rmatmul mm mv bmm dot inner einsum linear tensordot".split()
+)
+_QUOTIENTS = frozenset("div truediv itruediv divide true_divide".split())
+
 
 @dataclasses.dataclass
 class Verdict:
@@ -26,6 +44,7 @@ class Verdict:
         None  # of the gradient that arrived to the record's own, where that is one number
     )
     failed: Op | None = None
+    widened: Sequence[Op] = ()  # where any dimension of n entries was taken for that of records
 
 
 def verdict_on(
@@ -93,16 +112,55 @@ def verdict_on(
                 else math.nan
             )
     if not wrong:
-        return Verdict(True)
+        bent = _bent(program, needed, exact)
+        if bent is None:
+            return Verdict(True)
+        return Verdict(False, compared[-1][0], None, bent, exact.widened)
     is_common = bool(ratios) and all(
         math.isclose(ratio, ratios[0], rel_tol=1e-3) for ratio in ratios
     )
-    return Verdict(False, wrong[0], ratios[0] if is_common else None)
+    return Verdict(False, wrong[0], ratios[0] if is_common else None, widened=exact.widened)
 
 
 def _compares_pairs(replay: Replay) -> bool:
     """Has something as many rows as columns, one for each record?"""
     return any(len(replay.rows_of(index)) > 1 for index in replay.values)
+
+
+def _bent(program: Program, needed: Sequence[Op], replay: Replay) -> Op | None:
+    """An operation that is not linear in what was added up over records before (``clamp``,
+    ``nan_to_num``, ``abs`` of a mean loss). Whatever it did in this batch, one record can make it
+    change the gradients of all.
+    """
+    leading = program.leading()
+    leads = {id(op) for place, op in enumerate(program.ops) if place in leading}
+    of_shapes: set[int] = set()
+    added_up: set[int] = set()
+    for op in needed:
+        made = {ref.index for ref in flat(op.result, Ref)}
+        refs = set(op.refs) - of_shapes
+        if op.name in _OF_SHAPES or not refs:
+            of_shapes |= made
+        elif refs & added_up:
+            if id(op) in leads and not _is_linear(op, refs, added_up):
+                return op
+            added_up |= made
+        elif any(map(replay.rows_of, refs)) and not any(map(replay.rows_of, made)):
+            added_up |= made
+    return None
+
+
+def _is_linear(op: Op, refs: set[int], added_up: set[int]) -> bool:
+    """Whether an operation on ``refs`` is linear in those ``added_up``."""
+    name = op.name.strip("_")
+    if name in _SUMS:
+        return True
+    if name in _PRODUCTS:
+        return len(refs) == 1 and op.refs.count(*refs) == 1
+    elsewhere = {ref.index for ref in flat((op.args[1:], op.kwargs), Ref)}
+    if name == "where":  # which of the two is taken must not depend on them
+        return not {ref.index for ref in flat(op.args[:1], Ref)} & added_up
+    return name in (_LINEAR | _QUOTIENTS) and not elsewhere & refs
 
 
 def explained(program: Program, needed: Sequence[Op], verdict: Verdict, reduction: str) -> str:
