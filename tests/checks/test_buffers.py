@@ -375,6 +375,25 @@ def test_another_optimizer_finds_no_gradient_to_step_on(mode):
     assert len(optimizer.accountant) == len(loader)
 
 
+@pytest.mark.parametrize("is_in_place", [True, False])
+def test_per_record_gradients_that_opacus_leaves_behind_stay_as_they_are(is_in_place):
+    """Divided by their largest entry, one record would decide over all others."""
+    net, optimizer, loader = private(mode="hooks")
+
+    def change(x, i):
+        records = net.trained.weight.grad_sample
+        if is_in_place:
+            records /= records.abs().max()
+        else:
+            net.trained.weight.grad_sample = records / records.abs().max()
+
+    with pytest.raises(
+        RuntimeError, match=r"grad_sample of parameter 'trained.weight' was changed"
+    ):
+        train(net, optimizer, loader, after=change)
+    assert len(optimizer.accountant) == 0
+
+
 @MODES
 def test_another_mode_can_be_taken_afterwards(mode):
     train(*private(private(mode=mode)[0], {"bookkeeping": "hooks", "hooks": "bookkeeping"}[mode]))

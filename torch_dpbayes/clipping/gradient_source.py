@@ -403,6 +403,8 @@ class HooksGradientSource(GradientSource):
         self.passes.require_one(
             any(getattr(p, "grad_sample", None) is not None for p in parameters)
         )
+        assert self._hooks is not None
+        self._hooks.require_unchanged(named_parameters)
         gradients = _records(named_parameters)
         return [g[:0] for g in gradients] if self.passes.has_stand_in else gradients
 
@@ -421,6 +423,7 @@ class _Hooks(GradSampleHooks):
         # of gradients that are no more divided by their number
         super().__init__(module, loss_reduction="sum", strict=False)
         self._is_mean = loss_reduction == "mean"
+        self._left: dict[Tensor, tuple[Tensor, int]] = {}  # per-record gradients and their versions
         self.passes = ForwardPasses(module, self._is_enabled, loss_reduction, self.forget_pass)
         # Opacus' list, which cleanup() takes off the module
         handles: Any = module.autograd_grad_sample_hooks
@@ -436,6 +439,7 @@ class _Hooks(GradSampleHooks):
     def forget_pass(self) -> None:
         """Forget the last forward pass."""
         self.passes.forget()
+        self._left.clear()
         for module in self._module.modules():
             for left_behind in ("activations", "max_batch_len"):
                 if hasattr(module, left_behind):
@@ -488,6 +492,7 @@ class _Hooks(GradSampleHooks):
             for p in trainable:
                 p._forward_counter -= 1
                 p.grad_sample = torch.zeros(0, *p.shape, dtype=p.dtype, device=p.device)
+            self._note(trainable)
             return
         super().capture_backprops_hook(module, _forward_input, forward_output, **options)
         if (
@@ -499,6 +504,27 @@ class _Hooks(GradSampleHooks):
             records: Any = getattr(module.weight, "grad_sample", None)
             if records is not None:
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
+        self._note(trainable)
+
+    def _note(self, parameters: Sequence[Tensor]) -> None:
+        for p in parameters:
+            records = getattr(p, "grad_sample", None)
+            if isinstance(records, Tensor):
+                self._left[p] = records, records._version
+
+    def require_unchanged(self, named_parameters: Sequence[tuple[str, Tensor]]) -> None:
+        """Raise if per-record gradients are not those that the backward pass left behind."""
+        for name, p in named_parameters:
+            records = getattr(p, "grad_sample", None)
+            if not isinstance(records, Tensor):
+                continue
+            left, version = self._left.get(p, (None, 0))
+            if records is not left or records._version != version:
+                raise RuntimeError(
+                    f"grad_sample of parameter {name!r} was changed between backward() and step(),"
+                    " where records may be mixed before they are clipped: leave it as it is, and"
+                    " change copies."
+                )
 
 
 def require_no_ordinary_gradient(named_parameters: Sequence[tuple[str, Tensor]]) -> None:
