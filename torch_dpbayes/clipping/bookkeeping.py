@@ -15,13 +15,17 @@ clipped, and the step raises.
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from inspect import isbuiltin
+from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from opacus.grad_sample import GradSampleHooks
 from opacus.layers.dp_rnn import DPRNNBase, RNNLinear
 from torch import Tensor, nn
@@ -599,6 +603,7 @@ def _trusted(module: nn.Module, outside: set[Tensor]) -> Iterator[tuple[str, nn.
         if (
             is_own
             and not _has_code_of_its_own(layer)
+            and not _is_exchanged(type(layer))
             and any(p.requires_grad for p in own)
             and outside.isdisjoint(own)
             and layers.kernel_of(layer) is not None
@@ -614,6 +619,20 @@ def _has_code_of_its_own(layer: nn.Module) -> bool:
         callable(value) and callable(getattr(type(layer), name, None))
         for name, value in vars(layer).items()
     ) or any(type(p) not in (Tensor, nn.Parameter, type(None)) for p in layer._parameters.values())
+
+
+def _is_exchanged(kind: type) -> bool:
+    """Whether somebody exchanged a function of a layer's class, or one of torch.nn.functional that
+    such layers call: it would see the whole batch.
+    """
+    own = [
+        (f, vars(sys.modules[cls.__module__]))
+        for cls in kind.__mro__[: kind.__mro__.index(nn.Module)]
+        for name, f in vars(cls).items()
+        if isinstance(f, FunctionType) or name == "forward"
+    ]
+    functions = [(f, vars(F)) for f in map(F.__dict__.get, _FUNCTIONS) if not isbuiltin(f)]
+    return any(getattr(f, "__globals__", None) is not home for f, home in (*own, *functions))
 
 
 def _recordable(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -669,6 +688,10 @@ def _unneeded(_values: Mapping[Tensor, Tensor], _inputs: Sequence[Tensor]) -> Te
 
 
 _EMPTY = torch.empty(0)
+# what layers with a kernel call
+_FUNCTIONS = (
+    "linear conv1d conv2d conv3d pad embedding layer_norm rms_norm group_norm instance_norm".split()
+)
 
 # Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without
 # the properties, which are slow.
