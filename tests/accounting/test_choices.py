@@ -21,8 +21,11 @@ from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEve
 from torch_dpbayes.accounting.pairs import dominating_pair
 from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.clipping.gradient_source import HooksGradientSource
+from torch_dpbayes.noise_aware.mechanism import matrix_event
+from torch_dpbayes.noise_aware.planning import matrix_multiplier
 from torch_dpbayes.ops.certificates import Setting
 from torch_dpbayes.ops.hybrid_sampling import _Prepaid
+from torch_dpbayes.optim.fisher_sum import FisherSum
 
 TARGET = {"target_epsilon": 1.0, "target_delta": 1e-5}
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5))
@@ -74,6 +77,11 @@ USES = {
     ),
     "dominating_pair": lambda relation, _: repr(dominating_pair(STEP, relation)),
     "a certificate's setting": lambda relation, _: Setting(1.0, None, relation).records_changed,
+    "a sum of matrices": lambda relation, _: matrix_event(1.0, relation).noise_multiplier,
+    "the share of a matrix": lambda relation, _: matrix_multiplier(1.0, 0.5, relation),
+    "a second moment beside the sum": lambda relation, _: FisherSum(
+        1.0, 10.0, is_full=False, share=0.5
+    ).equivalent_noise_multiplier(1.0, is_full=True, sampling=None, neighboring=relation),
     "the second half of a hybrid run": (
         lambda relation, _: _Prepaid(PrivacyAccountant(neighboring=relation)).neighboring
     ),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import Neighboring
+from ..accounting.choices import Neighboring, neighboring_relation
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent
 from ..noise import GaussianNoise
 from .planning import Plan
@@ -108,7 +108,8 @@ def matrix_event(multiplier: float, neighboring: Neighboring) -> DpEvent:
     for the inner product of two positive semi-definite matrices is not negative. The accountant
     doubles the bound under replace-one, so it is told of a larger multiplier.
     """
-    return GaussianDpEvent(multiplier * (math.sqrt(2) if neighboring == "replace_one" else 1.0))
+    is_swap = neighboring_relation(neighboring) == "replace_one"
+    return GaussianDpEvent(multiplier * (math.sqrt(2) if is_swap else 1.0))
 
 
 def charge(accountant: PrivacyAccountant, plan: Plan, label: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
-from ..accounting.choices import Neighboring
+from ..accounting.choices import Neighboring, neighboring_relation
 from ..accounting.events import GaussianDpEvent
 
 _ROUNDING = 1e-9  # the parts' prices add up to the whole but for this
@@ -106,7 +106,8 @@ def _gradients(multiplier: float, share: float) -> tuple[float, ...]:
 
 def matrix_multiplier(multiplier: float, share: float, neighboring: Neighboring) -> float:
     """A matrix's price is less than a gradient's under replace-one: see :func:`matrix_event`."""
-    return _at_share(multiplier, share) / (math.sqrt(2) if neighboring == "replace_one" else 1.0)
+    is_swap = neighboring_relation(neighboring) == "replace_one"
+    return _at_share(multiplier, share) / (math.sqrt(2) if is_swap else 1.0)
 
 
 def _at_share(multiplier: float, share: float) -> float:

@@ -9,6 +9,7 @@ import os
 import torch
 from torch import Tensor
 
+from ..accounting.choices import neighboring_relation
 from ..clipping.gradient_source import GradientSource
 from ..noise import add_gaussian
 from ..release.layout import Layout
@@ -108,7 +109,8 @@ class FisherSum(ClippedSum):
     ) -> float:
         share = self.share
         swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
-        is_swap = neighboring == "replace_one" if is_full else sampling != "poisson"
+        is_replacement = neighboring_relation(neighboring) == "replace_one"
+        is_swap = is_replacement if is_full else sampling != "poisson"
         return (
             2 * noise_multiplier / math.sqrt(swap)
             if is_swap
