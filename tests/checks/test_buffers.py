@@ -375,6 +375,19 @@ def test_another_optimizer_finds_no_gradient_to_step_on(mode):
     assert len(optimizer.accountant) == len(loader)
 
 
+@MODES
+def test_what_stands_before_the_model_is_not_trained_on_its_gradients(mode):
+    """They would be neither clipped nor noisy."""
+    net, optimizer, loader = private(mode=mode)
+    before = nn.Linear(4, 4)
+    for x, y in loader:
+        with pytest.raises(RuntimeError, match="an input of the model requires gradients"):
+            net(before(x))
+        F.mse_loss(net(before(x).detach()), y).backward()
+        optimizer.step()
+    assert before.weight.grad is None and len(optimizer.accountant) == len(loader)
+
+
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_per_record_gradients_that_opacus_leaves_behind_stay_as_they_are(is_in_place):
     """Divided by their largest entry, one record would decide over all others."""

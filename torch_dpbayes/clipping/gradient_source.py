@@ -41,6 +41,10 @@ AVERAGED = (
     " gradients. Call the model that make_private returned; for several ranks"
     " PrivacyEngine(process_group=torch.distributed.group.WORLD)."
 )
+TRAINED = (
+    "an input of the model requires gradients, which are neither clipped nor noisy: whatever they"
+    " train would release the records. Put that into the model, or pass x.detach()."
+)
 REMOVED = (
     "the model was made private again since: step with the optimizer of the last make_private call"
 )
@@ -250,6 +254,8 @@ class ForwardPasses:
                 "another thread runs this model forward in training mode: train in one thread, and"
                 " evaluate in others under torch.no_grad()"
             )
+        if self.watches_loss and any(t.requires_grad for t in tensors_in((args, kwargs))):
+            raise RuntimeError(TRAINED)
         self._thread = threading.get_ident()
         if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise RuntimeError(AVERAGED)
