@@ -652,6 +652,20 @@ def test_a_layer_with_code_of_its_own_stays_in_the_map():
     assert distance < 1.01
 
 
+@BOTH
+def test_a_function_mode_around_the_model_is_refused(mode):
+    class Own(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    x, y = torch.randn(8, 6), torch.arange(8) % 3
+    net, _, _ = make_private(Call(torch.tanh), x, y, mode, clip=0.05)
+    with torch.device("cpu"):  # one of torch's
+        net(x)
+    with pytest.raises(CannotBeMapped, match="runs under Own, a TorchFunctionMode"), Own():
+        net(x)
+
+
 @pytest.mark.parametrize("place, name", [(nn.Linear, "forward"), (F, "linear")])
 def test_a_function_that_was_exchanged_for_all_layers_stays_in_the_map(place, name, monkeypatch):
     """One record moved the sum by 4 C, as with a library that rounds to the range of a batch."""

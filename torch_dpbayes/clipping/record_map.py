@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 # functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
 # every layer
@@ -172,6 +172,7 @@ class RecordMap:
         Random numbers differ between records. Hooks on saved tensors are off inside, for they would
         see, and could mix, what the backward pass of all records needs.
         """
+        _require_no_foreign_modes()
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
         with (
             no_hooks,
@@ -450,6 +451,18 @@ class _OfOneRecord(TorchFunctionMode):
         return record_map.on_batch(
             run, [query, key, value, *([attn_mask] if attn_mask is not None else [])]
         )
+
+
+def _require_no_foreign_modes() -> None:
+    """Refuse modes of the caller's around the map: a function with rules of its own for whole
+    batches that they call would not be seen from inside.
+    """
+    for mode in _get_current_function_mode_stack():
+        if type(mode).__module__.partition(".")[0] not in ("torch", "torch_dpbayes"):
+            raise CannotBeMapped(
+                f"it runs under {type(mode).__name__}, a TorchFunctionMode which may see all"
+                " records at once: leave that mode before the model is called"
+            )
 
 
 class attention_as_in_maps(TorchFunctionMode):
