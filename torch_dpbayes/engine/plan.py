@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from ..accounting.accountant import PrivacyAccountant
+from ..batches.poisson_loader import PoissonLoader
+from ..optim.base import PrivateOptimizer
+from .optimizers import is_held, limit
+
+_WASTE = 1.02  # times the noise that the target needs, beyond which somebody should hear of it
+
+_MOST = 0.8  # of a target: what is left wants twice the noise
 
 
 @dataclass(frozen=True)
@@ -40,16 +50,66 @@ class Plan:
             ),
             f"privacy is free up to lr = {self.free_lr:.4g} (now {self.lr:.4g})",
         ]
-        if (
-            self.target_epsilon is not None
-            and self.langevin_noise_multiplier > self.noise_multiplier > 0
+        return "\n".join([*lines, *self.unused_target])
+
+    @property
+    def unused_target(self) -> list[str]:
+        """A line on what of the target will not be used, and how it could be; none where all is."""
+        if self.target_epsilon is None or not (
+            self.langevin_noise_multiplier > _WASTE * self.noise_multiplier > 0
         ):
-            colder = (
-                self.temperature * (self.noise_multiplier / self.langevin_noise_multiplier) ** 2
-            )
-            lines.append(
-                f"epsilon = {self.target_epsilon:.4g} was asked for, but at temperature"
-                f" {self.temperature:.4g} the sampler's own noise decides. lr = {self.free_lr:.4g}"
-                f" or temperature = {colder:.3g} would use the rest."
-            )
-        return "\n".join(lines)
+            return []
+        colder = self.temperature * (self.noise_multiplier / self.langevin_noise_multiplier) ** 2
+        return [
+            f"epsilon = {self.target_epsilon:.4g} was asked for, but at temperature"
+            f" {self.temperature:.4g} the sampler's own noise decides: {self.epsilon:.2g} at the"
+            f' end. lr = {self.free_lr:.4g} (lr="free") or temperature = {colder:.3g} would use the'
+            " rest."
+        ]
+
+
+def plan_of(
+    optimizer: PrivateOptimizer,
+    loader: PoissonLoader,
+    accountant: PrivacyAccountant,
+    epochs: int,
+    delta: float,
+    target_epsilon: float | None,
+) -> Plan:
+    """What ``epochs`` passes will cost and sample, on top of the accountant's history."""
+    steps = epochs * len(loader)
+    z = optimizer.effective_noise_multiplier
+    after = PrivacyAccountant(method=accountant.method, neighboring=accountant.neighboring)
+    for charge in accountant.history:
+        after.compose(charge.event, charge.count)
+    if math.isfinite(z):
+        # a built optimizer hears of it from make_private only
+        after.compose(optimizer.event(z), steps)
+    return Plan(
+        langevin_noise_multiplier=optimizer.langevin_noise_multiplier,
+        noise_multiplier=optimizer.noise_multiplier,
+        effective_noise_multiplier=z,
+        effective_temperature=optimizer.effective_temperature,
+        temperature=optimizer.temperature,
+        sample_rate=loader.sample_rate,
+        steps=steps,
+        epsilon=limit(accountant, delta) if is_held(accountant) else after.get_epsilon(delta),
+        delta=delta,
+        target_epsilon=target_epsilon,
+        lr=max(float(group["lr"]) for group in optimizer.param_groups),
+        free_lr=optimizer.free_lr,
+    )
+
+
+def little_left(accountant: PrivacyAccountant, plan: Plan) -> list[str]:
+    """A line where most of a target was spent before; none elsewhere."""
+    if plan.target_epsilon is None or len(accountant) == 0 or is_held(accountant):
+        return []
+    spent = accountant.get_epsilon(plan.delta)
+    if spent < _MOST * plan.target_epsilon:
+        return []
+    return [
+        f"of epsilon = {plan.target_epsilon:.4g}, the target of everything on this accountant,"
+        f" {spent:.4g} was spent before: hence noise multiplier {plan.noise_multiplier:.3g}. For a"
+        " share of its own pass additional_epsilon= instead."
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..accounting.accountant import PrivacyAccountant
+from ..accounting.accountant import PrivacyAccountant, check_epsilon
 from ..batches.poisson_loader import PoissonLoader
 from ..checks.fixed_tensors import FixedTensors
 from ..checks.made_up_records import made_up_inputs
@@ -22,8 +21,8 @@ from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks, refuse_wrapped, require_alone
 from .gradient_sources import Recording, checked_source
 from .loaders import poisson_loader, require_own_streams
-from .optimizers import OptimizerFactory, build, build_calibrated, is_held, limit
-from .plan import Plan
+from .optimizers import OptimizerFactory, build, build_calibrated, is_held
+from .plan import Plan, little_left, plan_of
 from .same_on_all_ranks import compare
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -153,9 +152,10 @@ class PrivacyEngine:
         module: ModuleT,
         optimizer: OptimizerFactory | PrivateOptimizer,
         data_loader: DataLoader[Any],
-        target_epsilon: float,
+        target_epsilon: float | None = None,
         target_delta: float,
         epochs: int,
+        additional_epsilon: float | None = None,
         max_grad_norm: float | None = None,
         grad_sample_mode: str | None = None,
         clipping_kernels: Mapping[str, str] | None = None,
@@ -167,13 +167,16 @@ class PrivacyEngine:
         ``target_delta``) after ``epochs`` passes.
 
         What the accountant was charged before counts. lr and temperature are never changed: where
-        the sampler's own noise exceeds the floor, less than the target is spent (:meth:`plan` shows
-        it beforehand).
+        the sampler's own noise exceeds the floor, less than the target is spent, which a warning
+        says (:meth:`plan` shows it beforehand). ``partial(dpb.optim.DPSGLD, lr="free")`` takes the
+        largest lr at which floor and sampler's noise meet, which uses all of it.
 
         Args:
             target_epsilon: ε of everything on the accountant after the last epoch.
             target_delta: its δ.
             epochs: passes over the loader.
+            additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
+                that the accountant holds at ``target_delta`` already.
             module, optimizer, data_loader, max_grad_norm, grad_sample_mode, clipping_kernels,
             loss_reduction, loss, example_inputs: as in
                 :meth:`make_private`.
@@ -184,7 +187,12 @@ class PrivacyEngine:
         """
         with self._together():
             refuse_wrapped(module)
-            accountant = self._accountant_for(optimizer, target_epsilon, target_delta)
+            if target_epsilon is None and additional_epsilon is None:
+                raise TypeError("target_epsilon is needed, or additional_epsilon on top of before")
+            accountant, target = self._target(
+                optimizer, target_epsilon, additional_epsilon, target_delta
+            )
+            assert target is not None
             loader = poisson_loader(data_loader, self._ranks)
             built, floor = build_calibrated(
                 module,
@@ -192,7 +200,7 @@ class PrivacyEngine:
                 loader,
                 accountant,
                 max_grad_norm,
-                target_epsilon,
+                target,
                 target_delta,
                 epochs,
                 self._ranks,
@@ -200,13 +208,62 @@ class PrivacyEngine:
             if built.noise_multiplier < floor:
                 raise ValueError(
                     f"the optimizer was built with noise_multiplier = {built.noise_multiplier};"
-                    f" epsilon = {target_epsilon} after {epochs} epochs needs at least {floor:.4f}:"
+                    f" epsilon = {target} after {epochs} epochs needs at least {floor:.4f}:"
                     " build it with that, or pass a factory"
                 )
             recording = Recording(
                 grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs
             )
-            return self._attach(module, built, loader, data_loader, recording)
+            made = self._attach(module, built, loader, data_loader, recording)
+            if self._ranks is None or self._ranks.rank == 0:
+                plan = plan_of(built, loader, accountant, epochs, target_delta, target)
+                for warning in [*little_left(accountant, plan), *plan.unused_target]:
+                    _log.warning("%s", warning)
+            return made
+
+    def suggest_lr(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: OptimizerFactory | PrivateOptimizer,
+        data_loader: DataLoader[Any],
+        epochs: int = 1,
+        target_delta: float | None = None,
+        target_epsilon: float | None = None,
+        additional_epsilon: float | None = None,
+        max_grad_norm: float | None = None,
+        noise_multiplier: float | None = None,
+    ) -> float:
+        """The largest lr at which privacy is free: the sampler's own noise is the floor's.
+
+        A smaller lr leaves part of the budget unused, a larger one samples at a higher temperature.
+        ``lr="free"`` in the factory takes this one. Whether a step of that length is stable is the
+        model's matter: an lr above what SGD bears is too large here, too.
+
+        Args:
+            module, optimizer, data_loader, epochs, target_delta, target_epsilon,
+            additional_epsilon, max_grad_norm, noise_multiplier: as for :meth:`plan`.
+
+        Raises:
+            ValueError: there is no floor: neither a target nor ``noise_multiplier``.
+        """
+        _, built, _, _, _ = self._planned(
+            module,
+            optimizer,
+            data_loader,
+            epochs,
+            target_delta,
+            target_epsilon,
+            additional_epsilon,
+            max_grad_norm,
+            noise_multiplier,
+        )
+        if built.noise_multiplier == 0:
+            raise ValueError(
+                "without a floor under the noise privacy is free at every lr: pass target_epsilon="
+                " and target_delta=, or noise_multiplier="
+            )
+        return built.free_lr
 
     def plan(
         self,
@@ -217,6 +274,7 @@ class PrivacyEngine:
         epochs: int,
         target_delta: float | None = None,
         target_epsilon: float | None = None,
+        additional_epsilon: float | None = None,
         max_grad_norm: float | None = None,
         noise_multiplier: float | None = None,
     ) -> Plan:
@@ -227,55 +285,82 @@ class PrivacyEngine:
 
         Args:
             target_delta: δ; None takes the accountant's.
-            module, optimizer, data_loader, epochs, target_epsilon, max_grad_norm, noise_multiplier:
-            as for those two.
+            module, optimizer, data_loader, epochs, target_epsilon, additional_epsilon,
+            max_grad_norm, noise_multiplier: as for those two.
         """
-        accountant = self._accountant_for(optimizer, target_epsilon, target_delta)
-        delta = accountant.delta if target_delta is None else target_delta
+        accountant, built, loader, delta, target = self._planned(
+            module,
+            optimizer,
+            data_loader,
+            epochs,
+            target_delta,
+            target_epsilon,
+            additional_epsilon,
+            max_grad_norm,
+            noise_multiplier,
+        )
         if delta is None:
             raise ValueError("target_delta is needed: the accountant has no budget to take it from")
-        loader = poisson_loader(data_loader, self._ranks)
-        if target_epsilon is not None:
-            if noise_multiplier is not None:
-                raise ValueError("target_epsilon sets the floor: leave out noise_multiplier")
-            built, _ = build_calibrated(
-                module,
-                optimizer,
-                loader,
-                accountant,
-                max_grad_norm,
-                target_epsilon,
-                delta,
-                epochs,
-                None,
-            )
-        else:
-            built = build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
-        steps = epochs * len(loader)
-        z = built.effective_noise_multiplier
-        after = PrivacyAccountant(method=accountant.method, neighboring=accountant.neighboring)
-        for charge in accountant.history:
-            after.compose(charge.event, charge.count)
-        if math.isfinite(z):
-            # a built optimizer hears of it from make_private only
-            after.compose(built.event(z), steps)
-        result = Plan(
-            langevin_noise_multiplier=built.langevin_noise_multiplier,
-            noise_multiplier=built.noise_multiplier,
-            effective_noise_multiplier=z,
-            effective_temperature=built.effective_temperature,
-            temperature=built.temperature,
-            sample_rate=loader.sample_rate,
-            steps=steps,
-            epsilon=limit(accountant, delta) if is_held(accountant) else after.get_epsilon(delta),
-            delta=delta,
-            target_epsilon=target_epsilon,
-            lr=max(float(group["lr"]) for group in built.param_groups),
-            free_lr=built.free_lr,
-        )
+        result = plan_of(built, loader, accountant, epochs, delta, target)
         if self._ranks is None or self._ranks.rank == 0:
             print(result)
         return result
+
+    def _planned(
+        self,
+        module: nn.Module,
+        optimizer: OptimizerFactory | PrivateOptimizer,
+        data_loader: DataLoader[Any],
+        epochs: int,
+        target_delta: float | None,
+        target_epsilon: float | None,
+        additional_epsilon: float | None,
+        max_grad_norm: float | None,
+        noise_multiplier: float | None,
+    ) -> tuple[PrivacyAccountant, PrivateOptimizer, PoissonLoader, float | None, float | None]:
+        """The accountant, optimizer and loader of a run that is planned, its δ and target."""
+        accountant, target = self._target(
+            optimizer, target_epsilon, additional_epsilon, target_delta
+        )
+        delta = accountant.delta if target_delta is None else target_delta
+        loader = poisson_loader(data_loader, self._ranks)
+        if target is None:
+            built = build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
+            return accountant, built, loader, delta, target
+        if noise_multiplier is not None:
+            raise ValueError("target_epsilon sets the floor: leave out noise_multiplier")
+        if delta is None:
+            raise ValueError("target_delta is needed: the accountant has no budget to take it from")
+        built, _ = build_calibrated(
+            module, optimizer, loader, accountant, max_grad_norm, target, delta, epochs, None
+        )
+        return accountant, built, loader, delta, target
+
+    def _target(
+        self,
+        optimizer: OptimizerFactory | PrivateOptimizer,
+        target_epsilon: float | None,
+        additional_epsilon: float | None,
+        delta: float | None,
+    ) -> tuple[PrivacyAccountant, float | None]:
+        """The accountant, and the ε of everything on it at the end."""
+        if additional_epsilon is None:
+            return self._accountant_for(optimizer, target_epsilon, delta), target_epsilon
+        if target_epsilon is not None:
+            raise ValueError(
+                "target_epsilon is of everything on the accountant, additional_epsilon of this run:"
+                " pass one of them"
+            )
+        accountant = self._accountant_for(optimizer, additional_epsilon, delta)
+        delta = accountant.delta if delta is None else delta
+        if delta is None:
+            raise ValueError("target_delta is needed: the accountant has no budget to take it from")
+        if is_held(accountant):
+            raise ValueError(
+                "additional_epsilon needs an accountant that adds up its charges; this one's"
+                " guarantee is its budget as a whole: pass that as target_epsilon"
+            )
+        return accountant, accountant.get_epsilon(delta) + check_epsilon(additional_epsilon)
 
     def _accountant_for(
         self,

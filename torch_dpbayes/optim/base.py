@@ -115,7 +115,7 @@ class PrivateOptimizer(Optimizer):
             label=type(self).__name__,
         )
         self._layout: Layout | None = None
-        super().__init__(params, defaults)
+        super().__init__(params, {**defaults, "lr": self._resolved(defaults["lr"])})
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
             raise ValueError(
                 "log_prior takes parameters by name: construct the optimizer with"
@@ -372,6 +372,8 @@ class PrivateOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; ``lr``, ``prior_std`` and ``prior_mean`` are checked."""
+        if isinstance(param_group.get("lr"), str):
+            param_group = {**param_group, "lr": self._resolved(param_group["lr"])}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -391,6 +393,19 @@ class PrivateOptimizer(Optimizer):
             raise
         self._layout = None
         self.release.forget_parts()
+
+    def _resolved(self, lr: Any) -> Any:
+        """``lr``, which is :attr:`free_lr` where ``"free"`` is asked for."""
+        if not isinstance(lr, str):
+            return lr
+        if lr != "free":
+            raise ValueError(f'lr must be a number or "free", got {lr!r}')
+        if not (self.noise_multiplier > 0 and self.temperature > 0):
+            raise ValueError(
+                'lr="free" is where the sampler\'s own noise reaches the floor: it needs'
+                " noise_multiplier > 0 (or a target epsilon) and temperature > 0"
+            )
+        return self._free_lr()
 
     def _require_options(self, group: dict[str, Any]) -> None:
         if _OPTIONS_OF_NO_GROUP.isdisjoint(group):

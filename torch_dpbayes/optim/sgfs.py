@@ -59,7 +59,8 @@ class DPSGFS(PrivateOptimizer):
 
     Args:
         params: parameters, ``model.named_parameters()`` or parameter groups.
-        lr: η of the z_L above: the step size at which SGLD would add this much noise.
+        lr: η of the z_L above: the step size at which SGLD would add this much noise; ``"free"``
+            is :attr:`free_lr`.
         num_data: number of records N, a public constant.
         expected_batch_size: B, a public constant; the sums are divided by it, never by the number
             of records that came.
@@ -101,7 +102,7 @@ class DPSGFS(PrivateOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float,
+        lr: float | Literal["free"],
         *,
         num_data: int,
         expected_batch_size: float,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,7 +47,8 @@ class DPSGNHT(PrivateOptimizer):
 
     Args:
         params: parameters, ``model.named_parameters()`` or parameter groups.
-        lr: step size η on the *mean* loss, the one that SGD with momentum would take.
+        lr: step size η on the *mean* loss, the one that SGD with momentum would take; ``"free"`` is
+            :attr:`free_lr`.
         num_data: number of records N, a public constant.
         expected_batch_size: B, a public constant; the sum is divided by it, never by the number of
             records that came.
@@ -80,7 +81,7 @@ class DPSGNHT(PrivateOptimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float,
+        lr: float | Literal["free"],
         *,
         num_data: int,
         expected_batch_size: float,

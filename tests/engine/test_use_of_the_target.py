@@ -1,0 +1,129 @@
+"""What of a target is not used, or was used before, is said with the number that changes it."""
+
+import logging
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.accounting.events import GaussianDpEvent
+
+DELTA = 1e-5
+
+
+def arguments(**options):
+    data = TensorDataset(torch.randn(200, 4), torch.randint(3, (200,)))
+    given = {
+        "module": nn.Linear(4, 3),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=0.05),
+        "data_loader": DataLoader(data, batch_size=20),
+        "max_grad_norm": 1.0,
+        "target_delta": DELTA,
+        "epochs": 2,
+    }
+    return {**given, **options}
+
+
+def train(net, optimizer, loader, epochs):
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+
+
+def warnings_of(caplog):
+    return [record.getMessage() for record in caplog.records if "Poisson" not in record.msg]
+
+
+def test_a_target_that_the_samplers_own_noise_does_not_use_is_said_with_the_lr_that_would(caplog):
+    engine = dpb.PrivacyEngine()
+    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
+        _, optimizer, _ = engine.make_private_with_epsilon(**arguments(target_epsilon=3.0))
+    (warning,) = warnings_of(caplog)
+    assert "the sampler's own noise decides" in warning
+    assert f"lr = {optimizer.free_lr:.4g}" in warning and "temperature" in warning
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        dpb.optim.DPSGLD,
+        partial(dpb.optim.DPSGHMC, momentum=0.5),
+        partial(dpb.optim.DPSGHMC, momentum="matched"),
+        dpb.optim.DPSGNHT,
+        dpb.optim.DPSGFS,
+    ],
+)
+def test_the_free_lr_uses_all_of_the_target(sampler, caplog):
+    engine = dpb.PrivacyEngine()
+    given = arguments(optimizer=partial(sampler, lr="free"), target_epsilon=3.0)
+    suggested = engine.suggest_lr(**{**given, "optimizer": partial(sampler, lr=1e-3)})
+    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
+        net, optimizer, loader = engine.make_private_with_epsilon(**given)
+    assert not warnings_of(caplog)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == optimizer.free_lr == pytest.approx(suggested, rel=1e-3)
+    train(net, optimizer, loader, 2)
+    assert 2.9 < engine.accountant.get_epsilon() <= 3.0
+
+
+def test_the_free_lr_of_a_group_and_where_there_is_none():
+    given = {"num_data": 100, "expected_batch_size": 10, "max_grad_norm": 1.0}
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    groups = [{"params": one.parameters()}, {"params": two.parameters(), "lr": "free"}]
+    optimizer = dpb.optim.DPSGLD(groups, 0.1, noise_multiplier=2.0, **given)
+    # z_L = (B/C)·√(2T/(ηN)) is 2 at η = 2·(10/2)²/100
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
+    for nothing in ({}, {"noise_multiplier": 2.0, "temperature": 0.0}):
+        with pytest.raises(ValueError, match="it needs noise_multiplier > 0"):
+            dpb.optim.DPSGLD(one.parameters(), "free", **nothing, **given)
+    with pytest.raises(ValueError, match='a number or "free"'):
+        dpb.optim.DPSGLD(one.parameters(), "fast", **given)
+    with pytest.raises(ValueError, match="pass target_epsilon="):
+        dpb.PrivacyEngine().suggest_lr(**arguments())
+
+
+def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
+    accountant = dpb.PrivacyAccountant()
+    lrs = partial(dpb.optim.DPSGLD, lr="free")
+    noise = []
+    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
+        for target in ({"target_epsilon": 1.5}, {"target_epsilon": 1.51}):
+            made = dpb.PrivacyEngine(accountant).make_private_with_epsilon(
+                **arguments(optimizer=lrs, **target)
+            )
+            train(*made, 2)
+            noise.append(made[1].noise_multiplier)
+    assert noise[1] > 3 * noise[0]
+    (warning,) = warnings_of(caplog)
+    assert "was spent before" in warning and "additional_epsilon=" in warning
+
+    caplog.clear()
+    before = accountant.get_epsilon(DELTA)
+    share = arguments(optimizer=lrs, additional_epsilon=1.5)
+    planned = dpb.PrivacyEngine(accountant).plan(**share)
+    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
+        made = dpb.PrivacyEngine(accountant).make_private_with_epsilon(**share)
+    train(*made, 2)
+    assert not warnings_of(caplog)
+    assert before + 1.45 < accountant.get_epsilon(DELTA) <= before + 1.5
+    assert math.isclose(planned.epsilon, accountant.get_epsilon(DELTA), rel_tol=1e-3)
+
+
+def test_a_share_is_a_number_beside_no_target_and_of_charges_that_add_up():
+    engine = dpb.PrivacyEngine()
+    with pytest.raises(ValueError, match="pass one of them"):
+        engine.make_private_with_epsilon(**arguments(target_epsilon=1.0, additional_epsilon=1.0))
+    with pytest.raises(TypeError, match="target_epsilon is needed"):
+        engine.make_private_with_epsilon(**arguments())
+    with pytest.raises(ValueError, match="epsilon"):
+        engine.make_private_with_epsilon(**arguments(additional_epsilon=-1.0))
+    held = dpb.PrivacyAccountant(3.0, DELTA)
+    held.compose(GaussianDpEvent(9.0), adaptive=True)
+    with pytest.raises(ValueError, match="its budget as a whole"):
+        dpb.PrivacyEngine(held).make_private_with_epsilon(**arguments(additional_epsilon=1.0))
