@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from .bounded import RandomizedResponses, largest_sum, least_delta, least_epsilon
 from .composition import ACCURACY, Composition, choose_window, compose, tail_of
 from .failures import (
     SMALLEST_DELTA,
     apart,
     beside_failures,
     failing,
-    largest_sum,
     left_of,
     with_failures,
 )
@@ -63,11 +63,13 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO
     return beside_failures(
         counts,
         delta,
-        lambda others, left: min(_upper_epsilon(others, left, ratio), largest_sum(others)),
+        lambda others, left: least_epsilon(others, lambda c: _upper_epsilon(c, left, ratio)),
     )
 
 
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> float:
+    if (exact := RandomizedResponses.of(counts)) is not None:
+        return exact.epsilon(delta)
     counts, largest = _without_extremes(counts)
     if largest:
         return (largest + _upper_epsilon(counts, delta, ratio)) * (1 + 1e-15)
@@ -236,10 +238,12 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     """An upper bound on delta at ``epsilon``."""
     if _refused(counts):
         return 1.0
-    return with_failures(counts, lambda others: _upper_delta(others, epsilon))
+    return with_failures(counts, lambda others: least_delta(others, epsilon, _upper_delta))
 
 
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
+    if (exact := RandomizedResponses.of(counts)) is not None:
+        return exact.delta(epsilon)
     counts, largest = _without_extremes(counts)
     if largest:
         return _upper_delta(counts, (epsilon - largest) * (1 - 1e-15)) if epsilon > largest else 1.0

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from .pairs import Failure, NonPrivate, Pair, largest_loss
+from .bounded import largest_sum, sum_as_written
+from .pairs import Failure, NonPrivate, Pair
 
 SMALLEST_DELTA = 1e-10  # below it round-off and truncated tails are no longer negligible
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
@@ -30,7 +31,10 @@ def failing(failures: Mapping[Failure, int], *, upper: bool = True) -> float:
     if sum(failures.values()) == 1:
         return next(iter(failures)).delta
     none = math.fsum(count * math.log1p(-failure.delta) for failure, count in failures.items())
-    return min(-math.expm1(none) * (1 + _FAILURE_ERROR if upper else 1 - _FAILURE_ERROR), 1.0)
+    if not upper:
+        return -math.expm1(none) * (1 - _FAILURE_ERROR)
+    together = sum_as_written((failure.delta, count) for failure, count in failures.items())
+    return min(-math.expm1(none) * (1 + _FAILURE_ERROR), together, 1.0)
 
 
 def beside_failures(
@@ -56,11 +60,6 @@ def left_of(delta: float, failed: float) -> float:
     ``delta``, rounded down.
     """
     return (delta - failed) / (1 - failed) * (1 - 1e-15)
-
-
-def largest_sum(counts: Mapping[Pair, int]) -> float:
-    """What the privacy loss of all releases together never passes."""
-    return math.fsum(n * largest_loss(pair) for pair, n in counts.items()) * (1 + 1e-15)
 
 
 def without_delta(counts: Mapping[Pair, int], delta: float) -> str:
@@ -93,4 +92,6 @@ def with_failures(counts: Mapping[Pair, int], price: Callable[[dict[Pair, int]],
     failed = failing(failures)
     if not failed:
         return price(others)
-    return min((failed + (1 - failed) * price(others)) * (1 + 1e-15), 1.0) if others else failed
+    if not (beside := price(others) if others else 0.0):
+        return failed
+    return min((failed + (1 - failed) * beside) * (1 + 1e-15), 1.0)

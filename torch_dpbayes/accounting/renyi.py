@@ -16,6 +16,7 @@ from functools import lru_cache, singledispatch
 import numpy as np
 from scipy import special
 
+from .bounded import least_delta, least_epsilon
 from .failures import beside_failures, with_failures
 from .levels import merge
 from .loss_grid import log_mixture, pieces
@@ -164,12 +165,18 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     """Epsilon at ``delta`` of releases whose parameters were fixed in advance; those that may
     fail outright have no curve but a part of delta.
     """
-    return beside_failures(counts, delta, lambda others, left: epsilon(curve(others), left))
+    return beside_failures(
+        counts,
+        delta,
+        lambda others, left: least_epsilon(others, lambda c: epsilon(curve(c), left)),
+    )
 
 
 def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     """Delta at ``epsilon``, likewise."""
-    return with_failures(counts, lambda others: delta(curve(others), epsilon))
+    return with_failures(
+        counts, lambda others: least_delta(others, epsilon, lambda c, e: delta(curve(c), e))
+    )
 
 
 def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:

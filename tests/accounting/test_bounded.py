@@ -1,0 +1,143 @@
+"""Releases with a bounded loss: basic composition, and the optimal one of pure releases."""
+
+import itertools
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_dpbayes import PrivacyAccountant, PrivacyBudgetExceeded
+from torch_dpbayes.accounting import bounds
+from torch_dpbayes.accounting.events import (
+    BoundedRangeDpEvent,
+    ComposedDpEvent,
+    FailureDpEvent,
+    GaussianDpEvent,
+    PureDpEvent,
+)
+from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure
+
+DELTA = 1e-5
+METHODS = ("pld", "rdp")
+
+
+def optimal_delta(epsilons, epsilon):
+    """Murtagh and Vadhan 2016, Theorem 1.5, in exact arithmetic but for the exponentials, which
+    Decimal rounds at 50 digits.
+    """
+    from decimal import localcontext
+
+    with localcontext() as context:
+        context.prec = 60
+        total = Decimal(0)
+        for signs in itertools.product((1, -1), repeat=len(epsilons)):
+            loss = sum(sign * Decimal(e) for sign, e in zip(signs, epsilons, strict=True))
+            mass = Decimal(1)
+            for sign, e in zip(signs, epsilons, strict=True):
+                mass *= (sign * Decimal(e)).exp() / (1 + (sign * Decimal(e)).exp())
+            if loss > Decimal(epsilon):
+                total += mass * (1 - (Decimal(epsilon) - loss).exp())
+        return float(total)
+
+
+def counted(epsilons):
+    counts = {}
+    for e in epsilons:
+        counts[Pure(e)] = counts.get(Pure(e), 0) + 1
+    return counts
+
+
+@given(
+    epsilons=st.lists(st.floats(1e-3, 3.0), min_size=1, max_size=6),
+    share=st.floats(0.0, 1.1),
+)
+@settings(max_examples=40, deadline=None)
+def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, share):
+    epsilon = share * math.fsum(epsilons)
+    truth = optimal_delta(epsilons, epsilon)
+    bound = bounds.upper_delta(counted(epsilons), epsilon)
+    assert truth * (1 - 1e-12) <= bound <= truth * (1 + 1e-8) + 1e-15
+    if 1e-9 < truth < 1:
+        found = bounds.upper_epsilon(counted(epsilons), truth)
+        assert optimal_delta(epsilons, found) <= truth * (1 + 1e-12)
+        assert found <= epsilon + 1e-8 * (1 + epsilon) / min(truth, 1e-3)
+
+
+def test_equal_pure_releases_meet_the_closed_form():
+    """Kairouz, Oh, Viswanath 2015, Theorem 3.3: at epsilon (k - 2 i) delta is a sum of
+    binomials.
+    """
+    e, k = 0.3, 40
+    for i in range(k // 2):
+        delta = (
+            math.fsum(
+                math.comb(k, j) * (math.exp((k - j) * e) - math.exp((k - 2 * i + j) * e))
+                for j in range(i)
+            )
+            / (1 + math.exp(e)) ** k
+        )
+        assert bounds.upper_delta({Pure(e): k}, (k - 2 * i) * e) == pytest.approx(
+            delta, rel=1e-8, abs=1e-18
+        )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pure_release_fits_a_budget_of_its_own_epsilon(method):
+    accountant = PrivacyAccountant(1.0, DELTA, method=method)
+    assert accountant.remaining(PureDpEvent(1.0)) == 1
+    assert accountant.compose(PureDpEvent(1.0)).get_epsilon() <= 1.0
+    with pytest.raises(PrivacyBudgetExceeded):
+        accountant.compose(PureDpEvent(0.5))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("epsilons", "budget"), [((1.0, 2.0), 3.0), ((0.1,) * 3, 0.3), ((0.7, 0.1, 0.1), 0.9)]
+)
+def test_basic_composition_fits_whatever_floats_add_up_to(method, epsilons, budget):
+    accountant = PrivacyAccountant(budget, 1e-9, method=method)
+    for epsilon in epsilons:
+        accountant.compose(PureDpEvent(epsilon))
+    assert accountant.get_epsilon() <= budget
+    assert accountant.get_delta(budget) == 0.0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_epsilon_delta_release_fits_its_own_pair_of_numbers(method):
+    release = ComposedDpEvent([PureDpEvent(0.7), FailureDpEvent(DELTA)])
+    accountant = PrivacyAccountant(0.7, DELTA, method=method).compose(release)
+    assert accountant.get_epsilon() == 0.7
+    assert accountant.get_delta(0.7) == DELTA
+    assert PrivacyAccountant(2.1, 3 * DELTA, method=method).remaining(release) >= 3
+
+
+@given(
+    epsilons=st.lists(st.floats(1e-4, 5.0), min_size=1, max_size=30),
+    ranges=st.lists(st.floats(1e-4, 5.0), max_size=5),
+    mu=st.floats(0.05, 2.0),
+    delta=st.floats(1e-10, 1e-2),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_bound_is_above_basic_composition(epsilons, ranges, mu, delta):
+    counts = counted(epsilons)
+    for b in ranges:
+        counts[BoundedRange(b)] = counts.get(BoundedRange(b), 0) + 1
+    largest = sum((Fraction(e) for e in (*epsilons, *ranges)), Fraction(0))
+    assert bounds.upper_epsilon(counts, delta) <= float(largest) * (1 + 1e-15)
+    alone = bounds.upper_epsilon({Gaussian(mu): 1}, delta)
+    together = bounds.upper_epsilon({**counts, Gaussian(mu): 1}, delta)
+    assert together <= (float(largest) + alone) * (1 + 1e-14)
+    at = float(largest) + alone
+    assert bounds.upper_delta({**counts, Gaussian(mu): 1}, at) <= delta * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pure_release_beside_gaussians_costs_at_most_its_own_epsilon(method):
+    """A selection with a bounded range, and then one Gaussian."""
+    alone = PrivacyAccountant(method=method).compose(GaussianDpEvent(4.0)).get_epsilon(DELTA)
+    accountant = PrivacyAccountant(2.0 + alone, DELTA, method=method)
+    accountant.compose(BoundedRangeDpEvent(2.0)).compose(GaussianDpEvent(4.0))
+    assert accountant.get_epsilon() <= 2.0 + alone
