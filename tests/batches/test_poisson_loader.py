@@ -78,7 +78,8 @@ def in_a_fresh_interpreter(request):
     """
     if "TORCH_DPBAYES_FRESH" in os.environ:
         return True
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", request.node.nodeid]
+    options = ["-q", "-p", "no:cacheprovider", "-m", ""]
+    command = [sys.executable, "-m", "pytest", *options, request.node.nodeid]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(
         command,

@@ -244,22 +244,37 @@ def test_many_weights_under_a_wide_prior_do_not_start_a_chain_of_hours():
     assert "Gaussian" in post.guarantee() or "importance" in post.guarantee()
 
 
+def normal(x):
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
+
+
 def test_a_run_arrives_from_three_prior_standard_deviations_away():
     """Far from the mode, gradients about zero instead of their mean would pass for curvature."""
-
-    def normal(x):
-        mean = pyro.sample(
-            "mean", dist.Normal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1)
-        )
-        with pyro.plate("data", len(x)):
-            pyro.sample("x", dist.Normal(mean, 1.0).to_event(1), obs=x)
-
-    x = torch.randn(2000, 2, dtype=torch.float64) + torch.tensor([3.0, 0.0])
+    x = torch.randn(2000, 2, dtype=DOUBLE) + torch.tensor([3.0, 0.0])
     post = laplace(normal, x, epsilon=5.0, delta=1e-5, max_grad_norm=4.0)  # warnings are errors
-    error = (post.mean["mean"] - x.sum(0) / 2001) * 2001**0.5  # usual are .2; they were 20
-    assert (
-        float(error.abs().max()) < 5.0
-    )  # posterior standard deviations; .2 are usual, and were 20
+    error = (post.mean["mean"] - x.sum(0) / 2001) * 2001**0.5  # in posterior standard deviations
+    assert float(error.abs().max()) < 5.0  # .2 are usual, and were 20
+
+
+def test_a_record_under_large_noise_leaves_the_prior():
+    """A curvature that is nothing but noise must not pass for one that makes the record sure: its
+    mean eigenvalue is at most C²/2, and the noise on the gradients has a deviation of 38.
+    """
+    for _ in range(4):
+        x = torch.randn(1, 2, dtype=DOUBLE)
+        with pytest.warns(UserWarning, match="budget is too small"):
+            post = laplace(normal, x, epsilon=1.0, delta=1e-5, max_grad_norm=4.0)
+        assert float(post.stddev["mean"].min()) > 0.9  # .4 to .8, taken for a Gaussian curvature
+
+
+def test_a_dear_curvature_of_a_linear_model_leaves_the_prior_too():
+    for _ in range(4):
+        x, y = logistic_data(200)
+        with pytest.warns(UserWarning, match="budget is too small"):
+            post = laplace(GLM(prior_std=4.0), x, y, epsilon=0.01, delta=1e-5)
+        assert float(post.stddev["weights"].min()) > 0.9 * 4
 
 
 def test_a_run_that_has_arrived_says_so():

@@ -174,6 +174,14 @@ def test_exact_densities_of_a_constrained_model_never_exceed_the_stated_delta(
 # --- draws ----------------------------------------------------------------------------------------
 
 
+def one_target_a_weight(targets):
+    """Features and targets in which each weight has one target; and a record without features: as
+    many records as features could be a matrix of pairs.
+    """
+    features = torch.eye(len(targets) + 1, len(targets), dtype=targets.dtype)
+    return features, torch.cat([targets, torch.zeros(1, dtype=targets.dtype)])
+
+
 def test_asserted_finite_runs_draw_from_the_chains_exact_law():
     columns, steps, h = 100, 30, 0.1
     y = torch.linspace(-2, 2, columns, dtype=torch.float64)
@@ -187,9 +195,7 @@ def test_asserted_finite_runs_draw_from_the_chains_exact_law():
     mean = (1 - shrink**steps) * y.numpy() / 0.5**2 / m
     standard = []
     for _ in range(3):
-        draw = ops.OnePosteriorSample(line, certificate).sample(
-            torch.eye(columns, dtype=torch.float64), y
-        )["w"]
+        draw = ops.OnePosteriorSample(line, certificate).sample(*one_target_a_weight(y))["w"]
         standard.append((draw.numpy() - mean) / math.sqrt(variance))
     assert stats.kstest(np.concatenate(standard), "norm").pvalue > SIGNIFICANCE
 
@@ -204,7 +210,7 @@ def test_draws_by_nuts_follow_the_tempered_posterior_of_a_pyro_model():
         certificate.event(PyroModel(line), Setting(0.5, None, "replace_one"))
     ).get_epsilon(1e-5)
     sampler = ops.OnePosteriorSample(line, certificate, half, 1e-5)
-    draw = sampler.sample(torch.eye(columns, dtype=torch.float64), y)["w"].numpy()
+    draw = sampler.sample(*one_target_a_weight(y))["w"].numpy()
     precision = 1 / 0.8**2 + sampler.tempering / 0.5**2
     standard = (draw - sampler.tempering * y.numpy() / 0.5**2 / precision) * math.sqrt(precision)
     assert sampler.tempering == pytest.approx(0.5, rel=1e-3)

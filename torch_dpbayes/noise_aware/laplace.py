@@ -86,7 +86,7 @@ def laplace(
         )
         charge(accountant, plan, _LABEL)
         surrogate, transcript = run_glm(
-            sums, plan, sums.prior, partial(sums.response, num_data=count)
+            sums, plan, sums.prior, partial(sums.response, num_data=count), count
         )
         statement = _statement(
             accountant,

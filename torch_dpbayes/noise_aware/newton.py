@@ -14,14 +14,31 @@ from .mechanism import Mechanism, PrivateGram, PrivateSums
 from .modes import mode
 from .planning import Plan
 from .priors import GaussianPrior
-from .response import LinearResponse, Response, combined, denoised
+from .response import (
+    LinearResponse,
+    Response,
+    at_level,
+    combined,
+    denoised,
+    levels,
+    shape_kept,
+)
 from .surrogate import Surrogate, positive
 from .transcript import CurvatureRelease, GradientRelease, Transcript
+from .uncertain_level import UncertainLevel
+
+# of the level of a curvature; above it the level's distribution counts and not its deviation alone
+_HARMLESS_NOISE = 0.1
+_LEVELS = 12
 
 
 def run_glm(
-    sums: PrivateGram, plan: Plan, prior: GaussianPrior, response_of: Callable[[Tensor], Response]
-) -> tuple[Surrogate, Transcript]:
+    sums: PrivateGram,
+    plan: Plan,
+    prior: GaussianPrior,
+    response_of: Callable[[Tensor], Response],
+    num_data: int,
+) -> tuple[Surrogate | UncertainLevel, Transcript]:
     """A run for a model with one linear predictor a record.
 
     Args:
@@ -29,6 +46,7 @@ def run_glm(
         plan: the noise, charged already.
         prior: where the run starts, and what holds it where the noise is large.
         response_of: how gradients change with θ, given a Gram matrix.
+        num_data: number of records, a public constant.
     """
     mechanism = Mechanism(sums)
     assert plan.gram_multiplier is not None
@@ -50,12 +68,27 @@ def run_glm(
         transcript.curvatures.append(release)
         curvature, spread = combined(slope, spread, release.value, release.noise_std)
         curvature = positive(curvature, spread)
-    return Surrogate(transcript.gradients, response, curvature, spread, centre), transcript
+    surrogate = Surrogate(transcript.gradients, response, curvature, spread, centre)
+    if transcript.curvatures or _is_level_known(gram.value, gram.noise_std):
+        return surrogate, transcript
+    # below the prior's precision the records say nothing, and more than this they cannot say
+    least = float(prior.precision.mean()) * sums.gram_bound / sums.curvature_bound
+    most = max(num_data * sums.gram_bound / prior.dimension, 2 * least)
+    spread = gram.noise_std * math.sqrt(shape_kept(gram.value, gram.noise_std))
+    parts = []
+    for level in map(float, levels(gram.value, gram.noise_std, least, most, _LEVELS)):
+        response = response_of(at_level(features, level))
+        slope = response.slope(centre)
+        # without negative eigenvalues no shape is larger than the level
+        relative = min(spread, level) / (level * prior.dimension)
+        std = relative * float(slope.trace())
+        parts.append(Surrogate(transcript.gradients, response, slope, std, centre))
+    return UncertainLevel(parts, surrogate), transcript
 
 
 def run_general(
     sums: PrivateSums, plan: Plan, prior: GaussianPrior, num_data: int
-) -> tuple[Surrogate, Transcript]:
+) -> tuple[Surrogate | UncertainLevel, Transcript]:
     """A run for any model: its log likelihood is taken as quadratic around the last points.
 
     Args:
@@ -86,7 +119,25 @@ def run_general(
         # the point before it is valid, and all between them are public or released
         while not sums.is_valid(theta):
             theta = (theta + centre) / 2
-    return surrogate, transcript
+    if _is_level_known(raw, raw_std):
+        return surrogate, transcript
+    spread = raw_std * math.sqrt(shape_kept(raw, raw_std))
+    # the bounds as for a generalised linear model
+    least = float(prior.precision.mean())
+    most = max(num_data * sums.curvature_bound / prior.dimension, 2 * least)
+    parts = []
+    for level in map(float, levels(raw, raw_std, least, most, _LEVELS)):
+        at = at_level(curvature, level)
+        # without negative eigenvalues no shape is larger than the level
+        response = LinearResponse(at)
+        parts.append(Surrogate(transcript.gradients, response, at, min(spread, level), centre))
+    return UncertainLevel(parts, surrogate), transcript
+
+
+def _is_level_known(released: Tensor, noise_std: float) -> bool:
+    """Whether the mean eigenvalue of a noisy matrix is far above its noise."""
+    noise = noise_std / math.sqrt(len(released))
+    return noise < _HARMLESS_NOISE * float(released.trace()) / len(released)
 
 
 def _about_their_mean(
@@ -95,9 +146,13 @@ def _about_their_mean(
     """Σ c cᵀ − (Σ c)(Σ c)ᵀ/n and the noise that it has.
 
     Away from the mode the mean of the gradients is no curvature: with it, steps would be the
-    shorter the further there is to go.
+    shorter the further there is to go. Of few records the product is little but noise: there it
+    stays.
     """
-    mean = gradient.value / num_data
     own = gradient.noise_std**2 / num_data
+    if math.sqrt(2) * own > curvature.noise_std:
+        return curvature.value, curvature.noise_std
+    mean = gradient.value / num_data
     value = curvature.value - num_data * mean.outer(mean) + own * torch.eye(len(mean)).to(mean)
-    return value, math.hypot(curvature.noise_std, 2 * float(mean.norm()) * gradient.noise_std)
+    of_mean = 2 * float(mean.norm()) * gradient.noise_std
+    return value, math.hypot(curvature.noise_std, of_mean, math.sqrt(2) * own)

@@ -141,12 +141,49 @@ def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:
     found = max(float(released.trace()) / size, 1e-3 * noise_std)
     # its noise has the standard deviation noise_std/√d
     level = found**3 / (found**2 + noise_std**2 / size)
-    shape = released - found * eye
-    expected = noise_std**2 * (size * (size + 1) / 2 - 1)
-    square = float(shape.square().sum())
-    kept = max(0.0, 1 - expected / square) if square > 0 else 0.0
+    kept = shape_kept(released, noise_std)
     left = min(1.0, kept + 2 / size)  # the level's noise moves all eigenvalues together
+    shape = released - found * eye
     return floored(level * eye + kept * shape, 0.05 * level), noise_std * math.sqrt(left)
+
+
+def shape_kept(released: Tensor, noise_std: float) -> float:
+    """The part of what tells a noisy matrix from a multiple of I that its noise does not explain,
+    between 0 and 1.
+    """
+    size = len(released)
+    shape = released - released.trace() / size * torch.eye(size, dtype=released.dtype)
+    square = float(shape.square().sum())
+    expected = noise_std**2 * (size * (size + 1) / 2 - 1)
+    return max(0.0, 1 - expected / square) if square > 0 else 0.0
+
+
+def levels(released: Tensor, noise_std: float, least: float, most: float, count: int) -> Tensor:
+    """What the mean eigenvalue λ may be, ``[count]`` equally likely values: given the trace of a
+    noisy matrix, under p(λ) ∝ 1/λ.
+
+    Args:
+        released: the noisy matrix.
+        noise_std: on the diagonal.
+        least, most: between which λ lies.
+        count: how many.
+    """
+    size = len(released)
+    grid = torch.linspace(math.log(least), math.log(most), 2000, dtype=released.dtype).exp()
+    misfit = (released.trace() / size - grid) / (noise_std / math.sqrt(size))
+    passed = torch.softmax(-misfit.square() / 2, dim=0).cumsum(0)
+    quantiles = (torch.arange(count, dtype=released.dtype) + 0.5) / count
+    return grid[torch.searchsorted(passed, quantiles).clamp(max=len(grid) - 1)]
+
+
+def at_level(matrix: Tensor, level: float) -> Tensor:
+    """``matrix`` moved by a multiple of I to where ``level`` is the mean of its eigenvalues, none
+    of them far below that.
+    """
+    size = len(matrix)
+    eye = torch.eye(size, dtype=matrix.dtype)
+    moved = floored(matrix + (level - matrix.trace() / size) * eye, 0.05 * level)
+    return moved * (level * size / moved.trace())
 
 
 def floored(matrix: Tensor, least: float) -> Tensor:

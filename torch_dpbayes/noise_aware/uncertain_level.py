@@ -1,0 +1,50 @@
+"""What a transcript says about θ where the level of its curvature is not much more than noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .surrogate import Surrogate
+
+
+class UncertainLevel:
+    r"""The mean of the surrogates' likelihoods, each of which has another level λ of the curvature:
+
+    .. math:: p(\text{transcript} \mid \theta) = \tfrac1K \sum_k p_k(\text{transcript} \mid \theta)
+
+    A surrogate marginalises the curvature's noise under a flat prior. Where that noise is the
+    larger part, this prior holds a curvature for likely that no records have, and a gradient near
+    zero would then say that θ is near. Here λ is a scale: p(λ) ∝ 1/λ between bounds that are
+    public.
+
+    Args:
+        parts: one surrogate for each of the equally likely levels.
+        middle: the one with the estimated curvature: it checks the run.
+    """
+
+    def __init__(self, parts: Sequence[Surrogate], middle: Surrogate) -> None:
+        self._parts, self._middle = parts, middle
+        self.centre = middle.centre
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
+        return torch.stack([part.log_likelihood(theta) for part in self._parts]).logsumexp(0)
+
+    def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """H and Hθ̂ of a Gaussian likelihood: the means of the surrogates', by how likely each is
+        at ``theta``.
+        """
+        values = torch.stack([part.log_likelihood(theta) for part in self._parts])
+        weights = values.softmax(0)
+        tangents = [part.precision(theta) for part in self._parts]
+        return (
+            torch.einsum("k,kij->ij", weights, torch.stack([h for h, _ in tangents])),
+            torch.einsum("k,ki->i", weights, torch.stack([b for _, b in tangents])),
+        )
+
+    def agreement(self, mode: Tensor, precision: Tensor) -> float:
+        """See :meth:`Surrogate.agreement`."""
+        return self._middle.agreement(mode, precision)
