@@ -403,3 +403,118 @@ def test_after_another_make_private_and_in_copies_nothing_is_left_of_it():
     twin, optimizer, loader = private(twin)
     train(twin, optimizer, loader)
     assert len(optimizer.accountant) == 4
+
+
+# -- a loss that runs for each record alone --------------------------------------------------------
+
+WEIGHTS = torch.ones(2)
+SETTING = {"scale": 1.0}
+
+
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, out, y):
+        return F.cross_entropy(out, y) * self.scale
+
+
+class Trainer(nn.Module):
+    """Holds the model and what it counts, and has the loss as a method."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.steps = net, 0
+
+    def loss(self, out, y):
+        return F.cross_entropy(out, y)
+
+
+def by_global(out, y):
+    return F.cross_entropy(out, y, weight=WEIGHTS, reduction="sum")
+
+
+def by_item(out, y):
+    return F.cross_entropy(out, y) * SETTING["scale"]
+
+
+def by_closure():
+    values = [1.0]
+    return (lambda out, y: F.cross_entropy(out, y) * values[0]), lambda: set_item(values, 0, 2.0)
+
+
+def by_module():
+    criterion = Criterion()
+    return criterion, lambda: setattr(criterion, "scale", 2.0)
+
+
+OF_LOSSES = {
+    "tensor": lambda: (by_global, lambda: WEIGHTS.mul_(2)),
+    "item": lambda: (by_item, lambda: set_item(SETTING, "scale", SETTING["scale"] * 2)),
+    "closure": by_closure,
+    "module": by_module,
+}
+
+
+def with_loss(net, loss, mode):
+    return dpb.PrivacyEngine().make_private(
+        module=net,
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.01),
+        data_loader=DataLoader(
+            TensorDataset(torch.randn(32, 5), torch.randint(2, (32,))), batch_size=8
+        ),
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        grad_sample_mode=mode,
+        loss=loss,
+    )
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "isolated"])
+@pytest.mark.parametrize("name", OF_LOSSES)
+def test_what_a_given_loss_reads_of_variables_around_it_stays_as_it_was(name, mode):
+    """It may be made of a batch, such as weights out of its counts: a record moved the sum by
+    30 C.
+    """
+    loss, change = OF_LOSSES[name]()
+    net, optimizer, loader = with_loss(nn.Sequential(nn.Linear(5, 2)), loss, mode)
+    x, y = next(iter(loader))
+    net.private_loss(x, y).backward()
+    optimizer.step()
+    change()
+    with pytest.raises(RuntimeError, match="since the model was checked"):
+        for x, y in loader:
+            net.private_loss(x, y).backward()
+            optimizer.step()
+    assert len(optimizer.accountant) <= 2
+
+
+def test_the_program_around_a_given_loss_may_count_its_steps():
+    for is_method in (True, False):
+        trainer, counts = Trainer(nn.Sequential(nn.Linear(5, 2))), Settings()
+
+        def of_both(out, y, trainer=trainer, counts=counts):
+            assert counts.inner is None or counts.inner == trainer.steps
+            return trainer.loss(out, y)
+
+        loss = trainer.loss if is_method else of_both
+        net, optimizer, loader = with_loss(trainer.net, loss, None)
+        for x, y in loader:
+            net.private_loss(x, y).backward()
+            optimizer.step()
+            trainer.steps += 1
+            counts.inner = trainer.steps
+        assert len(optimizer.accountant) == len(loader)
+
+
+def test_what_changes_in_a_given_loss_goes_with_the_target():
+    def loss(out, target):
+        y, weight = target
+        return F.cross_entropy(out, y) * weight
+
+    net, optimizer, loader = with_loss(nn.Sequential(nn.Linear(5, 2)), loss, None)
+    for step, (x, y) in enumerate(loader):
+        net.private_loss(x, (y, 1 / (1 + step))).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == len(loader)

@@ -90,12 +90,20 @@ class ModelAsChecked:
         module: the model, with everything attached to it that belongs to the library.
         passing: names of attributes that come and go with every pass.
         watch_passes: look before forward passes, too.
+        loss: that runs for each record alone. What it reads of variables around it, and of a
+            module, could have been made of all records.
     """
 
     def __init__(
-        self, module: nn.Module, passing: Collection[str] = (), *, watch_passes: bool = True
+        self,
+        module: nn.Module,
+        passing: Collection[str] = (),
+        *,
+        watch_passes: bool = True,
+        loss: Callable[..., Any] | None = None,
     ) -> None:
         self._module: nn.Module | None = module
+        self._loss = loss
         self._passing = frozenset(passing)
         self._looks, self._is_first = 0, True
         if watch_passes:
@@ -227,6 +235,10 @@ class ModelAsChecked:
             for cls in type(layer).__mro__:
                 if id(cls) not in look.seen:
                     look.cls(cls, _DEPTH)
+        if self._loss is not None:
+            of_loss = _Look(found, look.names, beside=self._module)
+            of_loss.seen.update(look.seen)
+            of_loss.value(self._loss, ("the loss",), _DEPTH)
         for kind, hooks in global_hooks().items():
             look.value(list(hooks.values()), ("torch's {}", f"global{kind}"), _DEPTH)
         return found
@@ -240,10 +252,20 @@ class _Kept:
 
 
 class _Look:
-    """Goes through values and notes what they come down to."""
+    """Goes through values and notes what they come down to.
 
-    def __init__(self, found: dict[_What, Any], names: Mapping[int, str]) -> None:
-        self.found, self.names = found, names
+    Args:
+        found: where that is noted.
+        names: of tensors that may be moved.
+        beside: the model, where it goes through a loss. Other objects than functions, containers
+            and modules, and what has the model in it, are not looked into then: the program around
+            the loss counts its steps there.
+    """
+
+    def __init__(
+        self, found: dict[_What, Any], names: Mapping[int, str], *, beside: nn.Module | None = None
+    ) -> None:
+        self.found, self.names, self.beside = found, names, beside
         self.seen: dict[int, Any] = {}  # which keeps them, so that no number is taken twice
 
     def module(self, layer: nn.Module, whose: _What, is_passing: Callable[[str], bool]) -> None:
@@ -277,7 +299,8 @@ class _Look:
             self._note(what, (value.shape, str(value.dtype), value.tobytes() if is_plain else None))
         elif isinstance(value, types.MethodType):
             self.value(value.__func__, what, depth)
-            self.value(value.__self__, what, depth)
+            if self.beside is None:
+                self.value(value.__self__, what, depth)
         elif isinstance(value, (staticmethod, classmethod)):
             self.value(value.__func__, what, depth)
         elif isinstance(value, property):
@@ -318,13 +341,17 @@ class _Look:
             if not _is_library(value):
                 self._function(value, what, depth - 1)
         elif isinstance(value, type):
-            if not _is_library(value):
+            if self.beside is None and not _is_library(value):
                 self.cls(value, depth - 1)
         elif isinstance(value, nn.Module):  # one that the model does not know of
+            if self.beside is not None and any(m is self.beside for m in value.modules()):
+                return
             self.module(value, what, lambda _: False)
             self.value((value.training, value._modules), what, depth - 1)
             self.value((value._parameters, value._buffers), ("the tensors of", what), depth - 1)
-        elif isinstance(value, _SETTINGS) or not _is_from(_LIBRARIES, type(value)):
+        elif isinstance(value, _SETTINGS) or (
+            self.beside is None and not _is_from(_LIBRARIES, type(value))
+        ):
             for name, item in _attributes(value):
                 self.value(item, ("attribute {!r} of", name, what), depth - 1)
 

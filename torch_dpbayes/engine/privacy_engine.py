@@ -119,7 +119,8 @@ class PrivacyEngine:
             loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the batch. A mean loss
                 must divide by the number of records in the batch, as torch's criteria do.
             loss: ``(output, *targets) -> scalar`` of one record, which then runs for each record
-                alone: train with ``net.private_loss(x, y).backward()``. None: the loop computes the
+                alone: train with ``net.private_loss(x, y).backward()``. Variables that it reads
+                stay as they are; what changes goes with the target. None: the loop computes the
                 loss from the outputs of the batch.
             example_inputs: positional arguments of the model for two made-up records, where the
                 first items of a batch are not what the model takes. No real records.
@@ -409,7 +410,7 @@ class PrivacyEngine:
         _log.info("records are independent: %s", source.independence)
         fixed = FixedTensors(module)
         module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
-        as_checked = ModelAsChecked(module, source.passing_attributes)
+        as_checked = ModelAsChecked(module, source.passing_attributes, loss=recording.loss)
         optimizer.release.bind(
             source,
             loader.sampler_of_draws,
