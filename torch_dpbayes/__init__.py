@@ -20,8 +20,8 @@ _HOME = {
     "ops": "",
     "PrivacyAccountant": "accounting.accountant",
     "PrivacyBudgetExceeded": "accounting.accountant",
-    "get_noise_multiplier": "accounting.calibration",
-    "get_num_steps": "accounting.calibration",
+    "get_noise_multiplier": "engine.unknown_arguments",
+    "get_num_steps": "engine.unknown_arguments",
     "PrivacyEngine": "engine.privacy_engine",
     "PosteriorSamples": "posterior",
     "private_clipped_fraction": "engine.clip_norm",
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from . import optim as optim
     from .accounting.accountant import PrivacyAccountant as PrivacyAccountant
     from .accounting.accountant import PrivacyBudgetExceeded as PrivacyBudgetExceeded
-    from .accounting.calibration import get_noise_multiplier as get_noise_multiplier
-    from .accounting.calibration import get_num_steps as get_num_steps
     from .engine.clip_norm import private_clipped_fraction as private_clipped_fraction
     from .engine.clip_norm import simulate_gradient_norms as simulate_gradient_norms
     from .engine.privacy_engine import PrivacyEngine as PrivacyEngine
+    from .engine.unknown_arguments import get_noise_multiplier as get_noise_multiplier
+    from .engine.unknown_arguments import get_num_steps as get_num_steps
     from .posterior import PosteriorSamples as PosteriorSamples
 
 

@@ -277,6 +277,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             raise RuntimeError(
                 "a batch of this pass over the private loader got no step, or the one after it was"
                 " taken first: call backward() and step() on every batch, empty ones included."
+                " Opacus' BatchMemoryManager accumulates gradients."
             )
         return self._is_last
 

@@ -36,6 +36,10 @@ UNUSED = (
     "parameter {!r} has no per-record gradient in this step: call backward() once, on one forward"
     " pass in training mode, and freeze with requires_grad_(False) what the model does not use."
 )
+EVALUATED = (
+    "the model is in eval mode, in which no per-record gradients are recorded: call model.train()"
+    " before the training loop, and again after every validation."
+)
 AVERAGED = (
     "the model is called through torch's DistributedDataParallel, which averages unclipped"
     " gradients. Call the model that make_private returned; for several ranks"
@@ -97,6 +101,16 @@ class GradientSource(ABC):
         """The source whose hooks ``module`` carries."""
         source: GradientSource | None = module.__dict__.get(_ATTRIBUTE)
         return source
+
+    def require_pass_in_training_mode(self) -> None:
+        """Raise where the only forward passes of this step were in eval mode."""
+        if (
+            self.passes is not None
+            and self.passes.count == 0
+            and self._module is not None
+            and not self._module.training
+        ):
+            raise RuntimeError(EVALUATED)
 
     @abstractmethod
     def add_clipped_sum(

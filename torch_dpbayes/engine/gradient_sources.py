@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
+from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from ..checks.layer_kinds import check_layers
@@ -39,6 +40,11 @@ def checked_source(
     can be one, else whole batches, tested.
     """
     mode, clipping_kernels, loss_reduction, loss, _ = recording
+    if isinstance(module, AbstractGradSampleModule):
+        raise TypeError(
+            f"the model is wrapped in Opacus' {type(module).__name__} already: pass the model"
+            " inside, module=model._module"
+        )
     if mode not in (None, "bookkeeping", "isolated", "hooks"):
         raise ValueError(
             f'grad_sample_mode must be "bookkeeping", "isolated" or "hooks", got {mode!r}'

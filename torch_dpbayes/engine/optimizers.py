@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -50,6 +51,7 @@ def build(
                 f"{type(optimizer).__name__} is not private: pass"
                 f" partial(torch_dpbayes.optim.DPSGLD, lr={lr})"
             )
+        _require_private(optimizer)
         if accountant is None:
             accountant = PrivacyAccountant()
         if isinstance(optimizer, partial):
@@ -90,6 +92,25 @@ def build(
             " and requires_grad_(False) to freeze"
         )
     return built
+
+
+def _require_private(factory: Any) -> None:
+    """Raise where a factory cannot make a private optimizer, before it is called."""
+    made: Any = factory
+    options: dict[str, Any] = {}
+    while isinstance(made, partial):
+        made, options = made.func, {**made.keywords, **options}
+    if not callable(made):
+        raise TypeError(
+            f"optimizer={factory!r}: pass partial(torch_dpbayes.optim.DPSGLD, lr=0.1), or another"
+            " of torch_dpbayes.optim"
+        )
+    if isinstance(made, type) and issubclass(made, Optimizer):
+        if not issubclass(made, PrivateOptimizer):
+            lr = options.get("lr", '"free"')
+            raise TypeError(
+                f"{made.__name__} is not private: pass partial(torch_dpbayes.optim.DPSGLD, lr={lr})"
+            )
 
 
 def build_calibrated(

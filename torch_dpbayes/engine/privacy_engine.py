@@ -24,6 +24,7 @@ from .loaders import poisson_loader, require_own_streams
 from .optimizers import OptimizerFactory, build, build_calibrated, is_held
 from .plan import Plan, little_left, plan_of
 from .same_on_all_ranks import compare
+from .unknown_arguments import OPACUS, answered
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -51,11 +52,17 @@ class PrivacyEngine:
     ranks hand out sees the releases of one process.
     """
 
+    @answered(OPACUS)
     def __init__(
         self,
         accountant: PrivacyAccountant | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
+        if isinstance(accountant, str):
+            raise TypeError(
+                f'accountant={accountant!r}: pass PrivacyAccountant(method="rdp") for Rényi'
+                " divergences, or leave it out for privacy loss distributions, which are tighter"
+            )
         self._accountant = accountant
         self._is_alone = (
             process_group is not None and torch.distributed.get_world_size(process_group) == 1
@@ -72,6 +79,7 @@ class PrivacyEngine:
             )
         return self._accountant
 
+    @answered(OPACUS)
     def make_private(
         self,
         *,
@@ -147,6 +155,7 @@ class PrivacyEngine:
             )
             return self._attach(module, built, loader, data_loader, recording)
 
+    @answered(OPACUS)
     def make_private_with_epsilon(
         self,
         *,
@@ -222,6 +231,7 @@ class PrivacyEngine:
                     _log.warning("%s", warning)
             return made
 
+    @answered(OPACUS)
     def suggest_lr(
         self,
         *,
@@ -266,6 +276,7 @@ class PrivacyEngine:
             )
         return built.free_lr
 
+    @answered(OPACUS)
     def plan(
         self,
         *,

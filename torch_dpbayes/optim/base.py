@@ -16,11 +16,12 @@ equal noise.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ from .settings import (
     require_positive,
 )
 
+_NEEDED = ("lr", "num_data", "expected_batch_size", "max_grad_norm")
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *SETTINGS))
 
 
@@ -79,6 +81,24 @@ class PrivateOptimizer(Optimizer):
             None: operating-system entropy.
         query: ``(max_grad_norm, expected_batch_size) ->`` what a step asks of the data.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """Say in plain words which arguments are missing."""
+        given = inspect.signature(cls.__init__).bind_partial(None, *args, **options).arguments
+        missing = [name for name in _NEEDED if name not in given]
+        if "num_data" in missing or "expected_batch_size" in missing:
+            raise TypeError(
+                f"{cls.__name__} also needs {', '.join(missing)}:"
+                f" pass optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0 to"
+                " PrivacyEngine().make_private, which knows the rest"
+            )
+        if missing:
+            raise TypeError(
+                f"{cls.__name__} needs {' and '.join(missing)}: pass"
+                f" optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0, the clip norm"
+                " of one record's gradient"
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -185,6 +185,7 @@ class Release:
         """Add Σ clip(g_i) of the batch to the buffer; False while parts of the draw are
         outstanding.
         """
+        self.source.require_pass_in_training_mode()
         is_last = True
         if self.draws is not None:
             is_last = self.draws.use()

@@ -1,0 +1,239 @@
+"""The commonest slips are answered in one sentence with the line to write."""
+
+import statistics
+from functools import partial
+
+import opacus
+import pytest
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.validators import ModuleValidator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+SAMPLER = partial(dpb.optim.DPSGLD, lr=0.1)
+EVAL_LINE = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
+OPACUS_SAYS = ("We have written", "We do not support", "running stats :)", "The reason for it is")
+
+
+def loader_of(*shape):
+    return DataLoader(TensorDataset(torch.randn(60, *shape), torch.randint(3, (60,))), 10)
+
+
+def made(net, optimizer=SAMPLER, shape=(4,), **options):
+    return dpb.PrivacyEngine().make_private(
+        module=net,
+        optimizer=optimizer,
+        data_loader=loader_of(*shape),
+        **{"max_grad_norm": 1.0, "noise_multiplier": 1.0, **options},
+    )
+
+
+def step(net, optimizer, batch):
+    x, y = batch
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+def forgotten_train(*layers):
+    net, optimizer, loader = made(nn.Sequential(nn.Linear(4, 3), *layers))
+    batches = iter(loader)
+    step(net, optimizer, next(batches))
+    net.eval()
+    with torch.no_grad():
+        net(torch.randn(7, 4))
+    step(net, optimizer, next(batches))
+
+
+def accumulated(forgets):
+    net, optimizer, loader = made(nn.Linear(4, 3))
+    for i, (x, y) in enumerate(loader):
+        if forgets:
+            optimizer.zero_grad()
+        (nn.functional.cross_entropy(net(x), y) / 2).backward()
+        if i % 2:
+            optimizer.step()
+
+
+def convolutions(norm, is_frozen=False, evaluates=False):
+    body = nn.Sequential(nn.Conv2d(3, 32, 3), norm, nn.ReLU())
+    body.requires_grad_(not is_frozen)
+    net = nn.Sequential(body, nn.Flatten(), nn.Linear(32 * 36, 3))
+    if evaluates:
+        [m.eval() for m in net.modules() if "BatchNorm" in type(m).__name__]
+    return net
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.body, self.head = kind(4, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x)[0][:, -1])
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.body(x, x, x, need_weights=False)[0].mean(1))
+
+
+IMAGES, SEQUENCES = {"shape": (3, 8, 8)}, {"shape": (5, 4)}
+NOISE = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.01}
+SLIPS = {
+    "train() forgotten": (forgotten_train, "model.train()"),
+    "train() forgotten, Dropout": (lambda: forgotten_train(nn.Dropout(0.1)), "model.train()"),
+    "eval mode": (lambda: made(nn.Linear(4, 3).eval()), "model.train()"),
+    "frozen BatchNorm in train()": (
+        lambda: made(convolutions(nn.BatchNorm2d(32), is_frozen=True), **IMAGES),
+        EVAL_LINE,
+    ),
+    "frozen BatchNorm in eval()": (
+        lambda: made(convolutions(nn.BatchNorm2d(32), is_frozen=True).eval(), **IMAGES),
+        EVAL_LINE,
+    ),
+    "BatchNorm": (lambda: made(convolutions(nn.BatchNorm2d(32)), **IMAGES), "ModuleValidator.fix"),
+    "SyncBatchNorm": (
+        lambda: made(convolutions(nn.SyncBatchNorm(32)), **IMAGES),
+        "ModuleValidator.fix",
+    ),
+    "InstanceNorm": (
+        lambda: made(
+            convolutions(nn.InstanceNorm2d(32, affine=True, track_running_stats=True)), **IMAGES
+        ),
+        "track_running_stats=False",
+    ),
+    "LSTM": (lambda: made(Recurrent(nn.LSTM), **SEQUENCES), "ModuleValidator.fix"),
+    "GRU": (lambda: made(Recurrent(nn.GRU), **SEQUENCES), "ModuleValidator.fix"),
+    "RNN": (lambda: made(Recurrent(nn.RNN), **SEQUENCES), "opacus.layers.DPRNN"),
+    "attention under hooks": (
+        lambda: made(Attending(), **SEQUENCES, grad_sample_mode="hooks"),
+        "ModuleValidator.fix",
+    ),
+    "DPSGLD(parameters)": (
+        lambda: dpb.optim.DPSGLD(nn.Linear(4, 3).parameters(), lr=0.1),
+        "PrivacyEngine().make_private",
+    ),
+    "optimizer=DPSGLD": (lambda: made(nn.Linear(4, 3), dpb.optim.DPSGLD), "partial(DPSGLD, lr=0.1"),
+    "no clip norm": (lambda: made(nn.Linear(4, 3), max_grad_norm=None), "max_grad_norm=1.0"),
+    "partial(Adam)": (
+        lambda: made(nn.Linear(4, 3), partial(torch.optim.Adam)),
+        'partial(torch_dpbayes.optim.DPSGLD, lr="free")',
+    ),
+    "partial(SGD, lr=)": (
+        lambda: made(nn.Linear(4, 3), partial(torch.optim.SGD, lr=0.5)),
+        "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
+    ),
+    "Adam": (lambda: made(nn.Linear(4, 3), torch.optim.Adam), "torch_dpbayes.optim.DPSGLD"),
+    "a built SGD": (
+        lambda: made(nn.Linear(4, 3), torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.5)),
+        "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
+    ),
+    "a built DPOptimizer": (
+        lambda: made(
+            nn.Linear(4, 3),
+            DPOptimizer(
+                torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.5),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                expected_batch_size=10,
+            ),
+        ),
+        "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
+    ),
+    "a name": (lambda: made(nn.Linear(4, 3), "sgld"), "partial(torch_dpbayes.optim.DPSGLD"),
+    "a GradSampleModule": (
+        lambda: made(opacus.GradSampleModule(nn.Linear(4, 3))),
+        "module=model._module",
+    ),
+    "accountant='rdp'": (
+        lambda: dpb.PrivacyEngine(accountant="rdp"),
+        'PrivacyAccountant(method="rdp")',
+    ),
+    "secure_mode=": (lambda: dpb.PrivacyEngine(secure_mode=True), "leave it out"),
+    "secure_mode= of make_private": (
+        lambda: made(nn.Linear(4, 3), secure_mode=True),
+        "leave it out",
+    ),
+    "poisson_sampling=": (lambda: made(nn.Linear(4, 3), poisson_sampling=False), "leave it out"),
+    "clipping=": (lambda: made(nn.Linear(4, 3), clipping="flat"), "leave it out"),
+    "criterion=": (lambda: made(nn.Linear(4, 3), criterion=nn.CrossEntropyLoss()), "pass loss="),
+    "noise_generator=": (
+        lambda: made(nn.Linear(4, 3), noise_generator=torch.Generator()),
+        "generator= in the optimizer factory",
+    ),
+    "arguments without names": (
+        lambda: dpb.PrivacyEngine().make_private(nn.Linear(4, 3), SAMPLER, loader_of(4)),
+        "make_private(module=..., optimizer=..., data_loader=...)",
+    ),
+    "epochs= of noise multipliers": (
+        lambda: dpb.get_noise_multiplier(**NOISE, epochs=3),
+        "steps = epochs * len(loader)",
+    ),
+    "accountant= of noise multipliers": (
+        lambda: dpb.get_noise_multiplier(**NOISE, steps=3, accountant="rdp"),
+        "leave it out",
+    ),
+    "gradients that add up": (lambda: accumulated(False), "BatchMemoryManager"),
+    "gradients that would add up": (lambda: accumulated(True), "BatchMemoryManager"),
+}
+
+
+def answer(name):
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        SLIPS[name][0]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", SLIPS)
+def test_the_answer_names_the_line_to_write(name):
+    said = answer(name)
+    assert SLIPS[name][1] in said
+    assert len(said.split()) <= 35
+    assert not any(text in said for text in OPACUS_SAYS)
+
+
+def test_the_answers_are_short():
+    assert statistics.median(len(answer(name).split()) for name in SLIPS) <= 18
+
+
+@pytest.mark.parametrize(
+    ("net", "shape"),
+    [
+        (ModuleValidator.fix(convolutions(nn.BatchNorm2d(32))), (3, 8, 8)),
+        (convolutions(nn.BatchNorm2d(32), is_frozen=True, evaluates=True), (3, 8, 8)),
+        (ModuleValidator.fix(Recurrent(nn.LSTM)), (5, 4)),
+        (ModuleValidator.fix(Recurrent(nn.GRU)), (5, 4)),
+        (ModuleValidator.fix(Attending()), (5, 4)),
+    ],
+    ids=["BatchNorm", "frozen BatchNorm", "LSTM", "GRU", "attention"],
+)
+def test_what_the_answers_say_works(net, shape):
+    net, optimizer, loader = made(net, shape=shape)
+    step(net, optimizer, next(iter(loader)))
+    assert len(optimizer.accountant) == 1
+
+
+def test_accumulating_by_the_batch_memory_manager_works():
+    net, optimizer, loader = made(nn.Linear(4, 3))
+    with BatchMemoryManager(
+        data_loader=loader, max_physical_batch_size=4, optimizer=optimizer
+    ) as parts:
+        for batch in parts:
+            step(net, optimizer, batch)
+    assert len(optimizer.accountant) == len(loader)
+
+
+def test_what_a_function_has_is_passed_on_and_other_mistakes_name_it():
+    steps = dpb.get_num_steps(**{**NOISE, "noise_multiplier": 2.0})
+    assert dpb.get_noise_multiplier(**NOISE, steps=steps) <= 2.0 * 1.001
+    with pytest.raises(TypeError, match=r"get_num_steps: .*'nonsense'"):
+        dpb.get_num_steps(**NOISE, noise_multiplier=1.0, nonsense=1)
