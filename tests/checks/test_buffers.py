@@ -388,6 +388,25 @@ def test_what_stands_before_the_model_is_not_trained_on_its_gradients(mode):
     assert before.weight.grad is None and len(optimizer.accountant) == len(loader)
 
 
+@MODES
+def test_what_stands_behind_the_model_is_not_trained_on_its_gradients(mode):
+    net, optimizer, loader = private(mode=mode)
+    behind = nn.Linear(1, 1)
+    for x, y in loader:
+        F.mse_loss(behind(net(x)), y).backward()
+        with pytest.raises(RuntimeError, match="the loss uses a parameter outside the model"):
+            optimizer.step()
+        break
+    assert len(optimizer.accountant) == 0
+    behind.requires_grad_(False)
+    for x, y in loader:
+        with torch.no_grad():
+            assert behind(net(x)).shape == y.shape
+        F.mse_loss(behind(net(x)), y).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == len(loader)
+
+
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_per_record_gradients_that_opacus_leaves_behind_stay_as_they_are(is_in_place):
     """Divided by their largest entry, one record would decide over all others."""

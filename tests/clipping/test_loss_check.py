@@ -746,6 +746,15 @@ def test_what_cannot_be_run_again_is_not_seen(name):
     assert watched(lambda out: UNSEEN[name](out, y), logits()) == "not seen"
 
 
+def test_a_gradient_that_was_made_elsewhere_is_not_seen():
+    def loss(out):
+        made = torch.from_numpy(out.detach().numpy().copy()).requires_grad_()
+        F.cross_entropy(made - made.mean(0), classes(), reduction="sum").backward()
+        out.backward(made.grad)
+
+    assert watched(loss, logits(), reduction="sum") == "not seen"
+
+
 def test_noise_is_a_constant_of_its_record():
     assert (
         watched(lambda mean: (mean + 0.3 * torch.randn_like(mean)).square().mean(), logits())

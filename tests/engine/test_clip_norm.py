@@ -73,6 +73,17 @@ def test_the_count_leaves_training_alone():
     assert len(optimizer.accountant) == len(loader) + 1
 
 
+def test_the_accountant_hears_on_what_the_count_rests():
+    def unseen(out, y):
+        return torch.vmap(nn.functional.mse_loss)(out / out.detach().std(), y).mean()
+
+    _, net, optimizer, loader = private()
+    dpb.private_clipped_fraction(net, optimizer, loader, noise_multiplier=5.0, criterion=unseen)
+    (note,) = optimizer.accountant.notes
+    assert note.startswith("private_clipped_fraction: in the model, records are independent")
+    assert "loss not seen" in note
+
+
 def test_a_budget_stops_it_before_anything_is_released():
     _, net, optimizer, loader = private(epsilon=0.5, delta=1e-5)
     with pytest.raises(dpb.PrivacyBudgetExceeded):

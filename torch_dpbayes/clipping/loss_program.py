@@ -33,6 +33,12 @@ _LEAVES = frozenset(
 )
 
 
+TRAINED = (
+    "the loss uses a parameter outside the model (shape {}), whose gradient is neither clipped nor"
+    " noisy: put its module into the model, or freeze it with requires_grad_(False)."
+)
+
+
 class NotReplayed(Exception):
     """What was noted cannot be run again for one record: nothing is known of the loss."""
 
@@ -129,6 +135,8 @@ def _backward(tensors: Any, gradients: Any = None, *_: Any, **options: Any) -> N
             program.is_lost = True
             continue
         if gradient is not None and gradient.dim() > 0:
+            if type(gradient) is not Noted and bool((gradient != gradient.flatten()[:1]).any()):
+                program.is_guided = True
             tensor, gradient = (tensor * gradient).sum(), None
         program.starts.append((tensor.noted[1], gradient))
 
@@ -190,6 +198,7 @@ class Program:
         self.device = "cpu"
         self.is_open = True
         self.is_lost = False
+        self.is_guided = False  # by gradients that were made elsewhere
         self.starts: list[
             tuple[int, Tensor | None]
         ] = []  # of what backward() was called, and with which gradient
@@ -299,6 +308,10 @@ class Program:
         if self.is_lost or not self.starts:
             raise NotReplayed
         keep = self.leading()
+        for place in keep:
+            for t in (outside.tensor for outside in self.ops[place].outsides):
+                if t.requires_grad and t.is_leaf and self.ops[place].has_grad:
+                    raise RuntimeError(TRAINED.format(list(t.shape)))
         if any(op.is_inplace for op in self.ops):  # it may have changed what others see
             keep = set(range(len(self.ops)))
         needed = [op for k, op in enumerate(self.ops) if k in keep]
@@ -322,10 +335,10 @@ class Program:
 
     def takes_numbers(self, needed: Sequence[Op]) -> bool:
         """Whether operations ``needed`` for the loss compute with numbers that may have been made
-        of others, which left torch before.
+        of others, which left torch before; or a gradient was made elsewhere.
         """
-        if self._first_left is None:
-            return False
+        if self.is_guided or self._first_left is None:
+            return self.is_guided
         later = {id(op) for op in self.ops[self._first_left :]}.intersection(map(id, needed))
         return any(
             type(value) is float or (type(value) is Outside and value.tensor.numel() == 1)

@@ -235,11 +235,14 @@ class Release:
             return
         self.draws.retire()
         if (independence := self.independence) != self._stated:
-            self.accountant.note(
-                f"{self.label}: in the model, records are independent {independence}; how a batch"
-                " was made of its records, before the model, is not seen"
-            )
+            self._state(self.label, independence)
             self._stated = independence
+
+    def _state(self, label: str, independence: str) -> None:
+        self.accountant.note(
+            f"{label}: in the model, records are independent {independence}; how a batch was made"
+            " of its records, before the model, is not seen"
+        )
 
     # -- several ranks -----------------------------------------------------------------------------
 
@@ -326,6 +329,7 @@ class Release:
             else events.PoissonSampledDpEvent(self.sample_rate, gaussian)
         )
         self.accountant.compose(event, label=label)
+        self._state(label, self.independence)
         total = (norms.nan_to_num(nan=float("inf")) > bound).double().sub(0.5).sum()
         hides: Iterable[Tensor | str] = (repr((bound, noise_multiplier)), norms)
         noise = self.noise.standard_normal(1, dtype=torch.float64, device=norms.device, hides=hides)
