@@ -19,7 +19,7 @@ _CHAIN = 1024
 _LARGEST_CHAIN = 200  # dimensions; beyond, the Gaussian approximation is all that is offered
 # where that approximation is a good one, and a chain of hours no better
 _LARGEST_CHAIN_UNDER_A_GAUSSIAN_PRIOR = 50
-_LITTLE_LEARNT = 0.93  # the posterior's standard deviations over the prior's
+_LITTLE_LEARNT = 0.95  # the posterior's standard deviations over the prior's
 _LEAST_AGREEMENT = 1e-5
 
 
@@ -66,7 +66,7 @@ class NoiseAwarePosterior:
         self._draws = WeightedDraws(self._log_density, self._mode, self._precision)
         self._chains: Chains | None = None
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        if float((self._variances() * gaussian.precision).mean().sqrt()) > _LITTLE_LEARNT:
+        if self._width_left() > _LITTLE_LEARNT:
             warnings.warn(
                 "the budget is too small for these records to move the prior: the posterior"
                 " returned is nearly the prior. More records or a larger epsilon would change"
@@ -172,14 +172,16 @@ class NoiseAwarePosterior:
     def _log_density(self, theta: Tensor) -> Tensor:
         return self._likelihood.log_likelihood(theta) + self._prior.log_density(theta)
 
-    def _variances(self) -> Tensor:
-        """Of each unconstrained coordinate. The Gaussian at the mode does not know how much less
-        sure the curvature makes everything farther out.
-        """
+    def _width_left(self) -> float:
+        """The posterior's standard deviations over the prior's, in the mean."""
         if not self._draws.are_good:
-            return torch.linalg.inv(self._precision).diagonal()
-        values, weights = self._draws.values, self._draws.weights
-        return weights @ (values - weights @ values).square()
+            variances = torch.linalg.inv(self._precision).diagonal()
+            return float((variances * self._prior.gaussian().precision).mean().sqrt())
+        # the same candidates, weighted for either, so that their randomness cancels
+        prior = self._draws.weighted_for(self._prior.log_density)
+        if not prior.are_good:
+            return 0.0
+        return float((self._draws.variances / prior.variances).mean().sqrt())
 
     def _unconstrained(self, count: int) -> Tensor:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:

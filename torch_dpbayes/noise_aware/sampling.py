@@ -7,6 +7,7 @@ the draws.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -56,11 +57,22 @@ class WeightedDraws:
                 return
 
     def _propose(self, mean: Tensor, precision: Tensor, degrees: float) -> None:
-        self.values, log_proposal = _proposals(mean, precision, self._count, degrees)
-        rows = max(1, _NUMBERS_AT_ONCE // len(mean) ** 2)
-        log_target = torch.cat([self._log_density(part) for part in self.values.split(rows)])
-        self._log_weights = (log_target - log_proposal).nan_to_num(-math.inf, -math.inf, -math.inf)
+        self.values, self._log_proposal = _proposals(mean, precision, self._count, degrees)
+        self.weigh(self._log_density)
+
+    def weigh(self, log_density: LogDensity) -> None:
+        """Weights the candidates for a density."""
+        rows = max(1, _NUMBERS_AT_ONCE // self.values.shape[1] ** 2)
+        log_target = torch.cat([log_density(part) for part in self.values.split(rows)])
+        ratios = log_target - self._log_proposal
+        self._log_weights = ratios.nan_to_num(-math.inf, -math.inf, -math.inf)
         self.weights = torch.softmax(self._log_weights, dim=0)
+
+    def weighted_for(self, log_density: LogDensity) -> WeightedDraws:
+        """The same candidates, with the weights of another density."""
+        other = copy.copy(self)
+        other.weigh(log_density)
+        return other
 
     def _tempered(self, worth: float) -> Tensor:
         """Weights to a power at which they are worth that many draws."""
@@ -92,6 +104,11 @@ class WeightedDraws:
     def are_good(self) -> bool:
         """Whether the proposal was close enough."""
         return self.worth >= _LEAST_SHARE * len(self.weights)
+
+    @property
+    def variances(self) -> Tensor:
+        """Of every coordinate, ``[d]``."""
+        return self.weights @ (self.values - self.weights @ self.values).square()
 
     def resampled(self, count: int) -> Tensor:
         """Draws with equal weights, ``[count, d]``."""
