@@ -199,6 +199,20 @@ def test_copies_in_memory_say_so_and_copies_with_a_ledger_are_counted(path, capl
     assert len(PrivacyAccountant(path=path)) == 7 and not caplog.text
 
 
+def test_copies_of_what_was_saved_before_the_first_release_say_so_too():
+    first = run_on(PrivacyAccountant())
+    state = saved(first)
+    step(first, 5)
+    copied = run_on(PrivacyAccountant())
+    copied.load_state_dict(state)
+    assert copied.accountant.notes == ()  # nothing was released here
+    assert "another copy" in " ".join(step(copied).accountant.notes)
+    again = run_on(PrivacyAccountant())
+    first_again = saved(again)
+    again.load_state_dict(first_again)
+    assert step(again).accountant.notes == ()
+
+
 def test_a_run_that_was_never_resumed_rests_on_nothing(accountant):
     optimizer = step(run_on(accountant), 3)
     state = saved(optimizer)

@@ -701,7 +701,9 @@ class PrivacyAccountant:
             charging.refresh()
             charging.settle()
             charging.refresh()  # up to the rows that were just written
-            jobs = self._charged_by_jobs(charging) if self._ledger is None else {}
+            jobs: dict[str, Counter[DpEvent]] = {}
+            if self._ledger is None:  # itself, too, of which a copy knows nothing
+                jobs = {self._job: Counter(), **self._charged_by_jobs(charging)}
             notes = list(self._statements(charging))
             return saved_state.written(charging.history, jobs, self._ledger, notes)
 
@@ -758,7 +760,7 @@ class PrivacyAccountant:
             rule = Filter.decoded(saved.filter, self._budget)
             charging.load(parts, saved.schedule, rule, slack)
             if self._ledger is None:
-                self._earlier = saved.jobs
+                self._earlier = {k: counts for k, counts in saved.jobs.items() if k != self._job}
             elif parts:
                 self._ledger.add_note(_RESUMED, self._job)
 
