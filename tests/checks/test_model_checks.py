@@ -118,8 +118,9 @@ def test_models_that_take_something_else():
         "max_grad_norm": 1.0,
     }
     dpb.PrivacyEngine().make_private(module=Pair(), **arguments)  # a mapping is the one input
+    dpb.PrivacyEngine().make_private(module=nn.Linear(6, 3), **arguments)  # or its first value is
     with pytest.raises(ValueError, match="example_inputs"):
-        dpb.PrivacyEngine().make_private(module=nn.Linear(6, 3), **arguments)
+        dpb.PrivacyEngine().make_private(module=nn.Linear(7, 3), **arguments)
     dpb.PrivacyEngine().make_private(
         module=nn.Linear(6, 3), **arguments, example_inputs=(torch.randn(2, 6),)
     )

@@ -356,3 +356,48 @@ def test_epsilon_composes_the_schedule_as_dp_accounting_does():
     assert optimizer.accountant.get_epsilon(1e-5) == pytest.approx(
         reference.get_epsilon(1e-5), rel=0.02
     )
+
+
+@pytest.mark.parametrize(
+    "cycle",
+    [
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.4, total_steps=STEPS + 1),
+        lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.4, step_size_up=3),
+    ],
+    ids=["OneCycleLR", "CyclicLR"],
+)
+def test_momentum_is_cycled_and_each_step_is_charged_at_its_own(cycle):
+    optimizer = private(DPSGHMC)
+    schedule, wanted, momenta = cycle(optimizer), [], []
+    for _ in range(STEPS):
+        momenta.append(optimizer.momentum)
+        needed = [
+            math.sqrt(2 * (1 - group["momentum"]) * T / (group["lr"] * N))
+            for group in optimizer.param_groups
+        ]
+        wanted.append(B / C * min(needed))
+        step(optimizer)
+        schedule.step()
+    assert max(momenta) - min(momenta) > 0.05
+    assert sorted(charged(optimizer)) == pytest.approx(sorted(wanted))
+
+
+def test_momentum_has_its_limits_whoever_sets_it():
+    optimizer = private(DPSGHMC)
+    for momentum in (1.0, -0.1, math.nan):
+        optimizer.param_groups[0]["momentum"] = momentum
+        with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
+            step(optimizer)
+    assert len(optimizer.accountant) == 0
+
+
+def test_a_state_saved_before_groups_had_a_momentum_goes_on_with_the_optimizers():
+    optimizer, other = private(DPSGHMC), private(DPSGHMC)
+    step(optimizer)
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        del group["momentum"]
+    other.load_state_dict(state)
+    assert other.momentum == 0.9
+    step(other)
+    assert charged(other)[0] == charged(other)[1]

@@ -17,7 +17,7 @@ from .findings import MayFail, MissingGradientsError, MixedRecordsError
 from .forward_runs import require_same, run, same_rows
 from .gradient_checks import check_trial
 from .independence import require_same_alone
-from .made_up_records import exchanged, fitting_rows, given, groups_that_stay, map_rows
+from .made_up_records import exchanged, fitting_rows, given, groups_that_stay, map_rows, output_of
 from .seeded_draws import SeededDraws
 from .tried_model import TriedModel
 
@@ -90,7 +90,7 @@ def _observed(tried: TriedModel, arguments: tuple[Any, ...], decisions: Decision
     try:
         with decisions:
             with SeededDraws(0, tried.axes, are_alike=tried.is_aligned):
-                outputs = list(tensors_in(tried.module(*arguments)))
+                outputs = list(tensors_in(output_of(tried.module, arguments)))
             rows = len(outputs[0])
             terms = []
             for t in outputs:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..clipping.nested import tensors_in
 from .findings import OF_NUMBER, OF_OTHERS, MixedRecordsError
 from .gradient_hooks import HOOKED, HookWatch
-from .made_up_records import rows_in
+from .made_up_records import output_of, rows_in
 from .seeded_draws import SeededDraws
 
 ALONE = (
@@ -87,7 +87,7 @@ def run(
     watch = HookWatch()
     try:
         with torch.set_grad_enabled(bool(draws.seed % 2)), draws, watch:  # the model may ask which
-            found.outputs = [t.detach() for t in tensors_in(module(*arguments))]
+            found.outputs = [t.detach() for t in tensors_in(output_of(module, arguments))]
     finally:
         for handle in handles:
             handle.remove()

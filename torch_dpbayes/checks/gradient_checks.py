@@ -23,7 +23,7 @@ from .findings import (
     affordable,
     failing_as,
 )
-from .made_up_records import exchanged, given, groups_that_stay, over_rows
+from .made_up_records import exchanged, given, groups_that_stay, output_of, over_rows
 from .seeded_draws import FIRST_DIMENSION, SeededDraws
 from .tried_model import TriedModel
 
@@ -55,7 +55,7 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
 
     def losses(arguments: tuple[Any, ...], rows: slice) -> tuple[Tensor, Tensor]:
         """One of each record, and what outputs without rows add."""
-        output = tried.module(*arguments)
+        output = output_of(tried.module, arguments)
         outputs = Nested(output).tensors if is_mapped else list(tensors_in(output))
         outputs = [t.float() for t in outputs if t.is_floating_point()]
         by_row = [t.reshape(len(t), -1) for t in outputs if t.dim() > 0]
@@ -81,8 +81,8 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
         nullcontext()
         if is_mapped
         else failing_as(
-            "per-record gradients of this model cannot be computed: {}. Give a parameter that"
-            " stands beside other layers (a class token) a small module of its own."
+            "per-record gradients of this model cannot be computed: {}. Leave out"
+            " grad_sample_mode=, or give a parameter beside layers (a class token) its own module."
         )
     ):
         with draws():
@@ -192,7 +192,9 @@ def check_trial(
 
     def loss(arguments: tuple[Any, ...], which: int, rows: slice = slice(None)) -> Tensor:
         with SeededDraws(seed, tried.axes, are_alike=are_alike):
-            outputs = [t for t in tensors_in(tried.module(*arguments)) if t.is_floating_point()]
+            outputs = [
+                t for t in tensors_in(output_of(tried.module, arguments)) if t.is_floating_point()
+            ]
         if not weights:
             other = power - 3 if power > 2 else power + 6
             for t in outputs:

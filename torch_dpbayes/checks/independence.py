@@ -17,8 +17,8 @@ from .seeded_draws import SeededDraws
 from .tried_model import FAILS, TriedModel
 
 CANNOT_BE_RUN = (
-    "the model cannot be run on two made-up records of shapes {}: {{}}. Pass example_inputs=, the"
-    " positional arguments of the model for two made-up records (no real ones)."
+    "the model cannot be run on two made-up records of shapes {}: {{}}. Pass example_inputs=, its"
+    " arguments for two made-up records (no real ones)."
 )
 NOT_FINITE = (
     "the model's output on made-up records is not finite: pass example_inputs=, made-up records"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..clipping.nested import map_tensors, tensors_in
 
 # "given": those that stand for the model's inputs; "codes": categories and counts
 KINDS = ("given", "copies", "codes", "ties", "outliers", "missing", "short", "plain", "holes")
 _SIZES = (2, 5, 33)
+_TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 
 
 def made_up_inputs(batch: Any) -> tuple[Any, ...]:
@@ -37,6 +39,49 @@ def made_up_inputs(batch: Any) -> tuple[Any, ...]:
         if not _are_equal_records(made):
             break
     return made
+
+
+class Keywords(dict[str, Any]):
+    """Arguments that are given by name, after all others."""
+
+
+def taken_apart(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by place, and those by name."""
+    if arguments and isinstance(arguments[-1], Keywords):
+        return arguments[:-1], arguments[-1]
+    return arguments, {}
+
+
+def output_of(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+    """``module`` of ``arguments``, of which the last may be :class:`Keywords`."""
+    positional, by_name = taken_apart(arguments)
+    return module(*positional, **by_name)
+
+
+def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
+    """Arguments for two made-up records, as ``module`` may be meant to take such a batch, the
+    likeliest first.
+
+    A tuple or list holds the model's inputs followed by the target. A mapping is passed by name,
+    with or without the target; as it is; or without its names, and the target.
+    """
+    if not isinstance(batch, Mapping):
+        return [made_up_inputs(batch)]
+    (made,) = made_up_inputs((batch,))
+    by_name = {k: v for k, v in made.items() if isinstance(k, str) and [*tensors_in(v)]}
+    inputs = {k: v for k, v in by_name.items() if k not in _TARGETS}
+    if inputs == by_name:
+        inputs = dict(list(by_name.items())[:-1])
+    parameters = inspect.signature(module.forward).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    ways: list[tuple[Any, ...]] = []
+    for given_by_name in (by_name, inputs):
+        if taken := {k: v for k, v in given_by_name.items() if takes_all or k in names}:
+            ways.append((Keywords(taken),))
+    places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    by_place = tuple(inputs.values())
+    return [*ways, (made,), by_place[:places] or by_place]
 
 
 def require_different(inputs: tuple[Any, ...]) -> None:

@@ -15,7 +15,7 @@ from ..clipping.record_map import CannotBeMapped, KeptTensors, in_plain_words
 from .findings import MayFail, affordable, failing_as
 from .forward_runs import ALONE, are_finite, same_outputs
 from .independence import CANNOT_BE_RUN, NOT_FINITE, check_independence, require_unchanged
-from .made_up_records import repeated
+from .made_up_records import output_of, repeated
 from .model_state import ModelAsChecked
 from .seeded_draws import FIRST_DIMENSION, SeededDraws
 from .tried_model import TriedModel
@@ -49,14 +49,14 @@ def check_map(tried: TriedModel) -> ModelAsChecked:
         running = failing_as(cannot_be_run) if is_given else MayFail()
         batched = None
         with running, source.paused(), torch.no_grad(), SeededDraws(0, axes, are_alike=True):
-            batched = Nested(module(*batch)).tensors
+            batched = Nested(output_of(module, batch)).tensors
         if batched is None:
             continue
         require_unchanged(module, before)
         draws = SeededDraws(0, axes, are_alike=True)
         try:
             with _blamed(module), draws:
-                mapped = Nested(module(*batch)).tensors
+                mapped = Nested(output_of(module, batch)).tensors
             if sums := [t.float().sum() for t in mapped if t.requires_grad]:
                 torch.stack(sums).sum().backward()
             if unrecorded := [name for name, p in module.named_parameters() if p.grad is not None]:

@@ -8,7 +8,7 @@ Both are tested here by running the model, not by its list of layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from .findings import failing_as
 from .gradient_checks import check_gradients, check_gradients_unmoved
 from .gradient_hooks import require_no_hooks
 from .independence import check_independence
-from .made_up_records import map_rows, require_different
+from .made_up_records import map_rows, output_of, require_different
 from .mapped_model import check_map
 from .model_state import KEPT, ModelAsChecked
 from .seeded_draws import generators_left_as_found
@@ -100,6 +100,26 @@ def check_mapped_model(module: nn.Module, source: GradientSource, inputs: tuple[
         _require_nothing_kept(as_checked)
 
 
+def first_that_runs(module: nn.Module, ways: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The first of several ``ways`` to pass made-up records with which the model runs; the first
+    of all if it runs with none. The model is left as it was found.
+    """
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    for inputs in ways if len(ways) > 1 else ():
+        try:
+            with torch.no_grad(), generators_left_as_found(list(devices)):
+                output_of(module, inputs)
+            return inputs
+        except Exception:  # of the model: it takes its inputs in another way
+            continue
+        finally:
+            with torch.no_grad():
+                for name, b in module.named_buffers():
+                    b.copy_(buffers[name])
+    return ways[0]
+
+
 def _check_some_gradients(tried: TriedModel, *, is_mapped: bool) -> None:
     for seed in range(1, _ATTEMPTS):
         if check_gradients(tried, is_mapped=is_mapped):
@@ -118,7 +138,7 @@ def _check_empty_batch(tried: TriedModel) -> None:
 
     def run() -> None:
         try:
-            outputs = [t for t in Nested(tried.module(*empty)).tensors if t.requires_grad]
+            outputs = [t for t in Nested(output_of(tried.module, empty)).tensors if t.requires_grad]
             torch.stack([t.float().sum() for t in outputs]).sum().backward()
             if any(tried.source.per_record_gradients(p) is None for p in tried.parameters):
                 raise ValueError(

@@ -19,8 +19,10 @@ from .made_up_records import (
     given,
     map_rows,
     neighbours,
+    output_of,
     repeated,
     rows_in,
+    taken_apart,
 )
 from .seeded_draws import SeededDraws
 
@@ -35,7 +37,7 @@ class TriedModel:
     Attributes:
         module: the model, with ``source`` attached to it.
         source: where its per-record gradients come from.
-        inputs: its positional arguments for two made-up records.
+        inputs: its arguments for two made-up records.
         alone: the run of one record.
         axes: for each draw of random numbers, the dimension of the records, where known.
         is_aligned: records draw in a batch what they would draw alone.
@@ -83,9 +85,10 @@ class TriedModel:
     def _tried(self, arguments: tuple[Any, ...]) -> Any:
         with torch.no_grad(), SeededDraws():
             if not self.on_cpu:
-                return self.module(*arguments)
+                return output_of(self.module, arguments)
             arguments = map_tensors(arguments, Tensor.cpu)
-            return torch.func.functional_call(self.module, self.on_cpu, arguments)
+            positional, by_name = taken_apart(arguments)
+            return torch.func.functional_call(self.module, self.on_cpu, positional, by_name)
 
     @cached_property
     def limits(self) -> list[int]:

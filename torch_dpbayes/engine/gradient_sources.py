@@ -30,7 +30,7 @@ class Recording(NamedTuple):
     clipping_kernels: Mapping[str, str] | None
     loss_reduction: str
     loss: Loss | None
-    example_inputs: tuple[Any, ...] | None
+    example_inputs: tuple[Any, ...] | Mapping[str, Any] | None
 
 
 def checked_source(
@@ -78,7 +78,10 @@ def checked_source(
                 check_mapped_model,
             )
         except CannotBeMapped as error:
-            raise ValueError(f'grad_sample_mode="isolated": {error}') from error
+            reason = str(error).partition(". ")[0]  # torch goes on about its own
+            raise ValueError(
+                f'grad_sample_mode="isolated": {reason}. Leave it out for the default mode'
+            ) from error
     if mode != "hooks" and not reason:
         check_layers(module, is_mapped=True)
         unrecorded: list[str] = []

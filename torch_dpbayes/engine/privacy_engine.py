@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader
 from ..accounting.accountant import PrivacyAccountant, check_epsilon
 from ..batches.poisson_loader import PoissonLoader
 from ..checks.fixed_tensors import FixedTensors
-from ..checks.made_up_records import made_up_inputs
+from ..checks.made_up_records import Keywords, ways_to_pass
+from ..checks.model_checks import first_that_runs
 from ..checks.model_state import ModelAsChecked
 from ..clipping.mapped_forward import Loss
+from ..clipping.nested import map_tensors
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks, refuse_wrapped, require_alone
 from .gradient_sources import Recording, checked_source
@@ -92,7 +94,7 @@ class PrivacyEngine:
         clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
         loss: Loss | None = None,
-        example_inputs: tuple[Any, ...] | None = None,
+        example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Attach per-record gradients to the model, Poisson sampling to the loader, and both to the
         optimizer.
@@ -130,8 +132,9 @@ class PrivacyEngine:
                 alone: train with ``net.private_loss(x, y).backward()``. Variables that it reads
                 stay as they are; what changes goes with the target. None: the loop computes the
                 loss from the outputs of the batch.
-            example_inputs: positional arguments of the model for two made-up records, where the
-                first items of a batch are not what the model takes. No real records.
+            example_inputs: arguments of the model for two made-up records, a tuple of positional
+                ones or a mapping of those given by name, where a batch does not show what the model
+                takes. No real records.
 
         Returns:
             The model, the optimizer and the private loader.
@@ -171,7 +174,7 @@ class PrivacyEngine:
         clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
         loss: Loss | None = None,
-        example_inputs: tuple[Any, ...] | None = None,
+        example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``,
         ``target_delta``) after ``epochs`` passes.
@@ -407,9 +410,13 @@ class PrivacyEngine:
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Check the model, then tie model, optimizer and loader together."""
         require_own_streams(optimizer, loader)
-        inputs = recording.example_inputs
-        if inputs is None:
-            inputs = _to_device_of(module, made_up_inputs(loader.collate_fn([loader.dataset[0]])))
+        examples = recording.example_inputs
+        if examples is None:
+            batch = loader.collate_fn([loader.dataset[0]])
+            ways = _to_device_of(module, ways_to_pass(module, batch))
+            inputs = first_that_runs(module, ways)
+        else:
+            inputs = (Keywords(examples),) if isinstance(examples, Mapping) else examples
         source = checked_source(module, recording, inputs, loader.expected_batch_size)
         try:
             if self._ranks is not None:
@@ -445,6 +452,6 @@ class PrivacyEngine:
         return module, optimizer, loader
 
 
-def _to_device_of(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _to_device_of(module: nn.Module, inputs: Any) -> Any:
     device = next(module.parameters()).device
-    return tuple(x.to(device) if hasattr(x, "to") else x for x in inputs)
+    return map_tensors(inputs, lambda t: t.to(device))

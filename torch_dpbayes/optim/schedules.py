@@ -1,6 +1,9 @@
 r"""Step-size schedules of samplers that ``torch.optim.lr_scheduler`` lacks. Every scheduler of
 torch works with the private optimizers, too.
 
+``OneCycleLR`` and ``CyclicLR`` also cycle the momentum of ``DPSGHMC``, whose friction and noise
+follow it step by step; the others have none, so write ``cycle_momentum=False``.
+
 A schedule sets ``lr``, and with it the sampler's own noise z_L ∝ lr^-½: every step is charged at z
 = max(z_L, ``noise_multiplier``) of its own lr, and the accountant composes the different z. The
 steps with the largest lr cost most. ::

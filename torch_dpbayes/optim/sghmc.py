@@ -13,6 +13,7 @@ from ..noise import in_cache
 from ..release.layout import GroupGradient
 from .base import PrivateOptimizer
 from .priors import LogPrior
+from .settings import require_number
 
 
 class DPSGHMC(PrivateOptimizer):
@@ -56,7 +57,9 @@ class DPSGHMC(PrivateOptimizer):
             :class:`~torch_dpbayes.optim.base.PrivateOptimizer`; ``make_private`` sets it.
         accountant: where steps are charged; None: one of its own, ``optimizer.accountant``.
         generator: source of the noise; None: operating-system entropy.
-        momentum: m in [0, 1), or ``"matched"``. m = 0 is :class:`DPSGLD`.
+        momentum: m in [0, 1), or ``"matched"``. m = 0 is :class:`DPSGLD`. A number may differ
+            between parameter groups, and schedulers may change it (``OneCycleLR``): the friction
+            1−m, and with it z_L, is that of the step.
 
     Raises:
         ValueError: an argument is out of range, or b̂ > 1; the message says what would do.
@@ -106,9 +109,11 @@ class DPSGHMC(PrivateOptimizer):
         elif not 0 <= momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {momentum}")
         self._momentum = momentum
+        defaults = {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean}
         super().__init__(
             params,
-            {"lr": lr, "prior_std": prior_std, "prior_mean": prior_mean},
+            # under this name torch's schedulers cycle it
+            defaults if self._is_matched else {**defaults, "momentum": momentum},
             num_data=num_data,
             expected_batch_size=expected_batch_size,
             max_grad_norm=max_grad_norm,
@@ -122,8 +127,8 @@ class DPSGHMC(PrivateOptimizer):
 
     @property
     def momentum(self) -> float | str:
-        """m, or ``"matched"``."""
-        return self._momentum
+        """m in force, of the first group, or ``"matched"``."""
+        return self._momentum if self._is_matched else self._momentum_of(self.param_groups[0])
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:
         if self._is_matched:
@@ -143,17 +148,27 @@ class DPSGHMC(PrivateOptimizer):
 
     def _free_lr(self) -> float:
         ratio = self.expected_batch_size / (self.max_grad_norm * self.noise_multiplier)
-        friction = 1.0 if self._is_matched else 1 - float(self._momentum)
+        friction = 1.0 if self._is_matched else 1 - self._momentum_of(self.defaults)
         return 2 * friction * self.temperature * ratio**2 / self.num_data
 
     def _friction(self, group: dict[str, Any], noise_multiplier: float) -> float:
         """1 − m."""
         if not self._is_matched:
-            return 1 - float(self._momentum)
+            return 1 - self._momentum_of(group)
         ratio = noise_multiplier * self.max_grad_norm / self.expected_batch_size
         return group["lr"] * self.num_data * ratio**2 / (2 * self.temperature)
 
+    def _momentum_of(self, group: dict[str, Any]) -> float:
+        """m of a group; that of a state saved before groups had one is the optimizer's."""
+        momentum = group.get("momentum", self._momentum)
+        require_number("momentum", momentum)
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+        return float(momentum)
+
     def _multiplier(self, group: dict[str, Any]) -> float:
+        if not self._is_matched:
+            self._momentum_of(group)
         noise_multiplier = super()._multiplier(group)
         if self._is_matched and group["lr"] > self._free_lr() * (1 + 1e-9):
             raise ValueError(

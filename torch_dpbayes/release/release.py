@@ -393,7 +393,7 @@ class Release:
 
 def options_of(group: dict[str, Any]) -> list[Any]:
     """What a parameter group may have of its own."""
-    return [group["lr"], group["prior_std"], group["prior_mean"]]
+    return [group.get(name) for name in ("lr", "prior_std", "prior_mean", "momentum")]
 
 
 def _hidden(layout: Layout, settings: Mapping[str, Any]) -> Iterator[Tensor | str]:
