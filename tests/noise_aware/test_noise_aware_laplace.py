@@ -258,6 +258,16 @@ def test_a_run_arrives_from_three_prior_standard_deviations_away():
     assert float(error.abs().max()) < 5.0  # .2 are usual, and were 20
 
 
+def test_no_records():
+    with pytest.warns(UserWarning, match="budget is too small"):
+        post = laplace(
+            GLM(), torch.zeros(0, 3, dtype=DOUBLE), torch.zeros(0), epsilon=1, delta=1e-5
+        )
+    assert float(post.stddev["weights"].min()) > 0.9
+    with pytest.raises(ValueError, match="there are no records"):
+        laplace(normal, torch.zeros(0, 2), epsilon=1.0, delta=1e-5, max_grad_norm=4.0)
+
+
 def test_a_record_under_large_noise_leaves_the_prior():
     """A curvature that is nothing but noise must not pass for one that makes the record sure: its
     mean eigenvalue is at most C²/2, and the noise on the gradients has a deviation of 38.

@@ -47,6 +47,11 @@ class Arguments:
         self.num_records = 0
         self.row_dims: dict[int, int] = {}  # number of a data argument -> dimension of its records
 
+    @property
+    def are_empty(self) -> bool:
+        """Whether a tensor has no rows."""
+        return any(isinstance(leaf, Tensor) and leaf.shape[:1] == (0,) for leaf in self._leaves)
+
     def standing_in(self) -> Arguments:
         """Arguments of the same kinds that say nothing about the number of records: every tensor
         but single numbers has as many rows, along its first dimension, as nothing else is long.

@@ -80,6 +80,8 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
             f" {errors[0] if own else type(errors[0]).__name__}. Try it on such data yourself;"
             f" {ROWS_ONLY}"
         ) from None
+    if arguments.are_empty:
+        raise UnfitModel("there are no records: a plate of Pyro's cannot be empty.")
     raise UnfitModel(
         "the model does not run on made-up data of the shapes that were passed:"
         f" {first_line(errors[0])} Let it take such values: it never sees the data themselves."
