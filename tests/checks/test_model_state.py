@@ -31,8 +31,12 @@ class Public:
     centred = False
 
 
+elsewhere = types.ModuleType("a_file_of_settings")
+elsewhere.IS_CENTRED, elsewhere.STEPS = False, 0
+
+
 def is_centred_by_a_global():
-    return IS_CENTRED or BY_NAME["centred"] or Public.centred
+    return elsewhere.IS_CENTRED or IS_CENTRED or BY_NAME["centred"] or Public.centred
 
 
 def switchable():
@@ -238,6 +242,11 @@ def test_a_global_variable_a_class_or_a_hook_on_all_modules(monkeypatch):
         patch.setitem(BY_NAME, "centred", True)
         refused("global variable 'BY_NAME'")
     net, optimizer, loader = private()
+    with monkeypatch.context() as patch:
+        patch.setattr(elsewhere, "IS_CENTRED", True)
+        refused("global variable 'IS_CENTRED' of a_file_of_settings")
+    net, optimizer, loader = private()
+    elsewhere.STEPS += 1  # which the model does not read
     with monkeypatch.context() as patch:
         patch.setattr(Public, "centred", True)
         refused("'centred' of class 'Public'")

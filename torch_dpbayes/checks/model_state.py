@@ -368,10 +368,22 @@ class _Look:
             self.value(held, ("variable {!r} of", name, what), depth)
         for name in _globals_of(code):
             if name in function.__globals__:
-                where = ("global variable {!r} of", name, ("{}", function.__module__))
                 held = function.__globals__[name]
-                if where not in self.found and not isinstance(held, types.ModuleType):
+                if isinstance(held, types.ModuleType):
+                    self._variables(held, _attributes_of(code), depth)
+                    continue
+                where = ("global variable {!r} of", name, ("{}", function.__module__))
+                if where not in self.found:
                     self.value(held, where, depth)
+
+    def _variables(self, home: types.ModuleType, names: Collection[str], depth: int) -> None:
+        """Those of a file of the caller's."""
+        if home.__name__.partition(".")[0] in _LIBRARIES or _is_installed(home.__name__):
+            return
+        for name in names:
+            where = ("global variable {!r} of", name, ("{}", home.__name__))
+            if name in vars(home) and where not in self.found:
+                self.value(vars(home)[name], where, depth)
 
     def _note(self, what: _What, leaf: Any) -> None:
         while what in self.found:  # the next of the same name
@@ -425,6 +437,13 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
                 yield from names(constant)
 
     return tuple(dict.fromkeys(names(code)))
+
+
+@lru_cache(4096)
+def _attributes_of(code: types.CodeType) -> tuple[str, ...]:
+    """Names of attributes, among others, that a function, or one inside it, reads."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *(n for c in inner for n in _attributes_of(c))]))
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
