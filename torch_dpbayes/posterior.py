@@ -7,7 +7,7 @@ import math
 import os
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,29 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.utils import _pytree as pytree
+from tqdm.auto import tqdm
 
 from .checks.fixed_tensors import same_values
+from .checks.made_up_records import TARGETS, named_inputs
 
 Transform = Callable[[Tensor], Tensor]
+Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
+Inputs = Tensor | Iterable[Any]
 _Sample = dict[str, Tensor]
 
 _FILE_FORMAT = "torch_dpbayes.PosteriorSamples"
 _FILE_VERSION = 1
 
+_NO_BATCHES = (
+    "x must be a tensor whose first dimension is the record, or a DataLoader; for one batch of"
+    " another kind write [batch]."
+)
+
 # Small networks are run for several samples at once, which saves the fixed cost of a forward pass;
 # stacked parameters beyond the cache would cost more than that.
-_ROWS = 256  # predicted at a time
+_ROWS = 256  # of a tensor, predicted at a time
+_SOON = 2.0  # seconds after which progress is shown
 _GROUP, _LARGEST_IN_GROUP = 16, 20_000  # samples, and numbers in each of them
 
 
@@ -194,7 +205,14 @@ class PosteriorSamples:
 
     # -- predicting --------------------------------------------------------------------------------
 
-    def predict(self, model: nn.Module, x: Tensor, transform: Transform | None = softmax) -> Tensor:
+    def predict(
+        self,
+        model: nn.Module,
+        x: Inputs,
+        transform: Transform | None = softmax,
+        *,
+        forward: Forward | None = None,
+    ) -> Tensor:
         r"""The posterior average :math:`\frac1S\sum_s \mathrm{transform}(f(x; \theta_s))`.
 
         The model is evaluated in eval mode without gradients, then put back as it was; its
@@ -203,12 +221,16 @@ class PosteriorSamples:
         Args:
             model: a network with the parameters that were collected. Its frozen parameters and
                 buffers are used.
-            x: ``[n, ...]``, one row a record. Rows are predicted independently and in chunks: the
-                model must not mix them, and the first dimension must be the record. Moved to the
-                model's device if it is elsewhere.
+            x: ``[n, ...]``, one row a record, or a ``DataLoader``, or any other iterable of
+                batches: tensors, tuples whose last item is the target, or mappings, of which the
+                model gets by name what it takes. Predicted chunk by chunk, a batch at a time, which
+                is all that is moved to the model's device: the model must not mix rows, and the
+                first dimension must be the record. A bar shows progress where it takes long.
             transform: applied to one sample's output ``[rows, ...]`` before averaging, keeping the
                 first dimension: softmax over the last dimension by default; ``torch.exp`` for
                 log-probabilities; ``None`` for regression.
+            forward: ``(model, batch) -> output`` where the model returns no tensor or takes its
+                inputs in another way, as ``lambda model, batch: model(**batch).logits``.
 
         Returns:
             The average, ``[n, ...]``, on the model's device, in the dtype of the transformed
@@ -234,15 +256,22 @@ class PosteriorSamples:
                 )
             return (total / len(self)).to(dtype)
 
-        return torch.cat(self._evaluate(model, x, transform, average))
+        return torch.cat(self._evaluate(model, x, transform, forward, average))
 
-    def outputs(self, model: nn.Module, x: Tensor, transform: Transform | None = None) -> Tensor:
+    def outputs(
+        self,
+        model: nn.Module,
+        x: Inputs,
+        transform: Transform | None = None,
+        *,
+        forward: Forward | None = None,
+    ) -> Tensor:
         """The output under every sample, ``[samples, n, ...]`` in the order of collection: draws of
         the function.
 
         Args:
-            model, x, transform: as in :meth:`predict`; here the output is not transformed by
-                default.
+            model, x, transform, forward: as in :meth:`predict`; here the output is not
+                transformed by default.
 
         Raises:
             RuntimeError, ValueError, TypeError: as :meth:`predict`.
@@ -250,11 +279,17 @@ class PosteriorSamples:
         **Privacy**: post-processing.
         """
         return torch.cat(
-            self._evaluate(model, x, transform, lambda groups: torch.cat(list(groups))), dim=1
+            self._evaluate(model, x, transform, forward, lambda groups: torch.cat(list(groups))),
+            dim=1,
         )
 
     def predictive_entropy(
-        self, model: nn.Module, x: Tensor, transform: Transform | None = softmax
+        self,
+        model: nn.Module,
+        x: Inputs,
+        transform: Transform | None = softmax,
+        *,
+        forward: Forward | None = None,
     ) -> Tensor:
         r"""Entropy of the posterior predictive distribution, :math:`H[\frac1S\sum_s p(y\mid
         x,\theta_s)]`, in nats.
@@ -263,7 +298,7 @@ class PosteriorSamples:
         parameters.
 
         Args:
-            model, x: as in :meth:`predict`.
+            model, x, forward: as in :meth:`predict`.
             transform: turns one sample's output into probabilities over the last dimension.
 
         Returns:
@@ -276,11 +311,16 @@ class PosteriorSamples:
         **Privacy**: post-processing.
         """
         return torch.cat(
-            self._evaluate(model, x, transform, lambda groups: self._entropies(groups)[0])
+            self._evaluate(model, x, transform, forward, lambda groups: self._entropies(groups)[0])
         )
 
     def mutual_information(
-        self, model: nn.Module, x: Tensor, transform: Transform | None = softmax
+        self,
+        model: nn.Module,
+        x: Inputs,
+        transform: Transform | None = softmax,
+        *,
+        forward: Forward | None = None,
     ) -> Tensor:
         r"""Mutual information of label and parameters, in nats: what the samples disagree about.
 
@@ -299,7 +339,7 @@ class PosteriorSamples:
             total, expected = self._entropies(groups)
             return (total - expected).clamp_min(0)  # rounding alone can make it negative
 
-        return torch.cat(self._evaluate(model, x, transform, difference))
+        return torch.cat(self._evaluate(model, x, transform, forward, difference))
 
     def _entropies(self, groups: Iterator[Tensor]) -> tuple[Tensor, Tensor]:
         """Entropy of the average distribution, and average entropy of the distributions."""
@@ -317,7 +357,13 @@ class PosteriorSamples:
         return torch.special.entr(average).sum(-1), entropy
 
     def predictive_quantiles(
-        self, model: nn.Module, x: Tensor, quantiles: Sequence[float], *, noise_std: float
+        self,
+        model: nn.Module,
+        x: Inputs,
+        quantiles: Sequence[float],
+        *,
+        noise_std: float,
+        forward: Forward | None = None,
     ) -> Tensor:
         r"""Quantiles of the posterior predictive distribution of a regression with Gaussian noise.
 
@@ -327,7 +373,7 @@ class PosteriorSamples:
         quantiles.
 
         Args:
-            model, x: as in :meth:`predict`. The output is the mean of the target.
+            model, x, forward: as in :meth:`predict`. The output is the mean of the target.
             quantiles: probabilities strictly between 0 and 1; ``(0.05, 0.95)`` bounds a 90 %
                 interval.
             noise_std: standard deviation σ of the likelihood, in the units of the target. It is the
@@ -359,17 +405,18 @@ class PosteriorSamples:
             means = torch.cat(list(groups))
             return _mixture_quantiles(means.double(), quantiles, noise_std).to(means.dtype)
 
-        return torch.cat(self._evaluate(model, x, None, solve), dim=1)
+        return torch.cat(self._evaluate(model, x, None, forward, solve), dim=1)
 
     def _evaluate(
         self,
         model: nn.Module,
-        x: Tensor,
+        x: Inputs,
         transform: Transform | None,
+        forward: Forward | None,
         reduce: Callable[[Iterator[Tensor]], Tensor],
     ) -> list[Tensor]:
         """``reduce`` of the transformed outputs, in groups ``[samples, rows, ...]``, for each
-        chunk of rows.
+        batch.
         """
         if not self._samples:
             raise RuntimeError(
@@ -377,8 +424,7 @@ class PosteriorSamples:
                 f" times and burn_in={self.burn_in} of them are discarded. Call collect(model)"
                 " after burn-in, before predicting."
             )
-        if not isinstance(x, Tensor) or x.dim() == 0:
-            raise TypeError("x must be a tensor whose first dimension is the record.")
+        batches = _batches(x)
         parameters = dict(model.named_parameters())
         shapes = self.shapes()
         # A model may be frozen after training; what was frozen during training cannot be trainable
@@ -393,52 +439,55 @@ class PosteriorSamples:
                 " and frozen like it."
             )
         device = parameters[next(iter(shapes))].device
-        x = x.to(device)
+        called = _Called(model, _output_of if forward is None else forward)
 
         def on_model(name: str, sample: Tensor) -> Tensor:
             return sample.to(device=parameters[name].device, dtype=parameters[name].dtype)
 
-        def forward(sample: _Sample, rows: Tensor) -> Tensor:
-            output = functional_call(model, sample, (rows,))
+        def run(sample: _Sample, batch: Any) -> Tensor:
+            output = functional_call(called, {f"model.{n}": p for n, p in sample.items()}, (batch,))
             if not isinstance(output, Tensor):
                 raise TypeError(
                     f"The model returned a {type(output).__name__}; predictions need one tensor"
-                    " with a row a record. Wrap the model in a module that returns that tensor."
+                    " with a row a record: pass forward=lambda model, x: model(x).logits, or alike."
                 )
             result = output if transform is None else transform(output)
             if (
                 not isinstance(result, Tensor)
                 or result.dim() == 0
-                or result.shape[0] != rows.shape[0]
+                or result.shape[0] != _records_in(batch)
             ):
                 shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
                 raise ValueError(
-                    f"{rows.shape[0]} records went in and {shape} came out: model and transform"
-                    " must return a tensor with one row a record in its first dimension."
+                    f"{_records_in(batch)} records went in and {shape} came out: model and"
+                    " transform must return a tensor with one row a record in its first dimension."
                 )
             return result
 
-        def groups(rows: Tensor, size: int) -> Iterator[Tensor]:
+        def groups(batch: Any, size: int) -> Iterator[Tensor]:
             start = 0
             while size > 1 and start < len(self):
                 samples = self._samples[start : start + size]
                 stacked = {
                     name: torch.stack([on_model(name, s[name]) for s in samples]) for name in shapes
                 }
-                result = _try_vmap(forward, stacked, rows)
+                result = _try_vmap(run, stacked, batch)
                 if result is None:
                     break
                 yield result
                 start += len(samples)
             for sample in self._samples[start:]:
-                yield forward(
-                    {name: on_model(name, s) for name, s in sample.items()}, rows
-                ).unsqueeze(0)
+                moved = {name: on_model(name, s) for name, s in sample.items()}
+                yield run(moved, batch).unsqueeze(0)
 
         is_small = sum(s.numel() for s in self._samples[0].values()) <= _LARGEST_IN_GROUP
         with _evaluation_mode(model), torch.no_grad():
             size = _GROUP if is_small else 1
-            return [reduce(groups(rows, size)) for rows in x.split(_ROWS)]
+            shown = tqdm(batches, "predicting", delay=_SOON, disable=None, leave=False)
+            reduced = [reduce(groups(_moved(batch, device), size)) for batch in shown]
+        if not reduced:
+            raise ValueError("x holds no batch: pass a tensor, or a DataLoader that is not empty.")
+        return reduced
 
     # -- diagnostics -------------------------------------------------------------------------------
 
@@ -611,8 +660,58 @@ class PosteriorSamples:
         return loaded
 
 
+class _Called(nn.Module):
+    """A model and how it is called, as one module whose parameters can be exchanged."""
+
+    def __init__(self, model: nn.Module, call: Forward) -> None:
+        super().__init__()
+        self.model, self.call = model, call
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.call(self.model, batch)
+
+
+def _batches(x: Inputs) -> Iterable[Any]:
+    if isinstance(x, Tensor) and x.dim() > 0:
+        return x.split(_ROWS)
+    if hasattr(x, "sampler_of_draws"):
+        raise TypeError(
+            "x is a private loader, which draws records at random for one step each: pass"
+            " DataLoader(dataset, batch_size=256)."
+        )
+    if isinstance(x, (Tensor, Mapping)) or not isinstance(x, Iterable):
+        raise TypeError(_NO_BATCHES)
+    return x
+
+
+def _output_of(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        taken = named_inputs(model, {k: v for k, v in batch.items() if k not in TARGETS})
+        if not taken:
+            raise TypeError(
+                f"the model takes none of {', '.join(map(str, batch))} by name: pass"
+                ' forward=lambda model, batch: model(batch["..."]).'
+            )
+        return model(**taken)
+    if isinstance(batch, (tuple, list)):
+        return model(*(batch[:-1] if len(batch) > 1 else batch))
+    return model(batch)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    if not any(isinstance(t, Tensor) for t in pytree.tree_leaves(batch)):
+        raise TypeError(_NO_BATCHES)
+    return pytree.tree_map(lambda t: t.to(device) if isinstance(t, Tensor) else t, batch)
+
+
+def _records_in(batch: Any) -> int:
+    tensors = (t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim() > 0)
+    return len(next(tensors, ()))
+
+
 def _try_vmap(
-    forward: Callable[[_Sample, Tensor], Tensor], stacked: _Sample, rows: Tensor
+    forward: Callable[[_Sample, Any], Tensor], stacked: _Sample, batch: Any
 ) -> Tensor | None:
     """The outputs ``[samples, rows, ...]``, or ``None`` where vmap cannot run this model."""
     try:
@@ -620,7 +719,7 @@ def _try_vmap(
             # vmap runs an operation without a batching rule in a slow loop of its own: ours is
             # faster
             warnings.filterwarnings("error", message="There is a performance drop")
-            return vmap(forward, in_dims=(0, None))(stacked, rows)
+            return vmap(forward, in_dims=(0, None))(stacked, batch)
     # in-place writes, control flow on values, numpy; if the error is real, the loop raises it again
     except Exception:
         return None

@@ -15,7 +15,7 @@ from ..clipping.nested import map_tensors, tensors_in
 # "given": those that stand for the model's inputs; "codes": categories and counts
 KINDS = ("given", "copies", "codes", "ties", "outliers", "missing", "short", "plain", "holes")
 _SIZES = (2, 5, 33)
-_TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
+TARGETS = frozenset({"label", "labels", "target", "targets", "y"})
 
 
 def made_up_inputs(batch: Any) -> tuple[Any, ...]:
@@ -58,6 +58,15 @@ def output_of(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
     return module(*positional, **by_name)
 
 
+def named_inputs(module: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a mapping whose names ``module`` takes."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(batch)
+    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    return {name: value for name, value in batch.items() if name in names}
+
+
 def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
     """Arguments for two made-up records, as ``module`` may be meant to take such a batch, the
     likeliest first.
@@ -69,16 +78,14 @@ def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
         return [made_up_inputs(batch)]
     (made,) = made_up_inputs((batch,))
     by_name = {k: v for k, v in made.items() if isinstance(k, str) and [*tensors_in(v)]}
-    inputs = {k: v for k, v in by_name.items() if k not in _TARGETS}
+    inputs = {k: v for k, v in by_name.items() if k not in TARGETS}
     if inputs == by_name:
         inputs = dict(list(by_name.items())[:-1])
-    parameters = inspect.signature(module.forward).parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     ways: list[tuple[Any, ...]] = []
     for given_by_name in (by_name, inputs):
-        if taken := {k: v for k, v in given_by_name.items() if takes_all or k in names}:
+        if taken := named_inputs(module, given_by_name):
             ways.append((Keywords(taken),))
+    parameters = inspect.signature(module.forward).parameters.values()
     places = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     by_place = tuple(inputs.values())
     return [*ways, (made,), by_place[:places] or by_place]
