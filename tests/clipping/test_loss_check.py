@@ -746,6 +746,20 @@ def test_what_cannot_be_run_again_is_not_seen(name):
     assert watched(lambda out: UNSEEN[name](out, y), logits()) == "not seen"
 
 
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_numbers_after_some_left_torch_are_constants_if_they_stay_the_same(is_constant):
+    y, watch = classes(), LossWatch("mean")
+
+    def loss(out):
+        loss = F.cross_entropy(out, y)
+        logged = (out.argmax(1) == y).float().mean().item() + loss.item()
+        return loss * (0.5 if is_constant else 1 / (1 + logged))
+
+    assert watched(loss, logits(), watch=watch) == "not seen"  # the next batch will tell
+    assert watched(loss, logits(), watch=watch) == ("compared" if is_constant else "not seen")
+    assert watch._was_missed != is_constant
+
+
 def test_a_gradient_that_was_made_elsewhere_is_not_seen():
     def loss(out):
         made = torch.from_numpy(out.detach().numpy().copy()).requires_grad_()

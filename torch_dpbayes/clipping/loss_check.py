@@ -40,7 +40,8 @@ class LossWatch:
     functions, and a number that ``item()`` takes out where it is used as it is. What is computed
     from the targets alone (class weights out of the batch's counts) is taken for a constant of the
     record whose row it is. A branch on a value of the outputs is not seen. A loss that could not be
-    compared, or that computes with other numbers after some left torch, is reported as not seen.
+    compared, or that computes with other numbers in each batch after some left torch, is reported
+    as not seen.
     """
 
     def __init__(self, loss_reduction: str) -> None:
@@ -53,6 +54,7 @@ class LossWatch:
         self._constants: dict[
             tuple[int, int], tuple[int, float]
         ] = {}  # records and number when last seen
+        self._later: dict[int, list[float]] = {}  # numbers that may be made of the outputs
         self._was_compared = self._was_missed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,6 +107,7 @@ class LossWatch:
             return
         if len(self._known) >= _SIGNATURES:
             self._known.clear()
+            self._later.clear()
         self._known[signature] = ways or ()
         count = _RECORDS if ways is None else _RECORDS_LATER
         try:
@@ -140,9 +143,15 @@ class LossWatch:
                 verdict = verdict_on(program, needed, records, unit, reading, is_wide)
             if verdict.is_same:
                 self._known[signature] = tuple(ways)
-                if program.takes_numbers(needed):
+                if program.is_guided:
                     return False
-                return self._is_settled(signature, numbers, ways, n)
+                later = program.later_numbers(needed)
+                first_seen = self._later.setdefault(signature, later)
+                if first_seen != later:
+                    return False
+                settled = self._is_settled(signature, numbers, ways, n)
+                is_first = bool(later) and first_seen is later  # the next batch will tell
+                return None if is_first else settled
             if first is None or _is_clearer(verdict, first):
                 first = verdict
         if first is None or first.is_same is None:

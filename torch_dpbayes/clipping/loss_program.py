@@ -333,19 +333,21 @@ class Program:
         if self._first_left is None:
             self._first_left = len(self.ops)
 
-    def takes_numbers(self, needed: Sequence[Op]) -> bool:
-        """Whether operations ``needed`` for the loss compute with numbers that may have been made
-        of others, which left torch before; or a gradient was made elsewhere.
+    def later_numbers(self, needed: Sequence[Op]) -> list[float]:
+        """Numbers that operations ``needed`` for the loss take after some left torch: they may be
+        made of those.
         """
-        if self.is_guided or self._first_left is None:
-            return self.is_guided
+        if self._first_left is None:
+            return []
         later = {id(op) for op in self.ops[self._first_left :]}.intersection(map(id, needed))
-        return any(
-            type(value) is float or (type(value) is Outside and value.tensor.numel() == 1)
-            for op in self.ops
-            if id(op) in later
-            for value in flat(op.args, (float, Outside))
-        )
+        values = [
+            value for op in self.ops if id(op) in later for value in flat(op.args, (float, Outside))
+        ]
+        return [
+            float(value.tensor) if type(value) is Outside else value
+            for value in values
+            if type(value) is not Outside or value.tensor.numel() == 1
+        ]
 
     def _kept(self, value: Any, op: Op) -> Any:
         if type(value) in _CONSTANTS:
