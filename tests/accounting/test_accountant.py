@@ -430,7 +430,7 @@ def test_empty_accountant():
         {"epsilon": math.nan, "delta": DELTA},
         {"epsilon": 1.0, "delta": 0.0},
         {"epsilon": 1.0, "delta": 1.0},
-        {"epsilon": 1.0, "delta": 1e-11},
+        {"epsilon": 1.0, "delta": 1e-31},
         {"method": "clt"},
         {"neighboring": "zero_out"},
     ],

@@ -121,7 +121,7 @@ def test_number_of_steps_is_the_largest(neighboring):
         {"target_epsilon": 0.0},
         {"target_epsilon": math.inf},
         {"target_delta": 0.0},
-        {"target_delta": 1e-12},
+        {"target_delta": 1e-31},
         {"sample_rate": 0.0},
         {"sample_rate": 1.1},
         {"steps": 0},

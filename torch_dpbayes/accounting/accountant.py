@@ -89,7 +89,7 @@ class PrivacyAccountant:
 
     Args:
         epsilon: the budget's epsilon. ``None``: no limit, or, with ``path``, that of the file.
-        delta: the budget's delta, also the default of :meth:`get_epsilon`. At least 1e-10.
+        delta: the budget's delta, also the default of :meth:`get_epsilon`. At least 1e-30.
         method: ``"pld"`` composes privacy loss distributions and is tight. ``"rdp"`` adds Renyi
             curves: 3 to 15 percent above, and knows zero-concentrated releases.
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that
@@ -900,7 +900,7 @@ def check_epsilon(epsilon: Any) -> float:
 
 
 def check_delta(delta: Any) -> float:
-    """``delta`` as a ``float`` in [1e-10, 1)."""
+    """``delta`` as a ``float`` in [1e-30, 1)."""
     value = float(delta)
     if not 0 < value < 1:
         raise ValueError(
@@ -909,8 +909,7 @@ def check_delta(delta: Any) -> float:
         )
     if value < SMALLEST_DELTA:
         raise ValueError(
-            f"delta = {value:g} is below {SMALLEST_DELTA:g}, where round-off and truncated tails of"
-            " the floating-point computation are no longer negligible: the epsilon would not be a"
-            " proven bound. Use delta >= 1e-10."
+            f"delta = {value:g} is below {SMALLEST_DELTA:g}, down to which bounds were compared"
+            " with the truth. Use delta >= 1e-30."
         )
     return value

@@ -7,7 +7,7 @@ looks worse, and add what the computation does not see. Lower bounds round the o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from .bounded import RandomizedResponses, largest_sum, least_delta, least_epsilon
 from .composition import ACCURACY, Composition, choose_window, compose, tail_of
@@ -32,7 +32,8 @@ from .pairs import (
     largest_loss,
 )
 
-_ROUGH_RATIO, _ROUGH_ACCURACY = 1.02, 1e-3  # of a first bound where levels are many
+_ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
+_COARSE_RATIO, _COARSE_ACCURACY = 1.02, 1e-3  # of that of an extension of many levels
 _LOWER_RATIO = 1.005
 _FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 
@@ -77,20 +78,30 @@ def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> fl
     if (mu := only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta)
     try:
-        if len(levels) <= EXACT_LEVELS:
-            return _worst([c.upper_epsilon(delta) for c in compose(levels, delta=delta)])
-        # Where levels are many a rough bound on one direction often shows that it is not the worse
-        # one.
-        rough = compose(merge(levels, _ROUGH_RATIO), delta=delta, accuracy=_ROUGH_ACCURACY)
-        bounds = {c.reverse: c.upper_epsilon(delta) for c in rough}
-        fine: dict[bool, float] = {}
-        for reverse in sorted(bounds, key=lambda direction: -bounds[direction]):
-            if not fine or not bounds[reverse] <= max(fine.values()):
-                (composition,) = compose(levels, delta=delta, reverse=reverse)
-                fine[reverse] = composition.upper_epsilon(delta)
-        return _worst(list(fine.values()))
+        return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta)
     except OverflowError:
         return math.inf
+
+
+def _worse(
+    levels: Mapping[Pair, int],
+    ask: Callable[[Composition], float],
+    *,
+    delta: float | None = None,
+    epsilon: float | None = None,
+) -> float:
+    """The answer in the worse direction, which a rough bound on the other one often shows."""
+    worst = math.nan
+    for reverse in directions(levels):
+        if not math.isnan(worst):
+            (rough,) = compose(
+                levels, delta=delta, epsilon=epsilon, accuracy=_ROUGH_ACCURACY, reverse=reverse
+            )
+            if ask(rough) <= worst:
+                continue
+        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
+        worst = ask(fine) if math.isnan(worst) else _worst([worst, ask(fine)])
+    return math.inf if math.isnan(worst) else worst
 
 
 class Extension:
@@ -137,9 +148,9 @@ class Extension:
 
         try:
             # the better direction does not decide: it may stay rough
-            if len(base) > EXACT_LEVELS and ratio < _ROUGH_RATIO:
+            if len(base) > EXACT_LEVELS and ratio < _COARSE_RATIO:
                 rough = [
-                    composed(reverse, merge(base, _ROUGH_RATIO), _ROUGH_ACCURACY)
+                    composed(reverse, merge(base, _COARSE_RATIO), _COARSE_ACCURACY)
                     for reverse in directions(joint)
                 ]
                 rough.sort(key=lambda pair: pair[0].upper_epsilon(delta))
@@ -251,6 +262,6 @@ def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     if (mu := only_mu(levels)) is not None:
         return max(0.0, min(1.0, gaussian_delta(mu, epsilon) * (1 + 1e-10)))
     try:
-        return min(1.0, _worst([c.upper_delta(epsilon) for c in compose(levels, epsilon=epsilon)]))
+        return min(1.0, _worse(levels, lambda c: c.upper_delta(epsilon), epsilon=epsilon))
     except OverflowError:
         return 1.0

@@ -27,16 +27,19 @@ from scipy import fft, signal
 
 from .levels import directions
 from .loss_grid import BEYOND, grid_masses, loss_nodes
-from .pairs import Array, Pair, Sampled, has_two_directions
+from .pairs import Array, Pair, Pure, Sampled, has_two_directions
 
 _TILTS = np.geomspace(1e-4, 1e6, 104)
 _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
 _OUTSIDE = 1e-9  # tilted mass that the window may miss
 _LARGEST_WINDOW = 2**22
+_ROUGH_SIZE = 2**16  # of a window, if a wider one is asked for before delta is known
 # at a wider window, if the first was too narrow; after that the bound holds, but is loose
 _ATTEMPTS = 4
+_SMALLEST = 1e-40  # delta, below which an answer may be loose
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
+_OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
 _MOST_GROUPS = 48  # of levels that the choice of tilt and window looks at
 
 
@@ -65,6 +68,8 @@ class Window(NamedTuple):
     upper_tilt: float
     lower: float
     upper: float
+    log_delta: float  # about that of the answer
+    wanted_interval: float  # for the accuracy that was asked for
 
 
 def choose_window(
@@ -72,11 +77,12 @@ def choose_window(
     reverse: bool,
     tail: float,
     *,
-    log_delta: float,
+    log_delta: float | None = None,
     epsilon: float | None = None,
     accuracy: float = ACCURACY,
     interval: float | None = None,
 ) -> Window:
+    """The window for what is asked at ``epsilon``, or at ``log_delta``."""
     pairs = sorted(levels.items(), key=_level_order)
     total = sum(levels.values())
     nodes = []
@@ -96,24 +102,30 @@ def choose_window(
             losses, log_masses = -losses, log_masses - losses
         nodes.append((losses, log_masses, sum(pairs[i][1] for i in chunk)))
     cumulant, mean, variance = _cumulants(nodes, _TILTS)
+    conversion = _TILTS * np.log(_TILTS) - (1 + _TILTS) * np.log1p(_TILTS)
     # Tangent point of the bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath,
     # Steinke 2020), interpolated, so that the result changes smoothly with the levels.
-    if epsilon is None:
+    if log_delta is not None:
         depth = np.maximum.accumulate(_TILTS * mean - cumulant + np.log1p(_TILTS))
         tilt = float(np.exp(np.interp(-log_delta, depth, np.log(_TILTS))))
-        conversion = _TILTS * np.log(_TILTS) - (1 + _TILTS) * np.log1p(_TILTS)
         epsilon = max(
             float(np.interp(tilt, _TILTS, (cumulant - log_delta + conversion) / _TILTS)), 0.0
         )
     else:
+        assert epsilon is not None
+        log_delta = min(float(np.min(cumulant - _TILTS * epsilon + conversion)), 0.0)
         tangent = np.maximum.accumulate(mean - np.log1p(1 / _TILTS))
         tilt = float(np.exp(np.interp(epsilon, tangent, np.log(_TILTS))))
     if interval is None:
         # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over
         # the cell.
         scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
+        scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
         interval = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), 2e-4 * scale)
         interval = max(interval, 4 * widest / _LARGEST_WINDOW, 1e-12)
+        atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
+        if len(atoms) == 1 and (atom := atoms.pop()) > interval:
+            interval = atom / math.ceil(atom / interval)  # both its losses on the grid
     tilt = min(tilt, 0.5 / interval)
     # What the rounding adds at most to a step's variance is h^2 / 4.
     center, _, spread = (float(value[0]) for value in _cumulants(nodes, np.array([tilt])))
@@ -141,6 +153,8 @@ def choose_window(
         upper_tilt=tilt + float(steps[top]),
         lower=lower,
         upper=upper,
+        log_delta=log_delta,
+        wanted_interval=interval,
     )
 
 
@@ -375,7 +389,7 @@ class Composition:
 
 def tail_of(delta: float, total: int) -> float:
     """Mass of each of so many releases that may be moved upwards."""
-    return max(1e-7 * delta / total, 1e-30)
+    return max(1e-7 * delta / total, 1e-280)
 
 
 def compose(
@@ -398,20 +412,33 @@ def compose(
         reverse: this direction only.
     """
     total = sum(levels.values())
-    log_delta = math.log(delta) if delta is not None else -23.0
-    tail = tail_of(math.exp(log_delta), total)
     compositions = []
     for direction in directions(levels) if reverse is None else (reverse,):
-        window = choose_window(
-            levels,
-            direction,
-            tail,
-            epsilon=epsilon,
-            log_delta=log_delta,
-            accuracy=accuracy,
-            interval=interval,
-        )
-        composition = Composition(window, levels, direction, tail)
+        wanted, tail = delta, tail_of(_SMALLEST if delta is None else delta, total)
+        for _ in range(_ATTEMPTS):
+            window = choose_window(
+                levels,
+                direction,
+                tail,
+                epsilon=epsilon,
+                log_delta=None if wanted is None else math.log(wanted),
+                accuracy=accuracy,
+                interval=interval,
+            )
+            if wanted is None:
+                tail = tail_of(max(math.exp(window.log_delta), _SMALLEST), total)
+                if (window.upper - window.lower) / window.interval > _ROUGH_SIZE:
+                    window = window._replace(interval=(window.upper - window.lower) / _ROUGH_SIZE)
+            composition = Composition(window, levels, direction, tail)
+            if epsilon is None:
+                break
+            # Where few releases decide, the guess of delta is far too high.
+            found = max(composition.upper_delta(epsilon), _SMALLEST)
+            if tail <= 100 * tail_of(found, total) and (
+                wanted is not None or window.interval <= window.wanted_interval
+            ):
+                break
+            wanted, tail = found, tail_of(found, total)
         for _ in range(_ATTEMPTS):
             if composition.wrapped <= 100 * _OUTSIDE:
                 break

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 
-from .bounded import largest_sum, sum_as_written
+from .bounded import largest_sum
 from .pairs import Failure, NonPrivate, Pair
 
-SMALLEST_DELTA = 1e-10  # below it round-off and truncated tails are no longer negligible
+SMALLEST_DELTA = 1e-30  # down to which bounds were compared with the truth
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
 
 
@@ -33,7 +34,10 @@ def failing(failures: Mapping[Failure, int], *, upper: bool = True) -> float:
     none = math.fsum(count * math.log1p(-failure.delta) for failure, count in failures.items())
     if not upper:
         return -math.expm1(none) * (1 - _FAILURE_ERROR)
-    together = sum_as_written((failure.delta, count) for failure, count in failures.items())
+    total = sum((n * Fraction(failure.delta) for failure, n in failures.items()), Fraction(0))
+    together = float(total)
+    if together < total:
+        together = math.nextafter(together, math.inf)
     return min(-math.expm1(none) * (1 + _FAILURE_ERROR), together, 1.0)
 
 

@@ -32,6 +32,11 @@ def pieces(edges: Array, degree: int = 3) -> tuple[Array, Array]:
     ).ravel()
 
 
+def _degree(width: float) -> int:
+    """The rule for a normal density up to ``width`` standard deviations, on pieces of a tenth."""
+    return 3 if width < 9 else 5
+
+
 def log_mixture(x: Array, rate: float, noise: float) -> Array:
     """log(1 - q + q exp((2x - 1) / (2 z^2))), accurate where it is small and where the
     exponential overflows.
@@ -129,7 +134,7 @@ def _(pair: Gaussian, tail: float, interval: float | None = None) -> Nodes:
     if interval is not None:
         grid = interval * _grid(mu * ends[0] - mu**2 / 2, mu * ends[1] - mu**2 / 2, interval)
         edges = np.union1d(edges, np.clip(grid / mu + mu / 2, *ends))
-    x, weight = pieces(edges)
+    x, weight = pieces(edges, _degree(width))
     return Nodes(mu * x - mu**2 / 2, weight * np.exp(-((x - mu) ** 2) / 2) / math.sqrt(2 * math.pi))
 
 
@@ -144,7 +149,7 @@ def _(pair: Sampled, tail: float, interval: float | None = None) -> Nodes:
         grid = interval * _grid(low, high, interval)
         grid = grid[(grid > low) & (grid < high)]
         edges = np.union1d(edges, np.clip(_sampled_point(pair, grid), *ends))
-    x, weight = pieces(edges)
+    x, weight = pieces(edges, _degree(width))
     log_ratio = log_mixture(x, q, z)
     mass = weight * np.exp(log_ratio - x**2 / (2 * z**2)) / (z * math.sqrt(2 * math.pi))
     loss = log_ratio - log_mixture(-x, q, z) if pair.kind == "antipodal" else log_ratio

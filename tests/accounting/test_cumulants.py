@@ -1,0 +1,101 @@
+"""Bounds against an oracle without a grid, and against themselves: to epsilon and back."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+from support.cumulants import true_delta
+
+from torch_dpbayes import PrivacyAccountant
+from torch_dpbayes.accounting import bounds
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure, Sampled
+
+rates = st.floats(-3.0, -0.05).map(lambda x: 10**x)
+noises = st.floats(-0.3, 1.0).map(lambda x: 10**x)
+losses = st.floats(-2.0, 0.3).map(lambda x: 10**x)
+smooth_pair = st.one_of(
+    st.builds(Sampled, st.sampled_from(["directed", "antipodal"]), rates, noises),
+    st.builds(Gaussian, losses),
+)
+any_pair = st.one_of(smooth_pair, st.builds(Pure, losses), st.builds(BoundedRange, losses))
+deltas = st.floats(-29.5, -2.0).map(lambda x: 10**x)
+
+
+@pytest.mark.thorough
+@given(
+    history=st.lists(st.tuples(smooth_pair, st.integers(5, 3000)), min_size=1, max_size=2),
+    delta=deltas,
+)
+@settings(max_examples=12, deadline=None)
+def test_bounds_meet_the_integral_over_the_cumulant(history, delta):
+    counts = dict(history)
+    epsilon = bounds.upper_epsilon(counts, delta)
+    assume(0 < epsilon < 500)
+    truth = true_delta(counts, epsilon)
+    assume(truth > 1e-40)  # else, or if the integral does not settle, nothing is known
+    assert truth * (1 - 1e-9) <= delta <= truth * 1.01
+    assert truth * (1 - 1e-9) <= bounds.upper_delta(counts, epsilon) <= truth * 1.01
+
+
+@given(
+    history=st.lists(st.tuples(any_pair, st.integers(1, 3000)), min_size=1, max_size=3),
+    delta=deltas,
+)
+@settings(max_examples=30, deadline=None)
+def test_epsilon_and_delta_agree_with_each_other(history, delta):
+    counts = dict(history)
+    epsilon = bounds.upper_epsilon(counts, delta)
+    assume(0 < epsilon < 1000)
+    largest = math.fsum(n * p.epsilon for p, n in history if isinstance(p, Pure | BoundedRange))
+    bounded = all(isinstance(pair, Pure | BoundedRange) for pair in counts)
+    assume(not bounded or epsilon < 0.999 * largest)  # at the very end delta falls as it likes
+    back = bounds.upper_delta(counts, epsilon)
+    assert 0.99 * delta <= back <= 1.01 * delta
+    assert bounds.upper_epsilon(counts, back) == pytest.approx(epsilon, rel=1e-2)
+
+
+@pytest.mark.parametrize("delta", [1e-10, 1e-15, 1e-20, 1e-30])
+@pytest.mark.parametrize("mu", [1e-3, 0.1, 1.0, 10.0])
+def test_gaussians_at_tiny_deltas(mu, delta):
+    """delta = phi(a) (R(a) - R(a + mu)), a = epsilon / mu - mu / 2, with Mills' ratio R, here as
+    an integral of positive terms.
+    """
+    epsilon = bounds.upper_epsilon({Gaussian(mu): 1}, delta)
+    a = epsilon / mu - mu / 2
+    x = np.linspace(0.0, 40.0, 400_001)
+    integrand = np.exp(-(x**2) / 2 - a * x) * -np.expm1(-mu * x)
+    truth = stats.norm.pdf(a) * (integrand.sum() - integrand[-1] / 2) * x[1]
+    assert truth * (1 - 1e-7) <= delta <= truth * (1 + 1e-5)
+
+
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("count", [1, 4])
+def test_one_sampled_release_at_tiny_deltas(count):
+    """q times a Gaussian profile; and for four, by the oracle."""
+    q, z, delta = 0.01, 2.0, 1e-30
+    epsilon = bounds.upper_epsilon({Sampled("directed", q, z): count}, delta)
+    if count > 1:
+        truth = true_delta({Sampled("directed", q, z): count}, epsilon)
+    else:
+        other = math.log1p(math.expm1(epsilon) / q)
+        tails = (
+            special.log_ndtr(0.5 / z - other * z),
+            other + special.log_ndtr(-0.5 / z - other * z),
+        )
+        truth = q * math.exp(tails[0]) * -math.expm1(tails[1] - tails[0])
+    assert truth * (1 - 1e-8) <= delta <= truth * 1.01
+
+
+def test_tiny_deltas_are_answered_and_smaller_ones_refused():
+    step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+    accountant = PrivacyAccountant(12.0, 1e-30)
+    assert 0 < accountant.remaining(step) < math.inf
+    accountant.compose(step, 100)
+    tiny, small = accountant.get_epsilon(1e-30), accountant.get_epsilon(1e-10)
+    assert small < tiny < 12
+    with pytest.raises(ValueError, match="1e-30"):
+        accountant.get_epsilon(1e-31)
