@@ -16,6 +16,23 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+__all__ = [
+    "ReliabilityCurve",
+    "accuracy",
+    "area_under_roc",
+    "brier_score",
+    "expected_calibration_error",
+    "gaussian_mixture_negative_log_likelihood",
+    "interval_coverage",
+    "negative_log_likelihood",
+    "reliability_curve",
+    "root_mean_squared_error",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 def negative_log_likelihood(probabilities: Tensor, labels: Tensor) -> float:
     r"""Mean of :math:`-\log p_{i, y_i}`, in nats.

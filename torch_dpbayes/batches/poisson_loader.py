@@ -137,6 +137,15 @@ class PoissonLoader(DPDataLoader):
             )
         super().__setattr__(name, value)
 
+    def __repr__(self) -> str:
+        sampler = self.sampler_of_draws
+        shared = "" if sampler.ranks is None else f", shared by {sampler.ranks.size} ranks"
+        return (
+            f"{type(self).__name__}({sampler.num_samples} records, each in a batch with probability"
+            f" {self.sample_rate:.6g}: {self.expected_batch_size:.6g} on average, {len(self)}"
+            f" batches a pass{shared})"
+        )
+
     @property
     def sampler_of_draws(self) -> PoissonSampler:
         """The sampler, which knows what was drawn and delivered."""

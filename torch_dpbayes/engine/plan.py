@@ -32,6 +32,14 @@ class Plan:
     lr: float
     free_lr: float
 
+    def was_printed(self) -> None:
+        """A notebook that shows the value of its last line would say everything twice."""
+        object.__setattr__(self, "_is_shown", True)
+
+    def _ipython_display_(self) -> None:
+        if not self.__dict__.pop("_is_shown", False):
+            print(self)
+
     def __str__(self) -> str:
         lines = [
             (

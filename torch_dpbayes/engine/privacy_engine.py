@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
+import uuid
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from .. import words
 from ..accounting.accountant import PrivacyAccountant, check_epsilon
 from ..batches.poisson_loader import PoissonLoader
 from ..checks.fixed_tensors import FixedTensors
@@ -29,6 +33,8 @@ from .same_on_all_ranks import compare
 from .unknown_arguments import OPACUS, answered
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"  # Opacus' names
 
 _log = logging.getLogger("torch_dpbayes")
 
@@ -80,6 +86,91 @@ class PrivacyEngine:
                 " it earlier"
             )
         return self._accountant
+
+    def __repr__(self) -> str:
+        if self._accountant is None:
+            return f"{type(self).__name__}(): nothing is made private yet"
+        return words.one_line(self, self._numbers, self._accountant)
+
+    def _repr_html_(self) -> str:
+        if self._accountant is None:
+            return repr(self)
+        return words.html(self, self._numbers, self._accountant)
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        assert self._accountant is not None
+        return {
+            "neighboring": self._accountant.neighboring,
+            "method": self._accountant.method,
+            "releases": len(self._accountant),
+        }
+
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """ε of everything that was charged, at ``delta``; None takes the budget's."""
+        return self.accountant.get_epsilon(delta)
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        module: nn.Module,
+        optimizer: PrivateOptimizer,
+        checkpoint_dict: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a run to a file, to be gone on with by :meth:`load_checkpoint`.
+
+        The file holds the states of module and optimizer, and with the latter what was charged. It
+        is written beside ``path`` and moved there. No record, gradient or batch is in it;
+        generators that were passed as ``generator=`` are, and with them the noise to come.
+
+        Args:
+            path: where to write.
+            module, optimizer: as ``make_private`` returned them.
+            checkpoint_dict: more to keep: tensors, numbers, strings, in dicts and lists.
+
+        **Privacy.** Post-processing of what was released, unless a generator is in it.
+        """
+        state = {**(checkpoint_dict or {})}
+        for name, of in ((_MODULE, module), (_OPTIMIZER, optimizer)):
+            if name in state:
+                raise ValueError(f"checkpoint_dict has the key {name!r}, which is used: rename it")
+            state[name] = of.state_dict()
+        target = Path(os.path.realpath(path))
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+        try:
+            torch.save(state, temporary)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        module: nn.Module,
+        optimizer: PrivateOptimizer,
+    ) -> dict[str, Any]:
+        """Go on from what :meth:`save_checkpoint` wrote, in a module and optimizer that were made
+        private as those were.
+
+        An empty accountant takes over what the saved run was charged, any other must hold it. No
+        code in the file is run.
+
+        Returns:
+            ``checkpoint_dict``.
+
+        Raises:
+            ValueError: the file holds something else, or the accountant does not hold what the
+                saved run was charged; nothing is changed then.
+        """
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not {_MODULE, _OPTIMIZER} <= state.keys():
+            raise ValueError(f"{os.fspath(path)} was not written by PrivacyEngine.save_checkpoint")
+        of_module = state.pop(_MODULE)
+        optimizer.load_state_dict(state.pop(_OPTIMIZER))
+        module.load_state_dict(of_module)
+        return state
 
     @answered(OPACUS)
     def make_private(
@@ -319,6 +410,7 @@ class PrivacyEngine:
         result = plan_of(built, loader, accountant, epochs, delta, target)
         if self._ranks is None or self._ranks.rank == 0:
             print(result)
+            result.was_printed()
         return result
 
     def _planned(

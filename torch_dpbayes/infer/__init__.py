@@ -3,3 +3,7 @@
 from .svi import DPSVI
 
 __all__ = ["DPSVI"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

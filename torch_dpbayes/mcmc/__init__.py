@@ -34,3 +34,7 @@ __all__ = [
     "clipped_ratio_sum",
     "plan",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -68,6 +68,14 @@ class DPHMC(PrivateKernel):
     trajectory starts, and count also where it diverges.
     """
 
+    _told = (
+        ("num_steps", "_num_steps"),
+        ("ratio_noise_multiplier", "_ratio_multiplier"),
+        ("grad_noise_multiplier", "_grad_multiplier"),
+        ("log_ratio_slope", "_slope"),
+        ("max_grad_norm", "_max_norm"),
+    )
+
     def __init__(
         self,
         model: Model,

@@ -22,6 +22,7 @@ import torch
 from pyro.infer.mcmc.mcmc_kernel import MCMCKernel
 from torch import Tensor
 
+from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..noise import GaussianNoise
@@ -66,6 +67,8 @@ class PrivateKernel(MCMCKernel):
     """
 
     _owners: SoleOwner = SoleOwner()  # kernels for several owners have another
+    # arguments that ``repr`` shows, and where they are kept
+    _told: tuple[tuple[str, str], ...] = ()
 
     def __init__(
         self, model: Model, accountant: PrivacyAccountant, target_accept_prob: float | None
@@ -101,6 +104,10 @@ class PrivateKernel(MCMCKernel):
         self._log_ratios: list[float] = []
         self._diverged: list[int] = []
         self._accepted = self._iteration = self._counted = self._warmup_steps = 0
+
+    def __repr__(self) -> str:
+        numbers = {argument: getattr(self, kept) for argument, kept in self._told}
+        return words.one_line(self, numbers, self._accountant)
 
     # -- what an algorithm's file provides ---------------------------------------------------------
 

@@ -30,3 +30,7 @@ __all__ = [
     "laplace_for_module",
     "sufficient_statistics",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -50,3 +50,7 @@ def __getattr__(name: str) -> Any:
     from . import hybrid_sampling  # loads Opacus, which takes seconds
 
     return getattr(hybrid_sampling, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

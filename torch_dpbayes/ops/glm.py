@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -240,7 +241,7 @@ class GLM:
         """(features, targets), with shapes and types checked."""
         if len(data) != 2:
             raise TypeError(f"a GLM samples from (features, targets), got {len(data)} arguments")
-        features, targets = data
+        features, targets = map(_as_tensor, data)
         _require_matrix(features)
         if self._prior_std.dim() == 1 and len(self._prior_std) != features.shape[1]:
             raise ValueError(
@@ -265,7 +266,7 @@ class GLM:
                 f"targets must be a real dense tensor [{len(features)}], one number a record, got"
                 f" {_shape(targets)}.{more}"
             )
-        return data
+        return features, targets
 
     def target(self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float) -> GLMTarget:
         """∝ prior · Π likelihood^tempering, with clipped gradients."""
@@ -489,6 +490,20 @@ def _dtype(features: Tensor) -> torch.dtype:
     return torch.float64 if features.dtype == torch.float64 else torch.float32
 
 
+def _as_tensor(value: Any) -> Any:
+    """A tensor of an array or of a pandas frame of numbers; anything else as it is.
+
+    Whether it can be one is decided by types of columns, never by what stands in a record.
+    """
+    if hasattr(value, "to_numpy"):
+        kinds = {dtype.kind for dtype in np.atleast_1d(value.dtypes)}
+        if kinds <= set("biuf"):
+            value = value.to_numpy(dtype="float64", na_value=math.nan)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return torch.tensor(value)  # a copy: arrays of frames are not writable
+    return value
+
+
 def _require_matrix(features: Any) -> None:
     if (
         not isinstance(features, Tensor)
@@ -497,7 +512,8 @@ def _require_matrix(features: Any) -> None:
         or features.layout != torch.strided
     ):
         raise ValueError(
-            f"features must be a real dense tensor [records, columns], got {_shape(features)}"
+            "features must be a real dense tensor, array or frame of numbers [records, columns],"
+            f" got {_shape(features)}"
         )
 
 

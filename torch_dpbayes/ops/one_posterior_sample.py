@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import words
 from ..accounting.accountant import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
@@ -161,6 +162,11 @@ class OnePosteriorSample:
         return cls(
             model, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve
         )
+
+    def __repr__(self) -> str:
+        numbers = {"model": self._model, "certificate": self._certificate}
+        target = {} if self._epsilon is None else {"epsilon": self._epsilon, "delta": self._delta}
+        return words.one_line(self, {**numbers, **target}, self._accountant)
 
     # --- known without the data -------------------------------------------------------------------
 

@@ -8,3 +8,7 @@ from .sgld import DPSGLD
 from .sgnht import DPSGNHT
 
 __all__ = ["DPSGFS", "DPSGHMC", "DPSGLD", "DPSGNHT", "schedules", "wang_noise_multiplier"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..release import saved_state
@@ -243,6 +244,30 @@ class PrivateOptimizer(Optimizer):
         made-up records"``, and in the loss.
         """
         return self.release.independence
+
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        return {
+            "lr": [float(group["lr"]) for group in self.param_groups],
+            "noise_multiplier": self.effective_noise_multiplier,
+            "temperature": self.effective_temperature,
+            "max_grad_norm": self.max_grad_norm,
+            "expected_batch_size": self.expected_batch_size,
+            "num_data": self.num_data,
+            "sampling": self.sampling,
+            "records": self.independence,
+        }
+
+    def __repr__(self) -> str:
+        """The numbers in force, and what is spent."""
+        try:
+            numbers = self._numbers
+        except (ValueError, TypeError) as error:  # of an option that was set to what it cannot be
+            numbers = {"invalid": str(error)}
+        return words.one_line(self, numbers, self.accountant)
+
+    def _repr_html_(self) -> str:
+        return words.html(self, self._numbers, self.accountant)
 
     def _trained_groups(self) -> list[dict[str, Any]]:
         """Groups that are not frozen; all of them if every one is."""
