@@ -661,10 +661,9 @@ def test_reduced_products_are_not_used_for_norms_and_sums(monkeypatch, precision
         pytest.skip("this torch cannot tell")
     seen = []
     monkeypatch.setattr(layers.Outer, "_add_product", lambda *_: seen.append(matmul.fp32_precision))
-    kernel = layers.KERNELS[nn.Linear]
-    monkeypatch.setitem(
-        layers.KERNELS, nn.Linear, lambda *a: seen.append(matmul.fp32_precision) or kernel(*a)
-    )
+    kind = layers.KINDS[nn.Linear]
+    noting = kind._replace(kernel=lambda *a: seen.append(matmul.fp32_precision) or kind.kernel(*a))
+    monkeypatch.setitem(layers.KINDS, nn.Linear, noting)
     net, x = made("linear")
     source = BookkeepingGradientSource(net)
     weights = weights_of(net, x, 1.0)

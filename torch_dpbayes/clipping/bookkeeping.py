@@ -388,9 +388,9 @@ class _Layer(ReplacedForward):
         self, source: BookkeepingGradientSource, name: str, module: nn.Module, way: str | None
     ) -> None:
         self.source, self.name, self.way = source, name, way
-        kernel = layers.kernel_of(module)
-        self.kernel = layers.any_other if kernel is None else kernel
-        self.is_whole = kernel is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS
+        kind = layers.kind_of(module)
+        self.kernel = layers.any_other if kind is None else kind.kernel
+        self.is_whole = kind is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS
         owners = [m for m in (module.modules() if self.is_whole else [module]) if m._parameters]
         self.known = [(m, n, p) for m in owners for n, p in m._parameters.items() if p is not None]
         self.calls = self.calls_of_step = 0
@@ -606,7 +606,7 @@ def _trusted(module: nn.Module, outside: set[Tensor]) -> Iterator[tuple[str, nn.
             and not _is_exchanged(type(layer))
             and any(p.requires_grad for p in own)
             and outside.isdisjoint(own)
-            and layers.kernel_of(layer) is not None
+            and layers.kind_of(layer) is not None
         ):
             yield name, layer
 
@@ -631,7 +631,7 @@ def _is_exchanged(kind: type) -> bool:
         for name, f in vars(cls).items()
         if isinstance(f, FunctionType) or name == "forward"
     ]
-    functions = [(f, vars(F)) for f in map(F.__dict__.get, _FUNCTIONS) if not isbuiltin(f)]
+    functions = [(f, vars(F)) for f in map(F.__dict__.get, layers.FUNCTIONS) if not isbuiltin(f)]
     return any(getattr(f, "__globals__", None) is not home for f, home in (*own, *functions))
 
 
@@ -643,7 +643,7 @@ def _recordable(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
     # which lists the parameters of its cells as its own
     if has_own and not isinstance(module, DPRNNBase):
         yield name, module
-        if layers.kernel_of(module) is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS:
+        if layers.kind_of(module) is None and type(module) not in GradSampleHooks.GRAD_SAMPLERS:
             return
     for child, layer in module.named_children():  # each once
         yield from _recordable(layer, f"{name}.{child}" if name else child)
@@ -651,11 +651,8 @@ def _recordable(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
 
 def _checked_ways(found: Mapping[str, nn.Module], given: Mapping[str, str]) -> Mapping[str, str]:
     for name, way in given.items():
-        kernel = layers.kernel_of(found[name]) if name in found else None
-        allowed = {
-            layers.linear: ("gram", "instantiate"),
-            layers.convolution: ("gram", "unfold", "grouped", "loop"),
-        }.get(kernel, ())  # type: ignore[arg-type]
+        kind = layers.kind_of(found[name]) if name in found else None
+        allowed = kind.ways if kind else ()
         if way not in allowed:
             raise ValueError(
                 f"clipping_kernels: {name!r} cannot be computed by {way!r}; "
@@ -688,10 +685,6 @@ def _unneeded(_values: Mapping[Tensor, Tensor], _inputs: Sequence[Tensor]) -> Te
 
 
 _EMPTY = torch.empty(0)
-# what layers with a kernel call
-_FUNCTIONS = (
-    "linear conv1d conv2d conv3d pad embedding layer_norm rms_norm group_norm instance_norm".split()
-)
 
 # Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without
 # the properties, which are slow.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -170,60 +170,84 @@ def _transformed(module: nn.Module, call: Call) -> dict[Tensor, Tensor]:
 
 Kernel = Callable[[nn.Module, Sequence[Call], str | None], Contribution]
 
-KERNELS: dict[type[nn.Module], Kernel] = {
-    nn.Linear: linear,
-    RNNLinear: linear,
-    nn.Conv1d: convolution,
-    nn.Conv2d: convolution,
-    nn.Conv3d: convolution,
-    nn.Embedding: embedding,
-    nn.LayerNorm: normalization,
-    nn.RMSNorm: normalization,
-    nn.GroupNorm: normalization,
-    nn.InstanceNorm1d: normalization,
-    nn.InstanceNorm2d: normalization,
-    nn.InstanceNorm3d: normalization,
-}
 
-_DIMENSIONS_OF_ONE_ROW: dict[type[nn.Module], int] = {
-    nn.Linear: 1,
-    RNNLinear: 1,
-    nn.Embedding: 0,
-    nn.Conv1d: 2,
-    nn.Conv2d: 3,
-    nn.Conv3d: 4,
-    nn.InstanceNorm1d: 2,
-    nn.InstanceNorm2d: 3,
-    nn.InstanceNorm3d: 4,
+class Kind(NamedTuple):
+    """What book-keeping knows of one kind of layer.
+
+    Attributes:
+        kernel: what a call of it adds to every record's gradient.
+        row_dimensions: how many dimensions one row has that goes in: a number, or a function of the
+            layer and of what one record gives to it.
+        functions: those of torch.nn.functional that it calls.
+        has_positions: whether further dimensions are positions of one record.
+        ways: what ``clipping_kernels`` may choose for it.
+    """
+
+    kernel: Kernel
+    row_dimensions: int | Callable[[Any, Tensor], int]
+    functions: tuple[str, ...]
+    has_positions: bool = False
+    ways: tuple[str, ...] = ()
+
+
+def _of_normalized_shape(module: nn.LayerNorm | nn.RMSNorm, _given: Tensor) -> int:
+    return len(module.normalized_shape)
+
+
+def _convolution(dimensions: int) -> Kind:
+    functions = (f"conv{dimensions}d", "pad")
+    ways = ("gram", "unfold", "grouped", "loop")
+    return Kind(convolution, 1 + dimensions, functions, ways=ways)
+
+
+def _instance_norm(dimensions: int) -> Kind:
+    return Kind(normalization, 1 + dimensions, ("instance_norm",))
+
+
+_LINEAR = Kind(linear, 1, ("linear",), True, ("gram", "instantiate"))
+
+# A new kind of layer is a function above and a line here.
+KINDS: dict[type[nn.Module], Kind] = {
+    nn.Linear: _LINEAR,
+    RNNLinear: _LINEAR,
+    nn.Conv1d: _convolution(1),
+    nn.Conv2d: _convolution(2),
+    nn.Conv3d: _convolution(3),
+    nn.Embedding: Kind(embedding, 0, ("embedding",), True),
+    nn.LayerNorm: Kind(normalization, _of_normalized_shape, ("layer_norm",), True),
+    nn.RMSNorm: Kind(normalization, _of_normalized_shape, ("rms_norm",), True),
+    nn.GroupNorm: Kind(normalization, lambda _, given: given.dim() - 1, ("group_norm",)),
+    nn.InstanceNorm1d: _instance_norm(1),
+    nn.InstanceNorm2d: _instance_norm(2),
+    nn.InstanceNorm3d: _instance_norm(3),
 }
+# of torch.nn.functional, what layers with a kernel call
+FUNCTIONS = {name for kind in KINDS.values() for name in kind.functions}
 
 
 def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
     """Of what one record gives to a layer: whether dimension 0 is one row of the layer's, and
     whether it is several.
     """
-    if isinstance(module, nn.GroupNorm):
-        of_one_row = given.dim() - 1
-    elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
-        of_one_row = len(module.normalized_shape)
-    else:
-        of_one_row = _DIMENSIONS_OF_ONE_ROW[type(module)]
+    kind = KINDS[type(module)]
+    of_one_row = kind.row_dimensions
+    if not isinstance(of_one_row, int):
+        of_one_row = of_one_row(module, given)
     if given.dim() <= of_one_row:
         return False, False
     if given.shape[0] == 1:
         return True, False
     # other rows are positions of the record
-    has_positions = isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm))
-    return False, not has_positions
+    return False, not kind.has_positions
 
 
-def kernel_of(module: nn.Module) -> Kernel | None:
-    """The kernel for exactly this kind of layer; None where it has parameters that the kernel
+def kind_of(module: nn.Module) -> Kind | None:
+    """What is known of exactly this kind of layer; None where it has parameters that the kernel
     does not know.
     """
-    kernel = KERNELS.get(type(module))
+    kind = KINDS.get(type(module))
     known = {name for name, p in module._parameters.items() if p is not None} <= {
         "weight",
         "bias",
     } and module._parameters.get("weight") is not None
-    return kernel if known else None
+    return kind if known else None
