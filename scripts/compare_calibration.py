@@ -15,8 +15,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from published_calibration import wang_noise_multiplier
+
 from torch_dpbayes import get_noise_multiplier
-from torch_dpbayes.optim.published_calibration import wang_noise_multiplier
 
 DELTA = 1e-5
 NUMBERS_OF_RECORDS = (4177, 32561)

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import reproduction
 import torch
+from published_calibration import wang_noise_multiplier
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 from torch import Tensor, nn
@@ -48,7 +49,6 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 import torch_dpbayes as dpb
 from torch_dpbayes import ops
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.optim.published_calibration import wang_noise_multiplier
 
 RELATION: Any = "replace_one"
 EPSILONS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

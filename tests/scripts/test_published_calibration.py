@@ -9,8 +9,7 @@ from pathlib import Path
 
 import dp_accounting
 import pytest
-
-from torch_dpbayes.optim.published_calibration import wang_noise_multiplier
+from published_calibration import wang_noise_multiplier
 
 
 @functools.cache

@@ -1,13 +1,12 @@
 """Noisy gradient -> new parameters: ``torch.optim.Optimizer`` subclasses, one algorithm a file."""
 
 from . import schedules
-from .published_calibration import wang_noise_multiplier
 from .sgfs import DPSGFS
 from .sghmc import DPSGHMC
 from .sgld import DPSGLD
 from .sgnht import DPSGNHT
 
-__all__ = ["DPSGFS", "DPSGHMC", "DPSGLD", "DPSGNHT", "schedules", "wang_noise_multiplier"]
+__all__ = ["DPSGFS", "DPSGHMC", "DPSGLD", "DPSGNHT", "schedules"]
 
 
 def __dir__() -> list[str]:
