@@ -87,12 +87,32 @@ def test_an_estimate_that_is_all_error_becomes_round_and_a_sure_one_stays():
     shape = positive(4, 5.0)
     half, inverse = roots(shape)
     curvature = half @ torch.diag(torch.tensor([100.0, 50.0, 20.0, 10.0], dtype=DOUBLE)) @ half
-    kept, left = sure_part(curvature, shape, 1e-3)
+    kept, _, _ = sure_part(curvature, shape, 1e-3)
     torch.testing.assert_close(kept, curvature, rtol=1e-3, atol=1e-3)
     draws = torch.randn(4, 4, dtype=DOUBLE)
     noisy = half @ (100 * torch.eye(4, dtype=DOUBLE) + 30.0 * (draws + draws.T) / 2) @ half
-    kept, left = sure_part(noisy, shape, 30.0)
+    kept, left, std = sure_part(noisy, shape, 30.0)
     values = torch.linalg.eigvalsh(inverse @ kept @ inverse)
     assert float(values.min()) > 0
-    assert left <= 30.0
+    assert std == 30.0
+    assert float(torch.linalg.eigvalsh(inverse @ left @ inverse).max()) < 1 + 1e-9
     assert math.isfinite(float(values.max() / values.min()))
+
+
+def test_a_direction_that_stands_out_is_freed_of_what_the_error_adds_to_it():
+    """λ = ℓ + d/(2ℓ) in the mean: 13.3 for 12, d = 30, where noise alone reaches 7.7."""
+    size, true, repeats = 30, 12.0, 40
+    eye = torch.eye(size, dtype=DOUBLE)
+    found, raw = [], []
+    for _ in range(repeats):
+        draws = torch.randn(size, size, dtype=DOUBLE)
+        curvature = 1e-3 * eye + (draws + draws.T) / 2
+        curvature[0, 0] += true
+        raw.append(torch.linalg.eigvalsh(curvature)[-1])
+        kept, left, _ = sure_part(curvature, eye, 1.0)
+        found.append(torch.linalg.eigvalsh(kept)[-1])
+        assert float(left[0, 0]) > 0.8  # as unsure as before; the others are not
+        assert float(left.trace()) < 0.6 * size
+    # a standard deviation of about 1 each
+    assert abs(float(torch.stack(found).mean()) - true) < 5 / repeats**0.5
+    assert float(torch.stack(raw).mean()) > true + 0.8

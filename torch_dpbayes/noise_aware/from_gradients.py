@@ -93,10 +93,9 @@ def regression(releases: Sequence[GradientRelease]) -> NormalForm:
     for _ in range(_ROUNDS):
         half, inverse = roots(each)
         slope, shape = _symmetric_slope(x @ half, y @ inverse)
-        shape = half @ shape @ half
-        curvature, left = sure_part(half @ slope @ half, shape, 1.0)
+        curvature, shape, std = sure_part(half @ slope @ half, half @ shape @ half, 1.0)
         each = own * torch.eye(size, dtype=torch.float64) + subsampling * curvature
-    found = NormalForm(point, gradient, each / count, curvature, shape, left)
+    found = NormalForm(point, gradient, each / count, curvature, shape, std)
     _require_agreement(points, values, each, found)
     return found
 

@@ -17,6 +17,8 @@ directions than in others. Derived in this project.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -88,11 +90,34 @@ def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
 
 
-def sure_part(estimate: Tensor, shape: Tensor, std: float) -> tuple[Tensor, float]:
-    """A positive definite curvature from an estimate with the error R^{1/2}ER^{1/2}, and what is
-    left of ``std``: shrunk to a multiple of R as far as the error explains its shape.
+def sure_part(estimate: Tensor, shape: Tensor, std: float) -> tuple[Tensor, Tensor, float]:
+    """A positive definite curvature from an estimate with the error R^{1/2}ER^{1/2}.
+
+    In coordinates in which R is the identity, eigenvalues that stand out of the error's semicircle
+    are freed of what it adds to them, λ = ℓ + d·std²/(2ℓ) (Benaych-Georges and Nadakuditi 2011);
+    the others are shrunk to their mean as far as the error explains how they differ.
+
+    Args:
+        estimate: of the curvature.
+        shape: R.
+        std: on E's diagonal; 1/√2 of it off the diagonal.
+
+    Returns:
+        The curvature, and R and standard deviation of the error that is left.
     """
     half, inverse = roots(shape)
-    kept, left = denoised(inverse @ estimate @ inverse, std)
-    level = float(kept.trace()) / len(kept)
-    return half @ floored(kept, max(0.02 * level, 0.1 * left)) @ half, left
+    whitened = inverse @ estimate @ inverse
+    values, vectors = torch.linalg.eigh(whitened)
+    edge, count, before = std * math.sqrt(2 * len(values)), len(values), 0
+    while count not in (before, 1):  # of those that do not stand out
+        before, count = count, int((values[:count] <= values[:count].mean() + edge).sum())
+    rest = vectors[:, :count]
+    kept, left = denoised(rest.T @ whitened @ rest, std)
+    level = float(kept.trace()) / count
+    kept = floored(kept, max(0.02 * level, 0.1 * left))
+    out = values[count:] - level
+    freed = level + (out + (out.square() - edge**2).clamp_min(0.0).sqrt()) / 2
+    found = (vectors[:, count:] * freed) @ vectors[:, count:].T + rest @ kept @ rest.T
+    share = torch.ones(len(values), dtype=values.dtype)
+    share[:count] = left / std
+    return half @ found @ half, half @ (vectors * share) @ vectors.T @ half, std
