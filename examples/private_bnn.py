@@ -45,6 +45,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 BURN_IN = 0.6  # of the steps; the samples are spread over the rest
 NUM_SAMPLES = 50
 
+# what the tables speak of
+_COMMON = {
+    "NLL": "mean surprise at the true answers, in nats: the smaller the better",
+    "temperature": "1 is the exact posterior, less is narrower: what epsilon allows",
+    "floor": "z_min, the noise that epsilon asks for; the sampler's own is z_L",
+}
+OF_NOISE = {"temperature", "floor"}
+WORDS = {
+    "classification": {
+        **_COMMON,
+        "ECE": "how far stated confidence is from accuracy on average: 0 is best",
+    },
+    "regression": {**_COMMON, "RMSE": "root of the mean squared error, in units of the score"},
+}
+
 # mean and standard deviation of a pixel, published for each data set; the other one is out of
 # distribution
 PIXELS = {"mnist": (0.1307, 0.3081), "fashion-mnist": (0.2860, 0.3530)}
@@ -363,6 +378,12 @@ def draw(
     figure.savefig(path, dpi=100)
 
 
+def _same(options: argparse.Namespace) -> list[str]:
+    """The options that say which problem this is."""
+    dataset = [] if options.dataset is None else [f"--dataset {options.dataset}"]
+    return [f"--task {options.task}", *dataset]
+
+
 def parser() -> argparse.ArgumentParser:
     defaults = ["defaults of the other options:"]
     for name, settings in SETTINGS.items():
@@ -452,6 +473,13 @@ def main(arguments: list[str] | None = None) -> None:
         )
     if options.epochs is not None and options.epochs < 1:
         command_line.error("--epochs must be at least 1")
+    if options.epsilon is not None and not options.epsilon > 0:
+        command_line.error(
+            f"--epsilon {options.epsilon:g}: pass a number above 0, 3 for example, or inf for no"
+            " noise"
+        )
+    if not 0 < options.delta < 1:
+        command_line.error(f"--delta {options.delta:g}: pass a number between 0 and 1, as 1e-5")
     if options.epsilon == math.inf:
         if options.temperature:
             command_line.error(
@@ -472,6 +500,9 @@ def main(arguments: list[str] | None = None) -> None:
             f" {num_parameters} parameters"
         )
         print(f"likelihood            {problem.likelihood}")
+        for word, meaning in WORDS[options.task].items():
+            if options.epsilon < math.inf or word not in OF_NOISE:
+                print(f"{word:22}{meaning}")
         engine, optimizer, loader, steps = prepare(problem, options)
         start = time.perf_counter()
         samples, spent = train(problem, engine, optimizer, loader, steps, options)
@@ -482,7 +513,9 @@ def main(arguments: list[str] | None = None) -> None:
     last.collect(problem.network)
 
     print()
-    collected = {f"posterior average, {len(samples)} samples": samples, "last iterate": last}
+    many = "posterior average" if options.epsilon < math.inf else "average of the run"
+    one = "samples" if options.epsilon < math.inf else "iterates"
+    collected = {f"{many}, {len(samples)} {one}": samples, "last iterate": last}
     if options.task == "classification":
         show_classification(problem, collected, options.plot)
     else:
@@ -496,6 +529,9 @@ def main(arguments: list[str] | None = None) -> None:
         f" asked for: {options.temperature:g}"
     )
     print(f"training took         {seconds:.0f} seconds")
+    if options.epsilon < math.inf:
+        same = " ".join(["scripts/demo", *_same(options), "--epsilon inf"])
+        print(f"without privacy       {same}")
 
 
 if __name__ == "__main__":

@@ -122,3 +122,14 @@ def test_the_skeleton_for_contributors_is_a_working_sampler():
         group["lr"] = warm.free_lr
     assert warm.langevin_noise_multiplier == pytest.approx(0.5)
     assert warm.effective_temperature == pytest.approx(1.0)
+
+
+def test_the_package_says_what_it_is():
+    run = subprocess.run(
+        [sys.executable, "-m", "torch_dpbayes"], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert f"torch_dpbayes {dpb.__version__}" in run.stdout
+    assert torch.__version__.partition("+")[0] in run.stdout and "docs/" in run.stdout
+    for name in dpb.__all__:
+        assert name == "__version__" or f"dpb.{name}:" in run.stdout

@@ -1,6 +1,9 @@
 """The commonest slips are answered in one sentence with the line to write."""
 
+import io
 import statistics
+import time
+from contextlib import redirect_stderr
 from functools import partial
 
 import opacus
@@ -13,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes.engine import gradient_sources
 
 SAMPLER = partial(dpb.optim.DPSGLD, lr=0.1)
 EVAL_LINE = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
@@ -237,3 +241,20 @@ def test_what_a_function_has_is_passed_on_and_other_mistakes_name_it():
     assert dpb.get_noise_multiplier(**NOISE, steps=steps) <= 2.0 * 1.001
     with pytest.raises(TypeError, match=r"get_num_steps: .*'nonsense'"):
         dpb.get_num_steps(**NOISE, noise_multiplier=1.0, nonsense=1)
+
+
+@pytest.mark.parametrize(("is_terminal", "is_said"), [(True, True), (False, False)])
+def test_a_long_check_says_what_takes_so_long(is_terminal, is_said, monkeypatch):
+    class Stream(io.StringIO):
+        def isatty(self):
+            return is_terminal
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            time.sleep(0.05)
+            return super().forward(x)
+
+    monkeypatch.setattr(gradient_sources, "_SOON", 0.02)
+    with redirect_stderr(Stream()) as seen:
+        made(Slow(4, 3))
+    assert ("checking Slow on made-up records" in seen.getvalue()) is is_said

@@ -30,9 +30,8 @@ def private_bnn():
 
 def rows(out):
     """The numbers of the two rows of the final table."""
-    found = [
-        line for line in out.splitlines() if line.startswith(("posterior average", "last iterate"))
-    ]
+    names = ("posterior average", "average of the run", "last iterate")
+    found = [line for line in out.splitlines() if line.startswith(names)]
     assert len(found) == 2, out
     return [[float(number) for number in re.findall(r"-?\d+\.\d+", line)] for line in found]
 
@@ -184,3 +183,21 @@ def test_help_says_what_the_seed_does_not_do(private_bnn, capsys):
     assert "noise and batches always come from the operating system's entropy" in out
     for name, settings in private_bnn.SETTINGS.items():
         assert f"{name} epsilon {settings['epsilon']:g}" in out
+
+
+@pytest.mark.parametrize("wrong", [["--epsilon", "-1"], ["--epsilon", "nan"], ["--delta", "2"]])
+def test_the_command_line_answers_in_its_own_terms(private_bnn, capsys, wrong):
+    with pytest.raises(SystemExit):
+        private_bnn.main(wrong)
+    said = capsys.readouterr().err
+    assert f"error: {wrong[0]} " in said and "None" not in said
+
+
+def test_the_words_of_the_tables_are_explained(private_bnn, capsys):
+    private_bnn.main(["--epochs", "1"])
+    out = capsys.readouterr().out
+    for word in ("NLL", "ECE", "temperature", "floor"):
+        assert re.search(rf"^{word}  .*[a-z]", out, re.MULTILINE)
+    assert "scripts/demo --task classification --epsilon inf" in out
+    private_bnn.main(["--epochs", "1", "--epsilon", "inf"])
+    assert "posterior" not in capsys.readouterr().out

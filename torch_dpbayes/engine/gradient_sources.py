@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from threading import Timer
 from typing import Any, NamedTuple
 
 from opacus.grad_sample import AbstractGradSampleModule
@@ -19,6 +22,8 @@ from ..clipping.gradient_source import GradientSource, HooksGradientSource
 from ..clipping.isolated import IsolatedGradientSource
 from ..clipping.mapped_forward import Loss
 from ..clipping.record_map import CannotBeMapped
+
+_SOON = 0.5  # seconds after which it is said what takes so long
 
 _log = logging.getLogger("torch_dpbayes")
 
@@ -56,7 +61,8 @@ def checked_source(
         source: GradientSource, check: Callable[[nn.Module, GradientSource, tuple[Any, ...]], None]
     ) -> GradientSource:
         try:
-            check(module, source, inputs)
+            with _said_if_slow(module):
+                check(module, source, inputs)
         except BaseException:
             source.remove()
             raise
@@ -125,6 +131,24 @@ def checked_source(
     )
     source.independence += f": {reason}"
     return checked(source, check_whole_batches)
+
+
+@contextmanager
+def _said_if_slow(module: nn.Module) -> Iterator[None]:
+    """A line for whoever waits at a terminal or in a notebook."""
+
+    def say() -> None:
+        if sys.stderr.isatty():
+            name = type(module).__name__
+            print(f"checking {name} on made-up records, once before training", file=sys.stderr)
+
+    timer = Timer(_SOON, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _hooks_on(module: nn.Module) -> str:
