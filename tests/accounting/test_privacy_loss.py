@@ -12,6 +12,7 @@ from scipy import integrate, optimize, stats
 
 from torch_dpbayes.accounting import bounds, composition, loss_grid, pairs
 from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.scatter import lotteries
 
 DELTA = 1e-5
 KINDS = ("directed", "antipodal", "symmetric")
@@ -294,16 +295,65 @@ def test_more_noise_less_sampling_fewer_steps_cost_less(kind, rate, noise, steps
     assert cost(rate, noise, math.ceil(steps * factor)) >= base - slack
 
 
-@pytest.mark.thorough
-def test_merging_levels_is_never_optimistic():
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_placing_levels_between_others_is_never_optimistic(kind):
     generator = np.random.default_rng()
     noise = np.exp(generator.uniform(-0.3, 1.0, 60))
     rate = np.exp(generator.uniform(-5.0, -3.0, 60))
-    counts = {Sampled("directed", float(q), float(z)): 5 for q, z in zip(rate, noise, strict=True)}
+    counts = {Sampled(kind, float(q), float(z)): 5 for q, z in zip(rate, noise, strict=True)}
+    assert lotteries(list(counts.items()), 50) is not None
     exact = max(c.upper_epsilon(DELTA) for c in composition.compose(counts, delta=DELTA))
-    for ratio in (1.002, 1.05, 1.3):
-        assert bounds.upper_epsilon(counts, DELTA, ratio) >= exact * (1 - 1e-4)
+    found = [bounds.upper_epsilon(counts, DELTA, corners) for corners in (4, 50)]
+    assert exact * (1 - 1e-4) <= min(found)
+    assert found[1] <= 1.1 * exact
     assert bounds.lower_epsilon(counts, DELTA) <= exact
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", ["directed", "antipodal"])
+def test_schedules_in_which_noise_and_rate_scatter_are_half_a_percent_tight(kind):
+    """Against each release composed by itself."""
+    generator = np.random.default_rng()
+    noise = np.exp(generator.uniform(math.log(0.6), math.log(4.0), 1500))
+    rate = np.exp(generator.uniform(math.log(0.001), math.log(0.03), 1500))
+    counts = {Sampled(kind, float(q), float(z)): 1 for q, z in zip(rate, noise, strict=True)}
+    found = bounds.upper_epsilon(counts, DELTA)
+    (exact,) = composition.compose(counts, delta=DELTA, reverse=False, corners=10_000)
+    assert found <= 1.005 * exact.upper_epsilon(DELTA)
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    rates=st.tuples(st.floats(1e-4, 0.9), st.floats(1e-4, 0.9)),
+    noises=st.tuples(st.floats(0.1, 10.0), st.floats(0.1, 10.0)),
+    place=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
+    epsilon=st.floats(0.0, 5.0),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_release_is_dominated_by_the_lottery_between_its_corners(
+    kind, rates, noises, place, epsilon
+):
+    """By quadrature, at one epsilon, of every kind."""
+    low, high = sorted(rates)
+    rate = low + place[0] * (high - low)
+    noise = min(noises) + place[1] * (max(noises) - min(noises))
+    ends = [(Sampled(kind, q, z), 1) for q in rates for z in noises]
+    found = lotteries([(Sampled(kind, rate, noise), 1), *ends], 4)
+    assert found is not None
+    assert len(found.corners) <= 4
+    assert found.weights.sum(axis=1) == pytest.approx(1.0)
+    grid = np.array([epsilon, -epsilon])
+
+    def both(pair):
+        if pair.kind == "symmetric":  # at epsilon >= 0 the directed one, of which the rest follows
+            pair = Sampled("directed", pair.rate, pair.noise)
+        return profile(pair.kind, pair.rate, pair.noise, False, grid)
+
+    bound = sum(
+        w * both(found.corners[i]) for w, i in zip(found.weights[0], found.among[0], strict=True)
+    )
+    assert (both(Sampled(kind, rate, noise)) <= bound * (1 + 1e-4) + 1e-7).all()
 
 
 @pytest.mark.parametrize(

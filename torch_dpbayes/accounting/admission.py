@@ -35,7 +35,7 @@ _FEW = 4  # levels that are composed afresh for every count tried
 _MANY = 48  # levels beyond which compositions merge
 _FAR_FROM_EDGE = 256  # steps that are known to fit, of which a small share is to be reserved
 _SHRINK = 8  # how much less a certificate is expected to hold than the one before
-_COARSE = 1.02  # ratio within which a first, cheap composition of many levels merges
+_COARSE = 100  # corners of a first, cheap composition of many levels
 
 
 class _Family:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from .bounded import RandomizedResponses, largest_sum, least_delta, least_epsilon
-from .composition import ACCURACY, Composition, choose_window, compose, tail_of
+from .composition import ACCURACY, CORNERS, Composition, choose_window, compose, tail_of
 from .failures import (
     SMALLEST_DELTA,
     apart,
@@ -20,7 +20,7 @@ from .failures import (
     with_failures,
 )
 from .gaussian import gaussian_delta, gaussian_epsilon
-from .levels import EXACT_LEVELS, RATIO, directions, merge, only_mu
+from .levels import EXACT_LEVELS, directions, merge, only_mu
 from .pairs import (
     Concentrated,
     Failure,
@@ -32,8 +32,8 @@ from .pairs import (
     largest_loss,
 )
 
-_ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
-_COARSE_RATIO, _COARSE_ACCURACY = 1.02, 1e-3  # of that of an extension of many levels
+_ROUGH_ACCURACY, _ROUGH_CORNERS = 1e-2, 150  # of a first bound in the better direction
+_COARSE_ACCURACY = 1e-3  # of that of an extension of many levels
 _LOWER_RATIO = 1.005
 _FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 
@@ -50,35 +50,34 @@ def _refused(counts: Mapping[Pair, int]) -> bool:
     return any(isinstance(pair, NonPrivate) for pair in counts)
 
 
-def upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float = RATIO) -> float:
+def upper_epsilon(counts: Mapping[Pair, int], delta: float, corners: int = CORNERS) -> float:
     """An upper bound on epsilon at ``delta``, for releases whose parameters were fixed in advance.
 
     Args:
         counts: how often each pair was released.
         delta: the probability with which the loss may pass epsilon.
-        ratio: if there are many levels, those within this ratio of each other are merged at the
-            least private.
+        corners: of the grid between which many different levels are placed: the more, the tighter.
     """
     if _refused(counts):
         return math.inf
     return beside_failures(
         counts,
         delta,
-        lambda others, left: least_epsilon(others, lambda c: _upper_epsilon(c, left, ratio)),
+        lambda others, left: least_epsilon(others, lambda c: _upper_epsilon(c, left, corners)),
     )
 
 
-def _upper_epsilon(counts: Mapping[Pair, int], delta: float, ratio: float) -> float:
+def _upper_epsilon(counts: Mapping[Pair, int], delta: float, corners: int) -> float:
     if (exact := RandomizedResponses.of(counts)) is not None:
         return exact.epsilon(delta)
     counts, largest = _without_extremes(counts)
     if largest:
-        return (largest + _upper_epsilon(counts, delta, ratio)) * (1 + 1e-15)
-    levels = merge(counts, ratio)
+        return (largest + _upper_epsilon(counts, delta, corners)) * (1 + 1e-15)
+    levels = merge(counts)
     if (mu := only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta)
     try:
-        return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta)
+        return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta, corners=corners)
     except OverflowError:
         return math.inf
 
@@ -89,17 +88,23 @@ def _worse(
     *,
     delta: float | None = None,
     epsilon: float | None = None,
+    corners: int = CORNERS,
 ) -> float:
     """The answer in the worse direction, which a rough bound on the other one often shows."""
     worst = math.nan
     for reverse in directions(levels):
         if not math.isnan(worst):
             (rough,) = compose(
-                levels, delta=delta, epsilon=epsilon, accuracy=_ROUGH_ACCURACY, reverse=reverse
+                levels,
+                delta=delta,
+                epsilon=epsilon,
+                accuracy=_ROUGH_ACCURACY,
+                reverse=reverse,
+                corners=_ROUGH_CORNERS,
             )
             if ask(rough) <= worst:
                 continue
-        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
+        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, corners=corners)
         worst = ask(fine) if math.isnan(worst) else _worst([worst, ask(fine)])
     return math.inf if math.isnan(worst) else worst
 
@@ -117,10 +122,11 @@ class Extension:
         more: Mapping[Pair, int],
         delta: float,
         guess: int,
-        ratio: float = RATIO,
+        corners: int = CORNERS,
         accuracy: float = ACCURACY,
     ) -> None:
-        self._delta, self._ratio, self._counts, self._more = delta, ratio, dict(counts), dict(more)
+        self._delta, self._corners = delta, corners
+        self._counts, self._more = dict(counts), dict(more)
         self._directions: list[tuple[Composition, Composition]] = []
         self._beyond = False
         joint = added(counts, more, guess)
@@ -132,32 +138,31 @@ class Extension:
             return
         failures, others = apart(added(counts, more, guess))
         delta = max(left_of(delta, min(failing(failures), delta)), SMALLEST_DELTA)
-        base, step = merge(apart(counts)[1], ratio), merge(apart(more)[1], ratio)
-        joint = merge(others, ratio)
+        base, step = merge(apart(counts)[1]), merge(apart(more)[1])
+        joint = merge(others)
         tail = tail_of(delta, 4 * sum(joint.values()))
 
         def composed(
-            reverse: bool, levels: Mapping[Pair, int], accuracy: float
+            reverse: bool, accuracy: float, corners: int
         ) -> tuple[Composition, Composition]:
             window = choose_window(
                 joint, reverse, tail, log_delta=math.log(delta), accuracy=accuracy
             )
-            return Composition(window, levels, reverse, tail), Composition(
-                window, step, reverse, tail
-            )
+            before = Composition(window, base, reverse, tail, corners)
+            return before, before.like(step)
 
         try:
             # the better direction does not decide: it may stay rough
-            if len(base) > EXACT_LEVELS and ratio < _COARSE_RATIO:
+            if len(base) > EXACT_LEVELS and corners > _ROUGH_CORNERS:
                 rough = [
-                    composed(reverse, merge(base, _COARSE_RATIO), _COARSE_ACCURACY)
+                    composed(reverse, _COARSE_ACCURACY, _ROUGH_CORNERS)
                     for reverse in directions(joint)
                 ]
                 rough.sort(key=lambda pair: pair[0].upper_epsilon(delta))
-                self._directions = [*rough[:-1], composed(rough[-1][0].reverse, base, accuracy)]
+                self._directions = [*rough[:-1], composed(rough[-1][0].reverse, accuracy, corners)]
             else:
                 self._directions = [
-                    composed(reverse, base, accuracy) for reverse in directions(joint)
+                    composed(reverse, accuracy, corners) for reverse in directions(joint)
                 ]
         except OverflowError:
             self._beyond = True
@@ -167,7 +172,7 @@ class Extension:
         stays what it was.
         """
         self._counts, self._more = added(self._counts, counts), dict(more)
-        new, step = merge(apart(counts)[1], self._ratio), merge(apart(more)[1], self._ratio)
+        new, step = merge(apart(counts)[1]), merge(apart(more)[1])
         try:
             self._directions = [
                 (base.followed_by(base.like(new), 1) if new else base, base.like(step))

@@ -25,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import fft, signal
 
-from .levels import directions
+from .levels import directions, scattered_of
 from .loss_grid import BEYOND, grid_masses, loss_nodes
 from .pairs import Array, Pair, Pure, Sampled, has_two_directions
+from .scatter import Lotteries, lotteries, representatives
 
 _TILTS = np.geomspace(1e-4, 1e6, 104)
 _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
@@ -40,6 +41,11 @@ _SMALLEST = 1e-40  # delta, below which an answer may be loose
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
+CORNERS = 1000  # of the grid between which many different levels are placed
+_MOST_KEPT = 2**24  # of the numbers in their spectra
+_FEW = 64  # corners, all of whose spectra are kept
+_AT_ONCE = 2**22  # of the numbers in those of releases between the same corners
+_NEGLIGIBLE = -45.0  # logarithm of a modulus that is taken to be 0
 _MOST_GROUPS = 48  # of levels that the choice of tilt and window looks at
 
 
@@ -83,8 +89,12 @@ def choose_window(
     interval: float | None = None,
 ) -> Window:
     """The window for what is asked at ``epsilon``, or at ``log_delta``."""
-    pairs = sorted(levels.items(), key=_level_order)
     total = sum(levels.values())
+    sampled, others = scattered_of(levels)
+    if sampled:
+        levels = {**others, **dict(representatives(sampled, _MOST_GROUPS))}
+        accuracy *= 4  # each corner costs as much as a level
+    pairs = sorted(levels.items(), key=_level_order)
     nodes = []
     widest = 0.0
     for chunk in np.array_split(np.arange(len(pairs)), min(_MOST_GROUPS, len(pairs))):
@@ -195,6 +205,7 @@ class Transform:
     count: int
     infinity: float
     log_moments: Array  # log E exp(t L) at a tilt above, a tilt below and at the tilt
+    left_out: float = 0.0  # an entry's error from frequencies that were taken to be 0
 
     def followed_by(self, other: Transform, times: int) -> Transform:
         return Transform(
@@ -204,34 +215,104 @@ class Transform:
             self.count + times * other.count,
             self.infinity + times * other.infinity,
             self.log_moments + times * other.log_moments,
+            self.left_out + times * other.left_out,
         )
 
 
+def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: float) -> Transform:
+    """One release."""
+    level = grid_masses(pair, window.interval, tail)[reverse]
+    grid = window.interval * (level.first + np.arange(len(level.masses)))
+    log_masses = _log(level.masses)
+    log_moments = np.zeros(3)
+    for i, tilt in enumerate((window.upper_tilt, window.lower_tilt, window.tilt)):
+        exponent = tilt * grid
+        exponent += log_masses
+        peak = float(exponent.max())
+        tilted = np.exp(exponent - peak)
+        norm = float(tilted.sum())
+        log_moments[i] = peak + math.log(norm)
+    tilted /= norm
+    if len(tilted) > size:
+        padded = np.append(tilted, np.zeros(-len(tilted) % size))
+        tilted = padded.reshape(-1, size).sum(axis=0)
+    placed = np.zeros(size)
+    placed[: len(tilted)] = tilted
+    spectrum = fft.rfft(np.roll(placed, level.first % size))
+    return Transform(spectrum, level.first, len(level.masses) - 1, 1, level.infinity, log_moments)
+
+
 def _transform(
-    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float
+    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float, corners: int
 ) -> Transform:
-    total = Transform(np.ones(size // 2 + 1, dtype=np.complex128), 0, 0, 0, 0.0, np.zeros(3))
-    for pair, count in levels.items():
-        level = grid_masses(pair, window.interval, tail)[reverse]
-        grid = window.interval * (level.first + np.arange(len(level.masses)))
-        log_masses = _log(level.masses)
-        for i, tilt in enumerate((window.upper_tilt, window.lower_tilt, window.tilt)):
-            exponent = tilt * grid
-            exponent += log_masses
-            peak = float(exponent.max())
-            tilted = np.exp(exponent - peak)
-            norm = float(tilted.sum())
-            total.log_moments[i] += count * (peak + math.log(norm))
-        tilted /= norm
-        if len(tilted) > size:
-            padded = np.append(tilted, np.zeros(-len(tilted) % size))
-            tilted = padded.reshape(-1, size).sum(axis=0)
-        total.spectrum *= _power(fft.rfft(tilted, size), count)
-        total.offset += count * level.first
-        total.extent += count * (len(level.masses) - 1)
-        total.count += count
-        total.infinity += count * level.infinity
+    one = np.ones(size // 2 + 1, dtype=np.complex128)
+    total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
+    sampled, others = scattered_of(levels)
+    while sampled:
+        scattered = lotteries(sampled, corners)
+        if scattered is None:
+            others |= dict(sampled)
+            break
+        found = _transform_of_lotteries(scattered, window, size, reverse, tail)
+        if found is not None:
+            total = found
+            break
+        corners //= 2  # fewer, of which more frequencies fit into memory
+    for pair, count in others.items():
+        total = total.followed_by(_transform_of(pair, window, size, reverse, tail), count)
     return total
+
+
+def _transform_of_lotteries(
+    scattered: Lotteries, window: Window, size: int, reverse: bool, tail: float
+) -> Transform | None:
+    """The product over all lotteries, at the frequencies at which it is not negligible; ``None`` if
+    those are too many to keep.
+
+    A product of N numbers is at most the N-th power of their mean.
+    """
+    number, frequencies = int(scattered.counts.sum()), size // 2 + 1
+    share = np.zeros(len(scattered.corners))
+    np.add.at(share, scattered.among, scattered.weights * scattered.counts[:, None] / number)
+    kept = min(frequencies, _MOST_KEPT // len(share) if len(share) > _FEW else frequencies)
+    spectra = np.zeros((len(share), kept), dtype=np.complex128)
+    log_moments = np.zeros((len(share), 3))
+    mean, infinity = np.zeros(frequencies), 0.0
+    offset, end = 0, 0
+    for i, corner in enumerate(scattered.corners):
+        found = _transform_of(corner, window, size, reverse, tail)
+        spectra[i], log_moments[i] = found.spectrum[:kept], found.log_moments
+        mean += share[i] * math.exp(found.log_moments[2]) * np.abs(found.spectrum)
+        offset, end = min(offset, found.offset), max(end, found.offset + found.extent)
+        infinity = max(infinity, found.infinity)
+    moments = (scattered.weights[:, :, None] * np.exp(log_moments[scattered.among])).sum(axis=1)
+    log_scale = float(scattered.counts @ np.log(moments[:, 2]))
+    largest = number * _log(mean) - log_scale  # of the logarithm of the product
+    counted = largest > _NEGLIGIBLE
+    most = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 1
+    if most > kept:
+        return None
+    # of tilted masses that add up to 1
+    weights = scattered.weights * np.exp(log_moments[scattered.among, 2]) / moments[:, 2:]
+    spectrum = np.zeros(frequencies, dtype=np.complex128)
+    spectrum[:most] = 1.0
+    order = np.lexsort((scattered.counts, scattered.among[:, 0]))
+    cells = np.stack([*scattered.among[order].T, scattered.counts[order]], axis=1)
+    starts = np.flatnonzero(np.any(np.diff(cells, axis=0, prepend=-1) != 0, axis=1))
+    for members in np.split(order, starts[1:]):
+        corners = spectra[scattered.among[members[0]], :most]
+        for part in np.array_split(members, 1 + len(members) * most // _AT_ONCE):
+            joint = np.multiply.reduce(weights[part] @ corners, axis=0)
+            spectrum[:most] *= _power(joint, int(scattered.counts[members[0]]))
+    return Transform(
+        spectrum,
+        number * offset,
+        number * (end - offset),
+        number,
+        number * infinity,
+        scattered.counts @ np.log(moments),
+        float(np.exp(np.minimum(largest[most:], 0.0)).sum() / frequencies),
+    )
 
 
 class Composition:
@@ -242,36 +323,43 @@ class Composition:
         levels: how often each pair occurs, or their transform in this window.
         reverse: whether a record was added.
         tail: mass of each release that may be moved upwards.
+        corners: of the grid between which many different levels are placed: the more, the tighter.
     """
 
     def __init__(
-        self, window: Window, levels: Mapping[Pair, int] | Transform, reverse: bool, tail: float
+        self,
+        window: Window,
+        levels: Mapping[Pair, int] | Transform,
+        reverse: bool,
+        tail: float,
+        corners: int = CORNERS,
     ) -> None:
         self.window, self.interval, self.tail, self.reverse = window, window.interval, tail, reverse
+        self._corners = corners
         self._first = math.floor(window.lower / window.interval) - 2
         last = math.ceil(window.upper / window.interval) + 2
         self._size = fft.next_fast_len(max(last - self._first + 1, 64), real=True)
         self._last = self._first + self._size - 1
         if not isinstance(levels, Transform):
-            levels = _transform(window, self._size, levels, reverse, tail)
+            levels = _transform(window, self._size, levels, reverse, tail, corners)
         self.transform = levels
         self._finish()
 
     def like(self, levels: Mapping[Pair, int]) -> Composition:
         """Other levels on the same grid."""
-        return Composition(self.window, levels, self.reverse, self.tail)
+        return Composition(self.window, levels, self.reverse, self.tail, self._corners)
 
     def followed_by(self, other: Composition, times: int) -> Composition:
         """This composition, and then ``times`` the other, which was made with the same window."""
         joint = self.transform.followed_by(other.transform, times)
-        return Composition(self.window, joint, self.reverse, self.tail)
+        return Composition(self.window, joint, self.reverse, self.tail, self._corners)
 
     def _finish(self) -> None:
         """One inverse FFT, and the bounds on everything that it does not see."""
         self.losses = self.interval * (self._first + np.arange(self._size))
         self.tilted = np.roll(
             fft.irfft(self.transform.spectrum, self._size),
-            (self.transform.offset - self._first) % self._size,
+            -self._first % self._size,
         )
         if not (np.isfinite(self.tilted).all() and np.isfinite(self.transform.log_moments).all()):
             raise OverflowError(BEYOND)
@@ -284,7 +372,7 @@ class Composition:
             * math.log2(self._size)
             * (self.transform.count + 1)
             * magnitude
-        )
+        ) + self.transform.left_out
         self.relative_error = _STEP_ERROR * self.transform.count
         window, end, start = self.window, self.interval * self._last, self.interval * self._first
         upper, lower, self.log_scale = (float(moment) for moment in self.transform.log_moments)
@@ -400,6 +488,7 @@ def compose(
     accuracy: float = ACCURACY,
     interval: float | None = None,
     reverse: bool | None = None,
+    corners: int = CORNERS,
 ) -> list[Composition]:
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
@@ -410,6 +499,7 @@ def compose(
         accuracy: relative excess of epsilon that the discretisation aims at.
         interval: the discretisation interval, instead.
         reverse: this direction only.
+        corners: as of :class:`Composition`.
     """
     total = sum(levels.values())
     compositions = []
@@ -429,7 +519,7 @@ def compose(
                 tail = tail_of(max(math.exp(window.log_delta), _SMALLEST), total)
                 if (window.upper - window.lower) / window.interval > _ROUGH_SIZE:
                     window = window._replace(interval=(window.upper - window.lower) / _ROUGH_SIZE)
-            composition = Composition(window, levels, direction, tail)
+            composition = Composition(window, levels, direction, tail, corners)
             if epsilon is None:
                 break
             # Where few releases decide, the guess of delta is far too high.
@@ -442,6 +532,6 @@ def compose(
         for _ in range(_ATTEMPTS):
             if composition.wrapped <= 100 * _OUTSIDE:
                 break
-            composition = Composition(composition.wider_window(), levels, direction, tail)
+            composition = Composition(composition.wider_window(), levels, direction, tail, corners)
         compositions.append(composition)
     return compositions

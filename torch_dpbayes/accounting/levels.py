@@ -15,13 +15,12 @@ from .loss_grid import has_loss_distribution
 from .pairs import BoundedRange, Gaussian, Pair, Sampled, has_two_directions
 
 EXACT_LEVELS = 48  # up to this many different levels are composed as they are
-RATIO = 1.002  # ratio within which levels are merged
 _MOST_LEVELS = 1000
 
 
 def merge(
     counts: Mapping[Pair, int],
-    ratio: float = RATIO,
+    ratio: float = 1.0,
     *,
     upper: bool = True,
     concentrated: bool = False,
@@ -31,7 +30,8 @@ def merge(
 
     Args:
         counts: how often each pair occurs.
-        ratio: levels are merged if there are many and their noise and rate are within it.
+        ratio: levels are merged if there are many and their noise and rate are within it; of upper
+            bounds only where ``fixed``, as compositions place many levels between a few.
         upper: ``False`` merges at the most private member, and leaves out what need not cost
             anything.
         concentrated: keep pairs that have no privacy loss distribution.
@@ -54,7 +54,7 @@ def merge(
             merged[pair] = merged.get(pair, 0) + count
         elif upper:
             raise TypeError(f"{pair!r} has no privacy loss distribution.")
-    if len(sampled) <= EXACT_LEVELS:
+    if len(sampled) <= EXACT_LEVELS or (upper and not fixed):
         for pair, count in sampled:
             merged[pair] = merged.get(pair, 0) + count
     else:
@@ -67,6 +67,16 @@ def merge(
     if squared:
         merged[Gaussian(math.sqrt(squared))] = 1
     return merged
+
+
+def scattered_of(
+    levels: Mapping[Pair, int],
+) -> tuple[list[tuple[Sampled, int]], dict[Pair, int]]:
+    """Sampled releases, if they are too many to be composed one by one, and the others."""
+    sampled = [(pair, count) for pair, count in levels.items() if isinstance(pair, Sampled)]
+    if len(sampled) <= EXACT_LEVELS:
+        return [], dict(levels)
+    return sampled, {pair: n for pair, n in levels.items() if not isinstance(pair, Sampled)}
 
 
 def _group(
