@@ -85,7 +85,10 @@ class PrivateOptimizer(Optimizer):
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Say in plain words which arguments are missing."""
-        given = inspect.signature(cls.__init__).bind_partial(None, *args, **options).arguments
+        try:
+            given = inspect.signature(cls.__init__).bind_partial(None, *args, **options).arguments
+        except TypeError as error:
+            raise TypeError(f"{cls.__name__}: {error}") from None
         missing = [name for name in _NEEDED if name not in given]
         if "num_data" in missing or "expected_batch_size" in missing:
             raise TypeError(
