@@ -8,6 +8,7 @@ from typing import Any
 
 from . import bounds, events, failures, pairs, renyi
 from .accountant import check_delta, check_epsilon
+from .admission import Admission
 from .choices import (
     Method,
     Neighboring,
@@ -17,7 +18,7 @@ from .choices import (
 )
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from .pairs import Pair
-from .search import crossing, largest
+from .search import crossing
 
 _PRECISION = 5e-4  # relative; the result lies on the safe side
 _SMALLEST_NOISE = 1e-2
@@ -172,11 +173,7 @@ def get_num_steps(
         GaussianDpEvent(events.gaussian_noise_multiplier(noise_multiplier)),
     )
     neighboring = neighboring_relation(neighboring)
-    before = _counts(history, neighboring)
-
-    def excess(steps: int) -> float:
-        counts = dict(before)
-        _add(counts, event, steps, neighboring)
-        return bounds.upper_epsilon(counts, delta) - epsilon
-
-    return largest(excess)
+    before, step = _counts(history, neighboring), _counts([(event, 1)], neighboring)
+    admission = Admission((epsilon, delta), "pld")
+    admission.restart(before)
+    return admission.remaining(before, step)
