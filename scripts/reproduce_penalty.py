@@ -2,7 +2,7 @@
 what it accepts, and for how many owners.
 
     scripts/reproduce_penalty.py --quick       # few repeats, two or three minutes
-    scripts/reproduce_penalty.py --full        # for the README
+    scripts/reproduce_penalty.py --full        # the figures of docs/reproductions
     scripts/reproduce_penalty.py --full --csv FILE --picture FILE
 
 The model is theirs: n coin tosses, three tenths of them heads, with a Beta(2, 2) prior; the chain

@@ -2,7 +2,7 @@
 certificates make of that (Ganesh, Talwar 2020).
 
     scripts/reproduce_renyi_langevin.py --quick       # coarse grids, half a minute
-    scripts/reproduce_renyi_langevin.py --full        # fine ones, for the README
+    scripts/reproduce_renyi_langevin.py --full        # fine ones, for docs/reproductions
     scripts/reproduce_renyi_langevin.py --full --csv FILE --picture FILE
 
 Their theorems bound the divergence, in both directions, of the overdamped and the underdamped chain
@@ -434,7 +434,7 @@ def whole(values: Array) -> list[int]:
 
 
 def summary(rows: Rows) -> list[dict[str, Any]]:
-    """What the README says, a claim a row."""
+    """What docs/reproductions says, a claim a row."""
     lines: list[dict[str, Any]] = []
 
     def say(

@@ -188,7 +188,7 @@ def command(
     size.add_argument(
         "--quick", action="store_true", help="a coarse one, for a look and for the tests"
     )
-    size.add_argument("--full", action="store_true", help="the one of the README")
+    size.add_argument("--full", action="store_true", help="the one of docs/reproductions")
     results = ROOT / "runs" / f"{script}.jsonl"
     parser.add_argument(
         "--results",

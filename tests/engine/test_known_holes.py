@@ -1,4 +1,4 @@
-"""What the library cannot see, as the README's sharp edges say: none of it is "by construction"."""
+"""What the library cannot see, as the sharp edges in docs say: none of it is "by construction"."""
 
 import math
 from functools import partial
@@ -113,7 +113,7 @@ def test_isolated_records_do_without_it(middle):
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize("middle", [plain, Identity.apply])
 def test_mixing_before_the_model_is_not_seen_and_the_summary_says_so(middle):
-    """One record moves the sum by more than C, as the README says."""
+    """One record moves the sum by more than C, as docs/sharp_edges says."""
 
     def standardised(items):
         x, y = torch.utils.data.default_collate(items)

@@ -171,7 +171,7 @@ def test_the_directions_differ_at_the_start():
         still, variance = recursion(0.002, steps)
         assert to_target == pytest.approx(by_quadrature(still, variance, 8.0)[0], rel=1e-6)
         assert math.isfinite(to_chain) == finite == (variance.min() > 1 - 1 / 8)
-        assert steps > 1 or round(to_target) == 333  # as the README says
+        assert steps > 1 or round(to_target) == 333  # as docs/reproductions says
 
 
 @pytest.mark.parametrize("hard", ["chain to target", "target to chain"])

@@ -29,7 +29,7 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
     files = {
         "small.pth": f"{root}\\n",
         "small-1.dist-info/METADATA": "Metadata-Version: 2.1\\nName: small\\nVersion: 1\\n"
-        "Provides-Extra: examples\\nProvides-Extra: test\\n",
+        "Provides-Extra: docs\\nProvides-Extra: examples\\nProvides-Extra: test\\n",
         "small-1.dist-info/WHEEL": "Wheel-Version: 1.0\\n"
         "Generator: backend\\nRoot-Is-Purelib: true\\n"
         "Tag: py3-none-any\\n",

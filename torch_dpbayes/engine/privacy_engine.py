@@ -281,9 +281,9 @@ class PrivacyEngine:
             epochs: passes over the loader.
             additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
                 that the accountant holds at ``target_delta`` already.
-            module, optimizer, data_loader, max_grad_norm, grad_sample_mode, clipping_kernels,
-            loss_reduction, loss, example_inputs: as in
-                :meth:`make_private`.
+            module, optimizer, data_loader, max_grad_norm: as in :meth:`make_private`.
+            grad_sample_mode, clipping_kernels, loss_reduction: as there.
+            loss, example_inputs: as there.
 
         Raises:
             ValueError: nothing is left of the target, the target exceeds the accountant's budget,
@@ -346,8 +346,8 @@ class PrivacyEngine:
         model's matter: an lr above what SGD bears is too large here, too.
 
         Args:
-            module, optimizer, data_loader, epochs, target_delta, target_epsilon,
-            additional_epsilon, max_grad_norm, noise_multiplier: as for :meth:`plan`.
+            module, optimizer, data_loader, epochs, target_delta: as for :meth:`plan`.
+            target_epsilon, additional_epsilon, max_grad_norm, noise_multiplier: as there.
 
         Raises:
             ValueError: there is no floor: neither a target nor ``noise_multiplier``.
@@ -391,8 +391,8 @@ class PrivacyEngine:
 
         Args:
             target_delta: δ; None takes the accountant's.
-            module, optimizer, data_loader, epochs, target_epsilon, additional_epsilon,
-            max_grad_norm, noise_multiplier: as for those two.
+            module, optimizer, data_loader, epochs, target_epsilon: as for those two.
+            additional_epsilon, max_grad_norm, noise_multiplier: as there.
         """
         accountant, built, loader, delta, target = self._planned(
             module,

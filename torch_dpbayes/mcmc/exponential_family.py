@@ -36,10 +36,10 @@ class ExponentialFamilyPenalty(PrivateKernel):
     ten records and for ten million.
 
     If n is private as well, it is noised with the rest: a record then moves Δη·Σs − nΔA by at most
-    C‖Δη‖ + |ΔA|, and σ = z·(C‖Δη‖ + |ΔA|).
+    C‖Δη‖ + abs(ΔA), and σ = z·(C‖Δη‖ + abs(ΔA)).
 
     Source: Yıldırım and Ermiş (2019), Algorithm 3, where the sum itself is released; for a private
-    n that would take √((C²+1)(‖Δη‖² + ΔA²)) in place of C‖Δη‖ + |ΔA|, which is never less.
+    n that would take √((C²+1)(‖Δη‖² + ΔA²)) in place of C‖Δη‖ + abs(ΔA), which is never less.
 
     Args:
         prior: Pyro model of θ alone, without arguments and observations. The data are the arguments

@@ -143,11 +143,11 @@ class MultiOwnerHMC(DPHMC):
     (2019), Algorithm 2.
 
     Args:
-        model, step_size, num_steps, log_ratio_slope, max_grad_norm, data_plate, mass_matrix,
-        jitter, reuse_gradients, target_accept_prob: as for
-            ``DPHMC``, and the same for all owners.
+        model, step_size, num_steps, log_ratio_slope, max_grad_norm: as for ``DPHMC``, and the
+            same for all owners.
+        data_plate, mass_matrix, jitter, reuse_gradients, target_accept_prob: likewise.
         ratio_noise_multiplier, grad_noise_multiplier: *own* z_l and z_g, known to the others;
-        positive.
+            positive.
         accountant, owner, process_group: as for :class:`MultiOwnerPenalty`.
 
     Raises:

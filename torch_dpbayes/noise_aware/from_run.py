@@ -50,8 +50,8 @@ def from_run(
     .. math:: C(0) = 1, \quad C(1) = 1 - \frac{ha}{2-f}, \quad
               C(k) = (2-f-ha)\,C(k-1) - (1-f)\,C(k-2).
 
-    With S_p = S/Σ_k (1 − |k|/S) C(km)^p for S iterates, m steps apart, their mean has the variance
-    c/S_1, and c the relative error √(2/S_2): with little friction c is known less surely.
+    With S_p = S/Σ_k (1 − abs(k)/S) C(km)^p for S iterates, m steps apart, their mean has the
+    variance c/S_1, and c the relative error √(2/S_2): with little friction c is known less surely.
 
     Args:
         samples: of a run of ``optimizer`` at a constant learning rate, past its burn-in. They have

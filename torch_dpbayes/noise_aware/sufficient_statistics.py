@@ -46,8 +46,9 @@ def sufficient_statistics(
     r"""The posterior given noisy sufficient statistics, which are released once (for linear
     regression twice: the second time as residuals about the first estimate).
 
-    .. math:: \tilde s = \sum_i s(x_i) + N(0, V), \qquad \tilde s \mid \theta \sim
-    N(n\,\mu(\theta),\ n\,\Sigma(\theta) + V)
+    .. math::
+        \tilde s = \sum_i s(x_i) + N(0, V), \qquad \tilde s \mid \theta \sim
+        N(n\,\mu(\theta),\ n\,\Sigma(\theta) + V)
 
     with the mean μ and the covariance Σ of one record's statistics. That a sum of n of them is
     Gaussian is the only approximation.

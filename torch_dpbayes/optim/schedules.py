@@ -75,8 +75,9 @@ class Cyclical(LRScheduler):
     r"""Cyclical stochastic gradient MCMC: large steps find a mode, the small ones that follow
     sample it, over and over.
 
-    .. math:: \eta_k = \frac{\eta_0}{2} \Bigl[ \cos \Bigl( \pi \frac{(k-1) \bmod \lceil K/M
-    \rceil}{\lceil K/M \rceil} \Bigr) + 1 \Bigr]
+    .. math::
+        \eta_k = \frac{\eta_0}{2} \Bigl[ \cos \Bigl( \pi \frac{(k-1) \bmod \lceil K/M \rceil}
+        {\lceil K/M \rceil} \Bigr) + 1 \Bigr]
 
     for the steps k = 1, 2, …. The first share β of each cycle explores, the rest samples. Unlike in
     the paper, the exploring steps have their noise, too: it is what protects the data. With the

@@ -163,8 +163,8 @@ class RecordDensity:
         r"""Σ_i c_i c_iᵀ of the clipped gradients c_i of :meth:`clipped_gradient_sum`, (dimension,
         dimension) in float64. Private data.
 
-        In Frobenius norm it moves by at most ``max_norm``² when a record is added or removed, and
-        by at most √2·``max_norm``² when one is replaced.
+        In Frobenius norm it moves by at most C² when a record is added or removed, and by at most
+        √2·C² when one is replaced, where C is ``max_norm``.
 
         Raises:
             InvalidPoint: the model cannot be evaluated at θ.

@@ -20,8 +20,9 @@ class Bounded(ExactDraw):
     r"""A draw from a posterior in which no record's log likelihood moves by more than a stated
     range.
 
-    .. math:: p(\theta \mid x) \propto p(\theta) \prod_i \exp\big(\rho\, \mathrm{clip}(\log p(x_i
-    \mid \theta), a, b)\big), \qquad R = b - a
+    .. math::
+        p(\theta \mid x) \propto p(\theta) \prod_i \exp\big(\rho\, \mathrm{clip}(\log p(x_i
+        \mid \theta), a, b)\big), \qquad R = b - a
 
     The log ratio of the densities on neighbouring data sets spans at most ε_B = 2ρR (replace one)
     or ρR (add or remove one): the draw is the exponential mechanism, with its bounded-range profile

@@ -18,8 +18,9 @@ class StronglyLogConcave(ExactDraw):
     r"""A draw from a posterior whose prior is strongly log-concave and whose likelihood is
     log-concave and Lipschitz.
 
-    .. math:: p(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho \ \text{ is } \
-    G/\sqrt{\lambda}\text{-GDP},
+    .. math::
+        p(\theta \mid x) \propto p(\theta) \prod_i p(x_i \mid \theta)^\rho \ \text{ is } \
+        G/\sqrt{\lambda}\text{-GDP},
 
     G = 2Lρ (replace one) or Lρ (add or remove one). Only the likelihood is tempered: tempering the
     prior too would give 2L√(ρ/λ), which is worse.

@@ -24,8 +24,9 @@ class TotalVariationClose(Certificate):
     r"""A draw whose law is within total variation distance ξ of an exact draw's, on every data set
     that could occur.
 
-    .. math:: \|Q - P\|_{TV} \le \xi \quad \Rightarrow \quad \delta_Q(\varepsilon) \le
-    \delta_P(\varepsilon) + (1 + e^\varepsilon)\,\xi
+    .. math::
+        \|Q - P\|_{TV} \le \xi \quad \Rightarrow \quad \delta_Q(\varepsilon) \le
+        \delta_P(\varepsilon) + (1 + e^\varepsilon)\,\xi
 
     Source: Wang, Fienberg and Smola (2015), Proposition 10.
 

@@ -1,0 +1,63 @@
+"""How Sphinx makes the site: ``scripts/docs`` runs it, offline and with warnings as errors."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "docs"), str(ROOT)]
+
+import supported_layers  # noqa: E402
+
+import torch_dpbayes  # noqa: E402
+
+project = "torch_dpbayes"
+version = release = torch_dpbayes.__version__
+html_title = f"torch_dpbayes {release}"
+html_theme = "furo"
+html_copy_source = False
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+html_math_renderer = "mathml"
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+exclude_patterns = ["_static"]
+suppress_warnings = ["myst-nb.lexer"]
+
+myst_enable_extensions = ["dollarmath", "substitution"]
+myst_heading_anchors = 4
+myst_substitutions = {"supported_layers": supported_layers.table()}
+nb_execution_mode = "off"  # notebooks keep their outputs, which the slow tests make anew
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # fields of named tuples are documented once
+
+
+def mathml(node: nodes.Node, *, as_block: bool = False) -> str:
+    """MathML of a formula, without LaTeX's sizes of brackets: those of MathML stretch."""
+    text = re.sub(r"\\[bB]igg?[lr]?(?![A-Za-z])", "", node.astext()).replace(r"\dots", r"\ldots")
+    made: str = tex2mathml(text, as_block=as_block)
+    return made
+
+
+def inline_formula(translator: Any, node: nodes.math) -> None:
+    translator.body.append(mathml(node))
+    raise nodes.SkipNode
+
+
+def formula(translator: Any, node: nodes.math_block) -> None:
+    translator.body.append(mathml(node, as_block=True))
+    raise nodes.SkipNode
+
+
+def setup(app: Any) -> None:
+    # Browsers draw MathML themselves: MathJax would be a script from elsewhere.
+    app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))

@@ -1,0 +1,240 @@
+"""What the README and the pages in docs/ state: their code runs, their links lead somewhere, and
+the errors that they explain exist.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LONGEST = 20_000  # bytes
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def without_code(page):
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def slug(heading):
+    """The anchor of a heading, as MyST and GitHub make it."""
+    text = re.sub(r"[^\w\- ]", "", heading.strip().lower())
+    return text.replace(" ", "-")
+
+
+def anchors(page):
+    return {slug(heading) for heading in re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(\s*(?!http)([^)\s]+)\s*\)", without_code(page)):
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.is_file(), target
+        if anchor:
+            assert anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_are_short_and_their_names_exist(page):
+    text = page.read_text()
+    assert len(text.encode()) <= LONGEST, "split it"
+    for name, inner in set(re.findall(r"\bdpb\.([A-Za-z_]+)(?:\.([A-Za-z_]+))?", text)):
+        assert hasattr(dpb, name), name
+        if inner:
+            assert hasattr(getattr(dpb, name), inner), f"{name}.{inner}"
+    for code in blocks(page, "py"):  # those that need what a page does not have
+        ast.parse(code)
+    if page.name != "CONTRIBUTING.md":
+        for line in without_code(page).splitlines():
+            assert len(line) <= 100 or line.startswith(("|", "#", "!")) or "](" in line, line
+
+
+def test_the_readme_is_read_in_one_go():
+    assert 6000 <= len(README.read_text().encode()) <= 8000
+
+
+def digits():
+    pixels, labels = load_digits(return_X_y=True)
+    return torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels)
+
+
+def small_network():
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+def logistic_records(n):
+    x = F.normalize(torch.randn(n, 2)) * torch.rand(n, 1).sqrt()
+    return x, torch.bernoulli(torch.sigmoid(x @ torch.tensor([1.0, -1.0])))
+
+
+def logistic_model(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def classifier_names():
+    x, y = digits()
+    return {
+        "dpb": dpb,
+        "torch": torch,
+        "partial": partial,
+        "F": F,
+        "DataLoader": DataLoader,
+        "net": small_network(),
+        "new_net": small_network,
+        "train_set": TensorDataset(x[:1500], y[:1500]),
+        "loader": DataLoader(TensorDataset(x[:1500], y[:1500]), batch_size=150, shuffle=True),
+        "public_loader": DataLoader(TensorDataset(torch.rand(100, 64), y[:100]), batch_size=50),
+        "x_test": x[1500:],
+        "y_test": y[1500:],
+    }
+
+
+def trained():
+    """The names after the README's ten lines."""
+    names = classifier_names()
+    exec(blocks(README, "python")[0], names)
+    return names
+
+
+def records_names(n=2000):
+    x, y = logistic_records(n)
+    return {
+        "dpb": dpb,
+        "torch": torch,
+        "pyro": pyro,
+        "dist": dist,
+        "model": logistic_model,
+        "Trace_ELBO": pyro.infer.Trace_ELBO,
+        "AutoNormal": pyro.infer.autoguide.AutoNormal,
+        "partial": partial,
+        "x": x,
+        "y": y,
+        "X": x,
+        "X_test": x[:100],
+    }
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_ten_lines_and_the_five(capsys):
+    names = trained()
+    exec(blocks(README, "python")[1], names)
+    assert len(names["samples"]) == 10
+    torch.testing.assert_close(names["probabilities"].sum(1), torch.ones(297))
+    assert (names["entropy"] >= names["doubt"]).all()
+    assert len(dpb.PosteriorSamples.load("samples.pt")) == 10
+    accountant = names["engine"].accountant
+    assert len(accountant) == 200 and 0 < accountant.get_epsilon() <= 3
+    assert accountant.summary() in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
+def test_the_readmes_short_examples(capsys):
+    kernel, noise_aware, draw, ledger = blocks(README, "python")[2:]
+    names = records_names()
+    exec(kernel, names)
+    assert names["mcmc"].get_samples()["w"].shape == (100, 2)
+    assert names["kernel"].accountant.get_epsilon() <= 4
+    exec(noise_aware, names)
+    assert names["posterior"].mean["weights"].shape == (2,)
+    exec(draw, names)
+    assert names["draw"].shape == (2,)
+    exec(ledger, names)
+    names["accountant"].close()
+    command = [sys.executable, "-m", "torch_dpbayes.accounting", "budget.db"]
+    assert "epsilon = 3" in subprocess.run(command, capture_output=True, text=True).stdout
+
+
+@pytest.mark.thorough
+def test_getting_started_from_top_to_bottom():
+    names = {}
+    for code in blocks(ROOT / "docs/getting_started.md", "python"):
+        exec(code, names)
+    assert names["engine"].accountant.get_epsilon() <= 5
+
+
+NAMES = {
+    "choosing_a_method.md": partial(records_names, 30_000),
+    "coming_from/pyro.md": records_names,
+    "how_to/choose_settings.md": classifier_names,
+    "how_to/last_layer.md": classifier_names,
+    "how_to/resume_a_run.md": trained,
+    "how_to/share_a_budget.md": lambda: {"dpb": dpb},
+    "how_to/show_uncertainty.md": trained,
+    "noise_aware.md": records_names,
+    "one_posterior_sample.md": records_names,
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
+@pytest.mark.parametrize("page", NAMES)
+def test_code_of_the_pages_runs(page):
+    codes = blocks(ROOT / "docs" / page, "python")
+    assert codes
+    names = NAMES[page]()
+    for code in codes:
+        exec(code, names)
+
+
+def test_all_code_is_run_or_marked_as_a_part_of_something():
+    """``python`` is run above; ``py`` needs a process group, a large data set or a long time."""
+    run = {README, ROOT / "CONTRIBUTING.md", ROOT / "docs/getting_started.md"}
+    run |= {ROOT / "docs" / page for page in NAMES}
+    assert {page for page in PAGES if blocks(page, "python")} == run
+
+
+def test_explained_errors_exist():
+    """Each error of the troubleshooting page is one of the package's."""
+    strings = []
+    for path in (ROOT / "torch_dpbayes").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                strings.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                strings.append(
+                    "".join(v.value if isinstance(v, ast.Constant) else "…" for v in node.values)
+                )
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    explained = re.findall(r'^### "(.*)"$', page, re.MULTILINE)
+    assert len(explained) > 20
+    for words in explained:
+        assert any(words in string for string in strings), words
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    built = subprocess.run(
+        [*command, ROOT / "docs", tmp_path / "site"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert built.returncode == 0, built.stderr
+    for page in (tmp_path / "site").rglob("*.html"):
+        # everything that a browser loads comes with the site
+        loaded = re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="([^"]+)"', page.read_text())
+        assert not [url for url in loaded if url.startswith(("http:", "https:", "//"))], page
