@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.clipping.layers import KERNELS
+from torch_dpbayes.clipping.layers import KINDS
 
 
 class _Model(nn.Module):
@@ -89,9 +89,9 @@ def _answer(
 
 def _way(layer: nn.Module) -> str:
     """How a layer's share in each record's gradient is computed by book-keeping."""
-    if type(layer) in KERNELS:
+    if type(layer) in KINDS:
         return "its own kernel"
-    if any(type(part) in KERNELS for part in layer.modules()):
+    if any(type(part) in KINDS for part in layer.modules()):
         return "kernels of the layers in it"
     if type(layer) in GradSampleHooks.GRAD_SAMPLERS:
         return "Opacus' sampler"

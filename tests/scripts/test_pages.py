@@ -202,9 +202,45 @@ def test_code_of_the_pages_runs(page):
         exec(code, names)
 
 
+def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch):
+    (code,) = blocks(ROOT / "docs/how_to/own_layers.md", "python")
+    (tmp_path / "scale_layer.py").write_text(f"import torch\nfrom torch import nn\n{code}")
+    monkeypatch.syspath_prepend(tmp_path)
+    import scale_layer
+
+    calls = []
+
+    def train(factor):
+        def kernel(module, given, way):
+            calls.append(factor)
+            scaled = [call._replace(backprops=factor * call.backprops) for call in given]
+            return scale_layer.scale(module, scaled, way)
+
+        kind = scale_layer.KINDS[scale_layer.Scale]._replace(kernel=kernel)
+        monkeypatch.setitem(scale_layer.KINDS, scale_layer.Scale, kind)
+        names = classifier_names()
+        return dpb.PrivacyEngine().make_private(
+            module=nn.Sequential(scale_layer.Scale(64), small_network()),
+            optimizer=partial(dpb.optim.DPSGLD, lr=0.25),
+            data_loader=names["loader"],
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+        )
+
+    try:
+        train(1)
+        assert calls
+        with pytest.raises(ValueError, match="are not the gradients of the records"):
+            train(2)
+    finally:
+        monkeypatch.undo()
+        del scale_layer.KINDS[scale_layer.Scale], sys.modules["scale_layer"]
+
+
 def test_all_code_is_run_or_marked_as_a_part_of_something():
     """``python`` is run above; ``py`` needs a process group, a large data set or a long time."""
     run = {README, ROOT / "CONTRIBUTING.md", ROOT / "docs/getting_started.md"}
+    run |= {ROOT / "docs/how_to/own_layers.md"}
     run |= {ROOT / "docs" / page for page in NAMES}
     assert {page for page in PAGES if blocks(page, "python")} == run
 
