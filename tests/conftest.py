@@ -18,7 +18,11 @@ torch.set_num_threads(1)
 # a test run in the background hands it down ignored, to programs that tests interrupt
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("torch_dpbayes", deadline=None, print_blob=True)
+# .ci/run takes the examples that hypothesis takes, the default run a quarter of them
+hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "torch_dpbayes", hypothesis.settings.get_profile("thorough"), max_examples=25
+)
 hypothesis.settings.load_profile("torch_dpbayes")
 
 seed_key = pytest.StashKey[int]()

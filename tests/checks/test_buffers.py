@@ -152,7 +152,7 @@ WRITES = [
 ]
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @MODES
 @pytest.mark.parametrize(("write", "name"), WRITES, ids=lambda v: getattr(v, "__name__", None))
 def test_statistics_kept_in_the_loop_are_refused_at_the_first_step(write, name, mode):
@@ -191,6 +191,7 @@ def test_statistics_that_begin_later_are_refused_within_64_steps(write, name):
     assert len(optimizer.accountant) == (37 if counted else 63)
 
 
+@pytest.mark.first_cases(1)
 @MODES
 def test_a_part_of_a_draw_cannot_leave_statistics_either(mode):
     net, optimizer, loader = private(mode=mode)
@@ -223,6 +224,7 @@ class Observer(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.first_cases(2)
 @MODES
 @pytest.mark.parametrize("silently", [False, True])
 def test_statistics_kept_only_where_gradients_are_wanted_are_refused_beforehand(mode, silently):
@@ -264,6 +266,7 @@ def test_a_backward_hook_which_could_write_a_buffer_is_refused_beforehand(mode):
         private(Hooked(), mode)
 
 
+@pytest.mark.first_cases(1)
 @MODES
 def test_what_is_loaded_before_the_first_batch_is_what_stays(mode):
     """A resumed run: the buffers of the saved model (random features, say) are others than
@@ -327,6 +330,7 @@ def test_a_module_without_buffers_or_with_inference_tensors():
     assert len(optimizer.accountant) == 10
 
 
+@pytest.mark.first_cases(1)
 @MODES
 def test_layers_that_are_frozen_and_unfrozen_on_the_way(mode):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -358,6 +362,7 @@ def test_an_optimizer_without_an_engine_knows_no_module():
 # -- an optimizer beside the private one -----------------------------------------------------------
 
 
+@pytest.mark.first_cases(1)
 @MODES
 def test_another_optimizer_finds_no_gradient_to_step_on(mode):
     net, optimizer, loader = private(mode=mode)
@@ -407,6 +412,7 @@ def test_what_stands_behind_the_model_is_not_trained_on_its_gradients(mode):
     assert len(optimizer.accountant) == len(loader)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("is_in_place", [True, False])
 def test_per_record_gradients_that_opacus_leaves_behind_stay_as_they_are(is_in_place):
     """Divided by their largest entry, one record would decide over all others."""
@@ -426,6 +432,7 @@ def test_per_record_gradients_that_opacus_leaves_behind_stay_as_they_are(is_in_p
     assert len(optimizer.accountant) == 0
 
 
+@pytest.mark.first_cases(1)
 @MODES
 def test_another_mode_can_be_taken_afterwards(mode):
     train(*private(private(mode=mode)[0], {"bookkeeping": "hooks", "hooks": "bookkeeping"}[mode]))

@@ -117,7 +117,7 @@ COINCIDENCES = {
 }
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_a_branch_at_a_constant_of_the_code_is_refused(name):
     with pytest.raises(ValueError, match=r"depend on (another|the number)|changes other records"):
@@ -131,6 +131,7 @@ def test_a_branch_that_no_made_up_record_takes_is_refused(name):
         make_private(Net(COINCIDENCES[name]))
 
 
+@pytest.mark.first_cases(1)
 @MODES
 def test_the_error_names_the_line_and_what_to_write(mode):
     def change(h, x):

@@ -126,7 +126,7 @@ def all_by_score(score, k):
     return [score[:, k].argsort()]
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @MODES
 @pytest.mark.parametrize("choose", [by_choice, by_choice_if_any, top_half, all_by_score])
 def test_experts_that_see_some_of_the_rows_are_refused(choose, mode):
@@ -223,14 +223,14 @@ def test_mixing_in_the_backward_pass_is_refused(name, mode):
         make_private(Backward(MIXING[name]), [torch.zeros(20, 6)], mode)
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @MODES
 @pytest.mark.parametrize("name", ALONE)
 def test_changes_of_each_records_gradient_pass(name, mode):
     make_private(Backward(ALONE[name]), [torch.zeros(20, 6)], mode, loss_reduction="sum")
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @MODES
 @pytest.mark.parametrize("name", ["each clipped", "each normalised"])
 def test_what_is_not_linear_does_not_see_the_divisor_of_a_mean_loss(name, mode):
@@ -312,7 +312,7 @@ OWN = {
 }
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @MODES
 @pytest.mark.parametrize("name", SHARED)
 def test_random_layers_that_share_a_normaliser_are_refused(name, mode):

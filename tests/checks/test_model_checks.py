@@ -521,7 +521,7 @@ INDEPENDENT = {
 }
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.filterwarnings("ignore:there is no book-keeping kernel for:UserWarning")
 @pytest.mark.filterwarnings(
     "ignore:RNN module weights are not part of single contiguous chunk:UserWarning"
@@ -572,6 +572,7 @@ def test_a_model_that_never_responds_is_told_so():
         attach(Before(lambda x: x, lambda y: y * (y > 1e9)), NUMBERS)
 
 
+@pytest.mark.thorough
 def test_the_check_leaves_the_generators_of_python_and_numpy_alone():
     expected = random.getstate(), numpy.random.get_state()[1].tolist()
     attach(Drawing(lambda h: h * random.random() * numpy.random.rand()), NUMBERS)

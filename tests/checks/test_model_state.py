@@ -181,7 +181,7 @@ WITHIN = {
 }
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @MODES
 @pytest.mark.parametrize(
     "name", ["forward hook", "backward hook", "replaced module", "bool", "list item"]
@@ -194,7 +194,7 @@ def test_a_change_before_the_first_step_is_refused(name, mode):
     assert len(optimizer.accountant) == 0
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @MODES
 @pytest.mark.parametrize("name", ["forward hook", "bool", "list item"])
 def test_a_change_later_is_refused_at_once_or_within_64_steps(name, mode):
@@ -309,7 +309,7 @@ KEPT = {
 
 
 # records that run alone keep the same shape, and tensors are refused in other words
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.usefixtures("whole_batches")
 @MODES
 @pytest.mark.parametrize("name", KEPT)
@@ -321,6 +321,7 @@ def test_what_a_forward_pass_keeps_is_refused_by_name(name, mode):
         private(Keeping(KEPT[name]), mode)
 
 
+@pytest.mark.first_cases(1)
 @MODES
 def test_what_is_kept_from_the_first_pass_on_may_stay(mode):
     def cache(net, h):
@@ -334,6 +335,7 @@ def test_what_is_kept_from_the_first_pass_on_may_stay(mode):
         train(net, optimizer, loader)
 
 
+@pytest.mark.first_cases(1)
 @MODES
 def test_moving_loading_evaluating_and_equal_values_change_nothing(mode):
     net, optimizer, loader = private(mode=mode)

@@ -94,7 +94,7 @@ MODELS = {
 }
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize("mode", ["bookkeeping", "isolated"])
 @pytest.mark.parametrize("name", MODELS)

@@ -697,6 +697,7 @@ def run(grad_sample_mode, net, data, seed):
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
+@pytest.mark.thorough
 def test_a_whole_run_is_that_of_hooks(monkeypatch):
     # else rounding changes the noise
     monkeypatch.setattr(GaussianNoise, "next_stream", lambda noise, device, hides: noise.generator)
@@ -861,6 +862,7 @@ def test_batches_overwritten_between_backward_and_step(kind):
     expect(r"changed in place between backward\(\) and step\(\)", net, optimizer, loader, work)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("grad_sample_mode", ["hooks", "bookkeeping"])
 def test_modules_put_in_later(grad_sample_mode):
     for change in (
@@ -1424,7 +1426,7 @@ def test_the_way_can_be_chosen_and_is_otherwise_that_of_the_shapes():
         private(clipping_kernels={"0": "gram"}, grad_sample_mode="hooks")
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 )

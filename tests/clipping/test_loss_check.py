@@ -683,6 +683,7 @@ def test_precision(dtype):
         watched(lambda out: F.cross_entropy(out, y, weight=weight), logits(dtype=dtype))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning"
 )  # torch hides it, for any view
@@ -1100,6 +1101,7 @@ def watch_of(net: nn.Module) -> LossWatch:
     return (source if hasattr(source, "passes") else source._hooks).passes.loss
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 def test_a_wrong_loss_is_refused_before_anything_is_charged_or_moved(mode):
     net, optimizer, loader, accountant = private(mode)
@@ -1115,6 +1117,7 @@ def test_a_wrong_loss_is_refused_before_anything_is_charged_or_moved(mode):
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 def test_training_compares_and_goes_on(mode):
     net, optimizer, loader, _ = private(mode, rows=400)

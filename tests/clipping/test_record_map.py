@@ -342,6 +342,7 @@ def test_one_record_moves_the_sum_of_a_sorting_model_by_its_own_gradient(make, s
     assert distance < 1.01
 
 
+@pytest.mark.first_cases(1)
 @BOTH
 def test_an_operation_outside_the_map_would_be_seen(mode, monkeypatch):
     """The test above and the check itself, broken on purpose: one operation of the model sees
@@ -406,7 +407,7 @@ class Keeps(Call):
         return self.last(torch.tanh(h))
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @BOTH
 @pytest.mark.parametrize("how", ["attribute", "list", "global", "input", "cycle"])
 def test_a_tensor_that_outlives_the_pass_is_refused(how, mode):
@@ -598,6 +599,7 @@ def test_what_sees_whole_batches_below_the_map_is_refused(name, make):
     source.remove()
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", ["operator with a memory", "function that a torch function calls"])
 def test_a_model_that_hides_something_from_the_map_is_tested_only(name):
     """These do nothing to a batch as a whole."""
@@ -781,6 +783,7 @@ def test_isolated_records_of_one_chunk_run_once(held, runs, monkeypatch):
 BOX: list[torch.Tensor] = []
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("held", [2**25, 0])
 def test_isolated_records_may_leave_nothing_behind_in_any_pass(held, monkeypatch):
     """The first pass keeps nothing, as a check would see it; later ones keep everything."""
@@ -1387,6 +1390,7 @@ class CutsGradients(torch.autograd.Function):
         return g * (g.abs() > 0.01)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("mode", ["bookkeeping", "hooks"])
 def test_a_backward_pass_that_is_not_linear_sees_gradients_as_if_records_were_alone(mode):
     """A mean loss hands every record a gradient divided by the number of records, which such

@@ -110,7 +110,7 @@ def test_isolated_records_do_without_it(middle):
         step(*records(), middle, mode="isolated")
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("middle", [plain, Identity.apply])
 def test_mixing_before_the_model_is_not_seen_and_the_summary_says_so(middle):
     """One record moves the sum by more than C, as docs/sharp_edges says."""

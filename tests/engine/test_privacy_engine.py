@@ -356,7 +356,7 @@ def test_the_target_is_met_history_included_and_cannot_be_overrun():
     assert 2.8 < shared.get_epsilon() <= 3.0
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "make",
     [partial(dpb.optim.DPSGFS, lr=20.0), partial(dpb.optim.DPSGHMC, lr=0.01, momentum="matched")],

@@ -114,6 +114,7 @@ def test_latents_in_other_supports_and_in_sorted_order():
         pyro.clear_param_store()
 
 
+@pytest.mark.thorough
 def test_more_noise_makes_a_wider_posterior_around_a_narrow_guide():
     x, found = rows(), []
     for _ in range(3):
@@ -131,6 +132,7 @@ def test_more_noise_makes_a_wider_posterior_around_a_narrow_guide():
 # --- what is released is what is charged ----------------------------------------------------------
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("batch", [400, 60])
 def test_the_noise_is_the_one_that_is_charged(batch):
     x, bound, multiplier, steps = rows(), 50.0, 0.8, 150
@@ -339,6 +341,7 @@ def test_neither_model_nor_guide_ever_run_on_the_data():
             assert not found & known
 
 
+@pytest.mark.thorough
 def test_records_of_missing_length_and_outer_plates():
     def groups(x, y):
         with pyro.plate("groups", 3):
@@ -374,6 +377,7 @@ def test_discrete_latents_of_records_are_summed_out():
     assert float(svi.posterior().mean["share"]) == pytest.approx(expected, abs=0.06)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("count", [1, 3])  # as many as columns are refused
 def test_few_records(count):
     x = rows(count)

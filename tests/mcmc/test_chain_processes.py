@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 
-import arviz
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -368,7 +367,7 @@ def charging(accountant, releases):
 BOTH = [signal.SIGINT, signal.SIGTERM]
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "signals", [BOTH, BOTH[::-1], BOTH[1:]], ids=["Ctrl-C first", "SIGTERM first", "SIGTERM alone"]
 )
@@ -736,7 +735,7 @@ def test_a_copy_keeps_the_draws_of_all_chains_when_the_original_is_gone(copied, 
 # -- Pyro's ways of keeping draws ------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_see_every_iteration(kind):
     seen = []
@@ -749,7 +748,7 @@ def test_hooks_see_every_iteration(kind):
     assert seen == [(True, "Warmup", i) for i in range(3)] + [(True, "Sample", i) for i in range(5)]
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "kind, names", [("penalty", ["scale"]), ("family", ["scale", "mean"]), ("HMC", ("mean",))]
 )
@@ -802,6 +801,8 @@ def test_streaming_statistics_are_those_of_the_draws(kind):
 @pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu:UserWarning")
 @pytest.mark.slow
 def test_arviz_takes_the_draws(kind, monkeypatch, capsys):
+    import arviz  # which takes seconds
+
     monkeypatch.setattr("pyro.infer.mcmc.api.mp.cpu_count", lambda: 1)
     kernel = make(kind, dpb.PrivacyAccountant(), noise=0.2)  # so little that every chain moves
     runner = MCMC(kernel, num_samples=30, warmup_steps=5, num_chains=2, disable_progbar=True)
@@ -828,7 +829,7 @@ def test_arviz_takes_the_draws(kind, monkeypatch, capsys):
     )
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_progress_bar_shows_what_was_charged_for(kind, capsys, monkeypatch):
     for name in ("CI", "PYTEST_XDIST_WORKER"):  # where Pyro shows none

@@ -186,6 +186,7 @@ def test_leaving_the_noise_out_covers_too_little():
     assert float(squares[1]) > 4.0
 
 
+@pytest.mark.thorough
 def test_a_real_run_on_a_linear_model():
     count = 400
     x = torch.randn(count, 2, dtype=DOUBLE)

@@ -36,6 +36,7 @@ def assert_calibrated(cell: Cell, data_sets: int, comparisons: int) -> None:
         assert abs(error) < MISFIT + threshold * standard_error
 
 
+@pytest.mark.thorough
 def test_a_small_cell_covers():
     assert_calibrated(Cell("logistic", 1000, 1.0), 15, 2)
 

@@ -230,6 +230,7 @@ def test_frozen_layers_take_no_part():
     assert post.sample(3)["2.weight"].shape == (3, 1, 40)
 
 
+@pytest.mark.thorough
 def test_many_weights_under_a_wide_prior_do_not_start_a_chain_of_hours():
     x = torch.randn(500, 80, dtype=DOUBLE)
     post = laplace(

@@ -99,6 +99,7 @@ def test_linear_regression_with_a_huge_budget_is_the_posterior_of_the_data():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("noise_counts", [True, False])
 def test_linear_regression_is_calibrated_and_would_not_be_without_the_noise_of_the_gram_matrix(
     noise_counts, monkeypatch
@@ -134,6 +135,7 @@ def test_linear_regression_is_calibrated_and_would_not_be_without_the_noise_of_t
     ) == noise_counts
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_the_charge_is_that_of_the_noise_that_was_added(neighboring):
     """Releases of sums that are known, in units of the noise that the event states; χ² at 1e-6."""
@@ -218,6 +220,7 @@ def test_records_beyond_the_bounds_move_sums_no_further():
     assert bool((found == 0).all())
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_the_charge_of_linear_regression_is_that_of_the_noise_that_was_added(neighboring):
     """Records that are zero: what the second round released is noise alone, in units of what its

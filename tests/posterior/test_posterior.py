@@ -13,16 +13,13 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import arviz
 import dp_accounting
-import matplotlib
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib import pyplot
 from opacus.grad_sample import GradSampleModule
 from opacus.grad_sample.grad_sample_module import GradSampleHooks
 from scipy.optimize import brentq
@@ -653,13 +650,15 @@ def figures(diagnosed):
     ).ravel()
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("coefficient", [0.0, 0.5, 0.9, -0.3])
 def test_effective_sample_size_of_autoregressions(coefficient):
     """ESS = draws·(1−φ)/(1+φ). The mean over 200 processes, at a significance of 1e-6 for
     each of the four, and 3 % for the estimator's own bias.
     """
     chains = [chain(autoregression(2000, 200, coefficient)) for _ in range(2)]
+    import arviz  # which takes seconds
+
     found = figures(arviz.ess(chains[0].to_arviz(chains[1])))
     truth = 4000 * (1 - coefficient) / (1 + coefficient)
     error = t_distribution.isf(0.5e-6, 199) * found.std(ddof=1) / math.sqrt(200)
@@ -667,10 +666,13 @@ def test_effective_sample_size_of_autoregressions(coefficient):
     assert abs(found.mean() - truth) < error + 0.03 * truth
 
 
+@pytest.mark.thorough
 def test_r_hat_of_shifted_chains():
     """Chains at ±s around zero: the variance of their means is 2s², so R-hat is √(1 + 2s²)
     for many draws (Vehtari et al., 2021, equation 4).
     """
+    import arviz
+
     shift = 1.0
     draws = [np.random.default_rng().normal(size=(2000, 50)) for _ in range(2)]
     shifted = chain(draws[0] - shift).to_arviz(chain(draws[1] + shift))
@@ -700,15 +702,22 @@ def test_every_parameter_under_its_own_name():
         assert np.array_equal(data[name].values, expected)
     alone = PosteriorSamples.to_arviz(chains[1])["posterior"]
     assert np.array_equal(alone["0.bias"].values[0], data["0.bias"].values[1])
+    import arviz
+
     summary = arviz.summary(chains[0].to_arviz(*chains[1:]), var_names=["3.bias"])
     assert len(summary) == 4 and {"ess_bulk", "r_hat"} <= set(summary.columns)
 
 
 # arviz 0.23 on matplotlib 3.11
+@pytest.mark.thorough
 @pytest.mark.filterwarnings(
     "ignore:Passing a dict or None as alias_mapping to normalize_kwargs is deprecated"
 )
 def test_trace_picture(tmp_path):
+    import arviz
+    import matplotlib
+    from matplotlib import pyplot
+
     matplotlib.use("Agg")
     data = chain(np.random.default_rng().normal(size=(30, 2))).to_arviz(
         chain(np.random.default_rng().normal(size=(30, 2)))

@@ -3,6 +3,7 @@ of scripts/compare_samplers.py against closed forms.
 """
 
 import csv
+import functools
 import importlib.util
 import math
 import sys
@@ -19,12 +20,20 @@ from torch import nn
 
 from torch_dpbayes.optim import DPSGHMC, DPSGLD, DPSGNHT
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", FutureWarning)
-    posteriors = pytest.importorskip("posteriors")
-    pytest.importorskip("arviz")
+# of a comparison, not of the library
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@functools.cache
+def published():
+    """``posteriors``, which takes seconds to load."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return pytest.importorskip("posteriors")
+
+
 SIGMAS = 5.0  # two-sided 6e-7, for about forty comparisons in this file
 
 # -- ours and posteriors' on a Gaussian ------------------------------------------------------------
@@ -72,10 +81,10 @@ def final_theirs(name, steps):
 
     start = torch.full((3, REPLICAS), DATA.mean().item(), dtype=torch.float64)
     if name == "sgld":
-        transform = posteriors.sgmcmc.sgld.build(log_posterior, lr=LR, temperature=T / N)
+        transform = published().sgmcmc.sgld.build(log_posterior, lr=LR, temperature=T / N)
     else:
         step = math.sqrt(LR)
-        build = getattr(posteriors.sgmcmc, name).build
+        build = getattr(published().sgmcmc, name).build
         transform = build(
             log_posterior, lr=step, alpha=FRICTION / step, temperature=T / N, momenta=0.0
         )

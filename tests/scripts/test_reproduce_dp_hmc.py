@@ -19,6 +19,9 @@ from scipy.stats import chi, kstest, norm
 
 from torch_dpbayes.mcmc import RecordDensity
 
+# of a reproduction, not of the library
+pytestmark = pytest.mark.thorough
+
 SIGMAS = 5.0  # two-sided 6e-7, for about thirty comparisons in this file
 
 

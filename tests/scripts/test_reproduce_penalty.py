@@ -16,6 +16,9 @@ from scipy.stats import chi2, norm
 
 import torch_dpbayes as dpb
 
+# of a reproduction, not of the library
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("matplotlib")
 
 # Of each of 80 comparisons; two rates, of 65 expected acceptances, have heavier tails, 5e-8. One in

@@ -16,6 +16,9 @@ from scipy.stats import chi2, norm
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import MuGaussianDpEvent
 
+# of a reproduction, not of the library
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("matplotlib")
 
 

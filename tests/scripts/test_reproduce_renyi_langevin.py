@@ -12,6 +12,9 @@ from scipy.integrate import quad, solve_ivp
 from scipy.special import logsumexp
 from scipy.stats import norm
 
+# of a reproduction, not of the library
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("matplotlib")
 
 SIGMAS = 6.0  # two-sided 2e-9; eight comparisons
