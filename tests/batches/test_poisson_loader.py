@@ -310,7 +310,7 @@ def test_the_rate_in_force_is_the_declared_one_and_never_above(rate):
 
 
 @pytest.mark.first_cases(2)
-@pytest.mark.parametrize("cells", [1, 4, 2**24])
+@pytest.mark.parametrize("cells", [2**24, 4, 1])
 def test_records_join_at_the_rate_in_force_whatever_the_default_dtype(monkeypatch, cells):
     """Also where every record, or every fourth one, falls into the cell that the rate divides."""
     uniform = torch.rand
