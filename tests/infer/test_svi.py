@@ -133,7 +133,7 @@ def test_more_noise_makes_a_wider_posterior_around_a_narrow_guide():
 
 
 @pytest.mark.first_cases(1)
-@pytest.mark.parametrize("batch", [400, 60])
+@pytest.mark.parametrize("batch", [60, 400])
 def test_the_noise_is_the_one_that_is_charged(batch):
     x, bound, multiplier, steps = rows(), 50.0, 0.8, 150
     svi = make(expected_batch_size=batch, noise_multiplier=multiplier, max_grad_norm=bound)
