@@ -1028,3 +1028,12 @@ def test_worker_processes_deliver_in_order():
     ) as parts:
         with pytest.raises(RuntimeError, match="num_workers=0"):
             next(iter(parts))
+
+
+def test_a_subclass_may_hand_on_what_it_is_given():
+    class Louder(dpb.optim.DPSGLD):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **{"noise_multiplier": 2.0} | options)
+
+    how = {"num_data": 100, "expected_batch_size": 10, "max_grad_norm": 1.0}
+    assert Louder([torch.nn.Parameter(torch.zeros(2))], 0.1, **how).effective_noise_multiplier >= 2

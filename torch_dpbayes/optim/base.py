@@ -86,10 +86,12 @@ class PrivateOptimizer(Optimizer):
     def __new__(cls, *args: Any, **options: Any) -> Self:
         """Say in plain words which arguments are missing."""
         try:
-            given = inspect.signature(cls.__init__).bind_partial(None, *args, **options).arguments
+            signature = inspect.signature(cls.__init__)
+            given = {*signature.bind_partial(None, *args, **options).arguments, *options}
         except TypeError as error:
             raise TypeError(f"{cls.__name__}: {error}") from None
-        missing = [name for name in _NEEDED if name not in given]
+        # a subclass that hands on what it is given has no names for it
+        missing = [name for name in _NEEDED if name not in given and name in signature.parameters]
         if "num_data" in missing or "expected_batch_size" in missing:
             raise TypeError(
                 f"{cls.__name__} also needs {', '.join(missing)}:"
