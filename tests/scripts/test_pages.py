@@ -3,6 +3,7 @@ the errors that they explain exist.
 """
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -261,6 +262,30 @@ def test_explained_errors_exist():
     assert len(explained) > 20
     for words in explained:
         assert any(words in string for string in strings), words
+
+
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_are_kept_small_and_with_a_picture(path):
+    text = path.read_text()
+    assert len(text) < 100_000 and "image/png" in text
+    assert "Traceback" not in text and str(ROOT) not in text and "/tmp/" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    names = {}
+    for cell in json.loads(path.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    matplotlib.pyplot.close("all")
 
 
 @pytest.mark.slow
