@@ -102,6 +102,9 @@ def classifier_names():
         "partial": partial,
         "F": F,
         "DataLoader": DataLoader,
+        "nn": nn,
+        "pictures": TensorDataset(torch.rand(64, 3, 32, 32), y[:64]),
+        "sentences": TensorDataset(torch.randint(0, 100, (64, 12)), y[:64] % 2),
         "net": small_network(),
         "new_net": small_network,
         "train_set": TensorDataset(x[:1500], y[:1500]),
@@ -187,6 +190,7 @@ NAMES = {
     "how_to/resume_a_run.md": trained,
     "how_to/share_a_budget.md": lambda: {"dpb": dpb},
     "how_to/show_uncertainty.md": trained,
+    "how_to/usual_networks.md": classifier_names,
     "noise_aware.md": records_names,
     "one_posterior_sample.md": records_names,
 }
