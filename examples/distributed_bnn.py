@@ -1,9 +1,8 @@
 """Trains one private Bayesian neural network on several processes, which divide every batch among
 them.
 
-    torchrun --nproc-per-node 2 examples/distributed_bnn.py       # scikit-learn's digits, well
-    under a minute python examples/distributed_bnn.py                            # the same on one
-    process
+    torchrun --nproc-per-node 2 examples/distributed_bnn.py    # digits, well under a minute
+    python examples/distributed_bnn.py                         # the same on one process
 
 Rank 0 says what was spent and how good the predictions on the test records are. Epsilon is that of
 one process: records are sampled at the global rate, the noise is added once in all, and a step is

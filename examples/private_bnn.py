@@ -1,11 +1,10 @@
 """Trains a Bayesian neural network with differential privacy and says how good and how well
 calibrated its predictions are.
 
-    python examples/private_bnn.py                                    # scikit-learn's digits, well
-    under a minute python examples/private_bnn.py --dataset mnist --plot mnist.png   # downloads
-    MNIST and Fashion-MNIST python examples/private_bnn.py --task regression                  #
-    scikit-learn's diabetes python examples/private_bnn.py --epsilon inf                      # the
-    same network without noise: what privacy costs
+    python examples/private_bnn.py                      # digits of scikit-learn, under a minute
+    python examples/private_bnn.py --dataset mnist --plot mnist.png   # downloads two data sets
+    python examples/private_bnn.py --task regression    # scikit-learn's diabetes
+    python examples/private_bnn.py --epsilon inf        # without noise: what privacy costs
 
 Each step of DP-SGLD draws one Gaussian, which is the privacy noise and the sampler's noise at once.
 The iterates of the last part of the run are the posterior samples: free post-processing of what was

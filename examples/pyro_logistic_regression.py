@@ -1,9 +1,9 @@
 """Samples a logistic regression written in Pyro: DP-SGLD finds where to start, DP-HMC samples from
 there, one accountant pays for both.
 
-    python examples/pyro_logistic_regression.py                        # a table made up here
-    python examples/pyro_logistic_regression.py --data-root ROOT       # Adult: adult.data and
-    adult.test in ROOT/adult python examples/pyro_logistic_regression.py --plot logistic.png
+    python examples/pyro_logistic_regression.py                     # a table made up here
+    python examples/pyro_logistic_regression.py --data-root ROOT    # Adult, from ROOT/adult
+    python examples/pyro_logistic_regression.py --plot logistic.png
 
 Every record is scaled by public constants to norm at most 1, so that its log-likelihood ratio is at
 most the distance moved and its gradient at most 1: nothing is ever clipped, and DP-HMC samples the
