@@ -75,7 +75,9 @@ class Patches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.patch, self.norm, self.head = nn.Conv2d(2, 4, 2), nn.GroupNorm(2, 4), nn.Linear(16, 3)
+        # groups of two values often have hardly a variance, and no two ways the same gradient
+        self.patch, self.norm = nn.Conv2d(2, 16, 2), nn.GroupNorm(2, 16)
+        self.head = nn.Linear(64, 3)
 
     def forward(self, x):
         n = len(x)

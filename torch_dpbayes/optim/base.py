@@ -141,6 +141,7 @@ class PrivateOptimizer(Optimizer):
             label=type(self).__name__,
         )
         self._layout: Layout | None = None
+        self.defaults = defaults  # which the free lr is a function of
         super().__init__(params, {**defaults, "lr": self._resolved(defaults["lr"])})
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
             raise ValueError(
