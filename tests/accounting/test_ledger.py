@@ -118,7 +118,7 @@ def test_every_commit_is_synchronous_and_conditional(path, monkeypatch):
 
     connect = sqlite3.connect
     monkeypatch.setattr(
-        ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Listening, **k)
+        ledger.database.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Listening, **k)
     )
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     composed = []
@@ -313,7 +313,7 @@ def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(wher
     fit = accountant.remaining(STEP)
     for _ in range(int(0.93 * fit)):
         accountant.compose(STEP)
-    assert accountant._charging._admission._certificate, (
+    assert accountant._access.charging.limits.admission._certificate, (
         "the composition that this test is about did not happen"
     )
     event = GaussianDpEvent(8.0)
@@ -780,7 +780,7 @@ def test_a_state_from_memory_moves_into_an_empty_file(path):
 
 
 def test_a_busy_file_is_an_error_and_no_release(path, monkeypatch):
-    monkeypatch.setattr(ledger, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(ledger.database, "BUSY_SECONDS", 0.2)
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()
     other = sqlite3.connect(path, isolation_level=None)
@@ -933,7 +933,7 @@ def test_other_databases_and_other_formats_are_refused(path):
 
 
 def test_a_file_that_was_emptied_is_not_made_anew(path, monkeypatch):
-    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.1)
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()
     path.write_bytes(b"")
@@ -952,7 +952,7 @@ def test_clocks_that_jump_change_nothing(path, monkeypatch):
     times = iter(
         [f"20{year}-01-01T00:00:00.000+00:00" for year in (26, 27, 19, 38, 20) for _ in range(60)]
     )
-    monkeypatch.setattr(ledger, "_now", lambda: next(times))
+    monkeypatch.setattr(ledger.file, "now", lambda: next(times))
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     for k in range(100):
         accountant.compose(sampled(1 + k / 100))
@@ -1012,8 +1012,8 @@ def test_an_accountant_collected_in_the_middle_of_a_commit_does_not_wait_for_its
     accountant = PrivacyAccountant(3.0, DELTA, path=path)
     lost = [PrivacyAccountant(path=path).compose(STEP).compose(STEP)]
     lost.append(lost)
-    now = ledger._now
-    monkeypatch.setattr(ledger, "_now", lambda: (gc.collect(), now())[1])
+    now = ledger.file.now
+    monkeypatch.setattr(ledger.file, "now", lambda: (gc.collect(), now())[1])
     gc.disable()
     try:
         del lost
@@ -1056,7 +1056,7 @@ def test_an_interrupted_commit_never_counts_less_than_was_released(
 
     connect = sqlite3.connect
     monkeypatch.setattr(
-        ledger.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Failing, **k)
+        ledger.database.sqlite3, "connect", lambda *a, **k: connect(*a, factory=Failing, **k)
     )
     for k in range(2000):
         if k in (20, 130, 133, 500, 1400):

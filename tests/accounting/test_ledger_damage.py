@@ -207,8 +207,8 @@ WAYS = [read, read_with_its_budget, charged]
 
 @pytest.mark.parametrize("times", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.02)
-    monkeypatch.setattr(ledger, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.02)
+    monkeypatch.setattr(ledger.database, "BUSY_SECONDS", 0.2)
     errors = 0
     for k in range(times):
         seed = random.SystemRandom().getrandbits(64)
@@ -245,7 +245,7 @@ def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, m
 
 
 def test_the_command_explains_every_damage(sources, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.02)
+    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.02)
     source, (_, history, _) = sources["fixed"]
     for k in range(20):
         seed = random.SystemRandom().getrandbits(64)
@@ -373,7 +373,7 @@ def test_a_file_is_begun_anew_only_where_it_is_known_to_have_held_nothing(
     content, is_being_made, path, monkeypatch
 ):
     """A first page without tables is also what is left of a ledger whose ``-wal`` file was lost."""
-    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.1)
     edited(path, "PRAGMA journal_mode = WAL")
     os.truncate(path, content)
     if is_being_made:
@@ -386,7 +386,7 @@ def test_a_file_is_begun_anew_only_where_it_is_known_to_have_held_nothing(
 
 
 def test_a_ledger_that_lost_its_tables_is_not_begun_anew(path, monkeypatch):
-    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.1)
     PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()
     content = bytearray(path.read_bytes())
     content[103:105] = bytes(2)  # how many tables the first page says that there are
@@ -398,7 +398,7 @@ def test_a_ledger_that_lost_its_tables_is_not_begun_anew(path, monkeypatch):
 
 def test_a_note_that_was_left_behind_is_taken_away_before_a_charge(path, monkeypatch):
     """Else the file, once emptied, would be begun anew."""
-    monkeypatch.setattr(ledger, "MAKING_SECONDS", 0.1)
+    monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.1)
     PrivacyAccountant(path=path, **BUDGET)
     path.with_name("budget.db-making").touch()
     PrivacyAccountant(path=path, **BUDGET).compose(STEP).close()

@@ -437,10 +437,12 @@ def test_a_program_that_ends_without_close(tmp_path, how):
 
 
 def finalizer_of(accountant):
+    access = accountant._access
     (found,) = [
         f
         for f in util._finalizer_registry.values()
-        if (reference := getattr(f, "_weakref", None)) is not None and reference() is accountant
+        if (reference := getattr(f, "_weakref", None)) is not None
+        and reference() is access
     ]
     return found
 

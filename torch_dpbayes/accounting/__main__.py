@@ -16,7 +16,8 @@ from datetime import datetime
 from typing import Any
 
 from . import events
-from .accountant import PrivacyAccountant, check_delta, look_at
+from .accountant import PrivacyAccountant, look_at
+from .choices import check_delta
 from .ledger import LedgerError, Row, open_blocks
 
 _POINTS = 25  # of the curve, each of which is a composition

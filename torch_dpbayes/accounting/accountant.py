@@ -6,21 +6,22 @@ import inspect
 import math
 import os
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from multiprocessing import parent_process, util
+from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, overload
 
-from . import bounds, events, failures, renyi, report, saved_state
-from .charging import Charging, Run
+from . import events, report, saved_state
+from .access import Access
+from .charging import Charging
 from .choices import (
     Method,
     Neighboring,
     NeighboringRelation,
     accounting_method,
+    check_delta,
+    check_epsilon,
     neighboring_relation,
 )
 from .events import (
@@ -28,35 +29,19 @@ from .events import (
     DpEvent,
     GaussianDpEvent,
     PoissonSampledDpEvent,
-    RecordwiseBatchGaussianDpEvent,
     SelfComposedDpEvent,
 )
-from .failures import SMALLEST_DELTA
-from .filters import Budget, Filter
-from .gate import Gate
-from .history import Guarantee, History, Part, PrivacyBudgetExceeded, Settings, needed
-from .ledger import Ledger, LedgerError, Row, Session
-from .pairs import Concentrated, Pair
-from .report import guarantee_in_words
+from .history import Guarantee, Part, PrivacyBudgetExceeded, Settings, needed
+from .ledger import Ledger, Row, Session
+from .opacus_hook import charging_hook
+from .origins import Origins, load
+from .parts import Elements
+from .prices import Prices, lower_epsilon
+from .statements import RESUMED, Statements
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
 
-_KNOWN_EVENTS = 4096
-_IN_THE_MIDDLE = (
-    "this accountant was called from within one of its own charges, which only a signal handler can"
-    " do: let the handler raise SystemExit or KeyboardInterrupt instead; reserved steps are"
-    " returned."
-)
-
 _PROGRAM = uuid.uuid4().hex  # the same in forked children
-
-_RESUMED = (
-    "resumed from a saved state: nothing was released after it was saved, nor from another copy"
-    " of it"
-)
-_RECORDWISE = "RecordwiseBatchGaussianDpEvent: who is in a batch does not depend on other records"
-
-T = TypeVar("T")
 
 
 class Charge(NamedTuple):
@@ -161,102 +146,28 @@ class PrivacyAccountant:
     def of_ledger(cls, ledger: Ledger, job: str = "", later: bool = False) -> PrivacyAccountant:
         """The accountant of a job at an open file; ``job`` empty: of a new one."""
         self = cls.__new__(cls)
-        self._set_up({}, ledger, job, later)
+        self._set_up(ledger.settings, ledger, job, later)
         return self
 
     def _set_up(
-        self, settings: Mapping[str, Any], ledger: Ledger | None, job: str = "", later: bool = False
+        self, wanted: Mapping[str, Any], ledger: Ledger | None, job: str = "", later: bool = False
     ) -> None:
-        if ledger is not None:
-            settings = ledger.settings
-        self._epsilon: float | None = settings["epsilon"]
-        self._delta: float | None = settings["delta"]
-        self._method: Method = settings["method"]
-        self._neighboring: Neighboring = settings["neighboring"]
-        self._ledger = ledger
-        self._gate = Gate()
-        self._run: Run | None = None
+        found = wanted if ledger is None else ledger.settings
+        self._epsilon: float | None = found["epsilon"]
+        self._delta: float | None = found["delta"]
+        self._method: Method = found["method"]
+        self._neighboring: Neighboring = found["neighboring"]
+        budget = None
+        if self._epsilon is not None and self._delta is not None:
+            budget = self._epsilon, self._delta
+        settings = Settings(budget, self._method, self._neighboring)
+        self._elements, self._prices = Elements(settings), Prices()
+        self._origins, self._statements = Origins(job), Statements()
         self._last: DpEvent | None = None
-        self._known: dict[DpEvent, Part] = {}
-        self._memory: dict[float, float] = {}
-        self._memory_of = 0
-        self._notes: dict[str, None] = {}  # without a ledger
-        # Of a history in memory: the job that charges here, and what was taken over of earlier
-        # ones. Nothing else charges under this name, so who holds as many of its releases holds the
-        # same.
-        self._job = job or uuid.uuid4().hex
-        self._earlier: dict[str, Counter[DpEvent]] = {}
-        self._begin(None if ledger is None else Session(ledger, self._job, later))
-        if self._charging.session is not None and not job:
-            self._charging.session.later = bool(self._charging.history.counts)
-        # what was unpickled in a fork server's worker before it forgets finalizers
-        util.register_after_fork(self, PrivacyAccountant._settle_at_exit)
-
-    @property
-    def _budget(self) -> Budget | None:
-        if self._epsilon is None or self._delta is None:
-            return None
-        return self._epsilon, self._delta
-
-    def _begin(self, session: Session | None) -> None:
-        self._run = None
-        self._charging = Charging(Settings(self._budget, self._method, self._neighboring), session)
-        self._charging.refresh()
-        self._settle_at_exit()
-
-    def _settle_at_exit(self) -> None:
-        """Also in children of multiprocessing; but nothing of another process."""
-        if self._charging.session is not None and self._charging.process == os.getpid():
-            util.Finalize(
-                self, _settle_quietly, (self._charging.session, self._gate), exitpriority=100
-            )
-
-    def _current(self, *, charging: bool = False) -> Charging:
-        """What is known of the history; begun anew from the file in a forked child, and after
-        an interruption.
-        """
-        known = self._charging
-        if os.getpid() == known.process and not known.stale:
-            return known
-        if known.session is None:
-            if charging:
-                raise RuntimeError(
-                    "this accountant was forked into another process, where a charge would be lost"
-                    " to its parent: make it with PrivacyAccountant(..., path='budget.db'), or give"
-                    " every process an accountant with a share of the budget."
-                )
-            return known
-        known.settle()
-        ledger = Ledger(known.session.ledger.path, {"id": known.session.ledger.id})
-        self._begin(Session(ledger, known.session.job, known.session.later))
-        self._ledger = ledger
-        return self._charging
-
-    def _read(self) -> Charging:
-        """What is known of the history, and what other processes charged since."""
-        if self._gate.is_busy:
-            raise RuntimeError(_IN_THE_MIDDLE)
-        if self._run is not None:
-            self._charging.enter(self._run)
-        charging = self._current()
-        charging.refresh()
-        return charging
-
-    def _change(self, change: Callable[[Charging], T], *, charging: bool = True) -> T:
-        """One change at a time: threads wait for each other, and what a signal handler starts
-        in the middle of one is refused.
-        """
-        with self._gate.lock:
-            if self._gate.is_busy:
-                raise RuntimeError(_IN_THE_MIDDLE)
-            self._gate.is_busy = True
-            try:
-                if self._run is not None:
-                    self._charging.enter(self._run)
-                    self._run = None
-                return change(self._current(charging=charging))
-            finally:
-                self._gate.is_busy = False
+        session = None if ledger is None else Session(ledger, self._origins.job, later)
+        self._access = Access(settings, session)
+        if session is not None and not job:
+            session.later = bool(self._access.charging.history.counts)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -283,31 +194,32 @@ class PrivacyAccountant:
     @property
     def path(self) -> Path | None:
         """The file that keeps the history, or ``None``."""
-        return None if self._ledger is None else self._ledger.path
+        ledger = self._access.ledger
+        return None if ledger is None else ledger.path
 
     @property
     def guarantee(self) -> Guarantee:
         """``"fixed"``, ``"registered"``, ``"filter"`` or ``"none"``: what :meth:`get_epsilon`
         is a bound for; see the class.
         """
-        with self._gate.lock:
-            return self._read().history.guarantee
+        with self._access.lock:
+            return self._access.read().history.guarantee
 
     @property
     def is_later_job(self) -> bool:
         """Whether this job began after others had charged the ledger: what it charges is held
         by a filter, or by the registered schedule.
         """
-        return self._charging.is_later
+        return self._access.charging.is_later
 
     @property
     def history(self) -> tuple[Charge, ...]:
         """What was charged, equal charges added up, in the order of their first occurrence. A
         copy.
         """
-        with self._gate.lock:
+        with self._access.lock:
             found: dict[tuple[DpEvent, str | None, bool], int] = {}
-            for (event, label, flag), count in self._read().history.charges.items():
+            for (event, label, flag), count in self._access.read().history.charges.items():
                 key = event, label, flag == "adaptive"
                 found[key] = found.get(key, 0) + count
             return tuple(
@@ -320,31 +232,13 @@ class PrivacyAccountant:
         """On what the guarantee rests: what :meth:`note` was told, and what charged events
         state.
         """
-        with self._gate.lock:
-            return tuple(self._statements(self._read()))
-
-    def _statements(self, charging: Charging) -> dict[str, None]:
-        found = dict.fromkeys(self._notes if self._ledger is None else self._ledger.notes())
-        if self._earlier and self._job in self._charged_by_jobs(charging):
-            found[_RESUMED] = None
-        known = (*charging.history.charges, *charging.history.schedule)
-        if any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event, _, _ in known):
-            found[_RECORDWISE] = None
-        return found
-
-    def _charged_by_jobs(self, charging: Charging) -> dict[str, Counter[DpEvent]]:
-        """Whose releases a history in memory holds."""
-        own: Counter[DpEvent] = Counter()
-        for (event, _, _), count in charging.history.charges.items():
-            own[event] += count
-        for counts in self._earlier.values():
-            own -= counts
-        return {**self._earlier, self._job: own} if own else dict(self._earlier)
+        with self._access.lock:
+            return tuple(self._statements.of(self._access.read(), self._origins))
 
     def __len__(self) -> int:
         """How many releases were charged."""
-        with self._gate.lock:
-            return sum(self._read().history.charges.values())
+        with self._access.lock:
+            return sum(self._access.read().history.charges.values())
 
     def __bool__(self) -> bool:
         # Else an empty accountant would be false, and ``accountant or PrivacyAccountant()`` would
@@ -352,14 +246,11 @@ class PrivacyAccountant:
         return True
 
     def __repr__(self) -> str:
-        place = "" if self._ledger is None else f", path={str(self._ledger.path)!r}"
-        releases = sum(self._charging.history.charges.values()) + (
-            self._run.taken if self._run is not None else 0
-        )
+        place = "" if self.path is None else f", path={str(self.path)!r}"
         return (
             f"PrivacyAccountant(epsilon={self._epsilon}, delta={self._delta},"
-            f" method={self._method!r}, neighboring={self._neighboring!r}{place}): {releases}"
-            " releases"
+            f" method={self._method!r}, neighboring={self._neighboring!r}{place}):"
+            f" {self._access.known_releases} releases"
         )
 
     @overload
@@ -389,34 +280,20 @@ class PrivacyAccountant:
             whole schedule, for the same reason.
         """
         delta = self._default_delta(delta)
-        with self._gate.lock:
-            upper = self._upper(self._read().history, delta)
+        with self._access.lock:
+            history = self._access.read().history
+            upper = self._prices.epsilon(history, delta)
             if not return_bounds:
                 return upper
-            known: dict[Pair, int] = {
-                pair: n
-                for pair, n in self._charging.history.counts.items()
-                if not isinstance(pair, Concentrated)
-            }
-            lower = bounds.lower_epsilon(known, delta) if known else 0.0
-            return EpsilonBounds(min(lower, upper), upper)
+            return EpsilonBounds(min(lower_epsilon(history, delta), upper), upper)
 
     def get_delta(self, epsilon: float) -> float:
         """An upper bound on delta at ``epsilon`` >= 0, for everything charged so far."""
         epsilon = float(epsilon)
         if not 0 <= epsilon < math.inf:
             raise ValueError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
-        with self._gate.lock:
-            history = self._read().history
-            if not history.counts:
-                return 0.0
-            if history.guarantee == "none":
-                return 1.0
-            if history.guarantee == "filter" and history.filter is not None:
-                return history.filter.delta(epsilon)
-            if self._method == "rdp":
-                return renyi.upper_delta(history.guaranteed(), epsilon)
-            return bounds.upper_delta(history.guaranteed(), epsilon)
+        with self._access.lock:
+            return self._prices.delta(self._access.read().history, epsilon)
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
@@ -427,9 +304,9 @@ class PrivacyAccountant:
         lets through; before a first charge with ``adaptive=True`` it is not yet that. Of an event
         with several parts, what a registered schedule would cover is left out.
         """
-        need = needed(self._parts(event, 1))
-        with self._gate.lock:
-            left = self._read().remaining(need) if need else None
+        need = needed(self._elements.of(event, 1))
+        with self._access.lock:
+            left = self._access.read().remaining(need) if need else None
             return math.inf if left is None else left
 
     def _default_delta(self, delta: float | None) -> float:
@@ -440,24 +317,6 @@ class PrivacyAccountant:
                 "delta is needed, as this accountant has no budget: get_epsilon(delta=1e-5)."
             )
         return self._delta
-
-    def _upper(self, history: History, delta: float) -> float:
-        if not history.counts:
-            return 0.0
-        if history.guarantee == "none":
-            return math.inf
-        if history.guarantee == "filter" and history.filter is not None:
-            return history.filter.epsilon(delta)
-        if self._memory_of != history.changes:
-            self._memory, self._memory_of = {}, history.changes
-        if delta not in self._memory:
-            value = history.price(history.guaranteed(), delta)
-            if self._epsilon is not None and delta == self._delta:
-                # What is recorded was admitted by a bound on more releases than these, which kept
-                # the budget.
-                value = min(value, self._epsilon)
-            self._memory[delta] = value
-        return self._memory[delta]
 
     # --- charging ---------------------------------------------------------------------------------
 
@@ -481,35 +340,15 @@ class PrivacyAccountant:
             LedgerError: the charge could not be written to the file. Nothing may be released.
             ValueError: the event gives no guarantee here; the message says what to use instead.
         """
-        run = self._run
-        same = (
-            run is not None
-            and type(count) is int
-            and count == 1
-            and label == run.label
-            and adaptive is run.adaptive
-        )
-        if run is not None and same and (event is run.event or event == run.event):
-            with self._gate.lock:
-                process, charging = os.getpid(), self._charging
-                # No call from here on, so no signal handler: what is checked holds when it is used.
-                if (
-                    run is self._run
-                    and run.block.left > 0
-                    and run.block.open
-                    and process == charging.process
-                    and not (charging.stale or self._gate.is_busy)
-                ):
-                    run.block.left -= 1
-                    run.taken += 1
-                    return self
+        if self._access.repeated(event, count, label, adaptive):
+            return self
         if type(count) is not int or count != 1:
             count = events.positive_count(count)
         if label is not None and (not isinstance(label, str) or not label):
             raise ValueError(f"label must be a non-empty string or None, got {label!r}.")
-        parts = self._parts(event, count)
+        parts = self._elements.of(event, count)
         if parts:
-            self._change(
+            self._access.change(
                 lambda charging: self._charge(charging, event, parts, label, bool(adaptive))
             )
         return self
@@ -529,7 +368,7 @@ class PrivacyAccountant:
             parts[0][0],
         )
         if repeated:
-            self._run = charging.run(event, parts[0], label, adaptive)
+            self._access.will_repeat(charging.run(event, parts[0], label, adaptive))
 
     def note(self, statement: str) -> None:
         """Keeps a statement on which the guarantee rests, such as what was asserted about a model.
@@ -540,13 +379,7 @@ class PrivacyAccountant:
         Raises:
             LedgerError: the statement could not be written to the file.
         """
-        if not isinstance(statement, str) or not statement.strip():
-            raise ValueError(f"a statement must be a string that is not empty, got {statement!r}.")
-        statement = " ".join(statement.split())
-        if self._ledger is None:
-            self._notes[statement] = None
-        elif self._charging.session is not None:
-            self._ledger.add_note(statement, self._charging.session.job)
+        self._statements.note(statement, self._access.charging)
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """One Poisson-sampled Gaussian release, under the name that Opacus uses.
@@ -584,37 +417,16 @@ class PrivacyAccountant:
         parts = [
             part
             for event, count in schedule
-            for part in self._parts(event, events.positive_count(count))
+            for part in self._elements.of(event, events.positive_count(count))
         ]
-        self._change(lambda charging: charging.register(parts))
+        self._access.change(lambda charging: charging.register(parts))
         return self
-
-    def _parts(self, event: DpEvent, count: int) -> list[Part]:
-        try:
-            known = self._known.get(event)
-        # an event that cannot be hashed; the checks below say what is wrong with it
-        except TypeError:
-            known = None
-        if known is not None:
-            return [Part(known.event, count, known.pair)]
-        parts = []
-        for part, times in events.elementary(event, count):
-            pair = self._charging.history.pair(part)
-            if self._method == "pld" and isinstance(pair, Concentrated):
-                raise ValueError(bounds.ZCDP_REFUSAL)
-            parts.append(Part(part, times, pair))
-        if len(parts) == 1 and parts[0][0] == event:
-            if len(self._known) >= _KNOWN_EVENTS:
-                self._known.clear()
-            # not under ``event``, whose numbers may be arrays that change
-            self._known[parts[0][0]] = parts[0]
-        return parts
 
     def close(self) -> None:
         """Returns to the file what is reserved and was not used. The accountant can still be
         used; without ``path`` nothing happens.
         """
-        self._change(Charging.settle, charging=False)
+        self._access.change(lambda charging: charging.settle(), charging=False)
 
     def close_for_good(self, timeout: float) -> None:
         """:meth:`close` in a process that is about to end: no other thread charges any more.
@@ -623,8 +435,7 @@ class PrivacyAccountant:
             timeout: seconds to wait for a charge that is being made. After that nothing is
                 returned, so that what is reserved stays charged.
         """
-        if self._gate.lock.acquire(timeout=timeout):
-            self.close()
+        self._access.settle_for_good(timeout)
 
     def __enter__(self) -> PrivacyAccountant:
         return self
@@ -644,40 +455,10 @@ class PrivacyAccountant:
         """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, and
         the shares of each label.
         """
-        with self._gate.lock:
+        with self._access.lock:
             delta = self._delta if self._delta is not None else 1e-5
             bounds = self.get_epsilon(delta, return_bounds=True)
-            lines = [
-                (
-                    f"Privacy accountant: neighbouring data sets differ by {self._neighboring},"
-                    f" method {self._method}"
-                ),
-                "  budget      "
-                + (
-                    "none"
-                    if self._epsilon is None
-                    else f"epsilon = {self._epsilon:g} at delta = {self._delta:g}"
-                ),
-                (
-                    f"  spent       epsilon <= {bounds.upper:.5g} at delta = {delta:g} (and >="
-                    f" {bounds.lower:.5g}), {sum(self._charging.history.charges.values())} releases"
-                ),
-                f"  guarantee   {guarantee_in_words(self._charging, delta)}",
-            ]
-            if math.isinf(bounds.upper) and (
-                why := failures.without_delta(self._charging.history.guaranteed(), delta)
-            ):
-                lines.insert(3, f"              {why}")
-            if self._ledger is not None:
-                lines.append(f"  ledger      {self._ledger.path}")
-            for i, statement in enumerate(self.notes):
-                lines.append(f"  {'' if i else 'rests on':<11} {statement}")
-            shares = {label or "(no label)": share for label, share in self.shares(delta).items()}
-            width = max(map(len, shares), default=0)
-            for label, (share, count) in shares.items():
-                cost = "" if share is None else f"{share:.1%} of the cost, "
-                lines.append(f"  {label:<{max(width, 11)}} {cost}{count} releases")
-            return "\n".join(lines)
+            return report.summary(self._access.charging, bounds, delta, self.notes)
 
     def shares(self, delta: float | None = None) -> dict[str | None, tuple[float | None, int]]:
         """Of each label the share of the cost, and the releases. The cost that adds up is the Renyi
@@ -686,8 +467,8 @@ class PrivacyAccountant:
         it.
         """
         delta = self._default_delta(delta)
-        with self._gate.lock:
-            return report.shares(self._read().history, delta)
+        with self._access.lock:
+            return report.shares(self._access.read().history, delta)
 
     def state_dict(self) -> dict[str, Any]:
         """The history and the settings, as strings, numbers, lists and dicts.
@@ -701,13 +482,12 @@ class PrivacyAccountant:
             charging.refresh()
             charging.settle()
             charging.refresh()  # up to the rows that were just written
-            jobs: dict[str, Counter[DpEvent]] = {}
-            if self._ledger is None:  # itself, too, of which a copy knows nothing
-                jobs = {self._job: Counter(), **self._charged_by_jobs(charging)}
-            notes = list(self._statements(charging))
-            return saved_state.written(charging.history, jobs, self._ledger, notes)
+            ledger, history = self._access.ledger, charging.history
+            jobs = self._origins.saved(history) if ledger is None else {}
+            notes = self._statements.of(charging, self._origins)
+            return saved_state.written(history, jobs, ledger, notes)
 
-        return self._change(saved, charging=False)
+        return self._access.change(saved, charging=False)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over a saved history, and its notes. This accountant must be empty, of the same
@@ -731,40 +511,19 @@ class PrivacyAccountant:
         """
         saved = saved_state.read(state_dict, self._method, self._neighboring)
 
-        def load(charging: Charging) -> None:
+        def take_over(charging: Charging) -> None:
             charging.refresh()
+            ledger = self._access.ledger
             if saved.ledger:
-                saved.require_in(self._ledger)
+                saved.require_in(ledger)
                 return
-            if charging.history.counts or charging.history.schedule:
-                raise ValueError(
-                    "this accountant is not empty: loading would forget or double what it holds."
-                    " Load into a new PrivacyAccountant."
-                )
-            own = list(self._budget or ())
-            same = saved.budget == own
-            if saved.is_adaptive and not same:
-                raise ValueError(
-                    "the saved history is adaptive or registered, which is private only against"
-                    f" its budget {saved.budget}; this accountant's is {own}. Load it into one with"
-                    " the saved budget."
-                )
-            # A history that was admitted under the same budget may be priced a hair above it by
-            # another discretisation.
-            slack = 1.0 if not same else 1.001 if self._method == "pld" else 1 + 1e-9
-            parts = [
-                (part, line.label, line.flag, line.job)
-                for line in saved.lines
-                for part in self._parts(line.event, line.count)
-            ]
-            rule = Filter.decoded(saved.filter, self._budget)
-            charging.load(parts, saved.schedule, rule, slack)
-            if self._ledger is None:
-                self._earlier = {k: counts for k, counts in saved.jobs.items() if k != self._job}
-            elif parts:
-                self._ledger.add_note(_RESUMED, self._job)
+            load(charging, saved, self._elements)
+            if ledger is None:
+                self._origins.take_over(saved.jobs)
+            elif saved.lines:
+                ledger.notes.add(RESUMED, self._origins.job)
 
-        self._change(load)
+        self._access.change(take_over)
         for statement in saved.notes:
             self.note(statement)
 
@@ -784,29 +543,14 @@ class PrivacyAccountant:
             self.load_state_dict(state_dict)
             return
         saved = saved_state.read(state_dict, self._method, self._neighboring)
-        if saved.lines and not saved.names_jobs:
-            raise ValueError(
-                "this state, saved by an earlier version, does not say whose releases it holds, and"
-                " the accountant is not empty: resume with an empty one, which takes them over, and"
-                " save again."
-            )
-        with self._gate.lock:
-            charging = self._read()
-            if self._ledger is None:
-                held = self._charged_by_jobs(charging)
-            else:
-                held = {job: self._ledger.charged_by(job) for job in saved.jobs}
-        if any(counts - held.get(job, Counter()) for job, counts in saved.jobs.items()):
-            raise ValueError(
-                "this accountant does not know the releases of the saved run, and resuming would"
-                " forget them: resume with that run's own accountant, or an empty one, which takes"
-                " them over."
-            )
+        with self._access.lock:
+            history = self._access.read().history
+            self._origins.require_held(saved, history, self._access.ledger)
         for statement in saved.notes:
             self.note(statement)
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        session = self._charging.session
+        session = self._access.session
         if session is None:
             raise TypeError(
                 "a PrivacyAccountant in memory cannot be copied: both copies would spend the same"
@@ -837,36 +581,7 @@ class PrivacyAccountant:
         Raises:
             ValueError: Opacus was told ``poisson_sampling=False``.
         """
-        rate = events.sampling_rate(sample_rate)
-        # Opacus asks in the same words whether it samples or not; the answer stands in the call
-        # that asks
-        asking = inspect.currentframe()
-        caller = None if asking is None else asking.f_back
-        if caller is not None and not caller.f_locals.get("poisson_sampling", True):
-            raise ValueError(
-                "poisson_sampling=False: every step would be charged as a Poisson draw, which costs"
-                " far less than these batches. Leave it at True, Opacus' default, or take"
-                " torch_dpbayes.PrivacyEngine, which samples itself."
-            )
-
-        def hook(optimizer: Any) -> None:
-            if optimizer.accumulated_iterations != 1:
-                raise RuntimeError(
-                    f"Opacus summed {optimizer.accumulated_iterations} batches before one step, in"
-                    " which a record may count more than once: step after every batch, and use"
-                    " Opacus' BatchMemoryManager for batches that do not fit into memory."
-                )
-            self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
-
-        return hook
-
-
-def _settle_quietly(session: Session, gate: Gate) -> None:
-    """At the end of the program, or of the accountant, where an error could only be printed:
-    what is not returned stays charged.
-    """
-    with gate.lock, suppress(LedgerError, OSError):
-        session.settle()
+        return charging_hook(self.step, sample_rate, inspect.currentframe())
 
 
 def _open_again(
@@ -887,29 +602,3 @@ def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]
     """
     rows = (ledger := Ledger(path, {}, read_only=True)).read()
     return PrivacyAccountant.of_ledger(Ledger(ledger.path, {}, read_only=True)), rows
-
-
-def check_epsilon(epsilon: Any) -> float:
-    """``epsilon`` as a positive finite ``float``."""
-    value = float(epsilon)
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"epsilon must be positive and finite, got {epsilon!r}. No limit is epsilon=None."
-        )
-    return value
-
-
-def check_delta(delta: Any) -> float:
-    """``delta`` as a ``float`` in [1e-30, 1)."""
-    value = float(delta)
-    if not 0 < value < 1:
-        raise ValueError(
-            f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of"
-            " records."
-        )
-    if value < SMALLEST_DELTA:
-        raise ValueError(
-            f"delta = {value:g} is below {SMALLEST_DELTA:g}, down to which bounds were compared"
-            " with the truth. Use delta >= 1e-30."
-        )
-    return value

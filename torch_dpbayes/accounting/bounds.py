@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping
 
 from .bounded import RandomizedResponses, largest_sum, least_delta, least_epsilon
+from .choices import SMALLEST_DELTA
 from .composition import ACCURACY, CORNERS, Composition, choose_window, compose, tail_of
 from .failures import (
-    SMALLEST_DELTA,
     apart,
     beside_failures,
     failing,

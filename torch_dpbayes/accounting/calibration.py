@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from . import bounds, events, failures, pairs, renyi
-from .accountant import check_delta, check_epsilon
 from .admission import Admission
 from .choices import (
     Method,
     Neighboring,
     NeighboringRelation,
     accounting_method,
+    check_delta,
+    check_epsilon,
     neighboring_relation,
 )
 from .events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent

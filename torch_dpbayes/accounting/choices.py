@@ -1,23 +1,29 @@
-"""The accountant's settings that are one of a few words: read here and nowhere else.
+"""The accountant's settings: read here and nowhere else.
 
-Whatever takes such a setting passes it through :func:`neighboring_relation` or
-:func:`accounting_method` before it is compared, so that a misspelt one is an error and never falls
-to the other branch.
+Whatever takes a setting that is one of a few words passes it through :func:`neighboring_relation`
+or :func:`accounting_method` before it is compared, so that a misspelt one is an error and never
+falls to the other branch.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from dp_accounting import NeighboringRelation
 
 __all__ = [
+    "SMALLEST_DELTA",
     "Method",
     "Neighboring",
     "NeighboringRelation",
     "accounting_method",
+    "check_delta",
+    "check_epsilon",
     "neighboring_relation",
 ]
+
+SMALLEST_DELTA = 1e-30  # down to which bounds were compared with the truth
 
 Neighboring = Literal["add_or_remove_one", "replace_one"]
 Method = Literal["pld", "rdp"]
@@ -62,3 +68,29 @@ def accounting_method(value: Any) -> Method:
         if value == "rdp":
             return "rdp"
     raise ValueError(f"method must be 'pld' or 'rdp', got {value!r}.")
+
+
+def check_epsilon(epsilon: Any) -> float:
+    """``epsilon`` as a positive finite ``float``."""
+    value = float(epsilon)
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"epsilon must be positive and finite, got {epsilon!r}. No limit is epsilon=None."
+        )
+    return value
+
+
+def check_delta(delta: Any) -> float:
+    """``delta`` as a ``float`` in [1e-30, 1)."""
+    value = float(delta)
+    if not 0 < value < 1:
+        raise ValueError(
+            f"delta must lie in (0, 1), got {delta!r}. A common choice is below 1 / number of"
+            " records."
+        )
+    if value < SMALLEST_DELTA:
+        raise ValueError(
+            f"delta = {value:g} is below {SMALLEST_DELTA:g}, down to which bounds were compared"
+            " with the truth. Use delta >= 1e-30."
+        )
+    return value

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from .bounded import largest_sum
+from .choices import SMALLEST_DELTA
 from .pairs import Failure, NonPrivate, Pair
 
-SMALLEST_DELTA = 1e-30  # down to which bounds were compared with the truth
 _FAILURE_ERROR = 1e-14  # relative error of a probability that one of many releases fails, by far
 
 

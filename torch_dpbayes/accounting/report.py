@@ -3,14 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from . import renyi
 from .charging import Charging
-from .failures import apart
+from .failures import apart, without_delta
 from .history import History, Part, needed
 from .pairs import NonPrivate
 
 Shares = dict[str | None, tuple[float | None, int]]
+
+
+def summary(
+    charging: Charging, bounds: tuple[float, float], delta: float, statements: Iterable[str]
+) -> str:
+    """Everything there is to say, with the lower and the upper bound on epsilon at ``delta``; see
+    ``PrivacyAccountant.summary``.
+    """
+    history, (lower, upper) = charging.history, bounds
+    budget, method, neighboring = history.settings
+    allowed = "none" if budget is None else f"epsilon = {budget[0]:g} at delta = {budget[1]:g}"
+    lines = [
+        f"Privacy accountant: neighbouring data sets differ by {neighboring}, method {method}",
+        f"  budget      {allowed}",
+        f"  spent       epsilon <= {upper:.5g} at delta = {delta:g} (and >= {lower:.5g}),"
+        f" {sum(history.charges.values())} releases",
+    ]
+    if math.isinf(upper) and (why := without_delta(history.guaranteed(), delta)):
+        lines.append(f"              {why}")
+    lines.append(f"  guarantee   {guarantee_in_words(charging, delta)}")
+    if charging.session is not None:
+        lines.append(f"  ledger      {charging.session.ledger.path}")
+    for i, statement in enumerate(statements):
+        lines.append(f"  {'' if i else 'rests on':<11} {statement}")
+    by_label = {label or "(no label)": share for label, share in shares(history, delta).items()}
+    width = max(map(len, by_label), default=0)
+    for label, (share, count) in by_label.items():
+        cost = "" if share is None else f"{share:.1%} of the cost, "
+        lines.append(f"  {label:<{max(width, 11)}} {cost}{count} releases")
+    return "\n".join(lines)
 
 
 def guarantee_in_words(charging: Charging, delta: float) -> str:

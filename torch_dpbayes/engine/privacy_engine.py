@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from .. import words
-from ..accounting.accountant import PrivacyAccountant, check_epsilon
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.choices import check_epsilon
 from ..batches.poisson_loader import PoissonLoader
 from ..checks.fixed_tensors import FixedTensors
 from ..checks.made_up_records import Keywords, ways_to_pass

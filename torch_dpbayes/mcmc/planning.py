@@ -7,14 +7,15 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from ..accounting import events
-from ..accounting.accountant import (
-    PrivacyAccountant,
-    PrivacyBudgetExceeded,
+from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..accounting.calibration import noise_multiplier_for
+from ..accounting.choices import (
+    Neighboring,
+    NeighboringRelation,
     check_delta,
     check_epsilon,
+    neighboring_relation,
 )
-from ..accounting.calibration import noise_multiplier_for
-from ..accounting.choices import Neighboring, NeighboringRelation, neighboring_relation
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from .checks import check_positive
 from .exponential_family import ExponentialFamilyPenalty

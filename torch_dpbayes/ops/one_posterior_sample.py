@@ -12,12 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import words
-from ..accounting.accountant import (
-    PrivacyAccountant,
-    PrivacyBudgetExceeded,
-    check_delta,
-    check_epsilon,
-)
+from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
+from ..accounting.choices import check_delta, check_epsilon
 from ..accounting.events import ComposedDpEvent, DpEvent, positive_count
 from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge

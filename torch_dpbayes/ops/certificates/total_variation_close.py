@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...accounting.accountant import check_delta
+from ...accounting.choices import check_delta
 from ...accounting.events import DpEvent
 from ...noise import GaussianNoise
 from .. import sampling_error
