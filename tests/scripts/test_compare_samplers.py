@@ -1,5 +1,5 @@
 """The samplers against those of ``posteriors`` where no privacy is asked for, and the parts
-of scripts/compare_samplers.py against closed forms.
+of scripts/benchmarks/compare_samplers.py against closed forms.
 """
 
 import csv
@@ -193,7 +193,7 @@ def test_the_known_differences_to_posteriors():
 @pytest.fixture(scope="module")
 def script():
     spec = importlib.util.spec_from_file_location(
-        "compare_samplers", ROOT / "scripts" / "compare_samplers.py"
+        "compare_samplers", ROOT / "scripts" / "benchmarks" / "compare_samplers.py"
     )
     module = importlib.util.module_from_spec(spec)
     sys.modules["compare_samplers"] = module  # dataclasses look their module up

@@ -14,7 +14,9 @@ from published_calibration import wang_noise_multiplier
 
 @functools.cache
 def script():
-    path = Path(__file__).resolve().parents[2] / "scripts" / "compare_calibration.py"
+    path = (
+        Path(__file__).resolve().parents[2] / "scripts" / "reproductions" / "compare_calibration.py"
+    )
     spec = importlib.util.spec_from_file_location("compare_calibration", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

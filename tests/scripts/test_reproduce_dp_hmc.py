@@ -1,5 +1,5 @@
-"""The parts of scripts/reproduce_dp_hmc.py against closed forms, and what its quick run has
-to show.
+"""The parts of scripts/reproductions/reproduce_dp_hmc.py against closed forms, and what its quick
+run has to show.
 """
 
 import csv

@@ -1,5 +1,5 @@
-"""The theory in scripts/reproduce_penalty.py against closed forms and simulations of its own,
-and what its quick run has to show.
+"""The theory in scripts/reproductions/reproduce_penalty.py against closed forms and simulations
+of its own, and what its quick run has to show.
 """
 
 import csv

@@ -1,5 +1,5 @@
-"""The baselines of scripts/reproduce_privacy_for_free.py against quadrature and definitions,
-and what its quick run has to show.
+"""The baselines of scripts/reproductions/reproduce_privacy_for_free.py against quadrature and
+definitions, and what its quick run has to show.
 """
 
 import csv

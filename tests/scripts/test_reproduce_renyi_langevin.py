@@ -1,5 +1,5 @@
-"""The parts of scripts/reproduce_renyi_langevin.py against quadrature and differential
-equations, and what its quick run has to show.
+"""The parts of scripts/reproductions/reproduce_renyi_langevin.py against quadrature and
+differential equations, and what its quick run has to show.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""scripts/reproduction.py: runs are stored as they finish, and never made twice."""
+"""scripts/reproductions/reproduction.py: runs are stored as they finish, and never made twice."""
 
 import csv
 import json

@@ -2,7 +2,7 @@
 """What exact accounting saves over the calibration that Wang, Fienberg and Smola published with
 DP-SGLD in 2015.
 
-    python scripts/compare_calibration.py
+    python scripts/reproductions/compare_calibration.py
 
 N records, B = √N (rounded) in an expected batch, √N passes, δ = 1e-5: the noise multiplier (std on
 the sum of clipped gradients / clip norm) by their Theorem 4, and the smallest that meets the same

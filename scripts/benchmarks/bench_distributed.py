@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Steps per second on one core and on two, and the bytes that a rank sends in a step.
 
-    python scripts/bench_distributed.py [--seconds 5] [--rounds 5] [--what cnn mlp penalty]
+    python bench_distributed.py [--seconds 5] [--rounds 5] [--what cnn mlp penalty]
 
 cnn and mlp train by DP-SGLD with data parallelism (gloo on the loopback interface) at the same
 global batch size, loading from memory included; penalty runs the penalty kernel on a logistic

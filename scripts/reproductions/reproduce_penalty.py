@@ -1,9 +1,9 @@
 """The penalty algorithm under privacy (Yildirim 2016; Yildirim and Ermis 2019): what it affords,
 what it accepts, and for how many owners.
 
-    scripts/reproduce_penalty.py --quick       # few repeats, two or three minutes
-    scripts/reproduce_penalty.py --full        # the figures of docs/reproductions
-    scripts/reproduce_penalty.py --full --csv FILE --picture FILE
+    reproduce_penalty.py --quick       # few repeats, two or three minutes
+    reproduce_penalty.py --full        # the figures of docs/reproductions
+    reproduce_penalty.py --full --csv FILE --picture FILE
 
 The model is theirs: n coin tosses, three tenths of them heads, with a Beta(2, 2) prior; the chain
 moves in the log odds, where one record's log-likelihood ratio is at most the distance of the move

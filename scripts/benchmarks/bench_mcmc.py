@@ -1,8 +1,8 @@
 """What the per-record work of the Pyro kernels costs beside what Pyro does without privacy, and how
 much memory a million records take.
 
-    scripts/bench_mcmc.py
-    scripts/bench_mcmc.py --memory    # the peak of a million rows, in a process of its own
+    bench_mcmc.py
+    bench_mcmc.py --memory    # the peak of a million rows, in a process of its own
 
 Clipped gradients against Pyro's own potential and gradient of the same model, record terms against
 Pyro's trace of the model with its log densities, interleaved in one run; prints medians and their

@@ -2,7 +2,7 @@
 """What a private step costs beside a plain one, for five models: ours, and Opacus' hooks and ghost
 modes.
 
-    python scripts/bench_clipping.py [--seconds 20] [--models mlp cnn] [--batches 4]
+    python scripts/benchmarks/bench_clipping.py [--seconds 20] [--models mlp cnn] [--batches 4]
         [--plot clipping.png]
 
 The plain step is SGLD without clipping: forward, backward, the same Gaussian noise on the gradient,

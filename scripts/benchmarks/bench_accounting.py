@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Epsilon, seconds and memory of this library's accountant beside other people's.
 
-    python scripts/bench_accounting.py [--plot cost.png] [--others] [--charging] [--limit SECONDS]
+    python bench_accounting.py [--plot cost.png] [--others] [--charging] [--limit SECONDS]
 
 Everything runs on one core. ``--charging`` measures only what a charge against a budget costs in a
 loop. ``--others`` also runs dp_accounting (PLD and RDP), Opacus (RDP and PRV) and, if it is

@@ -1,9 +1,9 @@
 """How near discretised Langevin dynamics comes to its target in Rényi divergence, and what the
 certificates make of that (Ganesh, Talwar 2020).
 
-    scripts/reproduce_renyi_langevin.py --quick       # coarse grids, half a minute
-    scripts/reproduce_renyi_langevin.py --full        # fine ones, for docs/reproductions
-    scripts/reproduce_renyi_langevin.py --full --csv FILE --picture FILE
+    reproduce_renyi_langevin.py --quick       # coarse grids, half a minute
+    reproduce_renyi_langevin.py --full        # fine ones, for docs/reproductions
+    reproduce_renyi_langevin.py --full --csv FILE --picture FILE
 
 Their theorems bound the divergence, in both directions, of the overdamped and the underdamped chain
 from a strongly log-concave target, with constants that they do not state. Where the target is

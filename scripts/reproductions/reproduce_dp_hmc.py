@@ -1,9 +1,9 @@
 """Räisä, Koskela and Honkela (2021), "Differentially private Hamiltonian Monte Carlo", with this
 library's kernels and its accounting.
 
-    python scripts/reproduce_dp_hmc.py --quick    # two minutes
-    python scripts/reproduce_dp_hmc.py            # hours; finished runs are stored and not repeated
-    python scripts/reproduce_dp_hmc.py --full     # as often and at as many ε as they did: days
+    python reproduce_dp_hmc.py --quick    # two minutes
+    python reproduce_dp_hmc.py            # hours; finished runs are stored and not repeated
+    python reproduce_dp_hmc.py --full     # as often and at as many ε as they did: days
 
 Their two models, n = 100,000 records, 4 chains that share the budget, δ = 0.1/n for replacing a
 record, the first half of each chain dropped, their settings: noise of 2τ√n clip bounds. Chains

@@ -1,7 +1,7 @@
 """What the four samplers sample under privacy noise, and how fast, beside the non-private samplers
 of ``posteriors``.
 
-    python scripts/compare_samplers.py [--quick] [--steps STEPS] [--csv FILE] [--picture FILE]
+    python compare_samplers.py [--quick] [--steps STEPS] [--csv FILE] [--picture FILE]
 
 Three targets whose posterior is known: a Gaussian in ten correlated dimensions (linear regression,
 closed form), Bayesian logistic regression (against long parallel runs of Hamiltonian Monte Carlo),

@@ -1,7 +1,7 @@
 """What a private step costs from the clipped sum on, against torch.optim.SGD and one torch.randn
 per parameter.
 
-    scripts/bench_optimizers.py
+    scripts/benchmarks/bench_optimizers.py
 
 Times charge, noise, prior and update of each sampler, interleaved with the reference in one run on
 one core; prints medians and their ratio.

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Run(NamedTuple):

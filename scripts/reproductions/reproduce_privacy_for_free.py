@@ -1,10 +1,10 @@
 """Private logistic regression beside the baselines, and chains on a known posterior, as in "Privacy
 for free" (Wang, Fienberg, Smola 2015).
 
-    scripts/reproduce_privacy_for_free.py --quick              # made-up data only, two minutes
-    scripts/reproduce_privacy_for_free.py --full --data-root FOLDER    # UCI's abalone/ and adult/
-    scripts/reproduce_privacy_for_free.py --full --download    # gets them through ucimlrepo
-    scripts/reproduce_privacy_for_free.py --full --repeats 3   # fewer; later runs add the rest
+    reproduce_privacy_for_free.py --quick              # made-up data only, two minutes
+    reproduce_privacy_for_free.py --full --data-root FOLDER    # UCI's abalone/ and adult/
+    reproduce_privacy_for_free.py --full --download    # gets them through ucimlrepo
+    reproduce_privacy_for_free.py --full --repeats 3   # fewer; later runs add the rest
 
 **Figure 1**: linear regression with two weights, whose posterior is known, at ε = 10: what DP-SGLD
 and DP-SGNHT sample, and what the constants of the paper do. **Figure 2**: test accuracy against ε,
