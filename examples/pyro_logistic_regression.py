@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     kernel = DPHMC(
         model,
-        step_size=0.02,
+        step_size=0.01,
         num_steps=options.steps,
         **bounds,
         **planned.noise_multipliers,

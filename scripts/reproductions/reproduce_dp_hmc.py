@@ -292,6 +292,8 @@ def make_kernel(
         elif name.endswith("noise_multiplier"):
             settings[name] /= problem.weight
     kind = DPHMC if algorithm == HMC else DPPenalty
+    if kind is DPHMC:  # theirs are uniform from 0 to the step size
+        settings |= {"step_size": settings["step_size"] / 2, "jitter": 1.0}
     return kind(problem.model, accountant=accountant, target_accept_prob=None, **settings)
 
 

@@ -1,5 +1,7 @@
 """DPHMC: trajectories, kept gradients and their noise."""
 
+import math
+
 import pytest
 import torch
 from pyro.infer import MCMC
@@ -108,7 +110,7 @@ def energy_errors(step_size, num_steps, monkeypatch):
             Gaussian(),
             num_steps,
             step_size=step_size,
-            jitter=False,
+            jitter=0,
             ratio_noise_multiplier=0,
             grad_noise_multiplier=0,
         ),
@@ -176,6 +178,12 @@ def test_gradient_noise_is_what_is_charged():
         ).pvalue
         > LEVEL
     )
+
+
+@pytest.mark.parametrize("jitter", [True, -0.1, 1.5, math.nan, "0.2"])
+def test_jitter_is_a_share(jitter):
+    with pytest.raises(ValueError, match="jitter is how far step sizes scatter"):
+        hmc(Gaussian(), num_steps=1, jitter=jitter)
 
 
 def test_inference_mode_is_named_where_gradients_are_missing():

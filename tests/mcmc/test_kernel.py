@@ -124,13 +124,13 @@ RIGHT = {
     },
     "HMC, full mass matrix": (
         partial(Gaussian, 2),
-        partial(hmc, num_steps=2, mass_matrix=FULL_MASS, step_size=0.2),
+        partial(hmc, num_steps=2, mass_matrix=FULL_MASS, step_size=0.12),
     ),
     "HMC, diagonal mass matrix": (
         partial(Gaussian, 2),
-        partial(hmc, num_steps=2, mass_matrix=FULL_MASS.diagonal(), step_size=0.2),
+        partial(hmc, num_steps=2, mass_matrix=FULL_MASS.diagonal(), step_size=0.12),
     ),
-    "HMC, no jitter": (Gaussian, partial(hmc, num_steps=2, jitter=False, step_size=0.1)),
+    "HMC, no jitter": (Gaussian, partial(hmc, num_steps=2, jitter=0, step_size=0.1)),
 }
 
 
@@ -204,7 +204,7 @@ BROKEN = {
             num_steps=1,
             kernel=KeepsTheStartsGradient,
             step_size=0.25,
-            jitter=False,
+            jitter=0,
             ratio_noise_multiplier=0.02,
             grad_noise_multiplier=0.02,
         ),

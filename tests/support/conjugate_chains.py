@@ -149,13 +149,13 @@ def penalty(target, kernel=DPPenalty, **options):
 def hmc(target, num_steps, kernel=DPHMC, **options):
     if isinstance(target, Gaussian):
         fitting = {
-            "step_size": 0.25 / max(num_steps, 1) ** 0.5,
+            "step_size": 0.15 / max(num_steps, 1) ** 0.5,
             "ratio_noise_multiplier": 0.25,
             "grad_noise_multiplier": 0.2,
         }
     else:
         fitting = {
-            "step_size": 1.0 / max(num_steps, 1) ** 0.5,
+            "step_size": 0.6 / max(num_steps, 1) ** 0.5,
             "ratio_noise_multiplier": 0.8,
             "grad_noise_multiplier": 0.8,
         }

@@ -54,8 +54,9 @@ class DPHMC(PrivateKernel):
         mass_matrix: M, (dimension,) for a diagonal one or (dimension, dimension), θ's coordinates
             being the sites sorted by name. None: identity. A public constant, or made from earlier
             releases.
-        jitter: scale η in iteration t by a randomly shifted Halton sequence in (0, 1), so that no
-            trajectory length is resonant.
+        jitter: j, at most 1. Iteration t takes steps of η·(1 + j(2u_t − 1)), u_t a randomly shifted
+            Halton sequence in (0, 1), so that no trajectory length is resonant. Where noise decides
+            how far a step goes, 0.2 costs 2 % of the reach, 1 a third of it.
         reuse_gradients: keep the gradient at the point where the chain stays.
         target_accept_prob: acceptance rate that warm-up adapts η to. None: no adaptation.
 
@@ -89,7 +90,7 @@ class DPHMC(PrivateKernel):
         accountant: PrivacyAccountant,
         data_plate: str = "data",
         mass_matrix: Tensor | None = None,
-        jitter: bool = True,
+        jitter: float = 0.2,
         reuse_gradients: bool = True,
         target_accept_prob: float | None = 0.65,
     ) -> None:
@@ -108,7 +109,7 @@ class DPHMC(PrivateKernel):
         self._grad_multiplier = check_noise("grad_noise_multiplier", grad_noise_multiplier)
         self._plate = data_plate
         self._mass = _Mass(mass_matrix)
-        self._jitter, self._reuse = bool(jitter), bool(reuse_gradients)
+        self._jitter, self._reuse = checked_jitter(jitter), bool(reuse_gradients)
 
     def _forget(self) -> None:
         super()._forget()
@@ -162,7 +163,7 @@ class DPHMC(PrivateKernel):
         try:
             if start is None:
                 start = self._gradient = self._noisy_gradient(theta)
-            step = self._scale * (self._halton() if self._jitter else 1.0)
+            step = self._scale * (1.0 + self._jitter * (2.0 * self._halton() - 1.0))
             momentum = self._mass.momentum(self._gaussian(len(theta), public=True))
             kinetic = self._mass.kinetic_energy(momentum)
             moved, gradient = theta, start
@@ -234,6 +235,16 @@ def _require_gradients() -> None:
                 "this chain was forked from a process that had computed gradients, and cannot"
                 ' compute any: pass mp_context="spawn" to MCMC. Nothing was released.'
             ) from error
+
+
+def checked_jitter(jitter: float) -> float:
+    """A share of the step size."""
+    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= 1:
+        raise ValueError(
+            "jitter is how far step sizes scatter, as a share of step_size between 0 and 1; got"
+            f" {jitter!r}."
+        )
+    return float(jitter)
 
 
 class _Mass:

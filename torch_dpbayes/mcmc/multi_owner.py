@@ -171,7 +171,7 @@ class MultiOwnerHMC(DPHMC):
         accountant: PrivacyAccountant,
         data_plate: str = "data",
         mass_matrix: Tensor | None = None,
-        jitter: bool = True,
+        jitter: float = 0.2,
         reuse_gradients: bool = True,
         target_accept_prob: float | None = 0.65,
         owner: str | None = None,

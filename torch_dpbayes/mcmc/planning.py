@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
@@ -19,10 +21,18 @@ from ..accounting.choices import (
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from .checks import check_positive
 from .exponential_family import ExponentialFamilyPenalty
-from .hmc import DPHMC
+from .hmc import DPHMC, checked_jitter
 from .kernel import PrivateKernel
 from .multi_owner import MultiOwnerHMC, MultiOwnerPenalty
 from .penalty import DPPenalty
+from .reach import (
+    Iteration,
+    Tuned,
+    squared_distance,
+    standard_deviations,
+    tuned,
+    warn_if_few,
+)
 
 
 class Plan(NamedTuple):
@@ -34,12 +44,90 @@ class Plan(NamedTuple):
         num_iterations: (warm-up + samples) × chains, of all chains together.
         epsilon: what they will have cost, together with the history, at ``delta``.
         delta: the target.
+        num_steps: L of ``DPHMC``, 0 for a penalty kernel.
+        log_ratio_slope, max_grad_norm: c and b, as far as they were given.
+        jitter: of the step size of ``DPHMC``.
     """
 
     noise_multipliers: dict[str, float]
     num_iterations: int
     epsilon: float
     delta: float
+    num_steps: int = 0
+    log_ratio_slope: float | None = None
+    max_grad_norm: float | None = None
+    jitter: float = 0.0
+
+    @property
+    def reach(self) -> float:
+        r"""The squared distance in unconstrained space that all iterations of all chains together
+        can move,
+
+        .. math:: a\,k \,/\, \big(z_l^2c^2 + z_g^2b^2(L-\tfrac12)/L^2\big),
+
+        the second term for DP-HMC only. a is 1.33, with the default jitter of DP-HMC 1.30. At the
+        planned split of the noise this is a·μ²/c² for a penalty kernel and a·μ²/(c + b√(1−1/2L))²
+        for DP-HMC, μ of the budget as Gaussian DP. Well above 10 times the sum of the posterior's
+        variances is needed to mix. Plans of J equal owners overstate it J times: all of their
+        noise is in the way.
+
+        Raises:
+            ValueError: ``plan`` was not told the clip bounds.
+        """
+        iteration = self._iteration
+        return squared_distance(iteration.jitter) * self.num_iterations / iteration.variance
+
+    def expected_sample_size(
+        self, posterior_stddev: float | Tensor | Mapping[str, Tensor], *, shaped: bool = False
+    ) -> float:
+        """How many independent draws all iterations together are worth in the worst coordinate, at
+        the best step size, on a Gaussian posterior. Warm-up counts here as if it were kept.
+
+        Args:
+            posterior_stddev: standard deviations in unconstrained space, one a coordinate: a
+                tensor, tensors by site (``stddev`` of a noise-aware posterior or of a pilot run on
+                public data), or a number for one coordinate.
+            shaped: whether the mass matrix or the random walk will have the posterior's shape.
+
+        Raises:
+            ValueError: a standard deviation is not positive, or ``plan`` was not told the clip
+                bounds.
+
+        **Privacy.** A function of public numbers: nothing is released or charged.
+        """
+        found = self.num_iterations * self._tuned(posterior_stddev, shaped).worth
+        warn_if_few(found)
+        return found
+
+    def step_size(
+        self, posterior_stddev: float | Tensor | Mapping[str, Tensor], *, shaped: bool = False
+    ) -> float:
+        """The scale of the moves at which that many samples are expected: ``step_size`` of
+        ``DPHMC``; of a random walk, the factor of ``posterior_stddev`` if ``shaped``, else of 1.
+        With it no charged warm-up has to find one: ``target_accept_prob=None``.
+
+        Args:
+            posterior_stddev, shaped: as for :meth:`expected_sample_size`.
+
+        **Privacy.** A function of public numbers: nothing is released or charged.
+        """
+        return self._tuned(posterior_stddev, shaped).scale
+
+    def _tuned(
+        self, posterior_stddev: float | Tensor | Mapping[str, Tensor], shaped: bool
+    ) -> Tuned:
+        return tuned(self._iteration, standard_deviations(posterior_stddev), shaped)
+
+    @property
+    def _iteration(self) -> Iteration:
+        ratio, *gradient = self.noise_multipliers.values()
+        if self.log_ratio_slope is None or (gradient and self.max_grad_norm is None):
+            raise ValueError(
+                "how far a chain gets depends on the clip bounds: give plan log_ratio_slope="
+                + (" and max_grad_norm=." if gradient else ".")
+            )
+        gradient_std = gradient[0] * (self.max_grad_norm or 0.0) if gradient else 0.0
+        return Iteration(ratio * self.log_ratio_slope, gradient_std, self.num_steps, self.jitter)
 
 
 def plan(
@@ -54,6 +142,7 @@ def plan(
     num_steps: int | None = None,
     log_ratio_slope: float | None = None,
     max_grad_norm: float | None = None,
+    jitter: float = 0.2,
     reuse_gradients: bool = True,
     num_chains: int = 1,
     neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
@@ -83,8 +172,11 @@ def plan(
         noise_multiplier: z of the penalty kernels, if ``num_iterations`` is asked for.
         ratio_noise_multiplier, grad_noise_multiplier: likewise z_l and z_g of ``DPHMC``.
         num_steps: L of ``DPHMC``.
-        log_ratio_slope, max_grad_norm: c and b of ``DPHMC``, to split the budget by; not needed if
-            the noise is given.
+        log_ratio_slope: c, for :attr:`Plan.reach`; of ``ExponentialFamilyPenalty``
+            ``max_statistic_norm`` times the most that η moves for each unit of distance.
+        max_grad_norm: b of ``DPHMC``. The budget is split by c and b; if the noise is given, only
+            the reach needs them.
+        jitter: as in ``DPHMC``.
         reuse_gradients: as in ``DPHMC``.
         num_chains: each begins with one gradient more, if they are reused.
         neighboring: the accountant's relation, as ``PrivacyAccountant`` takes it.
@@ -117,11 +209,7 @@ def plan(
         _require_none("DPHMC", noise_multiplier=noise_multiplier)
     elif kernel in (DPPenalty, ExponentialFamilyPenalty, MultiOwnerPenalty):
         steps, given = 0, {"noise_multiplier": noise_multiplier}
-        of_hmc = {
-            "num_steps": num_steps,
-            "log_ratio_slope": log_ratio_slope,
-            "max_grad_norm": max_grad_norm,
-        }
+        of_hmc = {"num_steps": num_steps, "max_grad_norm": max_grad_norm}
         _require_none(
             kernel.__name__,
             ratio_noise_multiplier=ratio_noise_multiplier,
@@ -132,6 +220,17 @@ def plan(
         raise ValueError(
             "kernel must be DPPenalty, ExponentialFamilyPenalty, DPHMC, MultiOwnerPenalty or"
             f" MultiOwnerHMC, got {kernel!r}."
+        )
+    slope = norm = None
+    if log_ratio_slope is not None:
+        slope = check_positive(
+            "log_ratio_slope",
+            log_ratio_slope,
+            "a bound on |log-likelihood ratio| / distance of a record",
+        )
+    if max_grad_norm is not None:
+        norm = check_positive(
+            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
         )
     noises = {
         name: events.gaussian_noise_multiplier(value, name)
@@ -164,19 +263,11 @@ def plan(
         iterations = events.positive_count(num_iterations, "num_iterations")
         split = 1.0
         if is_hmc:
-            if log_ratio_slope is None or max_grad_norm is None:
+            if slope is None or norm is None:
                 raise ValueError(
                     "log_ratio_slope and max_grad_norm are needed for DPHMC: the noise is split"
                     " between ratio and gradients by them."
                 )
-            slope = check_positive(
-                "log_ratio_slope",
-                log_ratio_slope,
-                "a bound on |log-likelihood ratio| / distance of a record",
-            )
-            norm = check_positive(
-                "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
-            )
             split = math.sqrt(slope / norm) * (steps**3 / (steps - 0.5)) ** 0.25
 
         def scaled(z: float) -> dict[str, float]:
@@ -194,7 +285,8 @@ def plan(
     accountant = _accountant(history, None, delta, neighboring)
     if iterations:
         accountant.compose(start(noises)).compose(each(noises), iterations)
-    return Plan(noises, iterations, accountant.get_epsilon(), delta)
+    scatter = checked_jitter(jitter) if is_hmc else 0.0
+    return Plan(noises, iterations, accountant.get_epsilon(), delta, steps, slope, norm, scatter)
 
 
 def _accountant(

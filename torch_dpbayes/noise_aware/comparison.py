@@ -25,10 +25,9 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.choices import Neighboring
 from ..accounting.events import positive_count
 from ..mcmc.checks import check_clip_bound, check_positive
+from ..mcmc.reach import squared_distance
 from .planning import general_plan, total_multiplier
 
-# squared distance that all iterations of a well-tuned kernel move together, in 1/(z·slope)²
-_REACH_OF_PENALTY, _REACH_OF_HMC = 1.33, 0.88
 _ENOUGH = 10.0  # relaxation times
 _SHORT_BY = 1.25  # how much too narrow a posterior may be and still be said to cover
 _ROUNDS = 20
@@ -156,8 +155,8 @@ def compare_methods(
         noise_aware("infer.DPSVI, posterior()", half, half * curvature),
     ]
     for name, reach in (
-        ("mcmc.DPPenalty", _REACH_OF_PENALTY / (z * slope) ** 2),
-        ("mcmc.DPHMC", _REACH_OF_HMC / (z * (slope + bound)) ** 2),
+        ("mcmc.DPPenalty", squared_distance() / (z * slope) ** 2),
+        ("mcmc.DPHMC", squared_distance() / (z * (slope + bound)) ** 2),
     ):
         share = reach * total / size
         note = f"reach / posterior variance {share:.2g}, well above 10 is needed"
