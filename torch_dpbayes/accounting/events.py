@@ -201,7 +201,10 @@ def _non_negative(value: Any, what: str) -> float:
     return max(number, _LEAST) if number else 0.0
 
 
-def _sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
+def sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
+    """The one Gaussian that ``event``, inside of a ``sampler``, costs as much as, or the error that
+    says why there is none.
+    """
     if type(event) is NonPrivateDpEvent:
         raise TypeError(
             f"{sampler} of a non-private release is not private: charge NonPrivateDpEvent() itself."
@@ -279,7 +282,7 @@ def _(event: GaussianSum, count: int) -> Parts:
 
 @parts_of.register
 def _(event: PoissonSampledDpEvent, count: int) -> Parts:
-    gaussian = _sampled_gaussian(event.event, "PoissonSampledDpEvent")
+    gaussian = sampled_gaussian(event.event, "PoissonSampledDpEvent")
     if _real(event.sampling_probability, "sampling_probability") != 0:
         rate = sampling_rate(event.sampling_probability, "sampling_probability")
         yield PoissonSampledDpEvent(rate, gaussian), count
@@ -287,7 +290,7 @@ def _(event: PoissonSampledDpEvent, count: int) -> Parts:
 
 @parts_of.register
 def _(event: SampledWithoutReplacementDpEvent, count: int) -> Parts:
-    gaussian = _sampled_gaussian(event.event, "SampledWithoutReplacementDpEvent")
+    gaussian = sampled_gaussian(event.event, "SampledWithoutReplacementDpEvent")
     size = positive_count(event.source_dataset_size, "source_dataset_size")
     batch = positive_count(event.sample_size, "sample_size")
     if batch > size:
@@ -358,11 +361,14 @@ def _(event: MuGaussianDpEvent, slack: float) -> DpEvent:
 
 def encode(event: DpEvent) -> list[Any]:
     """An event as a list of its class name and its numbers, which JSON keeps exactly."""
+
+    def encoded(value: Any) -> Any:
+        if isinstance(value, DpEvent):
+            return encode(value)
+        return [encoded(item) for item in value] if isinstance(value, tuple) else float(value)
+
     values = (getattr(event, field.name) for field in attr.fields(type(event)))
-    return [
-        type(event).__name__,
-        *(encode(v) if isinstance(v, DpEvent) else float(v) for v in values),
-    ]
+    return [type(event).__name__, *map(encoded, values)]
 
 
 def decode(code: Any) -> DpEvent:
@@ -370,10 +376,18 @@ def decode(code: Any) -> DpEvent:
     kinds = {kind.__name__: kind for kind in parts_of.registry if issubclass(kind, DpEvent)}
     if not isinstance(code, list) or not code or code[0] not in kinds:
         raise ValueError(f"this is not a saved event: {code!r}. Load what state_dict() returned.")
-    values = [decode(value) if isinstance(value, list) else float(value) for value in code[1:]]
-    if code[0] == "SampledWithoutReplacementDpEvent":
-        values[:2] = int(values[0]), int(values[1])
-    event: DpEvent = kinds[code[0]](*values)
+
+    def decoded(value: Any) -> Any:
+        if not isinstance(value, list):
+            return float(value)
+        return decode(value) if isinstance(value[0], str) else tuple(map(decoded, value))
+
+    kind = kinds[code[0]]
+    values = [
+        int(value) if field.type in (int, "int") else decoded(value)
+        for value, field in zip(code[1:], attr.fields(kind), strict=True)
+    ]
+    event: DpEvent = kind(*values)
     return event
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from .loss_grid import has_loss_distribution
-from .pairs import BoundedRange, Gaussian, Pair, Sampled, has_two_directions
+from .pairs import Allocated, BoundedRange, Gaussian, Mixed, Pair, Sampled, has_two_directions
 
 EXACT_LEVELS = 48  # up to this many different levels are composed as they are
 _MOST_LEVELS = 1000
+_MOST_EPOCHS, _EPOCHS_RATIO = 8, 1.01  # of random allocation: each kind takes a second
 
 
 def merge(
@@ -41,6 +43,7 @@ def merge(
     squared = 0.0
     merged: dict[Pair, int] = {}
     sampled: list[tuple[Sampled, int]] = []
+    allocated: list[tuple[Allocated, int]] = []
     for pair, count in counts.items():
         if isinstance(pair, Gaussian):
             squared += count * pair.mu**2
@@ -48,12 +51,19 @@ def merge(
             if not upper and pair.kind == "symmetric":
                 pair = Sampled("directed", pair.rate, pair.noise)
             sampled.append((pair, count))
-        elif not upper and isinstance(pair, BoundedRange):
+        elif not upper and isinstance(pair, (BoundedRange, Allocated, Mixed)):
             continue  # its profile bounds its privacy from one side only
+        elif isinstance(pair, Allocated):
+            allocated.append((pair, count))
         elif has_loss_distribution(pair) or concentrated:
             merged[pair] = merged.get(pair, 0) + count
         elif upper:
             raise TypeError(f"{pair!r} has no privacy loss distribution.")
+    for epoch, count in allocated:
+        if len(allocated) > _MOST_EPOCHS:
+            cell = math.floor(math.log(epoch.noise) / math.log(_EPOCHS_RATIO))
+            epoch = replace(epoch, noise=min(_EPOCHS_RATIO**cell, epoch.noise))
+        merged[epoch] = merged.get(epoch, 0) + count
     if len(sampled) <= EXACT_LEVELS or (upper and not fixed):
         for pair, count in sampled:
             merged[pair] = merged.get(pair, 0) + count

@@ -66,6 +66,27 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
+class Allocated:
+    """A Gaussian sum of sensitivity 1 and standard deviation ``noise`` in one of ``steps`` steps.
+
+    kind "directed": (the average of N(e_i, z^2 1) over the unit vectors, N(0, z^2 1)) for a removed
+    record, the reverse for an added one. kind "antipodal": a bound on the pair of the averages of
+    N(e_i, z^2 1) and of N(-e_i, z^2 1), see :mod:`allocation`; its own reverse.
+    """
+
+    kind: Literal["directed", "antipodal"]
+    steps: int
+    noise: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """One of several releases, drawn with these weights; which one, is told."""
+
+    parts: tuple[tuple[float, Sampled], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Pure:
     """Randomised response with parameter ``epsilon``: dominates every epsilon-differentially
     private release.
@@ -103,7 +124,17 @@ class NonPrivate:
     """No guarantee at all."""
 
 
-Pair = Gaussian | Sampled | Pure | BoundedRange | Concentrated | Failure | NonPrivate
+Pair = (
+    Gaussian
+    | Sampled
+    | Allocated
+    | Mixed
+    | Pure
+    | BoundedRange
+    | Concentrated
+    | Failure
+    | NonPrivate
+)
 
 # Below this noise / sensitivity sampling is ignored (an upper bound): one step alone then costs
 # epsilon > 1000.
@@ -221,7 +252,9 @@ def _(event: NonPrivateDpEvent, replace: bool) -> Pair:
 
 def has_two_directions(pair: Pair) -> bool:
     """Whether a removed and an added record differ; every other pair is its own reverse."""
-    return isinstance(pair, Sampled) and pair.kind == "directed"
+    if isinstance(pair, Mixed):
+        return any(has_two_directions(part) for _, part in pair.parts)
+    return isinstance(pair, (Sampled, Allocated)) and pair.kind == "directed"
 
 
 @singledispatch
@@ -272,6 +305,12 @@ def covers(reserve: Pair, pair: Pair) -> bool:
     if isinstance(reserve, Sampled) and isinstance(pair, Sampled):
         return (
             reserve.kind == pair.kind and reserve.rate >= pair.rate and reserve.noise <= pair.noise
+        )
+    if isinstance(reserve, Allocated) and isinstance(pair, Allocated):
+        return (
+            reserve.kind == pair.kind
+            and reserve.steps <= pair.steps
+            and reserve.noise <= pair.noise
         )
     if isinstance(reserve, Gaussian) and isinstance(pair, Gaussian):
         return reserve.mu >= pair.mu

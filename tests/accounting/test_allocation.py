@@ -1,0 +1,205 @@
+"""Random allocation: its pair against quadrature of the mixtures, Poisson sampling, simulation."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+
+from torch_dpbayes.accounting import PrivacyAccountant, loss_grid, renyi
+from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
+from torch_dpbayes.accounting.composition import compose
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.pairs import Allocated, dominating_pair
+
+FALSE_ALARM = 1e-6  # of a statistical test
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    random.seed(torch.initial_seed())
+
+
+def fine_epsilons(losses, masses):
+    """Between the losses that matter."""
+    order = np.argsort(losses)
+    share = np.cumsum(masses[order])
+    return np.interp([0.3, 0.6, 0.9, 0.99, 0.9999], share, losses[order])
+
+
+def profile(pair, epsilon, reverse=False, tail=1e-12):
+    """That of the pair's nodes, without their tails."""
+    losses, masses, _ = loss_grid.loss_nodes(pair, tail)
+    if reverse:
+        return float(np.sum(masses * np.exp(-losses) * -np.expm1(np.minimum(epsilon + losses, 0))))
+    return float(np.sum(masses * -np.expm1(np.minimum(epsilon - losses, 0))))
+
+
+def quadrature(steps, reach):
+    """Nodes of N(0, 1)^steps: the trapezoid rule."""
+    x = np.linspace(-reach, reach, {2: 1201, 3: 121}[steps])
+    points = np.stack(np.meshgrid(*[x] * steps, indexing="ij"), -1).reshape(-1, steps)
+    weight = np.exp(-(points**2).sum(1) / 2) * ((x[1] - x[0]) / math.sqrt(2 * math.pi)) ** steps
+    return points, weight
+
+
+def ratios(points, noise, sign=1.0):
+    """The likelihood ratio of an epoch with a record that moves the sums by ``sign`` to noise."""
+    exponent = sign * points / noise - 1 / (2 * noise**2)
+    return np.exp(exponent).mean(1)
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_profile_of_an_epoch_is_that_of_the_mixture(steps, reverse):
+    noise = random.uniform(0.7, 3.0)
+    points, weight = quadrature(steps, 8.0 + 1 / noise)
+    w = ratios(points, noise)
+    pair = Allocated("directed", steps, noise)
+    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
+    for epsilon in fine_epsilons(losses, masses):
+        epsilon = -epsilon if reverse else epsilon
+        excess = 1 - w * math.exp(epsilon) if reverse else w - math.exp(epsilon)
+        truth = float(weight @ np.maximum(excess, 0.0))
+        found = profile(pair, epsilon, reverse)
+        margin = 2e-4 * truth + 5e-6  # of the trapezoid rule at a kink
+        assert truth - margin <= found <= truth * 1.003 + margin
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_replaced_record_is_covered_whatever_its_gradients(steps):
+    """Contributions of any length and direction in each step, the second's chosen after the first
+    output.
+    """
+    noise = random.uniform(0.7, 3.0)
+    points, weight = quadrature(steps, 8.0 + 1 / noise)
+    pair = Allocated("antipodal", steps, noise)
+    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
+    chosen, chosen_by_output = [(1.0, -1.0)] * steps, [[1.0, -1.0]] * 2
+    for case in range(4):
+        p, q = np.zeros(len(points)), np.zeros(len(points))
+        for j in range(steps):
+            mine, theirs = chosen[j]
+            if case and j:  # adaptive: others where the first output is large
+                (a, b), (c, d) = chosen_by_output
+                mine, theirs = (np.where(points[:, 0] > 0, *move) for move in ((a, b), (c, d)))
+            for total, move in ((p, mine), (q, theirs)):
+                total += np.exp(move * points[:, j] / noise - np.square(move) / (2 * noise**2))
+        p, q = p / steps, q / steps
+        for epsilon in fine_epsilons(losses, masses):
+            truth = float(weight @ np.maximum(p - math.exp(epsilon) * q, 0.0))
+            assert truth <= profile(pair, epsilon) * (1 + 2e-4) + 5e-6
+        chosen = [(random.uniform(-1, 1), random.uniform(-1, 1)) for _ in range(steps)]
+        chosen_by_output = [
+            [random.choice([-1.0, 1.0, random.random()]) for _ in "ab"] for _ in "ab"
+        ]
+
+
+@pytest.mark.first_cases(4)
+@pytest.mark.parametrize(
+    "steps, noise, epochs",
+    [
+        (100, 1.0, 50),
+        (1000, 0.6, 1),
+        (10, 2.0, 10),
+        (2, 1.0, 3),
+        (1000, 1.0, 10),
+        (37, 0.5, 2),
+        (100, 5.0, 100),
+        (3, 0.4, 1),
+        (250, 0.8, 400),
+        (1000, 0.4, 1),
+        (600, 20.0, 1000),
+    ],
+)
+def test_it_costs_no_more_than_poisson_sampling(steps, noise, epochs):
+    allocated, poisson = PrivacyAccountant(), PrivacyAccountant()
+    gaussian = GaussianDpEvent(noise)
+    allocated.compose(RandomAllocationDpEvent(steps, gaussian), epochs)
+    poisson.compose(PoissonSampledDpEvent(1 / steps, gaussian), steps * epochs)
+    for delta in (1e-4, 1e-6, 1e-10):
+        assert allocated.get_epsilon(delta) <= poisson.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_one_step_is_the_gaussian(neighboring):
+    noise = random.uniform(0.5, 5.0)
+    truth = PrivacyAccountant(neighboring=neighboring).compose(GaussianDpEvent(noise))
+    for pair in (
+        dominating_pair(GaussianDpEvent(noise), neighboring),
+        Allocated("antipodal" if neighboring == "replace_one" else "directed", 1, noise),
+    ):
+        found = max(c.upper_epsilon(1e-6) for c in compose({pair: 1}, delta=1e-6))
+        assert truth.get_epsilon(1e-6) * (1 - 1e-9) <= found <= truth.get_epsilon(1e-6) * 1.002
+
+
+@pytest.mark.parametrize("kind", ["directed", "antipodal"])
+def test_simulated_epochs_lie_below(kind):
+    """delta at the claimed epsilon by 200,000 simulated epochs of t = 40 steps."""
+    steps, noise, number = 40, random.uniform(0.6, 1.5), 200_000
+    accountant = PrivacyAccountant(
+        neighboring="replace_one" if kind == "antipodal" else "add_or_remove_one"
+    )
+    accountant.compose(RandomAllocationDpEvent(steps, GaussianDpEvent(noise)))
+    epsilon = accountant.get_epsilon(1e-2)
+    generator = np.random.default_rng(torch.initial_seed())
+    inside = 0
+    for _ in range(10):
+        x = noise * generator.standard_normal((number // 10, steps))
+        x[np.arange(len(x)), generator.integers(steps, size=len(x))] += 1
+        up = special.logsumexp(x / noise**2, axis=1)
+        if kind == "antipodal":
+            loss = up - special.logsumexp(-x / noise**2, axis=1)
+        else:
+            loss = up - 1 / (2 * noise**2) - math.log(steps)
+        inside += np.sum(-np.expm1(np.minimum(epsilon - loss, 0.0)))
+    # each term lies in [0, 1]: Bernstein at the largest variance
+    margin = math.sqrt(2 * 1e-2 * number * -math.log(FALSE_ALARM)) - math.log(FALSE_ALARM)
+    assert inside <= 1e-2 * number + margin
+    if kind == "directed":
+        assert inside >= 0.9 * 1e-2 * number - margin
+
+
+@pytest.mark.parametrize("kind", ["directed", "antipodal"])
+def test_the_renyi_curve_is_above_the_divergences(kind):
+    noise = random.uniform(0.8, 3.0)
+    points, weight = quadrature(2, 10.0 + 8 / noise)
+    p, q = ratios(points, noise), np.ones(len(points))
+    if kind == "antipodal":
+        q = ratios(points, noise, -1.0)
+    orders = np.array([1.5, 2.0, 3.7, 6.0])
+    found = renyi.divergences(Allocated(kind, 2, noise), orders)
+    for order, bound in zip(orders, found, strict=True):
+        for one, other in itertools.permutations((p, q)):
+            moment = weight @ np.exp(order * np.log(one) - (order - 1) * np.log(other))
+            truth = math.log(moment) / (order - 1)
+            assert truth <= bound * (1 + 1e-6)
+            if kind == "directed" and one is p and float(order).is_integer():
+                assert bound <= truth * (1 + 1e-6) + 1e-9
+
+
+def test_more_steps_more_noise_and_fewer_epochs_cost_less():
+    noise, steps = random.uniform(0.5, 3.0), random.randint(2, 60)
+
+    def cost(t, z, epochs):
+        accountant = PrivacyAccountant()
+        accountant.compose(RandomAllocationDpEvent(t, GaussianDpEvent(z)), epochs)
+        return accountant.get_epsilon(1e-5)
+
+    base = cost(steps, noise, 3)
+    assert cost(2 * steps, noise, 3) < base
+    assert cost(steps, 1.2 * noise, 3) < base
+    assert cost(steps, noise, 2) < base < cost(steps, noise, 4)
+
+
+def test_many_noise_levels_are_few_kinds():
+    accountant, flat = PrivacyAccountant(), PrivacyAccountant()
+    for i in range(12):
+        accountant.compose(RandomAllocationDpEvent(50, GaussianDpEvent(2.0 + 0.01 * i)))
+    flat.compose(RandomAllocationDpEvent(50, GaussianDpEvent(2.11)), 12)
+    least = flat.get_epsilon(1e-5)
+    most = PrivacyAccountant().compose(RandomAllocationDpEvent(50, GaussianDpEvent(1.98)), 12)
+    assert least < accountant.get_epsilon(1e-5) < most.get_epsilon(1e-5)

@@ -1,0 +1,112 @@
+"""Truncated Poisson batches: their pair against the whole law of small batches, and others."""
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import NeighboringRelation
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
+from dp_accounting.pld import privacy_loss_distribution as pld
+from scipy import stats
+
+from torch_dpbayes.accounting import PrivacyAccountant, renyi
+from torch_dpbayes.accounting.composition import compose
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.pairs import dominating_pair
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    random.seed(torch.initial_seed())
+
+
+def law_of_the_sum(contributions, rate, most):
+    """Every sum that a batch may have, with its probability."""
+    found = {}
+    for size in range(len(contributions) + 1):
+        for drawn in itertools.combinations(contributions, size):
+            kept = list(itertools.combinations(drawn, min(size, most)))
+            for batch in kept:
+                chance = rate**size * (1 - rate) ** (len(contributions) - size) / len(kept)
+                found[sum(batch)] = found.get(sum(batch), 0.0) + chance
+    return found
+
+
+def density(law, x, noise):
+    return sum(p * stats.norm.pdf(x, total, noise) for total, p in law.items())
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize("run", range(2))
+def test_small_batches_are_covered(neighboring, run):
+    """Every batch of up to six records is listed; contributions are the extreme ones and any."""
+    size, most = random.choice([(5, 2), (4, 1), (5, 4), (5, 5)])
+    rate, noise = random.uniform(0.05, 0.9), random.uniform(0.4, 3.0)
+    event = TruncatedSubsampledGaussianDpEvent(size, rate, most, noise)
+    pair = dominating_pair(event, neighboring)
+    (found, *_) = both = compose({pair: 1}, delta=1e-3)
+    x = np.linspace(-6 - 9 * noise, 6 + 9 * noise, 10_001)
+    step = x[1] - x[0]
+    for case in range(4):
+        others = [-1.0 if case < 2 else random.uniform(-1, 1) for _ in range(size - 1)]
+        mine, theirs = 1.0, (-1.0 if case % 2 else random.uniform(-1, 1))
+        with_it = law_of_the_sum([*others, mine], rate, most)
+        if neighboring == "replace_one":
+            cases = [(with_it, law_of_the_sum([*others, theirs], rate, most))]
+        else:  # of the stated number one is removed, or one is added to it
+            without = law_of_the_sum(others, rate, most)
+            more = law_of_the_sum([*others, mine, random.uniform(-1, 1)], rate, most)
+            cases = [(with_it, without), (without, with_it), (with_it, more), (more, with_it)]
+        for one, other in cases:
+            p, q = density(one, x, noise), density(other, x, noise)
+            for epsilon in (0.0, 0.1, 0.5, 1.0, 2.0):
+                truth = step * np.maximum(p - math.exp(epsilon) * q, 0.0).sum()
+                bound = max(c.upper_delta(epsilon) for c in both)
+                assert truth <= bound * (1 + 1e-6) + 1e-7
+    assert found.upper_delta(0.0) <= 1
+
+
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize("most", [130, 300, 110, 160])
+def test_it_lies_between_poisson_sampling_and_dp_accounting(most, neighboring):
+    """dp-accounting covers a swap in a full batch by a pair twice as far apart."""
+    size, rate, noise, steps = 10_000, 0.01, random.uniform(0.8, 2.0), 100
+    cut, poisson = (PrivacyAccountant(neighboring=neighboring) for _ in range(2))
+    cut.compose(TruncatedSubsampledGaussianDpEvent(size, rate, most, noise), steps)
+    poisson.compose(PoissonSampledDpEvent(rate, GaussianDpEvent(noise)), steps)
+    theirs = pld.from_truncated_subsampled_gaussian_mechanism(
+        size,
+        rate,
+        most,
+        noise,
+        neighboring_relation=NeighboringRelation[neighboring.upper()],
+    )
+    found = cut.get_epsilon(1e-5)
+    assert poisson.get_epsilon(1e-5) * (1 - 2e-4) <= found
+    # theirs is of neighbours of which the larger has this many records, ours of one more as well
+    assert found <= theirs.self_compose(steps).get_epsilon_for_delta(1e-5) * 1.002
+    if most == 300:
+        assert found <= poisson.get_epsilon(1e-5) * 1.001
+
+
+def test_no_draw_is_cut_where_all_records_fit():
+    accountant = PrivacyAccountant()
+    accountant.compose(TruncatedSubsampledGaussianDpEvent(50, 0.1, 51, 1.0))
+    assert accountant.history[0].event == PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_the_renyi_curve_is_that_of_the_mixture(neighboring):
+    event = TruncatedSubsampledGaussianDpEvent(100, 0.1, random.randint(8, 16), 1.3)
+    pair = dominating_pair(event, neighboring)
+    orders = np.array([1.5, 3.0, 8.0])
+    curves = [(w, renyi.divergences(part, orders)) for w, part in pair.parts]
+    moments = sum(w * np.exp((orders - 1) * curve) for w, curve in curves)
+    assert renyi.divergences(pair, orders) == pytest.approx(np.log(moments) / (orders - 1))
+    fixed = PrivacyAccountant(neighboring=neighboring, method="rdp").compose(event, 20)
+    tight = PrivacyAccountant(neighboring=neighboring).compose(event, 20)
+    assert tight.get_epsilon(1e-5) <= fixed.get_epsilon(1e-5)

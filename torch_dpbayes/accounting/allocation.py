@@ -1,0 +1,299 @@
+"""One epoch of random allocation ("balls and bins"): every record joins one of t batches, drawn for
+it alone.
+
+With Y_i = exp(x_i / z^2 - 1 / (2 z^2)), x_i ~ N(0, z^2), the likelihood ratio of an epoch with a
+record to one without it is the average W of t of them. A pair costs no less than another if its W
+is larger in convex order (equal means, E f(W) larger for every convex f): both hockey-stick
+divergences are such expectations. Spreading a value between its neighbours on a grid, so that its
+mean stays, makes W larger in that order, and so do sums of such values. The law of W is therefore
+found by doubling on grids that are even in log W: the result is an upper bound, and it is tight,
+because a value's grid is the coarser the more of them are averaged.
+
+**Adaptive queries.** Let step j release f_j + [I = j] g_j + N(0, z^2), |g_j| <= 1, where f_j and
+g_j follow from earlier outputs and I is the record's batch. That is f_j + X_j g_j and noise, with
+X = (indicators of I) + N(0, z^2 1): the release is computed from X, step by step, so the pair of X
+with and without a record dominates it, whatever the other records are. Under replace-one g_j
+becomes g_j', |g_j'| <= 1. A hockey-stick divergence is the expectation of a convex function phi(p,
+q) of two mixtures of exponentials of Gaussians, and phi_pq <= 0: it grows with the covariances of
+the exponents within p and within q, and falls with those between p and q. g_j' = -g_j is extreme in
+all of them at once; from the last step to the first, this holds whatever earlier outputs are. The
+pair of X and -X therefore dominates. Its divergence at alpha * beta is at most H_alpha(X || noise)
++ alpha * H_beta(noise || -X), and the least of these bounds is the profile of the two losses added
+with their quantiles matched, which :class:`~torch_dpbayes.accounting.pairs.Allocated` of kind
+"antipodal" stands for. It is attained at t = 1, and nearly where losses are small.
+
+Chua et al. 2024 (balls and bins) and Feldman, Shenfeld 2025, 2026 give the first pair.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import attr
+import numpy as np
+from scipy import special
+
+from . import events, loss_grid, pairs, renyi
+from .events import DpEvent, GaussianDpEvent, Parts
+from .pairs import Allocated, Array, Gaussian, Pair
+
+_EXCESS = 4e-4  # of the variance of W - 1 that the grids may add, relative to it
+_COARSEST = 0.01  # ratio of neighbouring values on a grid, less 1
+_LEAST_NOISE, _LARGEST_NOISE = 0.02, 1e6  # beyond them a record is taken to be in every batch
+_MOMENTS = 256  # highest order whose moment is computed
+_UNSEEN = 1e-60  # probability of values of W that its negative moments leave out
+_ROUND_OFF = 1e-12  # of a moment, by far
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class RandomAllocationDpEvent(DpEvent):
+    """One epoch of ``num_steps`` Gaussian sums: every record joins one of the batches, each with
+    the same probability, independently of the other records.
+
+    A started epoch counts as a whole. ``event`` has the smallest noise multiplier in it. Steps may
+    depend on earlier outputs of the epoch.
+    """
+
+    num_steps: int
+    event: DpEvent
+
+
+@events.parts_of.register
+def _(event: RandomAllocationDpEvent, count: int) -> Parts:
+    gaussian = events.sampled_gaussian(event.event, "RandomAllocationDpEvent")
+    steps = events.positive_count(event.num_steps, "num_steps")
+    yield (gaussian if steps == 1 else RandomAllocationDpEvent(steps, gaussian)), count
+
+
+@events.lowered.register
+def _(event: RandomAllocationDpEvent, slack: float) -> DpEvent:
+    return RandomAllocationDpEvent(event.num_steps, events.lowered(event.event, slack))
+
+
+@pairs.pair_of.register
+def _(event: RandomAllocationDpEvent, replace: bool) -> Pair:
+    assert isinstance(event.event, GaussianDpEvent)
+    noise = event.event.noise_multiplier
+    if not _LEAST_NOISE <= noise <= _LARGEST_NOISE:
+        return Gaussian((2.0 if replace else 1.0) / noise)
+    return Allocated("antipodal" if replace else "directed", event.num_steps, noise)
+
+
+# --- the law of W without the record --------------------------------------------------------------
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class _Law:
+    """Probabilities ``masses`` of the values exp(interval * (first + arange(len(masses))))."""
+
+    interval: float
+    first: int
+    masses: Array
+
+    @property
+    def logs(self) -> Array:
+        return np.asarray(self.interval * (self.first + np.arange(len(self.masses))), dtype=float)
+
+    def on(self, interval: float) -> _Law:
+        """The same on another grid, each value spread between its neighbours."""
+        return self if interval == self.interval else _spread(self.logs, self.masses, interval)
+
+    def trimmed(self, below: float, beyond: float) -> _Law:
+        """Without the ends: probability ``below`` of the smallest values moves up, and the largest
+        ones, whose share of the mean is ``beyond``, down.
+        """
+        masses = self.masses.copy()
+        start = int(np.searchsorted(np.cumsum(masses), below))
+        masses[start] += masses[:start].sum()
+        shares = np.cumsum((masses * np.exp(self.logs))[::-1])[::-1]
+        end = max(int(np.searchsorted(-shares, -beyond)), start + 2)
+        if end < len(masses):
+            masses[end - 1] += masses[end:].sum()
+        return _Law(self.interval, self.first + start, masses[start:end])
+
+
+def _spread(logs: Array, masses: Array, interval: float) -> _Law:
+    cell = np.floor(logs / interval)
+    first = int(cell.min())
+    index = (cell - first).astype(np.int64)
+    up = masses * np.clip(np.expm1(logs - cell * interval) / math.expm1(interval), 0.0, 1.0)
+    size = int(index.max()) + 2
+    total = np.bincount(index, masses - up, size) + np.bincount(index + 1, up, size)
+    return _Law(interval, first, total.astype(np.float64))
+
+
+def _sum(one: _Law, other: _Law) -> _Law:
+    """The law of the sum of two independent values, on the grid of both.
+
+    The larger of two values d cells apart moves up by log(1 + exp(-d h)) / h cells, whatever it is.
+    """
+    h = one.interval
+    low = min(one.first, other.first)
+    size = max(one.first + len(one.masses), other.first + len(other.masses)) - low
+    p, q = np.zeros(size), np.zeros(size)
+    p[one.first - low :][: len(one.masses)] = one.masses
+    q[other.first - low :][: len(other.masses)] = other.masses
+    apart = h * np.arange(size)
+    rise = np.log1p(np.exp(-apart))
+    cells = np.floor(rise / h).astype(np.int64)
+    share = np.clip(np.expm1(rise - cells * h) / math.expm1(h), 0.0, 1.0)
+    total = np.zeros(size + int(cells[0]) + 2)
+    near = int(np.searchsorted(-cells, 0))  # from here on the larger one stays in its cell
+    for d in range(near):
+        if d == 0:
+            both = p * q
+        elif one is other:
+            both = 2 * p[d:] * p[:-d]
+        else:
+            both = p[d:] * q[:-d] + q[d:] * p[:-d]
+        lower = total[d + cells[d] :][: len(both) + 1]
+        lower[:-1] += both * (1 - share[d])
+        lower[1:] += both * share[d]
+    if near < size:
+        falling = np.exp(apart - apart[-1])
+        for larger, smaller in ((p, q), (q, p)):
+            kept = smaller[: size - near]
+            number = np.cumsum(kept)
+            moved = np.cumsum(kept * falling[: size - near]) / falling[near:] / math.expm1(h)
+            moved = np.minimum(moved, number)
+            total[near:size] += larger[near:] * (number - moved)
+            total[near + 1 : size + 1] += larger[near:] * moved
+    filled = np.flatnonzero(total)
+    return _Law(h, low + int(filled[0]), total[filled[0] : filled[-1] + 1])
+
+
+def _one_value(noise: float, interval: float, below: float, beyond: float) -> _Law:
+    """Y; ``below``: the probability of small values that move up, ``beyond``: the largest ones'
+    share of the mean, which is cut off.
+    """
+    s = 1 / noise
+    low, high = float(special.ndtri(below)), s - float(special.ndtri(beyond))
+    ends = s * low - s**2 / 2, s * high - s**2 / 2
+    grid = interval * np.arange(math.ceil(ends[0] / interval), math.floor(ends[1] / interval) + 1)
+    edges = np.union1d(
+        np.linspace(low, high, 2 + int(10 * (high - low))),
+        np.clip((grid + s**2 / 2) / s, low, high),
+    )
+    x, weight = loss_grid.pieces(edges, 5)
+    masses = weight * np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
+    masses[0] += below
+    return _spread(s * x - s**2 / 2, masses, interval)
+
+
+@lru_cache(maxsize=32)
+def _average(steps: int, noise: float, below: float, beyond: float) -> tuple[Array, Array]:
+    """log W and its probabilities without the record; ``below``: of small W that may have moved up,
+    ``beyond``: the largest ones' share of the mean, which may be missing.
+    """
+    finest = math.sqrt(_EXCESS * math.expm1(noise**-2) / steps)
+
+    def interval(number: int) -> float:
+        return min(finest * (steps / number) ** (1 / 3), _COARSEST)
+
+    # each value is trimmed once for each level, in two places
+    levels = 2 * steps.bit_length() + 2
+    below, beyond = below / (steps * levels), beyond / (steps * levels)
+    block, number = _one_value(noise, interval(1), below, beyond), 1
+    total: _Law | None = None
+    done = 0
+    while True:
+        if steps & number:
+            done += number
+            if total is None:
+                total = block
+            else:
+                total = _sum(total.on(block.interval), block).trimmed(below * done, beyond * done)
+        if 2 * number > steps:
+            break
+        number *= 2
+        block = _sum(block, block).trimmed(below * number, beyond * number).on(interval(number))
+    assert total is not None
+    return total.logs - math.log(steps), total.masses
+
+
+def _power_of_ten(tail: float) -> float:
+    """Not above ``tail``: so that what is computed for one tail serves others."""
+    return max(10.0 ** math.floor(math.log10(tail)), 1e-290)
+
+
+@loss_grid.loss_nodes.register
+def _(pair: Allocated, tail: float, interval: float | None = None) -> loss_grid.Nodes:
+    tail = _power_of_ten(tail)
+    if pair.kind == "directed":
+        losses, masses = _average(pair.steps, pair.noise, tail, tail)
+        return loss_grid.Nodes(losses, masses * np.exp(losses))
+    # Where one loss is large the other one's probability counts that many times.
+    s = 1 / pair.noise
+    largest = s**2 / 2 - s * float(special.ndtri(tail / (2 * pair.steps)))
+    below = _power_of_ten(max(tail * math.exp(-min(largest, 600.0)), 1e-290))
+    losses, masses = _average(pair.steps, pair.noise, below, tail)
+    upper, lower = np.cumsum(masses[::-1]), np.cumsum(masses)
+    ends = np.union1d(upper[upper < 0.5], lower[lower < 0.5])
+    starts = np.concatenate([[0.0], ends])
+    width = np.diff(np.append(starts, 0.5))
+    top = losses[::-1][np.searchsorted(upper, starts, "right")]
+    bottom = losses[np.searchsorted(lower, starts, "right")]
+    return loss_grid.Nodes(
+        np.concatenate([top - bottom, bottom - top]),
+        np.concatenate([width * np.exp(top), width * np.exp(bottom)]),
+    )
+
+
+# --- Renyi curves ---------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _log_moments(steps: int, noise: float) -> Array:
+    """log E W^k without the record, k = 0, 1, ...: k! / t^k times the k-th coefficient of (sum of
+    E Y^k x^k / k!)^t.
+    """
+    k = np.arange(_MOMENTS + 1)
+    factorial = special.gammaln(k + 1)
+    power = k * (k - 1) / (2 * noise**2) - factorial
+    total = np.where(k == 0, 0.0, -np.inf)
+    for bit in bin(steps)[2:]:
+        total = _log_product(total, total)
+        if bit == "1":
+            total = _log_product(total, power)
+    return np.asarray(total + factorial - k * math.log(steps))
+
+
+def _log_product(a: Array, b: Array) -> Array:
+    """Of two series, logarithms of their coefficients."""
+    return np.array([special.logsumexp(a[: n + 1] + b[n::-1]) for n in range(len(a))])
+
+
+def _with_record(pair: Allocated, alpha: Array) -> Array:
+    """D_alpha of an epoch with the record from one without it; moments are log-convex."""
+    found = alpha / (2 * pair.noise**2)
+    small = alpha <= _MOMENTS
+    moments = np.interp(alpha, np.arange(_MOMENTS + 1), _log_moments(pair.steps, pair.noise))
+    bound = (np.maximum(moments, 0.0) + _ROUND_OFF * alpha) / (alpha - 1)
+    return np.where(small, np.minimum(found, bound), found)
+
+
+def _without_record(pair: Allocated, alpha: Array) -> Array:
+    """D_alpha of an epoch without the record from one with it."""
+    s2, order = pair.noise**-2, alpha - 1
+    losses, masses = _average(pair.steps, pair.noise, _UNSEEN, _UNSEEN)
+    seen = special.logsumexp(np.log(masses) - order[:, None] * losses, axis=1)
+    # by Cauchy and Schwarz, and W >= the geometric mean of the Y
+    unseen = math.log(_UNSEEN) / 2 + (2 * order**2 / pair.steps + order) * s2 / 2
+    bound = (np.maximum(np.logaddexp(seen, unseen), 0.0) + _ROUND_OFF * alpha) / order
+    return np.minimum(alpha * s2 / 2, bound)
+
+
+@renyi.divergences.register
+def _(pair: Allocated, alpha: Array) -> Array:
+    if pair.kind == "directed":
+        return np.maximum(_with_record(pair, alpha), _without_record(pair, alpha))
+    # Mironov 2017, Proposition 11, between them noise alone
+    sum_of_both = (alpha - 0.5) / (alpha - 1) * _with_record(pair, 2 * alpha)
+    sum_of_both = sum_of_both + _without_record(pair, 2 * alpha - 1)
+    return np.asarray(np.minimum(sum_of_both, 2 * alpha / pair.noise**2))
+
+
+@pairs.dominating_mu.register
+def _(pair: Allocated) -> float:
+    return (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise
