@@ -3,14 +3,15 @@
 an oracle.
 
     python scripts/benchmarks/calibration_noise_aware.py results.csv [--only logistic]
-        [--sizes 1000] [--epsilons 0.3 1] [--data-sets 100] [--seconds 170]
+        [--sizes 1000] [--epsilons 0.3 1] [--prior-stds 3] [--data-sets 100] [--seconds 170]
 
 Parameters are drawn from the prior, records from the model, and a private posterior is made of them
 by the public functions. If the posterior is right, central 50 % and 90 % intervals hold the
 parameters in 50 % and 90 % of the cases, whatever n and ε. Every cell is one line of the file, with
 the standard error over data sets. The oracle knows the curvature at the true parameters and spends
-the same gradients (or, in the second column, all of the budget) at the mode. Cells whose line holds
-as many data sets as are asked for are skipped, others go on where they stood.
+the same gradients (or, in the second column, all of the budget) at the mode. Every cell gets some
+data sets before any gets many, and the file is written again after each cell, with the commits of
+the code that made its data sets: a later call goes on from there.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
 import torch
+from reproduction import commit
 from torch import Tensor
 
 import torch_dpbayes as dpb
@@ -35,7 +38,8 @@ from torch_dpbayes.noise_aware.planning import total_multiplier
 
 DELTA = 1e-5
 DRAWS = 1000
-SIZES, EPSILONS = (1_000, 10_000, 100_000), (0.1, 0.3, 1.0, 3.0)
+SIZES, EPSILONS = (10_000, 1_000, 100_000), (1.0, 0.3, 3.0, 0.1)
+ROUNDS = (10, 25, 60, 120, 250, 500, 2000)
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Totals:
     sharpness: float = 0.0
     sharpness_whole_budget: float = 0.0
     seconds: float = 0.0
+    commits: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,12 @@ def features(kind: str, num_data: int, dimension: int) -> Tensor:
 
 def accountant(cell: Cell) -> dpb.PrivacyAccountant:
     return dpb.PrivacyAccountant(cell.epsilon, DELTA, neighboring=cell.neighboring)
+
+
+@cache
+def whole_budget(cell: Cell) -> float:
+    """The noise multiplier of the one release that uses the budget up."""
+    return total_multiplier(accountant(cell), None, None)
 
 
 def oracle_stddev(precision: Tensor, curvature: Tensor, noise_variance: float) -> float:
@@ -133,7 +144,7 @@ def of_glm(cell: Cell, dimension: int) -> Outcome:
     curvature = (x.T * second) @ x
     precision = torch.full((dimension,), cell.prior_std**-2, dtype=torch.float64)
     spent = 1 / sum(g.noise_std**-2 for g in post.transcript.gradients)
-    whole = (bound * total_multiplier(accountant(cell), None, None)) ** 2
+    whole = (bound * whole_budget(cell)) ** 2
     return Outcome(
         ranks(post.sample(DRAWS)["weights"], theta),
         float(post.stddev["weights"].mean()),
@@ -171,8 +182,7 @@ def linear(cell: Cell) -> Outcome:
     found = torch.cat([ranks(draws["weights"], theta), ranks(draws["noise_std"], noise_std)[None]])
     curvature = x.T @ x / noise_std**2
     precision = torch.full((dimension,), cell.prior_std**-2, dtype=torch.float64)
-    multiplier = total_multiplier(accountant(cell), None, None)
-    whole = (multiplier * bound / float(noise_std) ** 2) ** 2
+    whole = (whole_budget(cell) * bound / float(noise_std) ** 2) ** 2
     return Outcome(
         found,
         float(post.stddev["weights"].mean()),
@@ -182,17 +192,19 @@ def linear(cell: Cell) -> Outcome:
 
 
 def beta_bernoulli(cell: Cell) -> Outcome:
-    """A uniform prior. The oracle of the ranks' width is the exact posterior under the noise,
-    by a sum over all counts, at n = 1,000 only.
-    """
+    """A uniform prior, of variance 1/12. The oracle knows the variance of the count."""
     probability = torch.rand((), dtype=torch.float64)
     x = torch.rand(cell.num_data, dtype=torch.float64) < probability
     post = noise_aware.sufficient_statistics(
         noise_aware.beta_bernoulli(), x, accountant=accountant(cell), num_data=cell.num_data
     )
+    one = cell.num_data * probability * (1 - probability) + (whole_budget(cell) / 2) ** 2
+    oracle = float((12 + cell.num_data**2 / one).rsqrt())
     return Outcome(
         ranks(post.sample(DRAWS)["probability"], probability)[None],
         float(post.stddev["probability"]),
+        oracle,
+        oracle,
     )
 
 
@@ -241,18 +253,18 @@ DATA_SETS = {"beta_bernoulli": 2000, "hierarchical": 100}
 
 
 def cells() -> Iterator[Cell]:
-    """The grid."""
-    for model in SIMULATE:
-        for prior_std in (1.0, 3.0) if model == "logistic" else (1.0,):
-            for size in SIZES:
-                for epsilon in EPSILONS:
+    """The grid: the sizes and budgets of most interest come first."""
+    for size in SIZES:
+        for epsilon in EPSILONS:
+            for model in SIMULATE:
+                for prior_std in (1.0, 3.0) if model == "logistic" else (1.0,):
                     yield Cell(model, size, epsilon, prior_std)
-    for kind in ("binary", "student"):
-        for size in SIZES[:2]:
-            for epsilon in (0.3, 1.0):
-                yield Cell("logistic", size, epsilon, 1.0, kind)
-    for model in ("logistic", "linear", "beta_bernoulli"):
-        yield Cell(model, 10_000, 1.0, neighboring="replace_one")
+            if size <= 10_000 and epsilon in (0.3, 1.0):
+                for kind in ("binary", "student"):
+                    yield Cell("logistic", size, epsilon, 1.0, kind)
+            if size == 10_000 and epsilon == 1.0:
+                for model in ("logistic", "linear", "beta_bernoulli"):
+                    yield Cell(model, size, epsilon, neighboring="replace_one")
 
 
 def add(totals: Totals, outcome: Outcome, seconds: float) -> None:
@@ -282,9 +294,8 @@ def read(path: Path) -> dict[Cell, Totals]:
                 row["features"],
                 row["neighboring"],
             )
-            found[cell] = Totals(
-                int(row["data_sets"]), *(float(row[field.name]) for field in fields(Totals)[1:])
-            )
+            sums = (float(row[field.name]) for field in fields(Totals)[1:-1])
+            found[cell] = Totals(int(row["data_sets"]), *sums, row["commits"])
     return found
 
 
@@ -320,43 +331,33 @@ def write(path: Path, found: dict[Cell, Totals]) -> None:
     part.replace(path)
 
 
-def run(
-    path: Path,
-    only: str | None,
-    sizes: list[int],
-    epsilons: list[float],
-    data_sets: int | None,
-    seconds: float,
-) -> None:
+def run(path: Path, wanted: list[Cell], data_sets: int | None, seconds: float) -> None:
     """Fill cells until time is up."""
     found = read(path)
+    head = commit()
     end = time.monotonic() + seconds
-    for cell in cells():
-        wanted = min(DATA_SETS.get(cell.model, 500), data_sets or 10**9)
-        if (
-            (only and cell.model != only)
-            or (sizes and cell.num_data not in sizes)
-            or (epsilons and cell.epsilon not in epsilons)
-        ):
-            continue
-        totals = found.setdefault(cell, Totals())
-        begun = totals.data_sets
-        while totals.data_sets < wanted and time.monotonic() < end:
-            start = time.process_time()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "the budget is too small")
-                outcome = SIMULATE[cell.model](cell)
-            add(totals, outcome, time.process_time() - start)
-        if not totals.data_sets:
-            del found[cell]
-        elif totals.data_sets > begun:
+    for count in ROUNDS:
+        for cell in wanted:
+            most = min(DATA_SETS.get(cell.model, 500), data_sets or 10**9, count)
+            totals = found.get(cell, Totals())
+            begun = totals.data_sets
+            while totals.data_sets < most and time.monotonic() < end:
+                start = time.process_time()
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "the budget is too small")
+                    outcome = SIMULATE[cell.model](cell)
+                add(totals, outcome, time.process_time() - start)
+            if totals.data_sets == begun:
+                continue
+            totals.commits = " ".join(dict.fromkeys([*totals.commits.split(), head]))
+            found[cell] = totals
             write(path, found)
-            count = totals.data_sets
+            made = totals.data_sets
             print(
                 cell,
-                count,
-                f"{totals.inside_50 / count:.3f} {totals.inside_90 / count:.3f}"
-                f" {totals.sharpness / count:.3f}",
+                made,
+                f"{totals.inside_50 / made:.3f} {totals.inside_90 / made:.3f}"
+                f" {totals.sharpness / made:.3f}",
                 flush=True,
             )
 
@@ -366,21 +367,23 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path)
-    parser.add_argument("--only", choices=list(SIMULATE))
-    parser.add_argument("--sizes", type=int, nargs="*", default=[])
-    parser.add_argument("--epsilons", type=float, nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", choices=list(SIMULATE), default=list(SIMULATE))
+    parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--epsilons", type=float, nargs="*", default=EPSILONS)
+    parser.add_argument("--prior-stds", type=float, nargs="*", default=(1.0, 3.0))
     parser.add_argument("--data-sets", type=int)
     parser.add_argument("--seconds", type=float, default=math.inf)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    run(
-        given.results,
-        given.only,
-        given.sizes,
-        given.epsilons,
-        given.data_sets,
-        given.seconds,
-    )
+    wanted = [
+        cell
+        for cell in cells()
+        if cell.model in given.only
+        and cell.num_data in given.sizes
+        and cell.epsilon in given.epsilons
+        and cell.prior_std in given.prior_stds
+    ]
+    run(given.results, wanted, given.data_sets, given.seconds)
 
 
 if __name__ == "__main__":

@@ -80,15 +80,17 @@ def is_calibrated(
 
 def test_intervals_count_the_privacy_noise(monkeypatch):
     assert is_calibrated()
-    monkeypatch.setattr(module, "noise_covariance", lambda release, curvature: 1e-3 * EYE)
+    monkeypatch.setattr(
+        module, "noise_covariances", lambda releases, curvature: 1e-3 * EYE.expand(2, -1, -1)
+    )
     assert not is_calibrated()
 
 
 def test_the_privacy_noise_counts_once(monkeypatch):
-    honest = module.noise_covariance
+    honest = module.noise_covariances
     assert is_calibrated(noise_std=50.0, scale=10.0)
     monkeypatch.setattr(
-        module, "noise_covariance", lambda release, curvature: 2 * honest(release, curvature)
+        module, "noise_covariances", lambda releases, curvature: 2 * honest(releases, curvature)
     )
     assert not is_calibrated(noise_std=50.0, scale=10.0)
 
@@ -96,7 +98,9 @@ def test_the_privacy_noise_counts_once(monkeypatch):
 def test_the_noise_of_sampling_records_counts(monkeypatch):
     assert is_calibrated(noise_std=1.0, rate=0.2)
     monkeypatch.setattr(
-        module, "noise_covariance", lambda release, curvature: release.noise_std**2 * EYE
+        module,
+        "noise_covariances",
+        lambda releases, curvature: torch.stack([r.noise_std**2 * EYE for r in releases]),
     )
     assert not is_calibrated(noise_std=1.0, rate=0.2)
 

@@ -68,9 +68,7 @@ class PyroPrior:
     def gaussian(self) -> GaussianPrior:
         """From quantiles of draws, coordinate by coordinate: tails of any weight do no harm."""
         if self._gaussian is None:
-            draws = torch.stack([self._prior.sample() for _ in range(_DRAWS)]).to(
-                "cpu", torch.float64
-            )
+            draws = self._prior.samples(_DRAWS).to("cpu", torch.float64)
             low, middle, high = torch.quantile(
                 draws, torch.tensor([0.1587, 0.5, 0.8413], dtype=torch.float64), dim=0
             )

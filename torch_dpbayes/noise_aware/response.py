@@ -13,12 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .scores import Target, slope_curve, variances
+from .scores import Target, interpolated, slope_curve, variances
 
 # The trapezoidal rule, whose error falls off exponentially for smooth functions. Gauss-Hermite
 # nodes lie too far apart where θ is large.
 _NODES, _REACH = 61, 6.0
 _LEAST_VARIANCE, _LARGEST_VARIANCE = 1e-10, 400.0  # of the linear predictor
+# points of a table in asinh(σ), one of them below 0 (where a and c are the same as above)
+_POINTS = 402
+_LAST = math.asinh(math.sqrt(_LARGEST_VARIANCE)) * 1.01
+_FIRST = -_LAST / (_POINTS - 2)
 
 
 class Response(Protocol):
@@ -84,6 +88,9 @@ class NormalFeatureResponse:
         self._slope_at = slope_curve(target, bound)
         self._nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64)
         self._weights = torch.softmax(-self._nodes.square() / 2, dim=0)
+        # a and c are functions of σ alone, wanted for thousands of θ: a table, equally spaced in
+        # asinh(σ), of their logarithms, which Poisson regression's grow like the square of σ
+        self._logs = interpolated(self._log_expectations(), _FIRST, _LAST)
 
     def value(self, theta: Tensor) -> Tensor:
         """r(θ)."""
@@ -103,25 +110,26 @@ class NormalFeatureResponse:
     def variability(self, theta: Tensor) -> float:
         """E[K(u)] over E[J(u)]."""
         variance = (theta @ self._gram @ theta / self._num_data).clamp_min(_LEAST_VARIANCE)
-        u = self._at_nodes(variance)
+        u = variance.clamp(max=_LARGEST_VARIANCE).sqrt() * self._nodes
         spread = variances(self._target, u, self._bound) @ self._weights
         return float(spread / (self._slope_at(u) @ self._weights))
 
-    def _at_nodes(self, variance: Tensor) -> Tensor:
-        return variance.clamp(max=_LARGEST_VARIANCE).sqrt()[..., None] * self._nodes
-
     def _expectations(self, theta: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """a, c and σ². The curvature along θ stays above a thousandth of that across it: so
-        far out nothing is released anyway.
-        """
+        """a, c and σ²."""
         variance = ((theta * moved).sum(-1) / self._num_data).clamp_min(_LEAST_VARIANCE)
-        second = self._slope_at(self._at_nodes(variance))
+        std = variance.clamp(max=_LARGEST_VARIANCE).sqrt()
+        across, along = self._logs(std.asinh()).exp().unbind(-1)
+        return across, along, variance
+
+    def _log_expectations(self) -> Tensor:
+        """log a and log c at the points of the table, ``[points, 2]``. The curvature along θ
+        stays above a thousandth of that across it: so far out nothing is released anyway.
+        """
+        stds = torch.linspace(_FIRST, _LAST, _POINTS, dtype=torch.float64).sinh()
+        second = self._slope_at(stds[:, None] * self._nodes)
         across = second @ self._weights
-        return (
-            across,
-            torch.maximum(second @ (self._weights * self._nodes.square()), 1e-3 * across),
-            variance,
-        )
+        along = second @ (self._weights * self._nodes.square())
+        return torch.stack([across, torch.maximum(along, 1e-3 * across)], -1).log()
 
 
 def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:

@@ -68,15 +68,21 @@ def slope_curve(target: Target, bound: Tensor) -> Callable[[Tensor], Tensor]:
     if not isinstance(target, Poisson):
         return lambda u: slopes(target, u, bound)
     grid = torch.linspace(-_LARGEST_EXPONENT, _LARGEST_EXPONENT, _GRID, dtype=torch.float64)
-    table = slopes(target, grid, bound)
-    step = 2 * _LARGEST_EXPONENT / (_GRID - 1)
+    return interpolated(slopes(target, grid, bound), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+
+
+def interpolated(table: Tensor, first: float, last: float) -> Callable[[Tensor], Tensor]:
+    """The curve through equally spaced values, ``[points, ...]``, between ``first`` and ``last``,
+    by Catmull and Rom's cubic, whose derivative has no jumps.
+    """
+    count = len(table)
+    step = (last - first) / (count - 1)
 
     def curve(u: Tensor) -> Tensor:
-        place = ((u + _LARGEST_EXPONENT) / step).clamp(1, _GRID - 2)
-        left = place.detach().long().clamp(max=_GRID - 3)
-        t = place - left
+        place = ((u - first) / step).clamp(1, count - 2)
+        left = place.detach().long().clamp(max=count - 3)
+        t = (place - left).reshape(*u.shape, *([1] * (table.dim() - 1)))
         a, b, c, d = (table[left + k] for k in (-1, 0, 1, 2))
-        # Catmull and Rom's cubic, whose derivative has no jumps
         return b + t / 2 * (c - a + t * (2 * a - 5 * b + 4 * c - d + t * (3 * (b - c) + d - a)))
 
     return curve

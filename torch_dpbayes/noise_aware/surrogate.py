@@ -60,15 +60,15 @@ class Surrogate:
         if not self._is_linear:
             self._slope_factor = torch.linalg.cholesky(response.slope(centre))
             self._response_at_centre = response.value(centre)
-        points = torch.stack([self._straightened(g.theta) for g in gradients])
+        points = self._straightened(torch.stack([g.theta for g in gradients]))
         # of the gradient sum itself, given θ: it is the curvature where nothing is clipped
         self._variability = response.variability(centre)
-        noises = [noise_covariance(g, self._variability * curvature) for g in gradients]
+        noises = noise_covariances(gradients, self._variability * curvature)
         self._points, self._releases = points, gradients
         weights = trust(noises, points - centre, curvature_std)
         self._gradient = weights @ torch.stack([g.value for g in gradients])
         self._point = weights @ points
-        self.noise = torch.einsum("k,kij->ij", weights.square(), torch.stack(noises))
+        self.noise = torch.einsum("k,kij->ij", weights.square(), noises)
         self._eye = torch.eye(len(curvature), dtype=curvature.dtype)
         if self._is_linear:  # then M differs between points by a multiple of I and one more vector
             self._values, self._vectors = torch.linalg.eigh(
@@ -170,20 +170,21 @@ class Surrogate:
         return self.centre + torch.cholesky_solve(moved[..., None], self._slope_factor)[..., 0]
 
 
-def noise_covariance(release: GradientRelease, curvature: Tensor) -> Tensor:
+def noise_covariances(releases: Sequence[GradientRelease], curvature: Tensor) -> Tensor:
     """V_k = σ²·I, and under Poisson batches of rate q also the noise of sampling the records,
-    (1−q)/q·F.
+    (1−q)/q·F; ``[releases, d, d]``.
     """
-    rate = release.sample_rate
+    own = torch.tensor([r.noise_std**2 for r in releases], dtype=curvature.dtype)
+    sampling = torch.tensor([1 / r.sample_rate - 1 for r in releases], dtype=curvature.dtype)
     eye = torch.eye(len(curvature), dtype=curvature.dtype)
-    return release.noise_std**2 * eye + (1 - rate) / rate * curvature
+    return own[:, None, None] * eye + sampling[:, None, None] * curvature
 
 
-def trust(noises: Sequence[Tensor], distances: Tensor, curvature_std: float) -> Tensor:
+def trust(noises: Tensor, distances: Tensor, curvature_std: float) -> Tensor:
     """ω: releases count by their noise, to which that of the curvature adds where they lie
     far from the centre.
     """
-    own = torch.stack([noise.trace() / len(noise) for noise in noises])
+    own = noises.diagonal(dim1=-2, dim2=-1).mean(-1)
     weights = 1 / (own + 0.5 * curvature_std**2 * distances.square().sum(-1))
     return weights / weights.sum()
 

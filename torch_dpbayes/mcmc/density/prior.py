@@ -179,16 +179,34 @@ class Prior:
             ValueError: its draws are not finite.
         """
         for _ in range(_DRAWS):
-            with public_randomness(), without_value_checks():
-                trace = self._trace()
-            theta = self.flatten(
-                {name: self.transforms[name](trace.nodes[name]["value"]) for name in self._shapes}
-            )
+            theta = self._draws(1)[0]
             if theta.isfinite().all() and math.isfinite(self.log_density(theta)):
                 return theta
-        raise UnfitModel(
-            f"{_DRAWS} draws from the prior had no finite density: pass initial_params= to MCMC,"
-            " made without the data."
+        raise _no_finite_density()
+
+    def samples(self, count: int) -> Tensor:
+        """As many draws of θ from the prior, ``(count, d)``.
+
+        Raises:
+            ValueError: its draws are not finite.
+        """
+        found: list[Tensor] = []
+        for _ in range(_DRAWS):
+            thetas = self._draws(count)
+            thetas = thetas[thetas.isfinite().all(1)]
+            found += thetas[self.log_densities(thetas).isfinite()] if len(thetas) else []
+            if len(found) >= count:
+                return torch.stack(found[:count])
+        raise _no_finite_density()
+
+    def _draws(self, count: int) -> Tensor:
+        with public_randomness(), without_value_checks():
+            sites = [self._trace().nodes for _ in range(count)]
+        return torch.stack(
+            [
+                self.flatten({n: self.transforms[n](drawn[n]["value"]) for n in self._shapes})
+                for drawn in sites
+            ]
         )
 
     def _log_density(self, theta: Tensor) -> Tensor:
@@ -212,3 +230,10 @@ class Prior:
                 return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)
             except NotImplementedError as error:
                 raise improper(error) from error
+
+
+def _no_finite_density() -> UnfitModel:
+    return UnfitModel(
+        f"{_DRAWS} draws from the prior had no finite density: pass initial_params= to MCMC, made"
+        " without the data."
+    )
