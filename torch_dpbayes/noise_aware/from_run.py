@@ -57,8 +57,8 @@ def from_run(
         samples: of a run of ``optimizer`` at a constant learning rate, past its burn-in. They have
             to be more than four times as many as parameters: ``PosteriorSamples(max_samples=...)``.
         optimizer: the one that made the samples: a ``DPSGLD``, ``DPSGHMC`` or ``DPSGNHT`` with one
-            parameter group and a Gaussian prior. Its settings have to be those of all steps since
-            the burn-in; a learning rate that was changed by hand cannot be seen here.
+            parameter group and a Gaussian prior. From the first sample to its last step nothing may
+            have changed its learning rate, prior or noise: it counts such steps (``equal_steps``).
         steps_per_sample: steps between two calls of ``samples.collect``.
 
     Returns:
@@ -141,11 +141,11 @@ def from_run(
         f"  proved      what {type(optimizer).__name__} and its accountant state; nothing is added",
         (
             "  ASSUMED     for the width, not for privacy: the iterates are stationary, as tested,"
-            f" at a constant learning rate, {steps_per_sample} steps between two collect() calls"
+            f" {steps_per_sample} steps between two collect() calls"
         ),
         (
-            "  ASSUMED     for the width, not for privacy: the samples are of this optimizer's run,"
-            " whose lr, noise and batch size have not changed since the burn-in"
+            "  ASSUMED     for the width, not for privacy: the samples are of this optimizer's last"
+            " steps, which are known to have the same lr, noise and prior"
         ),
         (
             "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic over the"
@@ -195,11 +195,15 @@ def _constants(
             f"the samples have the shapes {collected}, but the optimizer trains {trained}: pass the"
             " optimizer that made them."
         )
-    if group.get("initial_lr", group["lr"]) != group["lr"] or not group["lr"] > 0:
+    needed = (len(samples) - 1) * samples.thin * steps
+    if optimizer.equal_steps < needed:
         raise ValueError(
-            "the learning rate was scheduled, so the iterates have no one law: collect samples at a"
-            " constant, positive one."
+            f"the samples span {needed} steps, but only the last {optimizer.equal_steps} were made"
+            " with this optimizer's present learning rate, noise and prior: collect at constant"
+            " ones."
         )
+    if not group["lr"] > 0:
+        raise ValueError("lr is 0, so the iterates do not move: set a positive one.")
     if not math.isfinite(group["prior_std"]):
         raise ValueError("the prior is improper (prior_std is infinite): state prior_std.")
     multiplier, temperature = optimizer.effective_noise_multiplier, optimizer.effective_temperature

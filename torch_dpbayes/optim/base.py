@@ -141,6 +141,8 @@ class PrivateOptimizer(Optimizer):
             label=type(self).__name__,
         )
         self._layout: Layout | None = None
+        # by group, and how many steps in a row had them
+        self._last_numbers: tuple[list[tuple[float, ...]], int] = ([], 0)
         self.defaults = defaults  # which the free lr is a function of
         super().__init__(params, {**defaults, "lr": self._resolved(defaults["lr"])})
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
@@ -252,6 +254,19 @@ class PrivateOptimizer(Optimizer):
         return self.release.independence
 
     @property
+    def equal_steps(self) -> int:
+        """How many steps in a row, up to the last one, were made with the learning rates, noise and
+        priors that are in force now.
+        """
+        now = [self._numbers_of(g, self._multiplier(g)) for g in self._trained_groups()]
+        numbers, steps = self._last_numbers
+        return steps if now == numbers else 0
+
+    @staticmethod
+    def _numbers_of(group: dict[str, Any], noise_multiplier: float) -> tuple[float, ...]:
+        return (group["lr"], group["prior_std"], group["prior_mean"], noise_multiplier)
+
+    @property
     def _numbers(self) -> dict[str, Any]:
         return {
             "lr": [float(group["lr"]) for group in self.param_groups],
@@ -345,6 +360,9 @@ class PrivateOptimizer(Optimizer):
         priors.add(prior_gradients, layout, self.num_data)
         self._update(layout.groups)
         undo.require_finite()
+        numbers = [self._numbers_of(part.group, part.noise_multiplier) for part in layout.groups]
+        last, steps = self._last_numbers
+        self._last_numbers = numbers, steps + 1 if numbers == last else 1
 
     def _kept(self, part: GroupGradient, name: str) -> tuple[Tensor, list[Tensor]]:
         """A vector that an algorithm keeps between steps, one number for each of the part's, 0 at
@@ -538,6 +556,7 @@ class PrivateOptimizer(Optimizer):
         private: dict[str, Any] = {
             "algorithm": type(self).__name__,
             "shapes": [[list(p.shape) for p in group["params"]] for group in self.param_groups],
+            "last_numbers": self._last_numbers,
             **saved_state.save(self.release),
         }
         state["private_step"] = private
@@ -576,6 +595,8 @@ class PrivateOptimizer(Optimizer):
                 if isinstance(value, Tensor) and value.dtype != p.dtype:
                     self.state[p][name] = value.detach().clone().to(p.device)
         saved_state.resume_streams(self.release, private)
+        # states of earlier versions do not know
+        self._last_numbers = private.get("last_numbers", ([], 0))
         self._layout = None
 
     def _settings(self) -> dict[str, Any]:
