@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,12 +30,14 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
-from reproduction import commit
 from torch import Tensor
 
 import torch_dpbayes as dpb
 from torch_dpbayes import noise_aware
 from torch_dpbayes.noise_aware.planning import total_multiplier
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "reproductions"))
+from reproduction import commit
 
 DELTA = 1e-5
 DRAWS = 1000
