@@ -10,8 +10,9 @@ import dp_accounting as dpa
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 import torch_dpbayes.accounting
 from torch_dpbayes.accounting import (
@@ -194,7 +195,7 @@ def test_budget_is_used_up_and_never_passed(method, relation):
     ),
     each=st.integers(1, 40),
 )
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_any_schedule_keeps_the_budget(schedule, each):
     accountant = PrivacyAccountant(1.0, DELTA)
     before: tuple = ()

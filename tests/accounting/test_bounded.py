@@ -6,8 +6,9 @@ from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.accounting import bounds
@@ -54,7 +55,7 @@ def counted(epsilons):
     epsilons=st.lists(st.floats(1e-3, 3.0), min_size=1, max_size=6),
     share=st.floats(0.0, 1.1),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_pure_releases_cost_what_the_optimal_composition_theorem_says(epsilons, share):
     epsilon = share * math.fsum(epsilons)
     truth = optimal_delta(epsilons, epsilon)
@@ -120,7 +121,7 @@ def test_an_epsilon_delta_release_fits_its_own_pair_of_numbers(method):
     mu=st.floats(0.05, 2.0),
     delta=st.floats(1e-10, 1e-2),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_no_bound_is_above_basic_composition(epsilons, ranges, mu, delta):
     counts = counted(epsilons)
     for b in ranges:

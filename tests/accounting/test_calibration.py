@@ -4,8 +4,9 @@ import math
 
 import dp_accounting as dpa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
@@ -29,7 +30,7 @@ RELATIONS = ("add_or_remove_one", "replace_one")
     steps=st.integers(1, 3000),
     neighboring=st.sampled_from(RELATIONS),
 )
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_result_is_safe_and_close(epsilon, rate, steps, neighboring):
     target = {"target_epsilon": epsilon, "target_delta": 1e-5}
     noise = get_noise_multiplier(**target, sample_rate=rate, steps=steps, neighboring=neighboring)

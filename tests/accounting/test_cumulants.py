@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import special, stats
 from support.cumulants import true_delta
+from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import bounds
@@ -30,7 +31,7 @@ deltas = st.floats(-29.5, -2.0).map(lambda x: 10**x)
     history=st.lists(st.tuples(smooth_pair, st.integers(5, 3000)), min_size=1, max_size=2),
     delta=deltas,
 )
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_bounds_meet_the_integral_over_the_cumulant(history, delta):
     counts = dict(history)
     epsilon = bounds.upper_epsilon(counts, delta)
@@ -45,7 +46,7 @@ def test_bounds_meet_the_integral_over_the_cumulant(history, delta):
     history=st.lists(st.tuples(any_pair, st.integers(1, 3000)), min_size=1, max_size=3),
     delta=deltas,
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_epsilon_and_delta_agree_with_each_other(history, delta):
     counts = dict(history)
     epsilon = bounds.upper_epsilon(counts, delta)

@@ -8,8 +8,9 @@ from functools import partial
 import mpmath
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.training import bare, made_private, sampled
 
 import torch_dpbayes as dpb
@@ -145,7 +146,7 @@ def exact_epsilon(event, delta):
     method=METHODS,
     delta=st.sampled_from([1e-10, 1e-5, 0.5]),
 )
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_extreme_releases_cost_at_least_the_truth(kind, size, count, method, delta):
     event = kind(size)
     one = PrivacyAccountant(method=method).compose(event)
@@ -218,7 +219,7 @@ def test_known_extremes_together_cost_at_least_each(events, method):
     method=METHODS,
     relation=RELATIONS,
 )
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_extreme_releases_together_cost_at_least_each(events, method, relation):
     assert_costs_at_least_each(events, method, relation)
 

@@ -11,9 +11,10 @@ from fractions import Fraction
 
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, stats
+from support.examples import examples
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
@@ -117,7 +118,7 @@ def true_delta(epsilon, mu, pure, responses, failed):
     return failed + (1 - failed) * total
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     mu=st.floats(0.05, 3.0),
     pure=st.floats(0.05, 1.0),
@@ -209,7 +210,7 @@ histories = st.lists(
 
 
 @given(history=histories, delta=st.floats(1e-8, 1e-1), failure=st.floats(1e-9, 1e-2))
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_a_failure_never_lowers_a_bound_and_leaves_the_rest_of_delta(history, delta, failure):
     counts = dict(history)
     more = pairs.added(counts, {Failure(failure): 1})
@@ -225,7 +226,7 @@ def test_a_failure_never_lowers_a_bound_and_leaves_the_rest_of_delta(history, de
 
 
 @given(history=histories, steps=st.integers(0, 300), failure=st.floats(1e-9, 1e-4))
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_a_kept_composition_counts_failures_with_every_step(history, steps, failure):
     """Extension is what the budget is checked by, where releases are of many kinds."""
     counts, delta = dict(history), 1e-3
@@ -260,7 +261,7 @@ def test_only_failures_may_be_added_to_a_kept_composition():
     failure=st.floats(1e-8, 9e-6),
     failures=st.integers(1, 3),
 )
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_renyi_bounds_are_above_the_tight_ones(mu, pure, failure, failures):
     event = ComposedDpEvent(
         [
@@ -393,6 +394,7 @@ def test_a_registered_schedule_may_hold_them(tmp_path, method):
         PrivacyAccountant(3.0, 1e-5, method=method).register([(pair(0.001, 1e-7), 101)])
 
 
+@pytest.mark.thorough
 def test_calibration_leaves_delta_to_failures():
     held = [(pair(0.1, 4e-6), 2)]
     goal = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.01}

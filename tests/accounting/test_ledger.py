@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ledgers import DELTA, STEP, counted, forks, in_child, sampled
 
 from torch_dpbayes.accounting import (
@@ -260,7 +261,7 @@ def test_a_single_charge_reserves_nothing_beyond_itself(path):
     ),
     relation=st.sampled_from(RELATIONS),
 )
-@settings(max_examples=5, deadline=None)
+@examples(5)
 def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
     with tempfile.TemporaryDirectory() as folder:
         memory = PrivacyAccountant(1.5, DELTA, neighboring=relation)
@@ -685,7 +686,7 @@ def test_a_schedule_that_passes_the_filter_leaves_nothing_beside_it(path):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_adaptive_choice_within_a_fixed_set_gains_anything(data):
     """The lemma behind registered schedules, by dynamic programming over the best possible
     adversary.
@@ -1170,7 +1171,7 @@ def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch, relation, 
     st.lists(st.tuples(st.floats(0.3, 30.0), st.floats(1e-5, 0.9999)), min_size=1, max_size=5),
     st.sampled_from(RELATIONS),
 )
-@settings(max_examples=20, deadline=None)
+@examples(20)
 def test_the_cheap_bound_rounds_towards_less_privacy(settings, relation):
     bound = admission.Admission((2.0, DELTA), "pld")
     # as after many different releases, when rounding begins

@@ -147,6 +147,7 @@ def test_the_budget_is_never_passed(tmp_path, number, steps):
     assert epsilon_of(path) <= 1.2
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_spawned_worker_is_the_same_job(tmp_path, method):
     path = tmp_path / "budget.db"
@@ -162,6 +163,7 @@ def compose_in_pool(accountant):
         return accountant.compose(STEP).guarantee
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_an_accountant_sent_to_a_pool_is_the_same_job(tmp_path, method):
     parent = PrivacyAccountant(3.0, DELTA, path=tmp_path / "budget.db").compose(STEP, 10)
@@ -252,6 +254,7 @@ def charge_and_fail(accountant):
     sys.exit(3)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_that_was_sent_the_accountant_and_fails_returns_its_blocks(tmp_path, method):
     path = tmp_path / "budget.db"
@@ -441,8 +444,7 @@ def finalizer_of(accountant):
     (found,) = [
         f
         for f in util._finalizer_registry.values()
-        if (reference := getattr(f, "_weakref", None)) is not None
-        and reference() is access
+        if (reference := getattr(f, "_weakref", None)) is not None and reference() is access
     ]
     return found
 

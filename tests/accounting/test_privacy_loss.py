@@ -6,9 +6,10 @@ import dp_accounting as dpa
 import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, optimize, stats
+from support.examples import examples
 
 from torch_dpbayes.accounting import bounds, composition, loss_grid, pairs
 from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure, Sampled
@@ -227,7 +228,7 @@ def test_adversary_who_flips_direction_beats_one_direction_but_not_the_bound():
 
 
 @given(range_=st.floats(0.05, 8.0), share=st.floats(0.02, 0.98))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_bounded_range_profile(range_, share):
     epsilon = share * range_
     truth = math.expm1(-(range_ - epsilon) / 2) ** 2 / -math.expm1(-range_)
@@ -236,7 +237,7 @@ def test_bounded_range_profile(range_, share):
 
 
 @given(epsilon=st.floats(0.05, 8.0), delta=st.floats(1e-8, 1e-2))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_pure_profile(epsilon, delta):
     truth = max(0.0, math.log(math.exp(epsilon) - delta * (1 + math.exp(epsilon))))
     bound = bounds.upper_epsilon({Pure(epsilon): 1}, delta)
@@ -262,7 +263,7 @@ histories = st.lists(st.tuples(any_pair, st.integers(1, 300)), min_size=1, max_s
 
 @pytest.mark.thorough
 @given(history=histories, delta=st.floats(1e-8, 1e-2))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_bounds_are_ordered_and_order_does_not_matter(history, delta):
     counts = dict(history)
     upper = bounds.upper_epsilon(counts, delta)
@@ -283,7 +284,7 @@ def test_bounds_are_ordered_and_order_does_not_matter(history, delta):
     steps=st.integers(1, 2000),
     factor=st.floats(1.01, 2.0),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_more_noise_less_sampling_fewer_steps_cost_less(kind, rate, noise, steps, factor):
     def cost(q, z, n):
         return bounds.upper_epsilon({Sampled(kind, q, z): n}, DELTA)
@@ -330,7 +331,7 @@ def test_schedules_in_which_noise_and_rate_scatter_are_half_a_percent_tight(kind
     place=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
     epsilon=st.floats(0.0, 5.0),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_release_is_dominated_by_the_lottery_between_its_corners(
     kind, rates, noises, place, epsilon
 ):

@@ -6,9 +6,10 @@ import dp_accounting as dpa
 import numpy as np
 import pytest
 from dp_accounting.rdp import compute_epsilon
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
+from support.examples import examples
 
 from torch_dpbayes.accounting import bounds, renyi
 from torch_dpbayes.accounting.pairs import BoundedRange, Concentrated, Gaussian, Pure, Sampled
@@ -95,7 +96,7 @@ def test_conversion_equals_dp_accounting():
     noise=st.floats(0.4, 10.0),
     steps=st.integers(1, 1000),
 )
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_never_below_the_tight_bound(kind, rate, noise, steps):
     counts = {Sampled(kind, rate, noise): steps}
     tight = bounds.upper_epsilon(counts, DELTA)

@@ -16,11 +16,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
+from support.examples import examples
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
@@ -124,7 +125,7 @@ def test_a_batch_that_got_no_step_comes_again():
         max_size=8,
     )
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_step_k_is_taken_on_draw_k_whatever_is_looked_at(plan):
     net, optimizer, loader = private(rows=12, batch_size=4)
     drawn, used = [], []
@@ -302,7 +303,7 @@ def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting
 
 
 @given(st.floats(1e-9, 1.0) | st.sampled_from([2**-24, 2**-30, 3 * 2**-31, 1.0, 1 / 3]))
-@settings(max_examples=300)
+@examples(300)
 def test_the_rate_in_force_is_the_declared_one_and_never_above(rate):
     sampler = PoissonSampler(5, rate, None, 0)
     in_force = Fraction(sampler._cell) + Fraction(sampler._place, 2**77)

@@ -13,10 +13,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opacus.layers import DPLSTM, DPMultiheadAttention
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from support.examples import examples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -269,7 +270,7 @@ def test_clipped_sums_equal_those_of_hooks(name, dtype, device):
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_convolutions_of_every_kind(data):
     dims = data.draw(st.integers(1, 3))
@@ -327,7 +328,7 @@ def test_convolutions_of_every_kind(data):
         source.remove()
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     positions=st.lists(st.integers(1, 9), max_size=2),
     widths=st.tuples(st.integers(1, 20), st.integers(1, 20)),

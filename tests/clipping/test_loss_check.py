@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from support.examples import examples
 from torch import Tensor, nn
 from torch.distributions import (
     Bernoulli,
@@ -1032,7 +1033,7 @@ LOSSES = [
 ]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     n=st.integers(2, 12),
     steps=st.integers(1, 4),
@@ -1053,7 +1054,7 @@ def test_random_right_losses_are_never_refused(n, steps, width, program, loss, e
     assert watched(run, torch.randn(n, steps, width)) == "compared"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     data=st.data(),
     n=st.integers(3, 12),

@@ -401,6 +401,7 @@ def noise_alone(rank, width=20_000):
         )
 
 
+@pytest.mark.first_cases(1)
 def test_the_noise_of_the_operating_system_is_added_once(run):
     first, *others = run(noise_alone, 4)
     assert all(other == first for other in others)
@@ -432,7 +433,7 @@ def until_the_budget_ends(rank, seed, path=None):
     return steps, len(accountant), accountant.get_epsilon(1e-5), told, flat(net).tolist()
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_file", [True, False])
 def test_a_spent_budget_stops_all_ranks_alike(run, tmp_path, in_file):
     seed = torch.seed() % 2**31
@@ -457,6 +458,7 @@ def calibrated(rank, seed):
     return optimizer.noise_multiplier, engine.accountant.get_epsilon(1e-5), flat(net).tolist()
 
 
+@pytest.mark.thorough
 def test_calibration_is_that_of_one_process(run):
     seed = torch.seed() % 2**31
     (alone,) = run(calibrated, 1, seed=seed)
@@ -713,6 +715,7 @@ def loses_a_rank(rank, seed, how, folder):
     return told, again, took, torch.equal(before, flat(net)), len(accountant)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("how", ["killed", "killed between the messages", "stalled"])
 def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, tmp_path, how):
     answers = run(loses_a_rank, 3, seed=torch.seed() % 2**31, how=how, folder=str(tmp_path))

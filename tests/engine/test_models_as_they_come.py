@@ -88,6 +88,7 @@ CASES = {
 
 
 # torch says that it runs an EmbeddingBag for one record after another
+@pytest.mark.first_cases(5)
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.parametrize(
     ("name", "mode"), [(name, mode) for name, case in CASES.items() for mode in case[2]]

@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from support.examples import examples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -422,7 +423,7 @@ class Resuming(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-Resuming.TestCase.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)
+Resuming.TestCase.settings = examples(30, stateful_step_count=25)
 TestResuming = Resuming.TestCase
 
 

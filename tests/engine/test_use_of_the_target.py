@@ -49,6 +49,7 @@ def test_a_target_that_the_samplers_own_noise_does_not_use_is_said_with_the_lr_t
     assert f"lr = {optimizer.free_lr:.4g}" in warning and "temperature" in warning
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "sampler",
     [

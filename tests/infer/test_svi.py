@@ -185,6 +185,7 @@ def test_one_record_moves_the_sum_by_at_most_the_bound(value):
         assert apart == 0.0
 
 
+@pytest.mark.first_cases(1)
 def test_a_scaled_or_masked_likelihood_is_clipped_all_the_same():
     def scaled(x):
         with poutine.scale(scale=1e6):

@@ -227,6 +227,7 @@ def test_a_forked_chain_that_cannot_differentiate_says_what_to_do(depth, tmp_pat
     in_a_fresh_process(forked_after_a_backward_pass, depth, tmp_path / "budget.db")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
     [
@@ -593,6 +594,7 @@ def test_a_worker_whose_parent_ended_before_it_looked_ends_too(accountant):
         os.kill(started["other"], signal.SIGKILL)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("moment", ["before", "after_in_parent"])
 def test_ctrl_c_is_heard_in_the_middle_of_a_fork(moment):
     """Python drops what is raised there: the program would run on, and start its chains."""

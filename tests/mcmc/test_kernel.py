@@ -313,6 +313,7 @@ def test_an_interrupted_chain_keeps_the_samples(monkeypatch):
 # -- Pyro's contract -------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2)], ids=["penalty", "HMC"])
 def test_pyros_runners_and_reports_work(make, capsys):
     target = Tosses()
@@ -362,6 +363,7 @@ def half_defined(y):
         pyro.factor("f", -((y - torch.sqrt(m)) ** 2))
 
 
+@pytest.mark.first_cases(1)
 def test_a_chain_starts_only_where_the_model_can_be_evaluated():
     kernel = DPPenalty(
         half_defined,
@@ -502,6 +504,7 @@ def test_bad_models_are_refused_before_a_charge(make, model, message):
     assert counts(kernel.accountant) == {}
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "make", [penalty, partial(hmc, num_steps=2), family], ids=["penalty", "HMC", "family"]
 )
@@ -535,6 +538,7 @@ def test_a_record_that_is_not_a_number_neither_stops_a_chain_nor_moves_it(make):
     torch.testing.assert_close(*totals)
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("count", [0, 1])
 @pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2), family])
 def test_under_add_or_remove_next_to_no_records_are_like_any_number(make, count):

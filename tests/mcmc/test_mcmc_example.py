@@ -53,6 +53,7 @@ def test_one_accountant_pays_for_the_start_and_the_chain(example, capsys, tmp_pa
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_adult_is_read_where_it_lies(example, capsys, tmp_path):
     row = (
         "{}, Private, 77516, Bachelors, {}, {}, Adm-clerical, Not-in-family, White, Male, {}, 0,"

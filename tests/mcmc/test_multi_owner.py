@@ -250,6 +250,7 @@ def public_values(rank, kind, counts, iterations):
     )
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("kind", "counts"), [("penalty", [25, 15]), ("HMC", [25, 15]), ("HMC", [0, 40])]
 )
@@ -466,6 +467,7 @@ def three_hospitals(rank, kind, folder):
     )
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind", ["penalty", "HMC"])
 def test_all_owners_get_the_same_draws_and_each_pays_for_its_own_noise(owners, kind, tmp_path):
     """One of them has no records, another one that is no number; budgets, relations, methods
@@ -647,6 +649,7 @@ def goes_missing(rank, how):
     return (*how_it_ends(kernel, records(rank, (9, 9, 9))), time.monotonic() - begin)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("how", ["dies", "stalls"])
 def test_an_owner_that_goes_missing_in_an_iteration(owners, how):
     results = owners(3, goes_missing, how)

@@ -280,6 +280,7 @@ def test_a_record_under_large_noise_leaves_the_prior():
         assert float(post.stddev["mean"].min()) > 0.9  # .4 to .8, taken for a Gaussian curvature
 
 
+@pytest.mark.thorough
 def test_a_dear_curvature_of_a_linear_model_leaves_the_prior_too():
     for _ in range(4):
         x, y = logistic_data(200)

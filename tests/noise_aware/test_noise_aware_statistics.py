@@ -220,7 +220,7 @@ def test_records_beyond_the_bounds_move_sums_no_further():
     assert bool((found == 0).all())
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_the_charge_of_linear_regression_is_that_of_the_noise_that_was_added(neighboring):
     """Records that are zero: what the second round released is noise alone, in units of what its

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 from scipy import optimize, stats
 from scipy.interpolate import CubicSpline
+from support.examples import examples
 
 from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
@@ -184,9 +185,10 @@ records = st.lists(st.tuples(st.floats(-3, 3), st.floats(-5, 5)), max_size=4)
 extreme = st.tuples(st.sampled_from([-1.0, 1.0, 0.4]), st.sampled_from([-1e6, 0.0, 1.0, 1e6]))
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("neighboring", RELATIONS)
 @pytest.mark.parametrize("family", ops.glm.FAMILIES)
-@hypothesis.settings(max_examples=40)
+@examples(40)
 @hypothesis.given(
     base=records,
     record=extreme,

@@ -133,6 +133,7 @@ def test_a_module_and_a_glm_of_the_same_model_agree():
 # --- what is stated, against exact densities ------------------------------------------------------
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("neighboring", RELATIONS)
 @pytest.mark.parametrize(
     "certificate",

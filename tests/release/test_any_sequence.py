@@ -18,6 +18,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from support.examples import examples
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -282,7 +283,7 @@ class AnySequence(RuleBasedStateMachine):
             assert len({tuple(n.tolist()) for n in self.noise}) == len(self.noise)
 
 
-AnySequence.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+AnySequence.TestCase.settings = examples(60, stateful_step_count=50)
 TestAnySequence = AnySequence.TestCase
 
 

@@ -193,6 +193,7 @@ def test_the_command_line_answers_in_its_own_terms(private_bnn, capsys, wrong):
     assert f"error: {wrong[0]} " in said and "None" not in said
 
 
+@pytest.mark.thorough
 def test_the_words_of_the_tables_are_explained(private_bnn, capsys):
     private_bnn.main(["--epochs", "1"])
     out = capsys.readouterr().out
