@@ -34,6 +34,17 @@ MAY_IMPORT = {
         "optim",
         "words",
     },
+    "audit": {
+        "accounting",
+        "batches",
+        "clipping",
+        "engine",
+        "mcmc",
+        "noise_aware",
+        "ops",
+        "optim",
+        "release",
+    },
     "ops": {
         "accounting",
         "words",

@@ -105,7 +105,9 @@ def test_a_plan_is_said_once():
     assert said.getvalue().strip() == str(plan)
 
 
-@pytest.mark.parametrize("module", ["infer", "mcmc", "metrics", "noise_aware", "ops", "optim"])
+@pytest.mark.parametrize(
+    "module", ["audit", "infer", "mcmc", "metrics", "noise_aware", "ops", "optim"]
+)
 def test_public_modules_show_public_names(module):
     found = getattr(dpb, module)
     assert dir(found) == sorted(found.__all__)

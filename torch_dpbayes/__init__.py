@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 # public name -> the module that defines it; a value equal to "" means that the name is a submodule
 # itself
 _HOME = {
+    "audit": "",
     "infer": "",
     "optim": "",
     "mcmc": "",
@@ -31,6 +32,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from . import audit as audit
     from . import infer as infer
     from . import mcmc as mcmc
     from . import metrics as metrics

@@ -54,6 +54,7 @@ class Release:
         noise: where the Gaussian comes from.
         turn: held from before :meth:`take` until its result was used. Between these the layout of a
             second thread's step would hold a sum without noise.
+        watch: is told of every release, with the layout that holds it.
 
     **Privacy.** A release is charged before its noise is drawn. A refused charge raises, and
     nothing is released.
@@ -79,6 +80,7 @@ class Release:
         self._fixed: FixedTensors | None = None
         self._as_checked: ModelAsChecked | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
+        self.watch: Callable[[Layout], None] = lambda layout: None
         self.start_afresh()
 
     def start_afresh(self) -> None:
@@ -179,6 +181,7 @@ class Release:
         else:
             self._take_together(layout, settings, smallest, others, self.ranks)
         self._retire()
+        self.watch(layout)
         return True
 
     def _collect(self, layout: Layout) -> bool:

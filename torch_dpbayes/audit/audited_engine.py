@@ -1,0 +1,54 @@
+"""A front door that lets canaries in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..accounting.accountant import PrivacyAccountant
+from ..batches.poisson_loader import PoissonLoader
+from ..engine.privacy_engine import PrivacyEngine
+from ..optim.base import PrivateOptimizer
+from .canaries import GradientCanaries
+
+
+class AuditedEngine(PrivacyEngine):
+    """A :class:`~torch_dpbayes.PrivacyEngine` whose first ``make_private`` lets canaries in.
+
+    Args:
+        accountant, process_group: as there.
+        canaries: those that have gradients and no records; None: the data set holds them all.
+    """
+
+    def __init__(
+        self,
+        accountant: PrivacyAccountant | None,
+        process_group: torch.distributed.ProcessGroup | None,
+        canaries: GradientCanaries | None,
+    ) -> None:
+        super().__init__(accountant, process_group)
+        self._canaries = canaries
+        self.is_used = False
+
+    def make_private(self, **options: Any) -> Any:
+        """As :meth:`~torch_dpbayes.PrivacyEngine.make_private`, once."""
+        self._require_unused()
+        return self._audited(*super().make_private(**options))
+
+    def make_private_with_epsilon(self, **options: Any) -> Any:
+        """As :meth:`~torch_dpbayes.PrivacyEngine.make_private_with_epsilon`, once."""
+        self._require_unused()
+        return self._audited(*super().make_private_with_epsilon(**options))
+
+    def _require_unused(self) -> None:
+        if self.is_used:
+            raise ValueError(
+                "train called make_private twice, and one audit is of one run: audit each alone"
+            )
+
+    def _audited(self, module: Any, optimizer: PrivateOptimizer, loader: PoissonLoader) -> Any:
+        if self._canaries is not None:
+            self._canaries.attach(optimizer, loader)
+        self.is_used = True
+        return module, optimizer, loader

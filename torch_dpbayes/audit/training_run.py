@@ -1,0 +1,225 @@
+"""One training run, many canaries: a lower bound on its ε."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.gaussian import gaussian_mu
+from .audited_engine import AuditedEngine
+from .bounds import Array, Guesses, best_number, expected_guesses
+from .canaries import GradientCanaries, WithPlaces, WithRecords
+from .coin import auditor, toss
+from .result import AuditResult, priced
+from .scores import guess, minus_loss
+
+Train = Callable[[Any, AuditedEngine], Any]
+Loss = Callable[[Any, Any], Tensor]
+
+_LARGEST_EPSILON = 50.0  # an audit of more than that is planned for this
+_MANY = 2**15
+
+_WHITE_BOX = (
+    "white-box: canaries have gradients of norm C of their own, {scores} of every release are seen,"
+    " and all other records are known; clipping in the model is not part of it"
+)
+_BLACK_BOX = (
+    "black-box: canaries are records, of which the trained model's loss is seen, and nothing of the"
+    " training"
+)
+
+
+def one_run(
+    train: Train,
+    dataset: Any,
+    *,
+    num_canaries: int,
+    canaries: Sequence[Any] | None = None,
+    loss: Loss | None = None,
+    delta: float | None = None,
+    confidence: float = 0.95,
+    bound: str = "gaussian",
+    num_guesses: int | None = None,
+    scores: str = "sums",
+    accountant: PrivacyAccountant | None = None,
+    process_group: torch.distributed.ProcessGroup | None = None,
+    seed: int | None = None,
+) -> AuditResult:
+    r"""Train once on data with canaries in it, and say what ε the run has at least.
+
+    Each canary is in the data by the toss of a fair coin; what is released scores how much each of
+    them looks as if it were; the coins of the most extreme scores are guessed, as many as are best
+    at the ε that the accountant states. How many guesses are right bounds ε from below.
+
+    Args:
+        train: ``train(dataset, engine)``, your training: it calls ``engine.make_private`` or
+            ``engine.make_private_with_epsilon`` once, takes its steps, and returns the model. Its
+            loader reads ``dataset``, which is not quite yours.
+        dataset: the records, in a map-style data set.
+        num_canaries: m; thousands.
+        canaries: None: gradients of norm C, each along a direction of its own in each step
+            (white-box). m records: they join the data set, and the trained model's ``loss`` scores
+            them (black-box); mislabelled ones show most.
+        loss: of black-box canaries, ``(output, target) -> scalar`` for one record, as a batch of
+            one; None: ``torch.nn.functional.cross_entropy``.
+        delta: δ at which to compare; None: that of the accountant's budget.
+        confidence: the probability that the bound is right.
+        bound: ``"gaussian"`` or ``"basic"``, see :class:`AuditResult`.
+        num_guesses: how many coins to guess; None: the best number at the stated ε.
+        scores: of white-box canaries: ``"sums"``, or ``"differences"`` of consecutive releases,
+            which tell noise that is used twice.
+        accountant, process_group: of the engine that ``train`` gets, as for
+            :class:`~torch_dpbayes.PrivacyEngine`.
+        seed: of coins and directions; None: the operating system's entropy. They have a generator
+            of their own, which shares nothing with those of the training.
+
+    Returns:
+        The bound, the stated ε, confidence, threat and guesses.
+
+    Raises:
+        ValueError: too few canaries for any bound, records that are none of this data set's kind,
+            fewer records than canaries, no δ, or a run without noise or without ``engine``.
+
+    **Privacy.** The result is computed from releases and from unprotected sums. Without canaries,
+    it depends on no record: what others add is subtracted. A model that was trained with canaries
+    is for the audit alone; in use it would carry them.
+    """
+    if bound not in ("gaussian", "basic"):
+        raise ValueError(f'bound must be "gaussian" or "basic", got {bound!r}')
+    if not 0.5 <= confidence < 1:
+        raise ValueError(f"confidence is a probability from 0.5 to below 1, got {confidence}")
+    delta = _delta_of(accountant, delta)
+    pricing = _Pricing(bound, delta, confidence)
+    _require_enough(num_canaries, pricing, None if accountant is None else accountant.epsilon)
+    generator = auditor(seed)
+    coins = toss(num_canaries, generator)
+    audited: Any
+    if canaries is None:
+        gradients = GradientCanaries(coins, generator, scores)
+        audited, threat = WithPlaces(dataset, num_canaries), _WHITE_BOX.format(scores=scores)
+        engine = AuditedEngine(accountant, process_group, gradients)
+    else:
+        _require_alike(canaries, dataset, num_canaries)
+        audited, threat = WithRecords(dataset, canaries, coins), _BLACK_BOX
+        engine = AuditedEngine(accountant, process_group, None)
+    trained = train(audited, engine)
+    if not engine.is_used or len(engine.accountant) == 0:
+        raise ValueError(
+            "train took no private step with the engine that it was given: call"
+            " engine.make_private, and step"
+        )
+    found: Array
+    if canaries is None:
+        found = gradients.scores
+    else:
+        if not isinstance(trained, nn.Module):
+            raise TypeError(
+                f"train must return the trained model, whose losses score the canaries; it returned"
+                f" {type(trained).__name__}"
+            )
+        found = minus_loss(trained, canaries, loss or nn.functional.cross_entropy)
+    epsilon = engine.get_epsilon(delta)
+    if math.isinf(epsilon):
+        raise ValueError("the accountant states no ε for this run, so none can be refuted")
+    # public numbers decide it, neither scores nor coins
+    made = num_guesses or pricing.best_number(num_canaries, epsilon)
+    guesses = guess(found, coins, made)
+    return AuditResult(
+        epsilon_lower_bound=pricing(guesses),
+        epsilon=epsilon,
+        delta=delta,
+        confidence=confidence,
+        threat=threat,
+        bound=bound,
+        guesses=guesses,
+        neighboring=engine.accountant.neighboring,
+    )
+
+
+@dataclass(frozen=True)
+class _Pricing:
+    """From guesses to the lower bound on ε."""
+
+    bound: str
+    delta: float
+    confidence: float
+
+    def __call__(self, guesses: Guesses) -> float:
+        return priced(guesses, self.bound, self.delta, self.confidence)
+
+    def best_number(self, canaries: int, epsilon: float) -> int:
+        return best_number(canaries, self._mu(epsilon), self)
+
+    def expected(self, canaries: int, epsilon: float) -> float:
+        """The bound of a run that is worth all of the stated ε."""
+        mu = self._mu(epsilon)
+        return self(expected_guesses(canaries, best_number(canaries, mu, self), mu))
+
+    def _mu(self, epsilon: float) -> float:
+        return gaussian_mu(min(epsilon, _LARGEST_EPSILON), self.delta)
+
+
+def _delta_of(accountant: PrivacyAccountant | None, delta: float | None) -> float:
+    if delta is not None:
+        if not 0 < delta < 1:
+            raise ValueError(f"delta is a probability between 0 and 1, got {delta}")
+        return float(delta)
+    if accountant is None or accountant.delta is None:
+        raise ValueError("no accountant with a budget says at which δ to compare: pass delta=1e-5")
+    return accountant.delta
+
+
+def _require_enough(canaries: int, pricing: _Pricing, epsilon: float | None) -> None:
+    """Raise where no guesses, or none that the budget allows, give a bound."""
+    if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 1:
+        raise ValueError(f"num_canaries must be a positive integer, got {canaries!r}")
+
+    def gives(number: int) -> bool:
+        if epsilon is not None:
+            return pricing.expected(number, epsilon) > 0
+        return pricing(Guesses(number, number, number)) > 0
+
+    if gives(canaries):
+        return
+    enough = 2 * canaries
+    while enough < _MANY and not gives(enough):
+        enough *= 2
+    what = f"num_canaries={enough}" if enough < _MANY else f"more than {_MANY}"
+    raise ValueError(
+        f"{canaries} canaries give no lower bound at {pricing.confidence:.0%} confidence"
+        f"{'' if epsilon is None else f' and epsilon = {epsilon:g}'}: use {what}"
+    )
+
+
+def _require_alike(canaries: Sequence[Any], dataset: Any, number: int) -> None:
+    if len(canaries) != number:
+        raise ValueError(f"num_canaries = {number}, but there are {len(canaries)} canaries")
+    if len(dataset) < number:
+        raise ValueError(
+            f"{len(dataset)} records cannot hide {number} canaries, which would make most of the"
+            f" training: use {len(dataset)} canaries at most"
+        )
+    kind = _kind(dataset[0])
+    for i, canary in enumerate(canaries):
+        if _kind(canary) != kind:
+            raise ValueError(
+                f"canary {i} is none of this data set's records: it has {_kind(canary)}, they have"
+                f" {kind}"
+            )
+
+
+def _kind(record: Any) -> Any:
+    """Types and shapes."""
+    if isinstance(record, Tensor):
+        return (tuple(record.shape), str(record.dtype).removeprefix("torch."))
+    if isinstance(record, (tuple, list)):
+        return tuple(_kind(part) for part in record)
+    if isinstance(record, dict):
+        return {name: _kind(part) for name, part in record.items()}
+    return type(record).__name__
