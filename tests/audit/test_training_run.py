@@ -235,7 +235,7 @@ def test_the_bound_of_a_run(scores):
     10¹⁰, for the bound of a typical run is half of it.
     """
     result = one_run(
-        partial(train, z=0.8, steps=2),
+        partial(train, z=0.5, steps=2),
         records(),
         num_canaries=120,
         delta=1e-5,
@@ -250,12 +250,12 @@ def test_the_bound_of_a_run(scores):
 
 def test_records_as_canaries_show_in_a_model_that_learns_them_by_heart():
     """With hardly any noise, mislabelled records among few others; with much of it, they do not."""
-    data = TensorDataset(torch.randn(60, 40), torch.zeros(60, dtype=torch.long))
-    odd = [(torch.randn(40) * 3, torch.tensor(1 + i % 2)) for i in range(60)]
+    data = TensorDataset(torch.randn(60, 300), torch.zeros(60, dtype=torch.long))
+    odd = [(torch.randn(300), torch.tensor(1 + i % 2)) for i in range(60)]
 
     def learn(dataset, engine, z):
         net, opt, loader = engine.make_private(
-            module=nn.Linear(40, 3),
+            module=nn.Linear(300, 3),
             optimizer=partial(dpb.optim.DPSGLD, lr=1.0, temperature=1e-8),
             data_loader=DataLoader(dataset, batch_size=len(dataset)),
             max_grad_norm=1.0,
@@ -268,7 +268,7 @@ def test_records_as_canaries_show_in_a_model_that_learns_them_by_heart():
         return net
 
     options = {"num_canaries": 60, "canaries": odd, "delta": 1e-5, "num_guesses": 40}
-    loud = one_run(partial(learn, z=0.3), data, **options)
+    loud = one_run(partial(learn, z=0.03), data, **options)
     assert loud.epsilon_lower_bound > 0.2 and loud.threat.startswith("black-box")
     quiet = one_run(partial(learn, z=500.0), data, **options, confidence=1 - 1e-9)
     assert quiet.epsilon_lower_bound <= quiet.epsilon
