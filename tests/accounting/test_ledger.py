@@ -36,6 +36,7 @@ from torch_dpbayes.accounting import (
 from torch_dpbayes.accounting.__main__ import main, spent
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import (
+    BoundedRangeDpEvent,
     ComposedDpEvent,
     GaussianDpEvent,
     NonPrivateDpEvent,
@@ -232,14 +233,28 @@ def test_tiny_budgets_hold(epsilon, adaptive, method):
         accountant.compose(sampled(0.5), 10)
 
 
-def test_a_kill_costs_half_of_what_was_released_or_50_steps(path):
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize(
+    ("turns", "most_commits"),
+    [
+        pytest.param([STEP], 12, id="one event"),
+        pytest.param([sampled(1 + k / 10, 0.01 * 1.3**k) for k in range(5)], 100, id="five rates"),
+        pytest.param(
+            [STEP, GaussianDpEvent(300.0), PureDpEvent(1e-4), BoundedRangeDpEvent(1e-4)],
+            100,
+            id="four kinds",
+        ),
+        pytest.param([STEP] * 200 + [sampled(0.8, 0.005)] * 400, 15, id="one, then another"),
+    ],
+)
+def test_a_kill_costs_half_of_what_was_released_or_50_steps(path, turns, most_commits):
     """Counted in the file at every step; and a commit is rare all the same."""
-    accountant, in_file = PrivacyAccountant(20.0, DELTA, path=path), set()
+    accountant, commits = PrivacyAccountant(20.0, DELTA, path=path), set()
     for released in range(1, 601):
-        accountant.compose(STEP)
-        in_file.add(counted(path))
+        accountant.compose(turns[(released - 1) % len(turns)])
+        commits.add(accountant._access.ledger.version)
         assert released <= counted(path) <= released + max(50, released / 2)
-    assert len(in_file) <= 12
+    assert len(commits) <= most_commits
 
 
 def test_a_single_charge_reserves_nothing_beyond_itself(path):

@@ -55,7 +55,7 @@ class ChargingAtLedger(Charging):
         self.stale = was_stale
 
     def _taken(self, block: Block, part: Part, label: str | None, flag: Flag) -> None:
-        self._reservations.made(part)
+        self._reservations.made(part, block)
         if block.key[2] == "registered":
             part = Part(block.key[0], part.times, self._reservations.pair(block))
             flag = "registered"
@@ -124,6 +124,7 @@ class ChargingAtLedger(Charging):
         blocks, was_stale, self.stale = list(self.session.blocks), self.stale, True
         self.session.settle()
         for block in blocks:
+            self._reservations.settled(block)
             if block.key[2] == "registered":
                 self.history.schedule_left[self._reservations.pair(block)] += block.left
         self.stale = was_stale
@@ -142,7 +143,7 @@ class ChargingAtLedger(Charging):
             also = [] if rule is None else [Entry("filter", rule.code, None, 0, origin)]
             try:
                 with limits.provisionally(rule, not self.is_later, self.committed()):
-                    wanted = self._registered_blocks(registered, label, left)
+                    wanted = self._registered_blocks(registered, label, left, finished)
                     kind: Flag = "adaptive" if self.history.schedule else flag
                     wanted += self._blocks(rest, label, kind, finished)
                     self.stale = True
@@ -172,6 +173,7 @@ class ChargingAtLedger(Charging):
         history.later_jobs |= self.session.later
         for block in finished:
             pair = self._reservations.pair(block)
+            self._reservations.settled(block)
             if block.key[2] == "registered":
                 history.schedule_left[pair] += block.left
             elif admission is not None:
@@ -183,13 +185,21 @@ class ChargingAtLedger(Charging):
             elif admission is not None:
                 admission.take({pair: count}, 1)
 
+    def _kept(self, finished: list[Block]) -> list[Block]:
+        return [block for block in self.session.blocks if block not in finished and block.left]
+
     def _registered_blocks(
-        self, parts: list[Part], label: str | None, left: Mapping[Pair, int]
+        self,
+        parts: list[Part],
+        label: str | None,
+        left: Mapping[Pair, int],
+        finished: list[Block],
     ) -> list[tuple[Key, int]]:
         if not parts:
             return []
         fit = min(left[pair] // count for pair, count in needed(parts).items())
-        size = max(1, min(self._reservations.size(parts), fit // SHARE))
+        size = self._reservations.size(parts, self._kept(finished))
+        size = max(1, min(size, fit // SHARE))
         return _blocks_of(parts, size, label, "registered")
 
     def _blocks(
@@ -198,17 +208,15 @@ class ChargingAtLedger(Charging):
         """Blocks for ``parts``. May add to ``finished`` what has to be given back."""
         if not parts:
             return []
-        size, admission = self._reservations.size(parts), self.limits.admission
+        size = self._reservations.size(parts, self._kept(finished))
+        admission = self.limits.admission
         if admission is None:
             return _blocks_of(parts, size, label, flag)
         need, fit = needed(parts), 0
         counts = self.committed() if self.history.schedule else self.history.counts
         while not fit:
-            others = [
-                block
-                for block in self.session.blocks
-                if block not in finished and block.left and block.key[2] != "registered"
-            ]
+            # those of the schedule are given back with every commit
+            others = self._kept(finished)
             reserved = self._reservations.left(others)
             lower = [self._lowered(part, admission) for part in parts]
             if fit := admission.room(counts, reserved, needed(lower), SHARE * size):

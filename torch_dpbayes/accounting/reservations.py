@@ -16,15 +16,16 @@ SHARE = 8  # a block takes at most one part in so many of what fits
 class Reservations:
     """Open blocks of one process.
 
-    The first charge of a kind of pair reserves itself alone. Every further block holds half as
-    many releases as this process made of the kind so far, but at least 50, and takes at most an
-    eighth of what fits. A process that is killed therefore leaves at most the larger of 50 releases
-    and half as many as it made charged without being made, and rarely waits for the disk.
+    What is reserved and was not released is never more than 50 releases, or than half as many as
+    this process made: so much stays charged, at most, if it is killed. The first charge of a kind
+    of pair reserves itself alone, a block beside others takes half of what they leave, and any
+    takes at most an eighth of what fits. One that lay idle is given back with the next commit.
     """
 
     def __init__(self, session: Session, history: History) -> None:
         self.session, self._history = session, history
         self._made: Counter[type] = Counter()
+        self._last_use: dict[Block, int] = {}  # how many releases had been made
 
     def pair(self, block: Block) -> Pair:
         """What the block is taken for."""
@@ -61,23 +62,37 @@ class Reservations:
                 times -= count
         return found
 
-    def made(self, part: Part) -> None:
+    def made(self, part: Part, block: Block) -> None:
         """These releases were taken out of a block."""
         self._made[type(part.pair)] += part.times
+        self._last_use[block] = self._made.total()
 
-    def size(self, parts: list[Part]) -> int:
-        """How many times ``parts`` the next block for them should hold."""
+    def size(self, parts: list[Part], kept: Iterable[Block]) -> int:
+        """How many times ``parts`` the next block for them should hold, beside blocks that are
+        kept.
+        """
         made = self._made[type(parts[0].pair)]
         releases = max(_LEAST_BLOCK, made // 2) if made else 1
-        return max(releases // sum(part.times for part in parts), 1)
+        free = max(_LEAST_BLOCK, self._made.total() // 2)
+        if others := sum(block.left for block in kept):
+            free = (free - others) // 2
+        return max(min(releases, free) // sum(part.times for part in parts), 1)
 
     def is_finished(self, block: Block, pairs: Collection[Pair]) -> bool:
-        """Used up, or left behind: noise fell below what the block covers."""
+        """Used up, or left behind: noise fell below what the block covers, or it lies idle."""
         kept = self.pair(block)
-        return block.left == 0 or (
-            any(covers(pair, kept) for pair in pairs)
-            and not any(covers(kept, pair) for pair in pairs)
+        return (
+            block.left == 0
+            or self._made.total() - self._last_use.get(block, 0) >= _LEAST_BLOCK
+            or (
+                any(covers(pair, kept) for pair in pairs)
+                and not any(covers(kept, pair) for pair in pairs)
+            )
         )
+
+    def settled(self, block: Block) -> None:
+        """It is not open any more."""
+        self._last_use.pop(block, None)
 
     def left(self, blocks: Iterable[Block]) -> dict[Pair, int]:
         """What is left in these blocks."""
