@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "ranks": {"accounting"},
     "words": {"accounting"},
     "clipping": set(),
-    "batches": {"noise", "ranks"},
+    "batches": {"accounting", "noise", "ranks"},
     "checks": {"clipping"},
     "release": {"accounting", "noise", "ranks", "clipping", "batches", "checks"},
     "optim": {"accounting", "noise", "release", "words"},

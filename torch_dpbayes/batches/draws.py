@@ -12,12 +12,17 @@ from typing import Any, NamedTuple
 import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
+from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from ..noise import fresh_generator, use_position
 from ..ranks import Ranks
 
 _CELLS = 2**24  # of the unit interval: the values of torch.rand in float32
 _PLACES = 2**53  # in a cell
 _MANY_DELIVERIES = 100
+_OTHER_LAW = (
+    "the saved run drew its batches in another way than this loader does: pass the sampling= that"
+    " it had to make_private."
+)
 
 
 def _state_of(generator: torch.Generator) -> bytes:
@@ -31,7 +36,9 @@ class _Draw(NamedTuple):
 
 
 class PoissonSampler(UniformWithReplacementSampler):
-    """Every record joins a batch independently with probability q; knows which draw the optimizer
+    """The draws of a private loader, and what they are charged as. Other laws are subclasses.
+
+    Every record joins a batch independently with probability q; knows which draw the optimizer
     may use next.
 
     Amplification by sampling holds for one step on each draw, whatever is in it: who skips a draw
@@ -121,7 +128,7 @@ class PoissonSampler(UniformWithReplacementSampler):
                 " copied: both would draw the same batches. Use PrivacyEngine.make_private on a"
                 " DataLoader for the copy."
             )
-        return PoissonSampler, (self.num_samples, self.sample_rate, None, self.num_workers)
+        return type(self), (self.num_samples, self.sample_rate, None, self.num_workers)
 
     def _begin(self) -> None:
         self._handed = 0  # draws that the loader took in this pass; those that are left come first
@@ -161,13 +168,17 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._begin()
         self.passes += 1
         this = self.passes
-        for _ in range(self.steps):
+        for _ in range(self._left_in_pass()):
             self.require_latest(this)
             self._enter_process()
             if self._handed == len(self._draws):
                 self._draws.append(self._next_draw())
             self._handed += 1
             yield self._draws[self._handed - 1].records.tolist()
+
+    def _left_in_pass(self) -> int:
+        """How many draws a pass that begins now hands out."""
+        return self.steps
 
     def require_latest(self, number: int) -> None:
         """Raise if another pass began after this one."""
@@ -192,6 +203,24 @@ class PoissonSampler(UniformWithReplacementSampler):
                 " make_private again and leave it alone, or give it DataLoader(...,"
                 " generator=torch.Generator().manual_seed(...))."
             )
+        joining = self._joining()
+        if here is not None:
+            self.generator.set_state(here)
+        self._state = _state_of(self.generator)
+        return self._drawn(joining, state)
+
+    def _drawn(self, joining: torch.Tensor, state: torch.Tensor | None) -> _Draw:
+        """A draw of these records, of which this rank has its share."""
+        if self.ranks is None:
+            return _Draw(joining, 0, state)
+        return _Draw(
+            joining[joining % self.ranks.size == self.ranks.rank],
+            zlib.crc32(joining.numpy().data),
+            state,
+        )
+
+    def _joining(self) -> torch.Tensor:
+        """The positions of the records that join the next batch, in rising order."""
         # float32 numbers tell 2²⁴ cells apart; only records in the one that q divides need their
         # place in it
         cells = torch.rand(
@@ -202,16 +231,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         if divided.any():
             places = torch.randint(_PLACES, (len(joining),), generator=self.generator, device="cpu")
             joining = joining[~divided | (places < self._place)]
-        if here is not None:
-            self.generator.set_state(here)
-        self._state = _state_of(self.generator)
-        if self.ranks is None:
-            return _Draw(joining, 0, state)
-        return _Draw(
-            joining[joining % self.ranks.size == self.ranks.rank],
-            zlib.crc32(joining.numpy().data),
-            state,
-        )
+        return joining
 
     def draw_from(self, state: torch.Tensor) -> None:
         """Draw what rank 0 draws, unless the caller's generators do so already."""
@@ -288,7 +308,29 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._draws.popleft()
         self._handed, self._delivered, self._deliveries = self._handed - 1, 0, 0
 
-    def position(self) -> torch.Tensor:
+    # -- what the draws are charged as -------------------------------------------------------------
+
+    law, batches = "poisson", "Poisson batches"
+    steps_per_charge = 1
+
+    def event(self, gaussian: GaussianDpEvent) -> DpEvent:
+        """What is charged for ``steps_per_charge`` Gaussian sums of this noise / clip bound over
+        the draws.
+        """
+        return PoissonSampledDpEvent(self.sample_rate, gaussian)
+
+    def is_paid(self, noise_multiplier: float) -> bool:
+        """Whether the next release was charged already, together with earlier ones; told before
+        each release, which :meth:`paid` tells if it was not.
+        """
+        return False
+
+    def paid(self, noise_multiplier: float) -> None:
+        """The next release, and what is charged together with it, was charged at this noise."""
+
+    # -- saved runs --------------------------------------------------------------------------------
+
+    def position(self) -> Any:
         """States of the caller's generator, a row each: those that the draws which wait for a step
         come from, then where it stands.
 
@@ -297,7 +339,12 @@ class PoissonSampler(UniformWithReplacementSampler):
         drawn = [draw.state for draw in self._draws if draw.state is not None]
         return torch.stack([*drawn, *self._waiting, self.generator.get_state()])
 
-    def resume(self, position: torch.Tensor) -> None:
+    def require_position(self, position: Any) -> None:
+        """Raise if ``position`` is not one that such draws were saved at."""
+        if not isinstance(position, torch.Tensor):
+            raise ValueError(_OTHER_LAW)
+
+    def resume(self, position: Any) -> None:
         """Go on from where a saved run was, in a new pass: with the draws that waited, then
         with new ones.
         """

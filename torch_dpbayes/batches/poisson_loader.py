@@ -49,6 +49,8 @@ class PoissonLoader(DPDataLoader):
         sample_rate: q in (0, 1].
         ranks: the ranks that share the draws, each of which sees all of the data set and delivers
             its part; None: there is one.
+        draws: ``(num_data, sample_rate, generator, num_workers, ranks) ->`` the sampler that
+            decides who joins a batch.
 
     Raises:
         RuntimeError: while batches are taken: two passes at a time, a batch that is handed out over
@@ -63,7 +65,11 @@ class PoissonLoader(DPDataLoader):
     """
 
     def __init__(
-        self, data_loader: DataLoader[Any], sample_rate: float, ranks: Ranks | None = None
+        self,
+        data_loader: DataLoader[Any],
+        sample_rate: float,
+        ranks: Ranks | None = None,
+        draws: Callable[..., PoissonSampler] = PoissonSampler,
     ) -> None:
         dataset: Any = data_loader.dataset
         if (
@@ -99,9 +105,7 @@ class PoissonLoader(DPDataLoader):
         ):
             data_loader.sampler_of_draws.require_own_process()
             generator = data_loader.sampler_of_draws.generator
-        sampler = PoissonSampler(
-            len(dataset), sample_rate, generator, data_loader.num_workers, ranks
-        )
+        sampler = draws(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
         if data_loader.num_workers == 0:
             collate_fn = _CountingCollate(collate_fn, sampler)
         DataLoader.__init__(
@@ -141,9 +145,9 @@ class PoissonLoader(DPDataLoader):
         sampler = self.sampler_of_draws
         shared = "" if sampler.ranks is None else f", shared by {sampler.ranks.size} ranks"
         return (
-            f"{type(self).__name__}({sampler.num_samples} records, each in a batch with probability"
-            f" {self.sample_rate:.6g}: {self.expected_batch_size:.6g} on average, {len(self)}"
-            f" batches a pass{shared})"
+            f"{type(self).__name__}({sampler.batches}: {sampler.num_samples} records, each in a"
+            f" batch with probability {self.sample_rate:.6g}: {self.expected_batch_size:.6g} on average,"
+            f" {len(self)} batches a pass{shared})"
         )
 
     @property
@@ -153,12 +157,16 @@ class PoissonLoader(DPDataLoader):
         return self.batch_sampler
 
     def aside(self) -> PoissonLoader:
-        """A loader of the same data and rate with a sequence of draws of its own, always the
-        same: a draw that got no release comes again.
+        """A loader of the same data and rate with a sequence of Poisson draws of its own, always
+        the same: a draw that got no release comes again.
         """
         if self._aside is None:
             self._aside = PoissonLoader(self, self.sample_rate)
         return self._aside
+
+    def num_charges(self, epochs: int) -> int:
+        """How often the accountant is charged for so many passes."""
+        return epochs * len(self) // self.sampler_of_draws.steps_per_charge
 
     @property
     def expected_batch_size(self) -> float:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from opacus.data_loader import DPDataLoader
@@ -13,13 +17,78 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ..batches.draws import PoissonSampler
+from ..batches.other_laws import (
+    FixedSizeSampler,
+    RandomAllocationSampler,
+    TruncatedPoissonSampler,
+)
 from ..batches.poisson_loader import PoissonLoader
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks
 
+_LAWS: dict[str, Callable[..., PoissonSampler]] = {
+    "poisson": PoissonSampler,
+    "random_allocation": RandomAllocationSampler,
+    "fixed_size": FixedSizeSampler,
+}
 
-def poisson_loader(data_loader: DataLoader[Any], ranks: Ranks | None) -> PoissonLoader:
+
+@dataclass(frozen=True)
+class Batches:
+    """How ``make_private`` draws batches: its arguments of these names, checked.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+
+    sampling: str
+    max_batch_size: int | None
+
+    def __post_init__(self) -> None:
+        if self.sampling not in _LAWS:
+            raise ValueError(
+                f"sampling must be one of {', '.join(map(repr, _LAWS))}, got {self.sampling!r}"
+            )
+        most = self.max_batch_size
+        if most is None:
+            return
+        if self.sampling != "poisson":
+            raise ValueError(
+                f"max_batch_size cuts Poisson draws: leave it out with sampling={self.sampling!r}"
+            )
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise ValueError(f"max_batch_size must be a positive integer, got {most!r}")
+
+    def loader(
+        self, data_loader: DataLoader[Any], batch_size: float, ranks: Ranks | None
+    ) -> PoissonLoader:
+        """The loader that draws batches of about this size."""
+        dataset: Any = data_loader.dataset
+        size, most = len(dataset), self.max_batch_size
+        if most is not None and most < batch_size:
+            raise ValueError(
+                f"max_batch_size = {most} is below the batch size {batch_size:g}, so that most"
+                " draws would be cut: pass a smaller batch_size, or a larger max_batch_size"
+            )
+        law = self.sampling if batch_size < size else "poisson"  # all records: every law is one
+        if law == "fixed_size":
+            batch_size = round(batch_size)
+        elif law == "random_allocation":
+            batch_size = size / math.ceil(size / batch_size - 1e-9)
+        draws = _LAWS[law]
+        if most is not None and batch_size < size:
+            draws = partial(TruncatedPoissonSampler, max_batch_size=most)
+        return PoissonLoader(data_loader, batch_size / size, ranks, draws)
+
+
+POISSON = Batches("poisson", None)
+
+
+def private_loader(
+    data_loader: DataLoader[Any], ranks: Ranks | None, batches: Batches = POISSON
+) -> PoissonLoader:
     """A private loader in place of the user's, or an error that says why there is none."""
     if not isinstance(data_loader, DataLoader):
         raise TypeError(
@@ -32,7 +101,11 @@ def poisson_loader(data_loader: DataLoader[Any], ranks: Ranks | None) -> Poisson
             " (__len__ and __getitem__)."
         )
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
-        return PoissonLoader(data_loader, float(data_loader.sample_rate), ranks)
+        rate = float(data_loader.sample_rate)
+        if batches == POISSON:
+            return PoissonLoader(data_loader, rate, ranks)
+        records: Any = data_loader.dataset
+        return batches.loader(data_loader, rate * len(records), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
         raise ValueError(
             "a batch sampler decides itself which records share a batch; amplification holds only"
@@ -56,7 +129,7 @@ def poisson_loader(data_loader: DataLoader[Any], ranks: Ranks | None) -> Poisson
             f"batch_size = {data_loader.batch_size} is larger than the data set ({num_data}"
             f" records): use batch_size={num_data}"
         )
-    return PoissonLoader(data_loader, data_loader.batch_size / num_data, ranks)
+    return batches.loader(data_loader, data_loader.batch_size, ranks)
 
 
 def require_own_streams(optimizer: PrivateOptimizer, loader: PoissonLoader) -> None:

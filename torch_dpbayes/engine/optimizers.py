@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
-from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from ..accounting.events import DpEvent, GaussianDpEvent
 from ..batches.poisson_loader import PoissonLoader
 from ..optim.base import PrivateOptimizer
 from ..ranks import CALIBRATION, Ranks
@@ -64,8 +64,11 @@ def build(
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("every parameter of the model is frozen: there is nothing to sample")
+        law = loader.sampler_of_draws.law
+        # of other laws nothing may be assumed before the release knows the draws
+        sampling = "poisson" if law == "poisson" else None
         built = optimizer(
-            parameters, **declared, **stated, sampling="poisson", accountant=accountant
+            parameters, **declared, **stated, sampling=sampling, accountant=accountant
         )
         if not isinstance(built, PrivateOptimizer):
             raise TypeError(
@@ -141,30 +144,40 @@ def build_calibrated(
             f" {accountant.delta}): pass that as the target, or use make_private."
             " accountant.summary() says why."
         )
-    steps = epochs * len(loader)
+    charges, draws = loader.num_charges(epochs), loader.sampler_of_draws
 
     def enough_noise(event: Callable[[float], DpEvent]) -> float:
         if ranks is None:
-            return _calibrated(event, steps, accountant, epsilon, delta)
+            return _calibrated(event, charges, accountant, epsilon, delta)
         # a ledger may be charged by others meanwhile, and floats may round differently on another
         # machine
         return ranks.from_rank_0(
-            CALIBRATION, lambda: _calibrated(event, steps, accountant, epsilon, delta)
+            CALIBRATION, lambda: _calibrated(event, charges, accountant, epsilon, delta)
         )
 
     if isinstance(optimizer, PrivateOptimizer):
         built = build(module, optimizer, loader, accountant, max_grad_norm, None)
-        return built, enough_noise(built.event)
+        return built, enough_noise(lambda z: event_of(built, loader, z))
 
     def plain(noise_multiplier: float) -> DpEvent:
-        return PoissonSampledDpEvent(loader.sample_rate, GaussianDpEvent(noise_multiplier))
+        return draws.event(GaussianDpEvent(noise_multiplier))
 
     floor = enough_noise(plain)
     built = build(module, optimizer, loader, accountant, max_grad_norm, floor)
-    needed = enough_noise(built.event)
+    needed = enough_noise(lambda z: event_of(built, loader, z))
     if needed > floor:  # it releases more than the gradient
         built = build(module, optimizer, loader, accountant, max_grad_norm, needed)
     return built, needed
+
+
+def event_of(
+    optimizer: PrivateOptimizer, loader: PoissonLoader, noise_multiplier: float
+) -> DpEvent:
+    """What this optimizer will be charged on this loader's draws, for as many steps as are charged
+    together.
+    """
+    draws = loader.sampler_of_draws
+    return optimizer.release.event(noise_multiplier, draws.law, draws)
 
 
 def is_held(accountant: PrivacyAccountant) -> bool:

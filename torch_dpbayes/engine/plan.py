@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
 from ..optim.base import PrivateOptimizer
-from .optimizers import is_held, limit
+from .optimizers import event_of, is_held, limit
 
 _WASTE = 1.02  # times the noise that the target needs, beyond which somebody should hear of it
 
@@ -92,7 +92,7 @@ def plan_of(
         after.compose(charge.event, charge.count)
     if math.isfinite(z):
         # a built optimizer hears of it from make_private only
-        after.compose(optimizer.event(z), steps)
+        after.compose(event_of(optimizer, loader, z), loader.num_charges(epochs))
     return Plan(
         langevin_noise_multiplier=optimizer.langevin_noise_multiplier,
         noise_multiplier=optimizer.noise_multiplier,

@@ -27,7 +27,7 @@ from ..clipping.nested import map_tensors
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks, refuse_wrapped, require_alone
 from .gradient_sources import Recording, checked_source
-from .loaders import poisson_loader, require_own_streams
+from .loaders import Batches, private_loader, require_own_streams
 from .optimizers import OptimizerFactory, build, build_calibrated, is_held
 from .plan import Plan, little_left, plan_of
 from .same_on_all_ranks import compare
@@ -182,6 +182,8 @@ class PrivacyEngine:
         data_loader: DataLoader[Any],
         max_grad_norm: float | None = None,
         noise_multiplier: float | None = None,
+        sampling: str = "poisson",
+        max_batch_size: int | None = None,
         grad_sample_mode: str | None = None,
         clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
@@ -208,6 +210,14 @@ class PrivacyEngine:
                 records is not used.
             max_grad_norm: clip norm C of one record's gradient.
             noise_multiplier: floor of the noise std on the clipped sum, in units of C.
+            sampling: how batches are drawn. ``"poisson"``: every record joins each batch
+                independently. ``"random_allocation"``: in every pass over the loader every record
+                joins one of its batches, drawn for it alone; a pass has as many batches as
+                ``data_loader``, and the noise must not fall within one. ``"fixed_size"``: batches
+                of exactly the batch size, drawn anew for each step without replacement; charged at
+                sensitivity 2C.
+            max_batch_size: cut Poisson batches of more records than this to so many at random, for
+                a fixed amount of memory; at least the batch size.
             grad_sample_mode: all give the same sum. ``"bookkeeping"``, the default, gets it from
                 one ordinary backward pass of a map over records; a model whose program cannot be
                 run for one record at a time it runs on whole batches, and says so. ``"isolated"``
@@ -237,11 +247,14 @@ class PrivacyEngine:
 
         **Privacy.** Nothing is released. Of the data, the number of records is used, which is a
         public constant, and shapes and types of the first record. Every later ``optimizer.step()``
-        charges ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``.
+        charges ``PoissonSampledDpEvent(q, GaussianDpEvent(z))``, with ``max_batch_size``
+        ``TruncatedSubsampledGaussianDpEvent(N, q, max_batch_size, z)``, of batches of fixed size
+        ``SampledWithoutReplacementDpEvent(N, B, GaussianDpEvent(z))``. Random allocation charges
+        ``RandomAllocationDpEvent(len(loader), GaussianDpEvent(z))`` at the first step of each pass.
         """
         with self._together():
             refuse_wrapped(module)
-            loader = poisson_loader(data_loader, self._ranks)
+            loader = private_loader(data_loader, self._ranks, Batches(sampling, max_batch_size))
             built = build(
                 module, optimizer, loader, self._accountant, max_grad_norm, noise_multiplier
             )
@@ -262,6 +275,8 @@ class PrivacyEngine:
         epochs: int,
         additional_epsilon: float | None = None,
         max_grad_norm: float | None = None,
+        sampling: str = "poisson",
+        max_batch_size: int | None = None,
         grad_sample_mode: str | None = None,
         clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
@@ -280,6 +295,7 @@ class PrivacyEngine:
             target_epsilon: ε of everything on the accountant after the last epoch.
             target_delta: its δ.
             epochs: passes over the loader.
+            sampling, max_batch_size: as in :meth:`make_private`.
             additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
                 that the accountant holds at ``target_delta`` already.
             module, optimizer, data_loader, max_grad_norm: as in :meth:`make_private`.
@@ -298,7 +314,7 @@ class PrivacyEngine:
                 optimizer, target_epsilon, additional_epsilon, target_delta
             )
             assert target is not None
-            loader = poisson_loader(data_loader, self._ranks)
+            loader = private_loader(data_loader, self._ranks, Batches(sampling, max_batch_size))
             built, floor = build_calibrated(
                 module,
                 optimizer,
@@ -339,6 +355,8 @@ class PrivacyEngine:
         additional_epsilon: float | None = None,
         max_grad_norm: float | None = None,
         noise_multiplier: float | None = None,
+        sampling: str = "poisson",
+        max_batch_size: int | None = None,
     ) -> float:
         """The largest lr at which privacy is free: the sampler's own noise is the floor's.
 
@@ -349,6 +367,7 @@ class PrivacyEngine:
         Args:
             module, optimizer, data_loader, epochs, target_delta: as for :meth:`plan`.
             target_epsilon, additional_epsilon, max_grad_norm, noise_multiplier: as there.
+            sampling, max_batch_size: as there.
 
         Raises:
             ValueError: there is no floor: neither a target nor ``noise_multiplier``.
@@ -363,6 +382,7 @@ class PrivacyEngine:
             additional_epsilon,
             max_grad_norm,
             noise_multiplier,
+            Batches(sampling, max_batch_size),
         )
         if built.noise_multiplier == 0:
             raise ValueError(
@@ -384,6 +404,8 @@ class PrivacyEngine:
         additional_epsilon: float | None = None,
         max_grad_norm: float | None = None,
         noise_multiplier: float | None = None,
+        sampling: str = "poisson",
+        max_batch_size: int | None = None,
     ) -> Plan:
         """What :meth:`make_private` (or, with ``target_epsilon``,
         :meth:`make_private_with_epsilon`) will do; printed (by rank 0) and returned.
@@ -393,7 +415,7 @@ class PrivacyEngine:
         Args:
             target_delta: δ; None takes the accountant's.
             module, optimizer, data_loader, epochs, target_epsilon: as for those two.
-            additional_epsilon, max_grad_norm, noise_multiplier: as there.
+            additional_epsilon, max_grad_norm, noise_multiplier, sampling, max_batch_size: as there.
         """
         accountant, built, loader, delta, target = self._planned(
             module,
@@ -405,6 +427,7 @@ class PrivacyEngine:
             additional_epsilon,
             max_grad_norm,
             noise_multiplier,
+            Batches(sampling, max_batch_size),
         )
         if delta is None:
             raise ValueError("target_delta is needed: the accountant has no budget to take it from")
@@ -425,13 +448,14 @@ class PrivacyEngine:
         additional_epsilon: float | None,
         max_grad_norm: float | None,
         noise_multiplier: float | None,
+        batches: Batches,
     ) -> tuple[PrivacyAccountant, PrivateOptimizer, PoissonLoader, float | None, float | None]:
         """The accountant, optimizer and loader of a run that is planned, its δ and target."""
         accountant, target = self._target(
             optimizer, target_epsilon, additional_epsilon, target_delta
         )
         delta = accountant.delta if target_delta is None else target_delta
-        loader = poisson_loader(data_loader, self._ranks)
+        loader = private_loader(data_loader, self._ranks, batches)
         if target is None:
             built = build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
             return accountant, built, loader, delta, target
@@ -535,8 +559,9 @@ class PrivacyEngine:
             self._ranks is None or self._ranks.rank == 0
         ):
             _log.warning(
-                "the data loader now draws Poisson batches: each of %d records joins a batch with"
+                "the data loader now draws %s: each of %d records joins a batch with"
                 " probability %.6g, %d batches a pass%s",
+                loader.sampler_of_draws.batches,
                 optimizer.num_data,
                 loader.sample_rate,
                 len(loader),

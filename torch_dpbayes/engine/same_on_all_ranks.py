@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .. import __version__
+from ..accounting.events import GaussianDpEvent
 from ..batches.poisson_loader import PoissonLoader
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
@@ -55,6 +56,7 @@ def compare(
             ),
             "the number of records": sampler.num_samples,
             "the sampling rate": loader.sample_rate,
+            "the way in which batches are drawn": repr(sampler.event(GaussianDpEvent(1.0))),
             "the records or their order (pass all of the data set on every rank)": (
                 records_digests(loader)
             ),

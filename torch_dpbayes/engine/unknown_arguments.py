@@ -13,7 +13,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPACUS = {
-    "poisson_sampling": "batches are always Poisson draws; leave it out",
+    "poisson_sampling": (
+        'batches are Poisson draws; leave it out, or pass sampling="random_allocation" for passes'
+        " over all records"
+    ),
     "clipping": "the gradient is clipped over all parameters together; leave it out",
     "batch_first": "records are in dimension 0; leave it out",
     "criterion": "compute the loss in the loop, or pass loss=, which takes one record",

@@ -212,7 +212,9 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def sampling(self) -> str | None:
-        """``"poisson"``, ``"recordwise"``, or None for batches of which neither is stated."""
+        """``"poisson"`` or another way in which ``make_private`` draws batches, ``"recordwise"``,
+        or None for batches of which nothing is stated.
+        """
         return self.release.sampling
 
     @property

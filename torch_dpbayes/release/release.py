@@ -115,7 +115,7 @@ class Release:
         self.source, self.draws = source, draws
         self._fixed, self._as_checked = fixed, as_checked
         self.ranks, self._is_alone = draws.ranks, is_alone
-        self.sampling = "poisson"
+        self.sampling = draws.law
         self.forget_parts()
 
         def before_delivery() -> None:
@@ -175,7 +175,7 @@ class Release:
         if not math.isfinite(smallest):  # every lr is 0: nothing of the sums is used
             layout.buffer.zero_()
         elif self.ranks is None:
-            self.accountant.compose(self._event_of(smallest), label=self.label)
+            self._charge(smallest)
             stream = self.noise.next_stream(layout.device, _hidden(layout, settings))
             self.query.add_noise(layout, smallest, stream)
         else:
@@ -291,8 +291,7 @@ class Release:
         error = None
         try:
             # a ledger is charged by rank 0, in memory every rank keeps a record
-            if ranks.rank == 0 or self.accountant.path is None:
-                self.accountant.compose(self._event_of(smallest), label=self.label)
+            self._charge(smallest, is_mine=ranks.rank == 0 or self.accountant.path is None)
             hides = [*others, *_hidden(layout, settings)] if ranks.rank == 0 else ()
             stream = self.noise.next_stream(layout.device, hides)
             self.query.add_noise(layout, smallest, stream if ranks.rank == 0 else None)
@@ -350,9 +349,12 @@ class Release:
     def _is_full(self) -> bool:
         return self.query.expected_batch_size == self.num_data
 
-    def event(self, noise_multiplier: float, sampling: str | None) -> events.DpEvent:
+    def event(
+        self, noise_multiplier: float, sampling: str | None, draws: PoissonSampler | None = None
+    ) -> events.DpEvent:
         """The event of one step, in noise std / clip bound; the accountant turns it into
-        noise / sensitivity.
+        noise / sensitivity. Of batches that ``draws`` made it is what they say, for as many steps
+        as they are charged together.
         """
         z = float(noise_multiplier)
         if z == 0.0:
@@ -365,6 +367,8 @@ class Release:
         )
         if self._is_full():
             return events.GaussianDpEvent(z)
+        if draws is not None and draws.law != "poisson":
+            return draws.event(events.GaussianDpEvent(z))
         if sampling == "poisson":
             return events.PoissonSampledDpEvent(self.sample_rate, events.GaussianDpEvent(z))
         if sampling == "recordwise":
@@ -377,11 +381,22 @@ class Release:
             )
         return events.UnspecifiedBatchGaussianDpEvent(z)
 
+    def _charge(self, noise_multiplier: float, *, is_mine: bool = True) -> None:
+        """Charge the step, unless that was done with an earlier one of its pass, or, where it is
+        not ``is_mine``, by another rank.
+        """
+        if self.draws is not None and self.draws.is_paid(noise_multiplier):
+            return
+        if is_mine:
+            self.accountant.compose(self._event_of(noise_multiplier), label=self.label)
+        if self.draws is not None:
+            self.draws.paid(noise_multiplier)
+
     def _event_of(self, noise_multiplier: float) -> events.DpEvent:
         """:meth:`event` of these steps, made once for as long as nothing changes."""
         key = (noise_multiplier, self.sampling)
         if self._last_event is None or self._last_event[0] != key:
-            self._last_event = (key, self.event(noise_multiplier, self.sampling))
+            self._last_event = (key, self.event(noise_multiplier, self.sampling, self.draws))
             is_dear = isinstance(self._last_event[1], events.UnspecifiedBatchGaussianDpEvent)
             if is_dear and not self._warned:
                 self._warned = True

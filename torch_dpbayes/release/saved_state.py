@@ -31,6 +31,8 @@ def resume_charges(release: Release, saved: dict[str, Any]) -> None:
     Raises:
         ValueError: it does not, or the saved run's batches would be drawn again.
     """
+    if _draws_again(release, saved) and release.draws is not None:
+        release.draws.require_position(saved["sampler"])
     charged = saved["accountant"]
     accountant, releases = release.accountant, len(release.accountant)
     speaks = release.ranks is None or release.ranks.rank == 0
