@@ -146,8 +146,8 @@ class PoissonLoader(DPDataLoader):
         shared = "" if sampler.ranks is None else f", shared by {sampler.ranks.size} ranks"
         return (
             f"{type(self).__name__}({sampler.batches}: {sampler.num_samples} records, each in a"
-            f" batch with probability {self.sample_rate:.6g}: {self.expected_batch_size:.6g} on average,"
-            f" {len(self)} batches a pass{shared})"
+            f" batch with probability {self.sample_rate:.6g}: {self.expected_batch_size:.6g} on"
+            f" average, {len(self)} batches a pass{shared})"
         )
 
     @property
