@@ -402,7 +402,10 @@ def test_nothing_exact_leaves_a_kernel(make):
     for _ in range(10):
         params = kernel.sample(params)
     assert set(kernel.logging()) == {"step size", "acc. rate", "epsilon"}
-    assert set(kernel.diagnostics()) == {"acceptance rate", "divergences", "noisy log ratios"}
+    assert set(kernel.diagnostics()) == {
+        *("acceptance rate", "divergences", "noisy log ratios"),
+        *("R-hat", "effective sample size", "path over spread"),
+    }
     state = kernel.__getstate__()
     assert all(state[name] is None for name in ("_density", "_terms", "_theta", "_prior"))
     kernel.cleanup()

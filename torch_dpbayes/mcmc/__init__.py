@@ -11,7 +11,7 @@ for the next one.
   besides ``exponential_family``;
 * ``chain_processes``: chains in processes of their own;
 * ``owners``, ``many_owners``, ``process_group``: records of one owner, or of several;
-* ``planning``: noise for a budget.
+* ``planning``, ``reach``: noise for a budget, and how far it carries; ``mixing``: whether it did.
 """
 
 from .density import RecordDensity, clipped_ratio_sum

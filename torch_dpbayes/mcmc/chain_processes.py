@@ -63,8 +63,24 @@ class Spool:
 
     def read(self) -> list[list[dict[str, Tensor]]]:
         """Run by run, chain by chain."""
+        return self._read(sorted(Path(self.folder).iterdir()))
+
+    @property
+    def num_chains(self) -> int:
+        """Of all runs."""
+        return sum(1 for _ in Path(self.folder).iterdir())
+
+    def read_last_run(self) -> list[list[dict[str, Tensor]]]:
+        """The chains of the last run, or in a process that runs one of them, that one."""
+        if self._file is not None and self._file[0] == os.getpid():
+            return self._read([Path(self._file[1].name)])
+        paths = sorted(Path(self.folder).iterdir())
+        runs = [path.name.partition("-")[0] for path in paths]
+        return self._read([path for path, run in zip(paths, runs, strict=True) if run in runs[-1:]])
+
+    def _read(self, paths: list[Path]) -> list[list[dict[str, Tensor]]]:
         chains = []
-        for path in sorted(Path(self.folder).iterdir()):
+        for path in paths:
             chain = []
             with path.open("rb") as file:
                 while True:

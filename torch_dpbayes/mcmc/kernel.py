@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
+import warnings
+import weakref
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -34,10 +36,13 @@ from .chain_processes import (
     is_next_chains_start,
 )
 from .density import Model, Prior, UnfitModel
+from .mixing import mixing_of
 from .owners import ChainStart, SoleOwner
 from .proposals import Moves
 
 _DRAWS = 100
+# of a chain's time may go into composing what the progress bar shows, and what it takes at any rate
+_SHARE_TO_LOG, _SECONDS_TO_LOG = 0.05, 0.005
 # not pickled: it stems from the data without a charge, or belongs to this process
 _OF_THIS_PROCESS = ("_noise", "_public", "_theta", "_log_prior", "_prior")
 
@@ -84,16 +89,25 @@ class PrivateKernel(MCMCKernel):
             )
         super().__init__()
         self.model = model
-        self.transforms: dict[str, Any] | None = None
+        self._transforms: dict[str, Any] | None = None
         self._accountant = accountant
         self._target = target_accept_prob
         self._starts: dict[int, Start] = {}
         self._saved: list[str] | None = None
         self._chains: list[list[dict[str, Tensor]]] = []
-        self._epsilon = (-math.inf, "")
+        self._epsilon = (-math.inf, 0.0, "")
+        self._arguments: tuple[weakref.ref[Tensor], ...] = ()
+        self._run_begin = 0
+        self._judged = 0  # how many chains there were
         self._spool = Spool() if accountant.path is not None else None
         self._log_scale = 0.0
+        self._begin()
         self._forget()
+
+    def _begin(self) -> None:
+        self._log_ratios: list[float] = []
+        self._diverged: list[int] = []
+        self._accepted = self._iteration = self._counted = self._warmup_steps = 0
 
     def _forget(self) -> None:
         self._prior: Prior | None = None
@@ -101,9 +115,6 @@ class PrivateKernel(MCMCKernel):
         self._public: GaussianNoise | None = None
         self._theta: Tensor | None = None
         self._log_prior, self._started = 0.0, False
-        self._log_ratios: list[float] = []
-        self._diverged: list[int] = []
-        self._accepted = self._iteration = self._counted = self._warmup_steps = 0
 
     def __repr__(self) -> str:
         numbers = {argument: getattr(self, kept) for argument, kept in self._told}
@@ -174,6 +185,20 @@ class PrivateKernel(MCMCKernel):
             raise TypeError(f"save_params is a list of names, [{names!r}].")
         self._saved = sorted(set(names))
 
+    @property
+    def transforms(self) -> dict[str, Any] | None:
+        """By site, from the support of its distribution to unconstrained space. Pyro reads them
+        when all chains of a run have ended: a warning then says if these have not mixed.
+        """
+        chains_ever = len(self._chains) + (self._spool.num_chains if self._spool else 0)
+        # Pyro also asks before it has set up the parent of parallel chains
+        if not self._started and self._transforms is not None and chains_ever != self._judged:
+            self._judged = chains_ever
+            complaint = mixing_of(self._draws_of_last_run(), self._transforms).complaint()
+            if complaint is not None:
+                warnings.warn(complaint, stacklevel=2)
+        return self._transforms
+
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         """Called by Pyro at the start of every chain, and once more after parallel ones. Releases
         and charges nothing.
@@ -182,7 +207,9 @@ class PrivateKernel(MCMCKernel):
             ValueError: the model or the data are not fit for record-wise clipping, see
                 :class:`RecordDensity`, or the start is not finite.
         """
+        self._begin()
         self._forget()
+        self._note_run((*args, *kwargs.values()))
         self._warmup_steps = warmup_steps
         self._log_scale = 0.0
         if self._spool is not None and chain_number() is not None:  # before what takes long
@@ -196,7 +223,7 @@ class PrivateKernel(MCMCKernel):
             raise ValueError(
                 f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}."
             )
-        self._prior, self.transforms = prior, prior.transforms
+        self._prior, self._transforms = prior, prior.transforms
         self._noise, self._public = GaussianNoise(), GaussianNoise()
         settings = {
             "target_accept_prob": self._target,
@@ -310,14 +337,22 @@ class PrivateKernel(MCMCKernel):
         )
 
     def diagnostics(self) -> dict[str, Any]:
-        """Rate of noisy acceptances after warm-up, the numbers of the draws before which a move
-        left where the model can be evaluated, and the noisy log-likelihood ratios of all
-        iterations, as charged.
+        """Of the chain that runs, or else of the last run: rate of noisy acceptances after warm-up
+        (of the last chain; of chains in processes of their own, the share of draws that moved), the
+        numbers of the draws before which a move left where the model can be evaluated, the noisy
+        log-likelihood ratios of all iterations, as charged, and whether the chains have mixed:
+        R-hat, effective sample size, and path over spread, which is about 6 for a walk that has not
+        and up to four times the effective sample size of one that has
+        (:mod:`torch_dpbayes.mcmc.mixing`).
         """
+        chains = self._draws_of_last_run()
         return {
-            "acceptance rate": self._accepted / max(self._counted, 1),
+            "acceptance rate": (
+                self._accepted / self._counted if self._counted else _share_that_moved(chains)
+            ),
             "divergences": list(self._diverged),
             "noisy log ratios": list(self._log_ratios),
+            **mixing_of(chains, self._transforms).as_dict(),
         }
 
     def get_samples(self, group_by_chain: bool = False) -> Any:
@@ -335,10 +370,7 @@ class PrivateKernel(MCMCKernel):
         Returns:
             values by site, in the supports of the model's distributions, (number of draws, ...).
         """
-        grouped = [
-            {name: torch.stack([draw[name] for draw in chain]) for name in chain[0]}
-            for chain in self._draws()
-        ]
+        grouped = [_stacked(chain) for chain in self._draws()]
         if group_by_chain or not grouped:
             return grouped if group_by_chain else {}
         return {name: torch.cat([chain[name] for chain in grouped]) for name in grouped[0]}
@@ -350,8 +382,8 @@ class PrivateKernel(MCMCKernel):
         for name in (*_OF_THIS_PROCESS, *self._private_state()):
             state[name] = None
         if get_spawning_popen() is not None:
-            return {**state, "_chains": []}
-        return {**state, "_chains": self._draws(), "_spool": None}
+            return {**state, "_arguments": (), "_chains": []}
+        return {**state, "_arguments": (), "_chains": self._draws(), "_spool": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -366,12 +398,32 @@ class PrivateKernel(MCMCKernel):
     def _private_state(self) -> tuple[str, ...]:
         return ()
 
+    def _note_run(self, arguments: tuple[Any, ...]) -> None:
+        """Pyro passes the same tensors to all chains of a run, and new ones to the next run."""
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        before = [reference() for reference in self._arguments]
+        if not tensors or list(map(id, tensors)) != list(map(id, before)):
+            self._run_begin = len(self._chains)
+        self._arguments = tuple(map(weakref.ref, tensors))
+
+    def _draws_of_last_run(self) -> list[dict[str, Tensor]]:
+        """Draws of its chains, or in a process that runs one of them, of that one."""
+        chains = [chain for chain in self._chains[self._run_begin :] if chain]
+        if not chains and self._spool is not None:
+            chains = self._spool.read_last_run()
+        return [_stacked(chain) for chain in chains]
+
     def _spent(self) -> str:
-        # Composing takes milliseconds and a chain logs every iteration: once a second is enough.
-        if time.monotonic() - self._epsilon[0] > 1.0:
-            delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
-            self._epsilon = (time.monotonic(), f"{self._accountant.get_epsilon(delta):.3g}")
-        return self._epsilon[1]
+        # Composing takes microseconds if all was Gaussian, and else up to seconds.
+        computed, seconds, text = self._epsilon
+        begin = time.monotonic()
+        if seconds > _SHARE_TO_LOG * (begin - computed) and seconds > _SECONDS_TO_LOG:
+            return f"> {text}"
+        delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
+        text = f"{self._accountant.get_epsilon(delta):.3g}"
+        end = time.monotonic()
+        self._epsilon = (end, end - begin, text)
+        return text
 
     # -- parts of an iteration ---------------------------------------------------------------------
 
@@ -442,6 +494,21 @@ class PrivateKernel(MCMCKernel):
         except Exception:  # depends on θ alone
             return -math.inf
         return value if not math.isnan(value) else -math.inf
+
+
+def _stacked(chain: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([draw[name] for draw in chain]) for name in chain[0]}
+
+
+def _share_that_moved(chains: list[dict[str, Tensor]]) -> float:
+    moved = [
+        torch.stack(
+            [(v[1:] != v[:-1]).reshape(len(v) - 1, v[0].numel()).any(1) for v in chain.values()]
+        ).any(0)
+        for chain in chains
+    ]
+    together = torch.cat(moved) if moved else torch.empty(0)
+    return float(together.double().mean()) if len(together) else 0.0
 
 
 def noise_event(noise_multiplier: float) -> events.DpEvent:

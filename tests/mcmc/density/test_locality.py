@@ -203,7 +203,29 @@ def from_elsewhere(_):
     gaussian(DATA_ELSEWHERE, weights("m"))
 
 
+def observed_from_elsewhere(y):
+    m = weights("m")
+    gaussian(y, m)
+    pyro.sample("others", dist.Normal(m, 1.0).expand([20]).to_event(1), obs=DATA_ELSEWHERE)
+
+
+def partly_missing(y):
+    m = weights("m")
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(m, 1.0), obs=y, obs_mask=y > 0)
+
+
+def partly_missing_coins(y):
+    m = weights("m")
+    with pyro.plate("data", len(y)):
+        coin = dist.Bernoulli(logits=m)
+        pyro.sample("y", coin, obs=(y > 0).to(y.dtype), obs_mask=y > -1)
+
+
 REFUSED = [
+    (observed_from_elsewhere, "'others' is observed outside the plate"),
+    (partly_missing, r"site 'y': write with pyro\.poutine\.mask"),
+    (partly_missing_coins, r"site 'y': write with pyro\.poutine\.mask"),
     (no_plate, "no sites in a plate named 'data'"),
     (other_name, "no sites in a plate named 'data'"),
     (two_data_plates, "'again' is observed outside the plate"),
@@ -243,7 +265,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.first_cases(24)
+@pytest.mark.first_cases(27)
 @pytest.mark.parametrize("model, message", REFUSED, ids=[model.__name__ for model, _ in REFUSED])
 def test_what_has_no_guarantee_is_refused(model, message):
     with pytest.raises(ValueError, match=message) as caught:

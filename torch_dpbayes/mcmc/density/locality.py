@@ -50,7 +50,7 @@ class MadeUpRecords:
                     try:
                         rows = arguments.made_up_rows(count, flavour)
                         call = arguments.with_rows(arguments.pick(rows, range(count - 1)))
-                        self.prior = Prior(model, *call)
+                        self.prior = Prior(model, *call, factors=structure.outside)
                         self.theta = spread * (
                             2
                             * torch.rand(

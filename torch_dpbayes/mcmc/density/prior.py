@@ -34,8 +34,9 @@ class Prior:
     Jacobian terms.
 
     Args:
-        model: its continuous latents make up θ; what it observes is left aside.
+        model: its continuous latents make up θ; what it observes is left aside but for ``factors``.
         args, kwargs: the model's arguments. No data: for a model with data, made-up ones.
+        factors: names of observed sites that count as well, functions of the latents alone.
 
     Attributes:
         transforms: by site, from the support of its distribution to unconstrained space.
@@ -45,8 +46,13 @@ class Prior:
     """
 
     def __init__(
-        self, model: Model, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        model: Model,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        factors: Sequence[str] = (),
     ) -> None:
+        self._factors = tuple(factors)
         self._model, self._args, self._kwargs = model, tuple(args), dict(kwargs or {})
         self.transforms: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -165,8 +171,10 @@ class Prior:
         """log p(θ) as the model computes it from other arguments."""
         unconstrained, values = self.unflatten(theta), self.constrain(theta)
         trace = poutine.trace(poutine.condition(self._model, values)).get_trace(*args, **kwargs)
-        compute_log_prob(trace, self._shapes)
+        compute_log_prob(trace, {*self._shapes, *self._factors})
         result = theta.new_zeros(())
+        for name in self._factors:
+            result = result + trace.nodes[name]["log_prob_sum"]
         for name in self._shapes:
             jacobian = self.transforms[name].log_abs_det_jacobian(values[name], unconstrained[name])
             result = result + trace.nodes[name]["log_prob_sum"] - jacobian.sum()

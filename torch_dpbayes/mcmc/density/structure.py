@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pyro import poutine
 
 from .arguments import ROWS_ONLY, Arguments
@@ -17,6 +18,7 @@ from .pyro_runs import (
     first_line,
     improper,
     is_plate,
+    nearly_equal,
     public_randomness,
     sample_sites,
 )
@@ -29,9 +31,11 @@ class Structure:
     Attributes:
         plate: its name.
         plate_dim: the dimension that it takes among the batch dimensions of its sites.
-        observed: names of the observed sites, all of which lie in it.
+        observed: names of the observed sites in it.
         discrete: names of the discrete latents, all of which lie in it; they are summed out.
         deepest_dim: how many batch dimensions all plates of the model take.
+        outside: names of sites outside of it that are functions of the latents alone, like
+            ``pyro.factor`` and what reparametrisations leave behind; they belong to the prior.
     """
 
     plate: str
@@ -39,6 +43,7 @@ class Structure:
     observed: list[str]
     discrete: list[str]
     deepest_dim: int
+    outside: list[str]
 
 
 def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
@@ -50,7 +55,9 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     """
     trace = _traced(model, arguments)
     dim, size = _data_plate(trace, plate)
-    observed, discrete = _sites(trace, plate, dim, size)
+    observed, discrete, outside = _sites(trace, plate, dim, size)
+    if outside:
+        _require_data_free(model, arguments, plate, outside)
     deepest = max(
         -frame.dim
         for node in trace.nodes.values()
@@ -59,7 +66,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
         if frame.vectorized
     )
     arguments.find_data(size)
-    return Structure(plate, dim, observed, discrete, deepest)
+    return Structure(plate, dim, observed, discrete, deepest, outside)
 
 
 def _traced(model: Model, arguments: Arguments) -> Trace:
@@ -135,17 +142,28 @@ def _subsamples(plate: str) -> UnfitModel:
     )
 
 
-def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], list[str]]:
-    """Names of the observed sites and of the discrete latents, all of them in the plate."""
-    observed, discrete = [], []
+def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], list[str], list[str]]:
+    """Names of the observed sites and of the discrete latents in the plate, and of the observed
+    sites outside of it.
+    """
+    observed: list[str] = []
+    discrete: list[str] = []
+    outside: list[str] = []
     latents = set(continuous_latents(trace))
     for name, site in sample_sites(trace).items():
         if site["infer"].get("_deterministic"):
             continue
         inside = any(frame.name == plate for frame in site["cond_indep_stack"])
-        if site["is_observed"]:
-            _require_row_by_row(name, site, inside, plate, dim, size)
+        if site["is_observed"] and not inside:
+            outside.append(name)
+        elif site["is_observed"]:
+            _require_row_by_row(name, site, plate, dim, size)
             observed.append(name)
+        elif (whole := name.removesuffix("_unobserved")) != name and inside:
+            raise UnfitModel(
+                f"obs_mask= makes a latent of each missing entry of site {whole!r}: write with"
+                " pyro.poutine.mask(mask=...): around it instead."
+            )
         elif name in latents and inside:
             raise UnfitModel(
                 f"latent {name!r} lies in the data plate, where every record has its own: integrate"
@@ -165,25 +183,69 @@ def _sites(trace: Trace, plate: str, dim: int, size: int) -> tuple[list[str], li
             discrete.append(name)
     if not observed:
         raise UnfitModel(f"nothing is observed in the plate {plate!r}: pass obs= to a site in it.")
-    return observed, discrete
+    return observed, discrete, outside
 
 
-def _require_row_by_row(
-    name: str, site: Any, inside: bool, plate: str, plate_dim: int, size: int
-) -> None:
-    """Refuse an observed site that has not one entry for each record."""
-    if not inside:
+def _require_data_free(model: Model, arguments: Arguments, plate: str, outside: list[str]) -> None:
+    """Refuse sites outside the plate that depend on data, or observe a constant, which may be data
+    that came another way. What this overlooks is refused as a prior that depends on data, or costs
+    no privacy: priors only ever see made-up data.
+    """
+    left = list(outside)
+    for flavour in FLAVOURS:
+        with public_randomness(), poutine.block():
+            first, second = arguments.made_up_call(flavour), arguments.made_up_call(flavour)
+            try:
+                trace = poutine.trace(model).get_trace(*first[0], **first[1])
+                latents = {
+                    name: site["value"]
+                    for name, site in sample_sites(trace).items()
+                    if not site["is_observed"]
+                }
+                same = poutine.trace(poutine.condition(model, latents))
+                of_other_data = same.get_trace(*second[0], **second[1])
+                of_other_latents = poutine.trace(model).get_trace(*first[0], **first[1])
+                left = [
+                    name
+                    for name in outside
+                    if not _equal(trace.nodes[name], of_other_data.nodes[name])
+                    or _is_constant(trace.nodes[name], of_other_latents.nodes[name])
+                ]
+                break
+            except Exception:  # as the values may be impossible ones
+                continue
+    for name in left:
         raise UnfitModel(
             f"site {name!r} is observed outside the plate {plate!r}, so nothing bounds what one"
             " record can do: move it into the plate."
         )
+
+
+def _is_factor(site: Any) -> bool:
+    return type(site["fn"]).__name__ == "Unit"
+
+
+def _is_constant(site: Any, other: Any) -> bool:
+    """Whether the same is observed whatever the latents are."""
+    return not _is_factor(site) and torch.equal(site["value"], other["value"])
+
+
+def _equal(site: Any, other: Any) -> bool:
+    value, its = site["value"], other["value"]
+    return nearly_equal(value, its) and nearly_equal(
+        site["fn"].log_prob(value), other["fn"].log_prob(its)
+    )
+
+
+def _require_row_by_row(name: str, site: Any, plate: str, plate_dim: int, size: int) -> None:
+    """Refuse an observed site that has not one entry for each record."""
     batch = site["fn"].batch_shape
     if len(batch) >= -plate_dim and batch[plate_dim] != size:
         raise UnfitModel(
             f"site {name!r} has another number of entries along the data plate {plate!r} than the"
             " plate: give every record exactly one."
         )
-    if site["value"].numel() and not type(site["fn"]).__name__ == "Unit":
+    if site["value"].numel() and not _is_factor(site):
         dim = plate_dim - site["fn"].event_dim
         length = site["value"].shape[dim] if site["value"].dim() >= -dim else 1
         if length != size:
