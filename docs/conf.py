@@ -37,6 +37,7 @@ nb_execution_mode = "off"  # notebooks keep their outputs, which the slow tests 
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_preserve_defaults = True
+autodoc_mock_imports = ["lightning", "transformers"]  # of the extra [frameworks]
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # fields of named tuples are documented once
 

@@ -2,7 +2,7 @@
 calibrated its predictions are.
 
     python examples/private_bnn.py                      # digits of scikit-learn, under a minute
-    python examples/private_bnn.py --dataset mnist --plot mnist.png   # downloads two data sets
+    python examples/private_bnn.py --dataset mnist      # downloads two data sets
     python examples/private_bnn.py --task regression    # scikit-learn's diabetes
     python examples/private_bnn.py --epsilon inf        # without noise: what privacy costs
 
@@ -286,7 +286,7 @@ def budget(spent: float, epsilon: float) -> str:
 
 
 def show_classification(
-    problem: Problem, samples: dict[str, dpb.PosteriorSamples], plot: Path | None
+    problem: Problem, samples: dict[str, dpb.PosteriorSamples], plot: Path
 ) -> None:
     assert problem.outside_x is not None
     inside = {name: s.predict(problem.network, problem.test_x) for name, s in samples.items()}
@@ -303,11 +303,10 @@ def show_classification(
         f"OOD AUROC: how well predictive entropy tells {problem.outside_name} from test records"
         f" ({problem.name}); 0.5 is chance"
     )
-    if plot is not None:
-        draw(problem, inside, outside, plot)
+    draw(problem, inside, outside, plot)
 
 
-def show_regression(problem: Problem, samples: dict[str, dpb.PosteriorSamples]) -> None:
+def show_regression(problem: Problem, samples: dict[str, dpb.PosteriorSamples], plot: Path) -> None:
     print(f"{'':32}{'test RMSE':>12}{'NLL':>9}{'in 90 % interval':>19}")
     for name, s in samples.items():
         means = s.outputs(problem.network, problem.test_x)
@@ -319,6 +318,8 @@ def show_regression(problem: Problem, samples: dict[str, dpb.PosteriorSamples]) 
         surprise = metrics.gaussian_mixture_negative_log_likelihood(means, y, math.sqrt(0.5))
         covered = metrics.interval_coverage(low, high, y)
         print(f"{name:32}{error:12.1f}{surprise + math.log(SCORE_UNIT):9.3f}{covered:19.1%}")
+        if name == next(iter(samples)):
+            draw_intervals(problem, means.mean(0), low, high, covered, plot)
 
 
 def entropy(probabilities: Tensor) -> Tensor:
@@ -374,6 +375,37 @@ def draw(
     )
     entropies.set_title(f"entropy of the posterior average, AUROC {separation:.2f}")
     entropies.legend(loc="upper left", frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+def draw_intervals(
+    problem: Problem, means: Tensor, low: Tensor, high: Tensor, covered: float, path: Path
+) -> None:
+    """Every test record's score against the prediction, with its 90 % interval."""
+    from matplotlib.figure import Figure
+
+    def scores(values: Tensor) -> Tensor:
+        return (SCORE_MIDDLE + SCORE_UNIT * values).reshape(-1)
+
+    predicted, truth = scores(means), scores(problem.test_y)
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axes = figure.subplots()
+    axes.errorbar(
+        predicted.tolist(),
+        predicted.tolist(),
+        yerr=torch.stack([predicted - scores(low), scores(high) - predicted]).tolist(),
+        fmt="none",
+        ecolor="0.8",
+        label="90 % interval",
+    )
+    axes.plot(predicted.tolist(), truth.tolist(), "o", markersize=4, label="test record")
+    axes.axline((SCORE_MIDDLE, SCORE_MIDDLE), slope=1, color="0.5", linestyle="--")
+    axes.set(
+        xlabel="predicted score",
+        ylabel="score",
+        title=f"{problem.name}: {covered:.0%} of the records in their 90 % interval",
+    )
+    axes.legend(loc="upper left", frameon=False)
     figure.savefig(path, dpi=100)
 
 
@@ -451,7 +483,10 @@ def parser() -> argparse.ArgumentParser:
         "--plot",
         type=Path,
         metavar="FILE.png",
-        help="draw reliability and predictive entropy (classification)",
+        help=(
+            "where to draw reliability and predictive entropy, or for regression the intervals;"
+            " default: the data set's name .png, in this folder"
+        ),
     )
     return result
 
@@ -462,14 +497,10 @@ def main(arguments: list[str] | None = None) -> None:
     name = options.dataset or ("diabetes" if options.task == "regression" else "digits")
     if (name == "diabetes") != (options.task == "regression"):
         command_line.error(f"--dataset {name} is not for --task {options.task}")
-    if options.plot is not None and (
-        options.task == "regression" or not options.plot.parent.is_dir()
-    ):
-        command_line.error(
-            "--plot is for classification"
-            if options.task == "regression"
-            else f"--plot: there is no folder {options.plot.parent}"
-        )
+    if options.plot is None:
+        options.plot = Path(f"{name}.png")
+    if not options.plot.parent.is_dir():
+        command_line.error(f"--plot: there is no folder {options.plot.parent}")
     if options.epochs is not None and options.epochs < 1:
         command_line.error("--epochs must be at least 1")
     if options.epsilon is not None and not options.epsilon > 0:
@@ -518,7 +549,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.task == "classification":
         show_classification(problem, collected, options.plot)
     else:
-        show_regression(problem, collected)
+        show_regression(problem, collected, options.plot)
     print(
         f"epsilon               {spent:.4g} at delta = {options.delta:g}, for adding or removing"
         " one training record"
@@ -528,6 +559,7 @@ def main(arguments: list[str] | None = None) -> None:
         f" asked for: {options.temperature:g}"
     )
     print(f"training took         {seconds:.0f} seconds")
+    print(f"picture               {options.plot}")
     if options.epsilon < math.inf:
         same = " ".join(["scripts/demo", *_same(options), "--epsilon inf"])
         print(f"without privacy       {same}")

@@ -20,9 +20,10 @@ MAY_IMPORT = {
     "release": {"accounting", "noise", "ranks", "clipping", "batches", "checks"},
     "optim": {"accounting", "noise", "release", "words"},
     "mcmc": {"accounting", "noise", "words"},
-    "noise_aware": {"accounting", "noise", "mcmc", "ops", "optim", "posterior"},
+    "noise_aware": {"accounting", "noise", "mcmc", "ops", "optim", "posterior", "words"},
     "infer": {"accounting", "batches", "clipping", "mcmc", "noise_aware", "optim", "release"},
     "posterior": {"checks"},
+    "frameworks": {"batches", "optim", "engine"},
     "engine": {
         "accounting",
         "noise",

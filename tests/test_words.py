@@ -1,7 +1,7 @@
 """Objects say what matters: noise, temperature, what is spent, how records are kept apart."""
 
 import io
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 
 import pytest
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes import words
+from torch_dpbayes.accounting.spent import spent_in_words
 
 MODEL = dpb.ops.GLM("bernoulli", prior_std=0.5, max_feature_norm=1.0)
 
@@ -54,15 +55,17 @@ def test_engine_optimizer_and_loader():
     assert "200 records" in repr(loader) and "probability 0.1" in repr(loader)
     assert "nothing is made private" in repr(dpb.PrivacyEngine())
     assert repr(dpb.PrivacyEngine()) == dpb.PrivacyEngine()._repr_html_()
+    assert repr(engine.accountant).endswith(spent) and "2 releases" in repr(engine.accountant)
 
 
 def test_the_bar_of_a_notebook_is_as_long_as_what_is_spent():
     engine, _, optimizer, _ = run()
     share = f"{engine.get_epsilon() / 3.0:.1%}"
-    for thing in (engine, optimizer):
+    for thing in (engine, optimizer, engine.accountant):
         assert f"width:{share}" in thing._repr_html_()
     engine, _, optimizer, _ = run(budget=None)
-    assert "width:" not in engine._repr_html_() and "epsilon = " in optimizer._repr_html_()
+    assert "width:" not in engine.accountant._repr_html_() + engine._repr_html_()
+    assert "epsilon = " in optimizer._repr_html_()
     optimizer.param_groups[0]["lr"] = -1.0
     assert "invalid" in repr(optimizer)
 
@@ -70,7 +73,7 @@ def test_the_bar_of_a_notebook_is_as_long_as_what_is_spent():
 def test_what_cannot_be_read_is_said_and_no_error(tmp_path):
     accountant = dpb.PrivacyAccountant(2.0, 1e-5, path=tmp_path / "budget.db")
     accountant.close()
-    assert "epsilon = " in words.spent_in_words(accountant)
+    assert "epsilon = " in spent_in_words(accountant)
 
 
 def test_one_posterior_sample_and_kernels():
@@ -141,3 +144,23 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path):
     torch.save({"weights": torch.zeros(3)}, path)
     with pytest.raises(ValueError, match="not written by"):
         engine.load_checkpoint(path, module=net, optimizer=optimizer)
+
+
+def test_what_takes_long_shows_how_far_it_is(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(words, "_SOON", 0.0)
+    target = dpb.ops.OnePosteriorSample(
+        MODEL, dpb.ops.FiniteRunLangevin(steps=5), epsilon=1.0, delta=1e-5
+    )
+    x, y = torch.rand(20, 2) / 2, torch.zeros(20)
+    for stream, is_said in ((Terminal(), True), (io.StringIO(), False)):
+        with redirect_stderr(stream):
+            target_draw = list(words.shown(range(3), "drawing"))
+        assert target_draw == [0, 1, 2] and ("drawing" in stream.getvalue()) is is_said
+    terminal = Terminal()
+    with redirect_stderr(terminal):
+        target.sample(x, y)
+    assert "drawing one posterior sample" in terminal.getvalue()

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
+from typing import TypeVar
+
+from tqdm.auto import tqdm
 
 from .accounting.accountant import PrivacyAccountant
+from .accounting.spent import bar, spent_in_words
 
-_DELTA = 1e-5  # where there is no budget to take it from
+_SOON = 2.0  # seconds after which it is shown how far something is
 
-
-def spent(accountant: PrivacyAccountant) -> tuple[float, float]:
-    """(ε, δ) of what the accountant holds; ε is NaN where its ledger cannot be read."""
-    delta = _DELTA if accountant.delta is None else accountant.delta
-    try:
-        return accountant.get_epsilon(delta), delta
-    except Exception:  # what says something for a person never fails
-        return math.nan, delta
+Step = TypeVar("Step")
 
 
-def spent_in_words(accountant: PrivacyAccountant) -> str:
-    """As in ``epsilon = 0.5 of 3 spent at delta = 1e-05``."""
-    epsilon, delta = spent(accountant)
-    budget = "" if accountant.epsilon is None else f" of {accountant.epsilon:g}"
-    return f"epsilon = {epsilon:.4g}{budget} spent at delta = {delta:g}"
+def shown(steps: Iterable[Step], what: str) -> Iterable[Step]:
+    """The steps, with a progress bar at a terminal or in a notebook where they take long."""
+    progress: Iterable[Step] = tqdm(steps, what, delay=_SOON, disable=None, leave=False)
+    return progress
 
 
 def one_line(of: object, numbers: Mapping[str, object], accountant: PrivacyAccountant) -> str:
@@ -38,19 +33,11 @@ def one_line(of: object, numbers: Mapping[str, object], accountant: PrivacyAccou
 
 def html(of: object, numbers: Mapping[str, object], accountant: PrivacyAccountant) -> str:
     """The same for a notebook, with ε as a bar where there is a budget."""
-    epsilon, _ = spent(accountant)
-    bar = ""
-    if accountant.epsilon is not None and math.isfinite(epsilon):
-        share = min(1.0, epsilon / accountant.epsilon)
-        bar = (
-            '<div style="width:20em;border:1px solid #888"><div style="height:0.7em;'
-            f'background:#47c;width:{share:.1%}"></div></div>'
-        )
     rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>"
         for name, value in numbers.items()
     )
     return (
-        f"<b>{escape(type(of).__name__)}</b><br>{escape(spent_in_words(accountant))}{bar}"
+        f"<b>{escape(type(of).__name__)}</b><br>{escape(spent_in_words(accountant))}{bar(accountant)}"
         f"<table>{rows}</table>"
     )

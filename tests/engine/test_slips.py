@@ -1,5 +1,6 @@
 """The commonest slips are answered in one sentence with the line to write."""
 
+import copy
 import io
 import statistics
 import time
@@ -13,6 +14,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators import ModuleValidator
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
@@ -90,6 +92,12 @@ class Attending(nn.Module):
         return self.head(self.body(x, x, x, need_weights=False)[0].mean(1))
 
 
+def scheduled(sampler, schedule, options):
+    optimizer = made(nn.Linear(4, 3), partial(sampler, lr=0.1))[1]
+    schedule(copy.deepcopy(optimizer), **options, cycle_momentum=False)
+    schedule(optimizer, **options)
+
+
 IMAGES, SEQUENCES = {"shape": (3, 8, 8)}, {"shape": (5, 4)}
 NOISE = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.01}
 SLIPS = {
@@ -154,6 +162,17 @@ SLIPS = {
         "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
     ),
     "a name": (lambda: made(nn.Linear(4, 3), "sgld"), "partial(torch_dpbayes.optim.DPSGLD"),
+    **{
+        f"{schedule.__name__} of {sampler.__name__}": (
+            partial(scheduled, sampler, schedule, options),
+            "cycle_momentum=False",
+        )
+        for sampler in (dpb.optim.DPSGLD, dpb.optim.DPSGNHT)
+        for schedule, options in (
+            (lr_scheduler.OneCycleLR, {"max_lr": 0.4, "total_steps": 5}),
+            (lr_scheduler.CyclicLR, {"base_lr": 0.1, "max_lr": 0.4}),
+        )
+    },
     "a GradSampleModule": (
         lambda: made(opacus.GradSampleModule(nn.Linear(4, 3))),
         "module=model._module",

@@ -49,6 +49,20 @@ def test_a_target_that_the_samplers_own_noise_does_not_use_is_said_with_the_lr_t
     assert f"lr = {optimizer.free_lr:.4g}" in warning and "temperature" in warning
 
 
+@pytest.mark.parametrize(("lr", "is_said"), [(0.05, True), ("free", False), (50.0, False)])
+def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog):
+    given = {k: v for k, v in arguments().items() if k not in ("target_delta", "epochs")}
+    given["optimizer"] = partial(dpb.optim.DPSGLD, lr=lr)
+    with caplog.at_level(logging.WARNING, logger="torch_dpbayes"):
+        _, optimizer, _ = dpb.PrivacyEngine().make_private(**given, noise_multiplier=1.0)
+    warnings = warnings_of(caplog)
+    assert len(warnings) == is_said
+    if is_said:
+        assert "noise_multiplier = 1 is only a floor" in warnings[0]
+        assert f"own noise is {optimizer.effective_noise_multiplier:.4g}" in warnings[0]
+        assert f"lr = {optimizer.free_lr:.4g}" in warnings[0]
+
+
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "sampler",

@@ -28,6 +28,11 @@ def private_bnn():
     return load_example("private_bnn")
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("run"))
+
+
 def rows(out):
     """The numbers of the two rows of the final table."""
     names = ("posterior average", "average of the run", "last iterate")
@@ -44,7 +49,7 @@ def stated(out, name):
 @pytest.mark.thorough
 def test_demo_trains_on_digits_and_draws_the_picture(tmp_path):
     picture = tmp_path / "digits.png"
-    arguments = ["--epochs", "2", "--epsilon", "3", "--plot", str(picture)]
+    arguments = ["--epochs", "2", "--epsilon", "3"]
     command = [ROOT / "scripts" / "demo", *arguments]
     # tested in an environment of one's own: don't make another one for it
     if Path(sys.prefix) != ROOT / ".venv":
@@ -78,6 +83,7 @@ def test_regression_states_its_likelihood(private_bnn, capsys):
     for error, likelihood, covered in rows(out):
         assert 0 < error < 500 and 0 < likelihood < 50 and 0 <= covered <= 100
     assert stated(out, "epsilon") <= 5
+    assert Path("diabetes.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.thorough
@@ -161,7 +167,6 @@ def test_image_data_sets_are_read_where_they_lie(private_bnn, data_root, capsys,
         (["--epsilon", "inf", "--temperature", "1"], "leave out --temperature"),
         (["--task", "regression", "--dataset", "mnist"], "not for --task regression"),
         (["--dataset", "diabetes"], "not for --task classification"),
-        (["--task", "regression", "--plot", "x.png"], "--plot is for classification"),
         (["--plot", "no such folder/x.png"], "there is no folder"),
         (["--dataset", "mnist", "--data-root", "no such folder"], "torchvision"),
         (["--dataset", "imagenet"], "invalid choice"),

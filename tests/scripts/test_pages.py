@@ -215,7 +215,7 @@ def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch)
 
     calls = []
 
-    def train(factor):
+    def train(factor, layer=scale_layer.Scale):
         def kernel(module, given, way):
             calls.append(factor)
             scaled = [call._replace(backprops=factor * call.backprops) for call in given]
@@ -225,7 +225,7 @@ def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch)
         monkeypatch.setitem(scale_layer.KINDS, scale_layer.Scale, kind)
         names = classifier_names()
         return dpb.PrivacyEngine().make_private(
-            module=nn.Sequential(scale_layer.Scale(64), small_network()),
+            module=nn.Sequential(layer(64), small_network()),
             optimizer=partial(dpb.optim.DPSGLD, lr=0.25),
             data_loader=names["loader"],
             max_grad_norm=1.0,
@@ -235,8 +235,21 @@ def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch)
     try:
         train(1)
         assert calls
-        with pytest.raises(ValueError, match="are not the gradients of the records"):
+        with pytest.raises(ValueError, match=r"kernel 'kernel' of Scale in KINDS is wrong"):
             train(2)
+
+        class Renamed(scale_layer.Scale):
+            def __init__(self, width):
+                super().__init__(width)
+                self.gain = self.__dict__["_parameters"].pop("weight")
+
+            def forward(self, x):
+                return x * self.gain
+
+        kind = scale_layer.KINDS[scale_layer.Scale]
+        monkeypatch.setitem(scale_layer.KINDS, Renamed, kind)
+        with pytest.raises(ValueError, match=r"would not be called: its parameters are gain"):
+            train(1, Renamed)
     finally:
         monkeypatch.undo()
         del scale_layer.KINDS[scale_layer.Scale], sys.modules["scale_layer"]

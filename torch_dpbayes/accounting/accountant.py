@@ -7,6 +7,7 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from html import escape
 from multiprocessing import parent_process
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
@@ -37,6 +38,7 @@ from .opacus_hook import charging_hook
 from .origins import Origins, load
 from .parts import Elements
 from .prices import Prices, lower_epsilon
+from .spent import bar, spent_in_words
 from .statements import RESUMED, Statements
 
 __all__ = ["Charge", "EpsilonBounds", "PrivacyAccountant", "PrivacyBudgetExceeded"]
@@ -250,8 +252,12 @@ class PrivacyAccountant:
         return (
             f"PrivacyAccountant(epsilon={self._epsilon}, delta={self._delta},"
             f" method={self._method!r}, neighboring={self._neighboring!r}{place}):"
-            f" {self._access.known_releases} releases"
+            f" {self._access.known_releases} releases, {spent_in_words(self)}"
         )
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook, with ε as a bar where there is a budget."""
+        return f"{escape(repr(self))}{bar(self)}"
 
     @overload
     def get_epsilon(

@@ -136,6 +136,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._ready = False  # a batch was delivered and not yet stepped on
         self._is_last = True  # it completes its draw
         self._missed = False  # a batch of this pass was delivered and never stepped on
+        self._is_delivering = False  # the private loader hands out batches of this pass
         self.draw += 1
 
     def _enter_process(self) -> None:
@@ -256,6 +257,7 @@ class PoissonSampler(UniformWithReplacementSampler):
     def _deliver(self, *, is_part: bool, is_last: bool) -> None:
         self._enter_process()
         self.before_delivery()
+        self._is_delivering = True
         self._missed |= self._ready
         if self._is_last or not is_part:  # of a new draw
             self._missed |= self._delivered > 0
@@ -286,6 +288,12 @@ class PoissonSampler(UniformWithReplacementSampler):
         draw.
         """
         self.require_own_process()
+        if self._handed > 0 and not self._is_delivering and os.getpid() == self._pid:
+            raise RuntimeError(
+                "another loader took over the draws of the private one, as those of accelerate's"
+                " prepare() and Lightning's Fabric do: take batches from the loader that"
+                " make_private returned."
+            )
         if not self._ready or os.getpid() != self._pid:
             raise RuntimeError(
                 "no new batch came from the private loader since the last step, or since this"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..clipping.layers import KINDS, is_own_kernel
 from ..clipping.nested import Nested, tensors_in
 from .findings import (
     OF_NUMBER,
@@ -94,23 +95,19 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
                 " a row per record, or a loss, computed from trainable parameters"
             )
         total.backward()
-    recorded = []
-    for p in parameters:
-        with draws():  # a source may run the records again
-            recorded.append(source.per_record_gradients(p))
-    truth: list[list[Tensor]] = []
+    truth = [p.new_zeros((2, *p.shape)) for p in parameters]
     is_used = [False] * len(parameters)
     for k in range(2):
-        found = alone(k)
-        is_used = [used or g is not None for used, g in zip(is_used, found, strict=True)]
-        truth.append([_dense(p, g) for p, g in zip(parameters, found, strict=True)])
-    largest = max(float(g.norm()) for gradients in truth for g in gradients)
-    by_parameter = [torch.stack(gradients) for gradients in zip(*truth, strict=True)]
-    for (name, p), used, records, true in zip(
-        tried.named, is_used, recorded, by_parameter, strict=True
-    ):
+        for i, g in enumerate(alone(k)):
+            if g is not None:
+                is_used[i] = True
+                truth[i][k] = g.to_dense() if g.is_sparse else g
+    largest = max(float(g.norm()) for true in truth for g in true)
+    for (name, p), used, true in zip(tried.named, is_used, truth, strict=True):
         if not used:
             raise ValueError(_NOT_USED.format(name))
+        with draws():  # a source may run the records again
+            records = source.per_record_gradients(p)
         if records is None:
             raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
         if records.shape[1:] == true.shape[1:] and len(records) != len(true):
@@ -123,10 +120,10 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
         limit = _tolerance([p]) * max(float(true.norm()), 1e-3 * largest)
         if records.shape != true.shape or not float((records - true).norm()) <= limit:
             what = "got per-record gradients that are not the gradients of the records"
-            raise ValueError(_wrong_gradient(name, what))
+            raise ValueError(_wrong_kernel(tried, p, name) or _wrong_gradient(name, what))
     if largest > 0:
         with draws():
-            check_clipped_sum(tried, [true.flatten(1) for true in by_parameter])
+            check_clipped_sum(tried, [true.flatten(1) for true in truth])
     source.discard(parameters)
     return largest > 0
 
@@ -281,7 +278,8 @@ def check_clipped_sum(tried: TriedModel, truth: Sequence[Tensor]) -> None:
     tolerance = 2 * _tolerance(tried.parameters)
     are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15
     errors = [
-        (o.double() - factor @ g.detach().double()).norm() for g, o in zip(truth, out, strict=True)
+        (o - factor.to(o.dtype) @ g.detach().to(o.dtype)).double().norm()
+        for g, o in zip(truth, out, strict=True)
     ]
     if not are_norms or not float(torch.stack(errors).norm()) <= tolerance * clip:
         raise MixedRecordsError(
@@ -300,6 +298,21 @@ def _dense(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
         return torch.zeros_like(parameter)
     return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+def _wrong_kernel(tried: TriedModel, parameter: Tensor, name: str) -> str | None:
+    """What to say where the gradient comes from a kernel of the caller's."""
+    for layer in tried.module.modules():
+        kind = KINDS.get(type(layer))
+        if kind is None or not is_own_kernel(kind):
+            continue
+        if any(p is parameter for p in layer._parameters.values()):
+            return (
+                f"kernel {kind.kernel.__name__!r} of {type(layer).__name__} in KINDS is wrong: what"
+                f" it gives for parameter {name!r} are not the gradients of the records, which"
+                " autograd computed. Correct it, or take it out of KINDS."
+            )
+    return None
 
 
 def _wrong_gradient(name: str, what: str) -> str:

@@ -52,7 +52,8 @@ def check_map(tried: TriedModel) -> ModelAsChecked:
             batched = Nested(output_of(module, batch)).tensors
         if batched is None:
             continue
-        require_unchanged(module, before)
+        if as_checked is None:
+            require_unchanged(module, before)
         draws = SeededDraws(0, axes, are_alike=True)
         try:
             with _blamed(module), draws:
@@ -65,10 +66,9 @@ def check_map(tried: TriedModel) -> ModelAsChecked:
             tried.discard()
         with _blamed(module):
             source.require_nothing_kept()
-        require_unchanged(module, before)
-        as_checked = as_checked or ModelAsChecked(
-            module, source.passing_attributes, watch_passes=False
-        )
+        if as_checked is None:
+            require_unchanged(module, before)
+            as_checked = ModelAsChecked(module, source.passing_attributes, watch_passes=False)
         # a loss, of which the batched one may be another mean
         has_losses = any(t.dim() == 0 for t in mapped)
         mapped = [t.detach() for t in mapped if t.dim() > 0]
@@ -87,6 +87,7 @@ def check_map(tried: TriedModel) -> ModelAsChecked:
             f" runs alone than on a batch of {rows}: it mixes records, or depends on their number."
             f" {ALONE}"
         )
+    require_unchanged(module, before)
     assert as_checked is not None
     return as_checked
 

@@ -195,8 +195,7 @@ def _vary(module: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for p in module.parameters():
             if p.is_floating_point():
-                scale = 0.5 / math.sqrt(p[0].numel()) if p.dim() > 1 else 0.1
+                scale = 0.8 / math.sqrt(p[0].numel()) if p.dim() > 1 else 0.2
                 sign = -1 if seed and bool(torch.rand((), generator=generator) < 0.5) else 1
-                p.mul_(sign).add_(
-                    torch.randn(p.shape, generator=generator).to(p.dtype).to(p.device) * scale
-                )
+                change = torch.empty(p.shape).uniform_(-scale, scale, generator=generator)
+                p.mul_(sign).add_(change.to(p))

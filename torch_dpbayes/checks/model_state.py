@@ -36,6 +36,7 @@ _UNREAD = frozenset(  # looked at elsewhere, or of no account by itself
     {"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl"}
     | {"_forward_hooks_with_kwargs", "_forward_hooks_always_called"}
     | {"_forward_pre_hooks_with_kwargs", "_non_persistent_buffers_set"}
+    | {"_is_accelerate_prepared"}  # a mark of accelerate's, for itself
 )
 _HOOKS = (
     "_forward_pre_hooks",
@@ -109,9 +110,9 @@ class ModelAsChecked:
         if watch_passes:
             module.register_forward_pre_hook(self._before_pass, prepend=True)
         self._modes = {name: layer.training for name, layer in module.named_modules()}
-        self._before = {
-            what: _Kept(leaf) if isinstance(leaf, Tensor) else leaf
-            for what, leaf in self._leaves().items()
+        self.before = {
+            what: CopiedTensor(leaf) if isinstance(leaf, Tensor) else leaf
+            for what, leaf in self.leaves().items()
         }
         self._watch()
 
@@ -140,11 +141,11 @@ class ModelAsChecked:
 
     def changed(self) -> str | None:
         """What is not as it was, as the beginning of a sentence."""
-        before, now = self._before, self._leaves()
+        before, now = self.before, self.leaves()
         for what, leaf in now.items():
             if what not in before:
                 return f"{_words(what)} was added"
-            if not _is_same(before[what], leaf):
+            if not is_same_leaf(before[what], leaf):
                 return f"{_words(what)} changed"
         return next((f"{_words(what)} was removed" for what in before if what not in now), None)
 
@@ -215,7 +216,7 @@ class ModelAsChecked:
             if isinstance(t, Tensor) and not t.is_inference()
         ]
 
-    def _leaves(self) -> dict[_What, Any]:
+    def leaves(self) -> dict[_What, Any]:
         """Everything that counts, by what it is: plain values, tensors, identities."""
         assert self._module is not None
         found: dict[_What, Any] = {}
@@ -244,7 +245,7 @@ class ModelAsChecked:
         return found
 
 
-class _Kept:
+class CopiedTensor:
     """A tensor as it was."""
 
     def __init__(self, t: Tensor) -> None:
@@ -400,8 +401,25 @@ def _words(what: Any) -> str:
     return f"{words} {_words(what[-1])}".strip() if is_within else words
 
 
-def _is_same(before: Any, now: Any) -> bool:
-    if isinstance(before, _Kept):
+def leaves_of(module: nn.Module) -> dict[Any, Any]:
+    """What decides what a model computes beside the tensors that it knows by name, so that it can
+    be compared with that of another object: copies of other tensors, and in the place of a module
+    its class and its name in the model.
+    """
+    names = {layer: name for name, layer in module.named_modules()}
+    found: dict[Any, Any] = {
+        what: (type(leaf), names.get(leaf)) if isinstance(leaf, nn.Module) else leaf
+        for what, leaf in ModelAsChecked(module, watch_passes=False).before.items()
+    }
+    found["modes"] = [(name, layer.training) for layer, name in names.items()]
+    return found
+
+
+def is_same_leaf(before: Any, now: Any) -> bool:
+    """Whether two leaves are the same object or of equal value."""
+    if isinstance(before, CopiedTensor):
+        if isinstance(now, CopiedTensor):
+            now = now.copy
         return isinstance(now, Tensor) and same_values(before.copy, now)
     if before is now:
         return True

@@ -244,10 +244,23 @@ def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
 def kind_of(module: nn.Module) -> Kind | None:
     """What is known of exactly this kind of layer; None where it has parameters that the kernel
     does not know.
+
+    Raises:
+        ValueError: the kernel is the caller's own, and would go unused.
     """
     kind = KINDS.get(type(module))
-    known = {name for name, p in module._parameters.items() if p is not None} <= {
-        "weight",
-        "bias",
-    } and module._parameters.get("weight") is not None
-    return kind if known else None
+    names = {name for name, p in module._parameters.items() if p is not None}
+    if "weight" in names and names <= {"weight", "bias"}:
+        return kind
+    if names and is_own_kernel(kind):  # weight_norm gives torch's layers other parameters
+        raise ValueError(
+            f"KINDS has a kernel for {type(module).__name__}, which would not be called: its"
+            f" parameters are {', '.join(sorted(names))}. Call them weight and bias, or take the"
+            " line out of KINDS."
+        )
+    return None
+
+
+def is_own_kernel(kind: Kind | None) -> bool:
+    """Whether it is not one of this file's."""
+    return kind is not None and kind.kernel.__module__ != __name__

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
+from ..checks import known_models
 from ..checks.layer_kinds import check_layers
 from ..checks.mapped_model import Unrecorded
 from ..checks.model_checks import check_mapped_model, check_model
@@ -57,32 +58,91 @@ def checked_source(
     if clipping_kernels and mode in ("isolated", "hooks"):
         raise ValueError('clipping_kernels are those of grad_sample_mode="bookkeeping"')
 
-    def checked(
-        source: GradientSource, check: Callable[[nn.Module, GradientSource, tuple[Any, ...]], None]
-    ) -> GradientSource:
-        try:
-            with _said_if_slow(module):
-                check(module, source, inputs)
-        except BaseException:
-            source.remove()
-            raise
-        return source
-
-    check_whole_batches = partial(check_model, batch_size=batch_size)
-
     if (before := GradientSource.attached_to(module)) is not None:
         before.remove()
     ModelAsChecked.remove_from(module)
+    # a loss may be anything, and is not compared
+    settings = (mode, loss_reduction, dict(clipping_kernels or {}), batch_size)
+    key = None if loss is not None else known_models.key_of(module, inputs, settings)
+    way: _Way | None = known_models.recall(key)
+    if way is None:
+        way = _checked_way(module, recording, inputs, batch_size)
+        after = None if key is None else known_models.key_of(module, inputs, settings)
+        known_models.remember(key, after, way)
+    if way.reason:
+        _log.warning(
+            "records are kept apart by a test on made-up records only, for the model cannot be run"
+            " for one record at a time: %s",
+            way.reason,
+        )
+    return way.source(module, recording)
+
+
+class _Way(NamedTuple):
+    """How per-record gradients of a model are had, which the check finds out.
+
+    Attributes:
+        mode: ``"isolated"``, ``"mapped"``, ``"whole batches"`` or ``"hooks"``.
+        unrecorded: names of parameters that take part in the map.
+        reason: why it is not a map.
+        uses_stand_in: the model cannot take an empty batch.
+    """
+
+    mode: str
+    unrecorded: tuple[str, ...] = ()
+    reason: str = ""
+    uses_stand_in: bool = False
+
+    def source(self, module: nn.Module, recording: Recording) -> GradientSource:
+        """Attached to ``module``."""
+        _, kernels, loss_reduction, loss, _ = recording
+        source: GradientSource
+        if self.mode == "isolated":
+            source = IsolatedGradientSource(module, loss_reduction=loss_reduction, loss=loss)
+        elif self.mode == "hooks":
+            source = HooksGradientSource(module, loss_reduction=loss_reduction)
+        else:
+            source = BookkeepingGradientSource(
+                module,
+                loss_reduction=loss_reduction,
+                clipping_kernels=kernels,
+                is_mapped=self.mode == "mapped",
+                unrecorded=self.unrecorded,
+                loss=loss,
+            )
+        if self.reason:
+            source.independence += f": {self.reason}"
+        if self.uses_stand_in:
+            source.use_stand_in()
+        return source
+
+
+def _checked_way(
+    module: nn.Module, recording: Recording, inputs: tuple[Any, ...], batch_size: float
+) -> _Way:
+    """The first way in which the model stands its check; the source it had there is taken off."""
+    mode, loss = recording.mode, recording.loss
+
+    def checked(
+        way: _Way, check: Callable[[nn.Module, GradientSource, tuple[Any, ...]], None]
+    ) -> _Way:
+        source = way.source(module, recording)
+        try:
+            with _said_if_slow(module):
+                check(module, source, inputs)
+        finally:
+            source.remove()
+        assert source.passes is not None
+        return way._replace(uses_stand_in=source.passes.uses_stand_in)
+
+    check_whole_batches = partial(check_model, batch_size=batch_size)
     reason = _hooks_on(module)
     if mode == "isolated":
         if reason:
             raise ValueError(reason)
         check_layers(module, is_mapped=True)
         try:
-            return checked(
-                IsolatedGradientSource(module, loss_reduction=loss_reduction, loss=loss),
-                check_mapped_model,
-            )
+            return checked(_Way("isolated"), check_mapped_model)
         except CannotBeMapped as error:
             reason = str(error).partition(". ")[0]  # torch goes on about its own
             raise ValueError(
@@ -93,15 +153,7 @@ def checked_source(
         unrecorded: list[str] = []
         while True:
             try:
-                source = BookkeepingGradientSource(
-                    module,
-                    loss_reduction=loss_reduction,
-                    clipping_kernels=clipping_kernels,
-                    is_mapped=True,
-                    unrecorded=unrecorded,
-                    loss=loss,
-                )
-                return checked(source, check_mapped_model)
+                return checked(_Way("mapped", tuple(unrecorded)), check_mapped_model)
             except Unrecorded as found:
                 if not set(found.names) - set(unrecorded):
                     raise ValueError(
@@ -118,19 +170,8 @@ def checked_source(
         )
     check_layers(module)
     if mode == "hooks":
-        return checked(
-            HooksGradientSource(module, loss_reduction=loss_reduction), check_whole_batches
-        )
-    _log.warning(
-        "records are kept apart by a test on made-up records only, for the model cannot be run for"
-        " one record at a time: %s",
-        reason,
-    )
-    source = BookkeepingGradientSource(
-        module, loss_reduction=loss_reduction, clipping_kernels=clipping_kernels
-    )
-    source.independence += f": {reason}"
-    return checked(source, check_whole_batches)
+        return checked(_Way("hooks"), check_whole_batches)
+    return checked(_Way("whole batches", reason=reason), check_whole_batches)
 
 
 @contextmanager

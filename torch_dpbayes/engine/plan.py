@@ -121,3 +121,17 @@ def little_left(accountant: PrivacyAccountant, plan: Plan) -> list[str]:
         f" {spent:.4g} was spent before: hence noise multiplier {plan.noise_multiplier:.3g}. For a"
         " share of its own pass additional_epsilon= instead."
     ]
+
+
+def overridden_floor(optimizer: PrivateOptimizer) -> list[str]:
+    """A line where the sampler's own noise is larger than the one that was asked for."""
+    floor, own = optimizer.noise_multiplier, optimizer.langevin_noise_multiplier
+    if not (math.inf > own > _WASTE * floor > 0):
+        return []
+    colder = optimizer.temperature * (floor / own) ** 2
+    return [
+        f"noise_multiplier = {floor:.4g} is only a floor: at temperature"
+        f" {optimizer.temperature:.4g} the sampler's own noise is {own:.4g}, which is added and"
+        f' charged. lr = {optimizer.free_lr:.4g} (lr="free") or temperature = {colder:.3g} would'
+        " use the floor."
+    ]

@@ -29,7 +29,7 @@ from ..ranks import Ranks, refuse_wrapped, require_alone
 from .gradient_sources import Recording, checked_source
 from .loaders import Batches, private_loader, require_own_streams
 from .optimizers import OptimizerFactory, build, build_calibrated, is_held
-from .plan import Plan, little_left, plan_of
+from .plan import Plan, little_left, overridden_floor, plan_of
 from .same_on_all_ranks import compare
 from .unknown_arguments import OPACUS, answered
 
@@ -209,7 +209,9 @@ class PrivacyEngine:
             data_loader: a loader over a map-style data set with a fixed batch size; its order of
                 records is not used.
             max_grad_norm: clip norm C of one record's gradient.
-            noise_multiplier: floor of the noise std on the clipped sum, in units of C.
+            noise_multiplier: floor of the noise std on the clipped sum, in units of C. Where the
+                sampler's own noise is larger, that is what is added and charged, and a warning says
+                so.
             sampling: how batches are drawn. ``"poisson"``: every record joins each batch
                 independently. ``"random_allocation"``: in every pass over the loader every record
                 joins one of its batches, drawn for it alone; a pass has as many batches as
@@ -261,7 +263,11 @@ class PrivacyEngine:
             recording = Recording(
                 grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs
             )
-            return self._attach(module, built, loader, data_loader, recording)
+            made = self._attach(module, built, loader, data_loader, recording)
+            if noise_multiplier is not None and (self._ranks is None or self._ranks.rank == 0):
+                for warning in overridden_floor(built):
+                    _log.warning("%s", warning)
+            return made
 
     @answered(OPACUS)
     def make_private_with_epsilon(

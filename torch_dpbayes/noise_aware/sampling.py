@@ -10,9 +10,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from itertools import islice
 
 import torch
 from torch import Tensor
+
+from ..words import shown
 
 LogDensity = Callable[[Tensor], Tensor]
 
@@ -155,18 +158,20 @@ class Chains:
         self._step = 0.5
         self._kept: list[Tensor] = []
         self._state = self._evaluated(starts)
-        states = [self._iterate(1 / math.sqrt(1 + k)) for k in range(_WARMUP // 2)]
+        half_way = _WARMUP // 2
+        warmup = iter(shown(range(2 * half_way), "adapting chains to the posterior"))
+        states = [self._iterate(1 / math.sqrt(1 + k)) for k in islice(warmup, half_way)]
         half = torch.cat(states[len(states) // 2 :])
         spread = torch.cov(half.T) + 1e-9 * torch.diag(half.var(0) + 1e-12)
         self._root = torch.linalg.cholesky(spread).T
-        for k in range(_WARMUP // 2):
-            self._iterate(1 / math.sqrt(1 + k))
+        for k in warmup:
+            self._iterate(1 / math.sqrt(1 + k - half_way))
 
     def draws(self, count: int) -> Tensor:
         """``count`` states in any order, ``[count, d]``."""
         needed = max(_LEAST_KEPT, math.ceil(count / len(self._state[1])))
-        while len(self._kept) < needed:
-            self._kept.append(self._iterate(0.0))
+        missing = range(len(self._kept), needed)
+        self._kept += [self._iterate(0.0) for _ in shown(missing, "drawing from the posterior")]
         states = torch.cat(self._kept)
         return states[torch.randperm(len(states))[:count]]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..accounting.events import positive_count
 from ..noise import GaussianNoise
+from ..words import shown
 from .checks import require_positive
 from .models import Density, Target
 
@@ -52,7 +53,7 @@ def overdamped(
     :class:`~torch_dpbayes.ops.FiniteRunLangevin` has the guarantee.
     """
     theta = target.start.clone()
-    for h in step_sizes:
+    for h in shown(step_sizes, "drawing one posterior sample"):
         xi = _gaussian(theta, noise)
         theta.sub_(target.gradient(theta), alpha=h).add_(xi, alpha=math.sqrt(2 * h))
     return theta
@@ -129,7 +130,7 @@ class Underdamped:
         rest = 2 * u / gamma**2 * _spread(gamma * h) - covariance**2 / variance  # of W_x given W_v
         x = density.start.clone()
         v = math.sqrt(u) * _gaussian(x, noise)
-        for _ in range(self.steps):
+        for _ in shown(range(self.steps), "drawing one posterior sample"):
             gradient = density.gradient(x)
             kick = math.sqrt(variance) * _gaussian(x, noise)
             x.add_(v, alpha=gone / gamma).sub_(gradient, alpha=u / gamma**2 * lag)
@@ -186,7 +187,7 @@ class NoseHoover:
         h, alpha = self.step_size, self.friction
         theta = density.start.clone()
         v = math.sqrt(h) * _gaussian(theta, noise)
-        for _ in range(self.steps):
+        for _ in shown(range(self.steps), "drawing one posterior sample"):
             new = (
                 (1 - alpha) * v
                 - h * density.gradient(theta)

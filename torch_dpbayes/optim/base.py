@@ -40,6 +40,7 @@ from .settings import (
     LARGEST_LR,
     LARGEST_NOISE_MULTIPLIER,
     SETTINGS,
+    Defaults,
     Settings,
     require_number,
     require_positive,
@@ -145,6 +146,7 @@ class PrivateOptimizer(Optimizer):
         self._last_numbers: tuple[list[tuple[float, ...]], int] = ([], 0)
         self.defaults = defaults  # which the free lr is a function of
         super().__init__(params, {**defaults, "lr": self._resolved(defaults["lr"])})
+        self.defaults = Defaults(self.defaults, type(self).__name__)
         if log_prior is not None and any("param_names" not in group for group in self.param_groups):
             raise ValueError(
                 "log_prior takes parameters by name: construct the optimizer with"

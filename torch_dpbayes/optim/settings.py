@@ -71,6 +71,28 @@ class Settings:
 SETTINGS = tuple(Settings.__dataclass_fields__)
 
 
+class Defaults(dict[str, Any]):
+    """Defaults of an optimizer's parameter groups, which answer a schedule that asks for a momentum
+    to cycle.
+
+    Args:
+        values: the defaults.
+        of: the optimizer's name.
+    """
+
+    def __init__(self, values: dict[str, Any], of: str) -> None:
+        super().__init__(values)
+        self.of = of
+
+    def __contains__(self, name: object) -> bool:
+        # OneCycleLR and CyclicLR ask for Adam's after they found no momentum
+        if name == "betas":
+            raise ValueError(
+                f"{self.of} has no momentum that a schedule could cycle: write cycle_momentum=False"
+            )
+        return super().__contains__(name)
+
+
 def require_number(name: str, value: Any) -> None:
     """Raise if ``value`` is not a real number or a tensor."""
     if not isinstance(value, (float, int, Tensor, Real)):

@@ -1,0 +1,155 @@
+"""Lightning trains privately by the page's recipe; whatever else it does ends in an error."""
+
+import logging
+import math
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # Lightning's, of workers, loggers and its own imports
+]
+RECORDS, BATCH, EPOCHS, DELTA = 60, 10, 2, 1e-4
+
+
+def made(**options):
+    data = TensorDataset(torch.randn(RECORDS, 4), torch.randint(3, (RECORDS,)))
+    engine = dpb.PrivacyEngine()
+    given = {
+        "module": nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=0.05),
+        "data_loader": DataLoader(data, batch_size=BATCH),
+        "max_grad_norm": 1.0,
+        "noise_multiplier": 2.0,
+    }
+    return engine, *engine.make_private(**{**given, **options})
+
+
+def module_of(net, optimizer):
+    import lightning.pytorch as lightning
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch, _index):
+            x, y = batch
+            return nn.functional.cross_entropy(self.net(x), y)
+
+        def validation_step(self, batch, _index):
+            x, y = batch
+            self.log("accuracy", (self.net(x).argmax(1) == y).float().mean())
+
+        def configure_optimizers(self):
+            return optimizer
+
+    return Classifier()
+
+
+def trainer_of(folder, *callbacks, **options):
+    import lightning.pytorch as lightning
+
+    for name in ("lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return lightning.Trainer(
+        **{
+            "max_epochs": EPOCHS,
+            "accelerator": "cpu",
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": folder,
+            "callbacks": list(callbacks),
+            **options,
+        }
+    )
+
+
+def callback_of(engine):
+    from torch_dpbayes.frameworks.lightning import PrivacyCallback
+
+    return PrivacyCallback(engine, DELTA)
+
+
+def test_the_recipe_charges_each_step_and_shows_epsilon(tmp_path):
+    engine, net, optimizer, loader = made()
+    start = [p.detach().clone() for p in net.parameters()]
+    trainer = trainer_of(tmp_path, callback_of(engine))
+    validation = DataLoader(TensorDataset(torch.randn(9, 4), torch.randint(3, (9,))), 3)
+    trainer.fit(module_of(net, optimizer), loader, validation)
+    assert len(engine.accountant) == EPOCHS * len(loader) == trainer.global_step
+    assert all((a != b).any() for a, b in zip(start, net.parameters()))
+    shown = float(trainer.callback_metrics["epsilon"])
+    assert math.isclose(shown, engine.get_epsilon(DELTA), rel_tol=1e-6)
+
+
+def test_a_run_of_part_of_the_batches_goes_on_where_it_left(tmp_path):
+    engine, net, optimizer, loader = made()
+    trainer = trainer_of(tmp_path, callback_of(engine), limit_train_batches=2)
+    trainer.fit(module_of(net, optimizer), loader)
+    assert len(engine.accountant) == 2 * EPOCHS
+
+
+def test_a_budget_ends_the_run(tmp_path):
+    event = dpb.PrivacyAccountant(neighboring="add_or_remove_one")
+    event.step(noise_multiplier=20.0, sample_rate=BATCH / RECORDS)
+    budget = 2 * event.get_epsilon(DELTA)
+    engine = dpb.PrivacyEngine(dpb.PrivacyAccountant(budget, DELTA))
+    data = TensorDataset(torch.randn(RECORDS, 4), torch.randint(3, (RECORDS,)))
+    net, optimizer, loader = engine.make_private(
+        module=nn.Linear(4, 3),
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.05),
+        data_loader=DataLoader(data, batch_size=BATCH),
+        max_grad_norm=1.0,
+        noise_multiplier=2.0,
+    )
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        trainer_of(tmp_path, max_epochs=1000).fit(module_of(net, optimizer), loader)
+    assert engine.get_epsilon(DELTA) <= budget
+
+
+# what Lightning can do to a private run, and what is said to it by the callback and without
+REPLACED = {
+    "another loader": ("replaced the private loader by a DataLoader", "no new batch came"),
+    "accumulation": ("got no step", "got no step"),
+    "an optimizer without noise": ("with SGD in the place of the private optimizer", None),
+    "a loader of another call": ("of another make_private call", "no new batch came"),
+    "an accountant of another engine": ("charges another accountant", None),
+}
+
+
+@pytest.mark.parametrize(
+    ("has_callback", "mode"), [(True, "bookkeeping"), (False, "bookkeeping"), (False, "hooks")]
+)
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_ends_in_an_error(name, has_callback, mode, tmp_path):
+    engine, net, optimizer, loader = made(grad_sample_mode=mode)
+    shown = engine
+    if name == "another loader":
+        loader = DataLoader(loader.dataset, batch_size=BATCH, shuffle=True)
+    if name == "a loader of another call":
+        loader = made()[-1]
+    if name == "an optimizer without noise":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if name == "an accountant of another engine":
+        shown = made()[0]
+    callbacks = [callback_of(shown)] if has_callback else []
+    start = [p.detach().clone() for p in net.parameters()]
+    options = {"accumulate_grad_batches": 2} if name == "accumulation" else {}
+    said = REPLACED[name][0 if has_callback else 1]
+    with nullcontext() if said is None else pytest.raises(RuntimeError, match=said):
+        trainer_of(tmp_path, *callbacks, **options).fit(module_of(net, optimizer), loader)
+    if said is None and name == "an accountant of another engine":
+        return  # which is charged as it should be
+    # without the private optimizer there is no gradient, and nothing moves
+    assert all(torch.equal(a, b) for a, b in zip(start, net.parameters()))
+    assert len(engine.accountant) == 0

@@ -1,0 +1,162 @@
+"""Hugging Face's Trainer trains privately by the page's recipe; whatever else it does ends in an
+error.
+"""
+
+import math
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+import torch_dpbayes as dpb
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # of transformers, of devices that are not there
+]
+RECORDS, BATCH, EPOCHS, DELTA = 40, 8, 2, 1e-4
+
+
+def sentences():
+    from datasets import Dataset
+
+    words = torch.randint(1, 50, (RECORDS, 6))
+    columns = {
+        "input_ids": words.tolist(),
+        "attention_mask": torch.ones_like(words).tolist(),
+        "labels": (words[:, 0] % 2).tolist(),
+    }
+    return Dataset.from_dict(columns).with_format("torch")
+
+
+def classifier():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+        num_labels=2,
+    )
+    net = BertForSequenceClassification(config).train()
+    net.config.use_cache = False  # as Trainer would write it there
+    net.bert.embeddings.position_embeddings.requires_grad_(False)  # for Opacus' hooks
+    return net
+
+
+def made(data, **options):
+    engine = dpb.PrivacyEngine()
+    given = {
+        "module": classifier(),
+        "optimizer": partial(dpb.optim.DPSGLD, lr=0.05),
+        "data_loader": DataLoader(data, batch_size=BATCH),
+        "max_grad_norm": 1.0,
+        "noise_multiplier": 2.0,
+        "example_inputs": {"input_ids": torch.randint(1, 50, (2, 6))},
+    }
+    return engine, *engine.make_private(**{**given, **options})
+
+
+def mean_loss(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits, labels)
+
+
+def trainer_of(folder, net, data, loader, *, callbacks=(), arguments=None, **options):
+    from transformers import Trainer, TrainingArguments
+
+    class PrivateTrainer(Trainer):
+        def get_train_dataloader(self):
+            return loader if loader is not None else super().get_train_dataloader()
+
+    settings = TrainingArguments(
+        folder,
+        **{
+            "num_train_epochs": EPOCHS,
+            "per_device_train_batch_size": BATCH,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": True,
+            "remove_unused_columns": False,
+            **(arguments or {}),
+        },
+    )
+    return PrivateTrainer(
+        net,
+        settings,
+        train_dataset=data,
+        callbacks=list(callbacks),
+        **{"compute_loss_func": mean_loss, **options},
+    )
+
+
+def callback_of(engine):
+    from torch_dpbayes.frameworks.transformers import PrivacyCallback
+
+    return PrivacyCallback(engine, DELTA)
+
+
+def test_the_recipe_charges_each_step_and_shows_epsilon(tmp_path):
+    data = sentences()
+    engine, net, optimizer, loader = made(data)
+    start = [p.detach().clone() for p in net.parameters()]
+    trainer = trainer_of(
+        tmp_path,
+        net,
+        data,
+        loader,
+        optimizers=(optimizer, None),
+        callbacks=[callback_of(engine)],
+        arguments={"logging_steps": 1},
+    )
+    trainer.train()
+    assert len(engine.accountant) == EPOCHS * len(loader) == trainer.state.global_step
+    for before, p in zip(start, net.parameters()):
+        assert bool((before != p).any()) is p.requires_grad
+    shown = [log["epsilon"] for log in trainer.state.log_history]
+    assert shown == sorted(shown)
+    assert math.isclose(shown[-1], engine.get_epsilon(DELTA), rel_tol=1e-9)
+
+
+# what Trainer can do to a private run, and what is said to it by the callback and without
+REPLACED = {
+    "its own loader": ("replaced the private loader by a DataLoader", "no new batch came"),
+    "its own optimizer": ("with AdamW in the place of the private optimizer", None),
+    "both": ("with AdamW in the place of the private optimizer", None),
+    "accumulation": ("got no step", "got no step"),
+    "its own loss": ("", ""),
+}
+
+
+@pytest.mark.parametrize(
+    ("has_callback", "mode"), [(True, "bookkeeping"), (False, "bookkeeping"), (False, "hooks")]
+)
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_ends_in_an_error(name, has_callback, mode, tmp_path):
+    data = sentences()
+    engine, net, optimizer, loader = made(data, grad_sample_mode=mode)
+    start = [p.detach().clone() for p in net.parameters()]
+    options = {} if name in ("its own optimizer", "both") else {"optimizers": (optimizer, None)}
+    if name == "its own loss":
+        options["compute_loss_func"] = None
+    trainer = trainer_of(
+        tmp_path,
+        net,
+        data,
+        None if name in ("its own loader", "both") else loader,
+        callbacks=[callback_of(engine)] if has_callback else [],
+        arguments={"gradient_accumulation_steps": 2} if name == "accumulation" else None,
+        **options,
+    )
+    said = REPLACED[name][0 if has_callback else 1]
+    with nullcontext() if said is None else pytest.raises(RuntimeError, match=said):
+        trainer.train()
+    # without the private optimizer there is no gradient, and nothing moves
+    assert all(torch.equal(a, b) for a, b in zip(start, net.parameters()))
+    assert len(engine.accountant) == 0

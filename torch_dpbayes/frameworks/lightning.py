@@ -1,0 +1,47 @@
+"""Lightning: ε beside the training, and an error where something took the private loader away."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from ..engine.privacy_engine import PrivacyEngine
+from .stays_private import require_private
+
+
+class PrivacyCallback(Callback):
+    """Logs ``epsilon`` after every epoch, in the progress bar too, and refuses a run that is not
+    private.
+
+    ``make_private`` is given the network inside the ``LightningModule``, not the module itself, on
+    which Lightning writes while it trains. ``configure_optimizers`` returns the private optimizer,
+    and ``trainer.fit`` gets the private loader. One device: gradients of several are averaged by
+    Lightning without noise.
+
+    Args:
+        engine: that made network, optimizer and loader private.
+        delta: of the ε that is shown; None takes the budget's.
+
+    Raises:
+        RuntimeError: when training starts: the loader or the optimizer is not the private one.
+
+    **Privacy.** ε is a function of public constants. The training loss that a module logs is
+    made of the records, without noise.
+    """
+
+    def __init__(self, engine: PrivacyEngine, delta: float | None = None) -> None:
+        self._engine, self._delta = engine, delta
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raise unless loader and optimizer are the private ones."""
+        require_private(
+            self._engine,
+            "Lightning",
+            loader=trainer.train_dataloader,
+            pass_loader="pass the loader of make_private to trainer.fit, on one device",
+            optimizers=list(trainer.optimizers),
+            pass_optimizer="return the optimizer of make_private from configure_optimizers",
+        )
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log ε of everything that was charged."""
+        pl_module.log("epsilon", self._engine.get_epsilon(self._delta), prog_bar=True)

@@ -1,0 +1,59 @@
+"""Does a framework train on the private loader, with the private optimizer?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..batches.poisson_loader import PoissonLoader
+from ..engine.privacy_engine import PrivacyEngine
+from ..optim.base import PrivateOptimizer
+
+
+def require_private(
+    engine: PrivacyEngine,
+    framework: str,
+    *,
+    loader: Any,
+    pass_loader: str,
+    optimizers: list[Any],
+    pass_optimizer: str,
+) -> None:
+    """Raise unless a framework goes on with what ``make_private`` returned.
+
+    A step on other batches fails by itself; here it is known who exchanged what. A model that is
+    trained by an optimizer without noise never reaches a private step.
+
+    Args:
+        engine: where the steps are to be charged.
+        framework: its name.
+        loader: the one that it takes training batches from.
+        pass_loader: what to write for the private loader to be that.
+        optimizers: those that it steps with, its own wrappers taken off.
+        pass_optimizer: what to write for the private optimizer to be that.
+
+    Raises:
+        RuntimeError: which of them was replaced, by what.
+    """
+    strangers = [o for o in optimizers if not isinstance(o, PrivateOptimizer)]
+    if strangers or not optimizers:
+        what = type(strangers[0]).__name__ if strangers else "no optimizer"
+        raise RuntimeError(
+            f"{framework} trains with {what} in the place of the private optimizer, without noise:"
+            f" {pass_optimizer}"
+        )
+    if not isinstance(loader, PoissonLoader):
+        raise RuntimeError(
+            f"{framework} replaced the private loader by a {type(loader).__name__}, whose batches"
+            f" are no Poisson draws: {pass_loader}"
+        )
+    for optimizer in optimizers:
+        if optimizer.accountant is not engine.accountant:
+            raise RuntimeError(
+                f"{framework} steps with an optimizer that charges another accountant than this"
+                " callback's engine: pass the engine whose make_private returned the optimizer"
+            )
+        if optimizer.release.draws is not loader.sampler_of_draws:
+            raise RuntimeError(
+                f"{framework} trains on the loader of another make_private call than its"
+                " optimizer's: pass the loader and the optimizer that one call returned"
+            )

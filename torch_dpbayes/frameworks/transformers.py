@@ -1,0 +1,60 @@
+"""Hugging Face's Trainer: ε beside the training, and an error where something took the private
+loader away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..engine.privacy_engine import PrivacyEngine
+from .stays_private import require_private
+
+
+class PrivacyCallback(TrainerCallback):
+    """Adds ``epsilon`` to what ``Trainer`` logs, and refuses a run that is not private.
+
+    ``Trainer`` is given the private optimizer by ``optimizers=(optimizer, None)``, the private
+    loader by a subclass whose ``get_train_dataloader`` returns it, and a mean over records by
+    ``compute_loss_func=``.
+
+    Args:
+        engine: that made model, optimizer and loader private.
+        delta: of the ε that is shown; None takes the budget's.
+
+    Raises:
+        RuntimeError: when training starts: the loader or the optimizer is not the private one.
+
+    **Privacy.** ε is a function of public constants. The training loss in the same log is made of
+    the records, without noise.
+    """
+
+    def __init__(self, engine: PrivacyEngine, delta: float | None = None) -> None:
+        self._engine, self._delta = engine, delta
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raise unless loader and optimizer are the private ones."""
+        optimizer = kwargs.get("optimizer")
+        require_private(
+            self._engine,
+            "Trainer",
+            loader=kwargs.get("train_dataloader"),
+            pass_loader="return the loader of make_private from get_train_dataloader of a subclass",
+            optimizers=[getattr(optimizer, "optimizer", optimizer)],  # in accelerate's wrapper
+            pass_optimizer="write Trainer(..., optimizers=(optimizer, None)) with make_private's",
+        )
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add ε of everything that was charged."""
+        if logs is not None:
+            logs["epsilon"] = self._engine.get_epsilon(self._delta)
