@@ -27,7 +27,8 @@ from torch import Tensor
 from .. import words
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
-from ..noise import GaussianNoise
+from ..noise import GaussianNoise, fresh_generator
+from .approximation import Approximation, draws_of, in_coordinates_of
 from .chain_processes import (
     Spool,
     Start,
@@ -64,6 +65,8 @@ class PrivateKernel(MCMCKernel):
             processes share.
         target_accept_prob: what warm-up adapts the scale of the moves to, by the noisy accept
             decisions alone. None: no adaptation.
+        approximation: where chains start and what shape their moves have, if the user does not say
+            so.
 
     **Privacy.** Draws, accept decisions and noisy log-likelihood ratios are what was charged for;
     they may be published. The kernel keeps the data from :meth:`setup` on, in private attributes
@@ -76,7 +79,11 @@ class PrivateKernel(MCMCKernel):
     _told: tuple[tuple[str, str], ...] = ()
 
     def __init__(
-        self, model: Model, accountant: PrivacyAccountant, target_accept_prob: float | None
+        self,
+        model: Model,
+        accountant: PrivacyAccountant,
+        target_accept_prob: float | None,
+        approximation: Approximation | None = None,
     ) -> None:
         if not isinstance(accountant, PrivacyAccountant):
             raise TypeError(
@@ -92,6 +99,7 @@ class PrivateKernel(MCMCKernel):
         self._transforms: dict[str, Any] | None = None
         self._accountant = accountant
         self._target = target_accept_prob
+        self._approximation = None if approximation is None else draws_of(approximation)
         self._starts: dict[int, Start] = {}
         self._saved: list[str] | None = None
         self._chains: list[list[dict[str, Tensor]]] = []
@@ -138,6 +146,9 @@ class PrivateKernel(MCMCKernel):
         """Whether the likelihood can be evaluated at ``theta``, whatever the data are."""
         return True
 
+    def _take_shape(self, covariance: Tensor) -> None:
+        """Let the moves have the shape of an approximation."""
+
     # -- Pyro's contract ---------------------------------------------------------------------------
 
     @property
@@ -148,7 +159,7 @@ class PrivateKernel(MCMCKernel):
     @property
     def initial_params(self) -> Start:
         """Where the chain starts, in unconstrained space: what the user gave, or else a draw
-        from the prior. Never chosen by the data.
+        from the approximation, or from the prior. Never chosen by the data.
         """
         if self._initial is not None or self._prior is None or self._theta is None:
             return self._initial
@@ -231,21 +242,29 @@ class PrivateKernel(MCMCKernel):
             "save_params": self._saved,
             "initial_params given": self._initial is not None,
         }
-        theta = self._first_point(prior)
+        draws = None
+        if self._approximation is not None:
+            draws, covariance = in_coordinates_of(prior, self._approximation)
+            self._take_shape(covariance)
+        theta = self._first_point(prior, draws)
         return ChainStart(prior, theta, self._initial is not None, self._can_start, settings)
 
-    def _first_point(self, prior: Prior) -> Tensor:
+    def _first_point(self, prior: Prior, draws: Tensor | None) -> Tensor:
         if self._initial is not None:
             theta = prior.flatten(self._initial)
             self._require_start(theta)
             return theta
         for _ in range(_DRAWS):
-            theta = prior.sample()
-            if self._is_valid(theta):
+            if draws is None:
+                theta = prior.sample()
+            else:
+                theta = draws[int(torch.randint(len(draws), (1,), generator=fresh_generator()))]
+            if self._can_start(theta):
                 return theta
         raise ValueError(
-            f"the model cannot be evaluated at any of {_DRAWS} draws from its prior: pass"
-            " initial_params= to MCMC, made without data."
+            f"the model cannot be evaluated at any of {_DRAWS} draws from its"
+            f" {'prior' if draws is None else 'approximation'}: pass initial_params= to MCMC, made"
+            " without data."
         )
 
     def sample(self, params: dict[str, Tensor]) -> dict[str, Tensor]:

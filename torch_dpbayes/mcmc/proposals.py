@@ -73,6 +73,11 @@ class Moves:
                 " unconstrained ones."
             )
 
+    def take_shape(self, covariance: Tensor) -> None:
+        """From now on the random walk has this shape, times the square of the scale."""
+        if self.proposal is None:
+            self._factor = self.scale * torch.linalg.cholesky(covariance)
+
     def charges(self) -> list[tuple[events.DpEvent, int]]:
         """What a move releases."""
         return [] if self.proposal is None else [(self.proposal.event, 1)]

@@ -2,6 +2,7 @@
 surely.
 """
 
+from .chains import kernel_from
 from .comparison import MethodComparison, MethodForecast, compare_methods
 from .families import (
     ExponentialFamily,
@@ -26,6 +27,7 @@ __all__ = [
     "dirichlet_categorical",
     "from_run",
     "gamma_poisson",
+    "kernel_from",
     "laplace",
     "laplace_for_module",
     "sufficient_statistics",

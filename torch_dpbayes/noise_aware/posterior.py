@@ -106,6 +106,13 @@ class NoiseAwarePosterior:
         """Posterior standard deviations by site."""
         return self._both_moments()[1]
 
+    @property
+    def unconstrained_stddev(self) -> Tensor:
+        """Standard deviations in unconstrained space ``[d]``, sites sorted by name: what
+        ``mcmc.plan(...).expected_sample_size`` takes.
+        """
+        return self._unconstrained(_DRAWS).std(0)
+
     def log_density(self, values: Mapping[str, Tensor]) -> float:
         """log p(values | releases) up to a constant, as a density of the sites' own values."""
         theta, log_jacobian = self._coordinates.unconstrained(values)
