@@ -53,8 +53,8 @@ class DPPenalty(PrivateKernel):
         target_accept_prob: acceptance rate that warm-up adapts the random walk's scale to. None: no
             adaptation.
         approximation: a released approximation of the posterior, such as a noise-aware one, or
-            draws by site that were made without these data. Chains start at its draws, and the random
-            walk has its covariance, times ``proposal_scale``².
+            draws by site that were made without these data. Chains start at its draws, and the
+            random walk has its covariance, times ``proposal_scale``².
 
     Raises:
         ValueError: an argument is out of range, or, in ``MCMC.run``, the model is not fit for it.
