@@ -1,6 +1,7 @@
 """Prints a ledger for a person.
 
     python -m torch_dpbayes.accounting budget.db [--json] [--delta 1e-5] [--plot spent.png]
+        [--plot-risk risk.png] [--records-per-person 1]
 
 Nothing is written to the file, and neither torch nor Opacus is imported.
 """
@@ -19,11 +20,15 @@ from . import events
 from .accountant import PrivacyAccountant, look_at
 from .choices import check_delta
 from .ledger import LedgerError, Row, open_blocks
+from .picture import draw
+from .risk import Risk
 
 _POINTS = 25  # of the curve, each of which is a composition
 
 
-def report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict[str, Any]:
+def report(
+    accountant: PrivacyAccountant, rows: list[Row], delta: float, risk: Risk
+) -> dict[str, Any]:
     """What there is to say about a ledger, as JSON can hold it; infinite numbers as ``None``."""
     upper = accountant.get_epsilon(delta)
     last: dict[str, events.DpEvent] = {}
@@ -44,6 +49,7 @@ def report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict
         "rests_on": list(accountant.notes),
         "epsilon": _finite(upper),
         "delta": delta,
+        "risk": risk.as_dict(),
         "releases": len(accountant),
         "jobs": len({row.job for row in rows}),
         "labels": [
@@ -77,7 +83,7 @@ def report(accountant: PrivacyAccountant, rows: list[Row], delta: float) -> dict
     }
 
 
-def text(found: dict[str, Any], summary: str) -> str:
+def text(found: dict[str, Any], summary: str, risk: Risk) -> str:
     """The report for a terminal."""
     lines = summary.splitlines()
     if found["first"]:
@@ -101,16 +107,26 @@ def text(found: dict[str, Any], summary: str) -> str:
             f" ({block['label'] or 'no label'}, {block['writer']})"
             for block in found["open_blocks"]
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, str(risk)])
+
+
+def plot_risk(risk: Risk, path: str) -> None:
+    """The rates of attacks, as a picture."""
+    _without_a_screen("--plot-risk")
+    draw(risk).figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def _without_a_screen(option: str) -> None:
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit(f"{option} needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
 
 
 def plot(accountant: PrivacyAccountant, rows: list[Row], delta: float, path: str) -> None:
     """Epsilon over time, as a picture."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
+    _without_a_screen("--plot")
     from matplotlib import dates, pyplot
 
     times, epsilons = spent(accountant, rows, delta)
@@ -211,13 +227,27 @@ def main(arguments: Iterable[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", metavar="FILE.png", help="also draw epsilon over time")
+    parser.add_argument("--plot-risk", metavar="FILE.png", help="also draw what attackers can tell")
+    parser.add_argument(
+        "--records-per-person",
+        type=int,
+        default=1,
+        metavar="K",
+        help="state the risk of people who have up to K records",
+    )
     given = parser.parse_args(None if arguments is None else list(arguments))
     try:
         accountant, rows = look_at(given.file)
         delta = accountant.delta if given.delta is None else check_delta(given.delta)
         delta = 1e-5 if delta is None else delta
-        found = report(accountant, rows, delta)
-        print(json.dumps(found, indent=2) if given.json else text(found, accountant.summary()))
+        size = given.records_per_person
+        risk = accountant.risk(delta=delta, records_per_person=size)
+        found = report(accountant, rows, delta, risk)
+        summary = accountant.summary(size)
+        print(json.dumps(found, indent=2) if given.json else text(found, summary, risk))
+        if given.plot_risk:
+            plot_risk(risk, given.plot_risk)
+            print(f"picture: {given.plot_risk}", file=sys.stderr)
         if given.plot:
             plot(accountant, rows, delta, given.plot)
             print(f"picture: {given.plot}", file=sys.stderr)

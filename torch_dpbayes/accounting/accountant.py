@@ -13,7 +13,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
-from . import events, report, saved_state
+from . import events, picture, report, risk, saved_state
 from .access import Access
 from .charging import Charging
 from .choices import (
@@ -23,6 +23,7 @@ from .choices import (
     accounting_method,
     check_delta,
     check_epsilon,
+    check_probability,
     neighboring_relation,
 )
 from .events import (
@@ -301,6 +302,49 @@ class PrivacyAccountant:
         with self._access.lock:
             return self._prices.delta(self._access.read().history, epsilon)
 
+    def risk(
+        self,
+        prior: float = 0.5,
+        false_positive_rate: float = 1e-3,
+        *,
+        delta: float | None = None,
+        records_per_person: int = 1,
+    ) -> risk.Risk:
+        """What an attacker can tell of one person, at most; ``print`` it.
+
+        Args:
+            prior: the attacker's probability, before anything was released, that the person took
+                part.
+            false_positive_rate: how often the attack may accuse somebody wrongly.
+            delta: of ``epsilon`` and ``gdp_mu``. Defaults to the budget's, else 1e-5.
+            records_per_person: how many records a person has at most.
+        """
+        if delta is None and self._delta is None:
+            delta = 1e-5
+        delta = self._default_delta(delta)
+        with self._access.lock:
+            history = self._access.read().history
+            return risk.assess(
+                history,
+                prior=check_probability(prior, "prior"),
+                false_positive_rate=check_probability(false_positive_rate, "false_positive_rate"),
+                delta=delta,
+                records_per_person=events.positive_count(records_per_person, "records_per_person"),
+                epsilon=self._prices.epsilon(history, delta),
+            )
+
+    def plot_risk(self, axes: Any = None, **options: Any) -> Any:
+        """Draws true- against false-positive rates of the best attack.
+
+        Args:
+            axes: of matplotlib; a new figure's if ``None``.
+            options: those of :meth:`risk`.
+
+        Returns:
+            The axes.
+        """
+        return picture.draw(self.risk(**options), axes)
+
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
         costs nothing.
@@ -457,14 +501,18 @@ class PrivacyAccountant:
             [SelfComposedDpEvent(charge.event, charge.count) for charge in self.history]
         )
 
-    def summary(self) -> str:
-        """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, and
-        the shares of each label.
+    def summary(self, records_per_person: int = 1) -> str:
+        """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, what
+        an attacker can tell of a person, and the shares of each label.
+
+        Args:
+            records_per_person: how many records a person has at most: the risk is that of a person.
         """
         with self._access.lock:
             delta = self._delta if self._delta is not None else 1e-5
             bounds = self.get_epsilon(delta, return_bounds=True)
-            return report.summary(self._access.charging, bounds, delta, self.notes)
+            found = self.risk(delta=delta, records_per_person=records_per_person)
+            return report.summary(self._access.charging, bounds, delta, self.notes, found)
 
     def shares(self, delta: float | None = None) -> dict[str | None, tuple[float | None, int]]:
         """Of each label the share of the cost, and the releases. The cost that adds up is the Renyi

@@ -70,7 +70,7 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float, corners: int = CORNE
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float, corners: int) -> float:
     if (exact := RandomizedResponses.of(counts)) is not None:
         return exact.epsilon(delta)
-    counts, largest = _without_extremes(counts)
+    counts, largest = without_extremes(counts)
     if largest:
         return (largest + _upper_epsilon(counts, delta, corners)) * (1 + 1e-15)
     levels = merge(counts)
@@ -131,7 +131,7 @@ class Extension:
         self._beyond = False
         joint = added(counts, more, guess)
         # of these a bound that needs no grid is asked for each time
-        self._gridless = set(map(type, joint)) <= {Gaussian, Failure} or _without_extremes(
+        self._gridless = set(map(type, joint)) <= {Gaussian, Failure} or without_extremes(
             apart(joint)[1]
         ) != (apart(joint)[1], 0.0)
         if self._gridless:
@@ -200,7 +200,7 @@ class Extension:
         return beside_failures(added(self._counts, self._more, steps), self._delta, price)
 
 
-def _without_extremes(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], float]:
+def without_extremes(counts: Mapping[Pair, int]) -> tuple[dict[Pair, int], float]:
     """What a distribution on a grid can tell apart, and what is to be added to its epsilon for the
     rest, which costs far more than any guarantee is worth: bounded losses count at their largest
     (basic composition), and beside such a Gaussian other releases count as Gaussians without
@@ -234,7 +234,7 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         if failed > delta:
             return math.inf
         delta = max((delta - failed) / (1 - failed) * (1 + 1e-15), SMALLEST_DELTA)
-    if (near := _without_extremes(others)[0]) != others:  # leaving the others out only lowers it
+    if (near := without_extremes(others)[0]) != others:  # leaving the others out only lowers it
         others = (
             {pair: n for pair, n in others.items() if isinstance(pair, Gaussian)}
             if _FAR_MU < (only_mu(near) or 0.0)
@@ -260,7 +260,7 @@ def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
 def _upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     if (exact := RandomizedResponses.of(counts)) is not None:
         return exact.delta(epsilon)
-    counts, largest = _without_extremes(counts)
+    counts, largest = without_extremes(counts)
     if largest:
         return _upper_delta(counts, (epsilon - largest) * (1 - 1e-15)) if epsilon > largest else 1.0
     levels = merge(counts)

@@ -20,6 +20,7 @@ __all__ = [
     "accounting_method",
     "check_delta",
     "check_epsilon",
+    "check_probability",
     "neighboring_relation",
 ]
 
@@ -94,3 +95,11 @@ def check_delta(delta: Any) -> float:
             " with the truth. Use delta >= 1e-30."
         )
     return value
+
+
+def check_probability(value: Any, what: str) -> float:
+    """``value`` as a ``float`` in (0, 1)."""
+    number = float(value)
+    if not 0 < number < 1:
+        raise ValueError(f"{what} must lie between 0 and 1, both excluded, got {value!r}.")
+    return number

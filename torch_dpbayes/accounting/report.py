@@ -10,12 +10,17 @@ from .charging import Charging
 from .failures import apart, without_delta
 from .history import History, Part, needed
 from .pairs import NonPrivate
+from .risk import Risk
 
 Shares = dict[str | None, tuple[float | None, int]]
 
 
 def summary(
-    charging: Charging, bounds: tuple[float, float], delta: float, statements: Iterable[str]
+    charging: Charging,
+    bounds: tuple[float, float],
+    delta: float,
+    statements: Iterable[str],
+    risk: Risk,
 ) -> str:
     """Everything there is to say, with the lower and the upper bound on epsilon at ``delta``; see
     ``PrivacyAccountant.summary``.
@@ -32,6 +37,15 @@ def summary(
     if math.isinf(upper) and (why := without_delta(history.guaranteed(), delta)):
         lines.append(f"              {why}")
     lines.append(f"  guarantee   {guarantee_in_words(charging, delta)}")
+    if risk.records_per_person > 1:
+        lines.append(
+            f"  people      of at most {risk.records_per_person} records each: epsilon <="
+            f" {risk.epsilon:.5g} at delta = {delta:g}"
+        )
+    lines.append(
+        f"  risk        an attack that accuses {risk.false_positive_rate:.1%} wrongly finds at most"
+        f" {risk.true_positive_rate:.4g} of those there; advantage <= {risk.advantage:.4g}"
+    )
     if charging.session is not None:
         lines.append(f"  ledger      {charging.session.ledger.path}")
     for i, statement in enumerate(statements):

@@ -1,0 +1,199 @@
+"""Trade-off curves against closed forms, quadrature and simulated attacks."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+from support.cumulants import true_delta
+
+from torch_dpbayes.accounting.pairs import (
+    BoundedRange,
+    Failure,
+    Gaussian,
+    NonPrivate,
+    Pure,
+    Sampled,
+)
+from torch_dpbayes.accounting.profiles import profiles, trade_offs
+from torch_dpbayes.accounting.trade_off import Profile, TradeOff
+
+RATES = np.array([1e-12, 1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 0.999])
+powers_of_ten = st.floats(-2.0, 0.7).map(lambda x: 10**x)
+
+
+def curves(counts, method="pld"):
+    return trade_offs(*profiles(frozenset(counts.items()), method))
+
+
+def gaussian(rates, mu):
+    return stats.norm.cdf(stats.norm.ppf(rates) + mu)
+
+
+def tightly(bound, truth, excess):
+    assert np.all(truth * (1 - 1e-9) <= bound), bound / truth - 1
+    assert np.all(bound <= truth * (1 + excess)), bound / truth - 1
+
+
+@given(mu=powers_of_ten, count=st.integers(1, 5))
+def test_gaussians(mu, count):
+    (curve,) = curves({Gaussian(mu): count})
+    mu *= math.sqrt(count)
+    tightly(curve(RATES), gaussian(RATES, mu), 1e-3)
+    tightly(curve.advantage, special.erf(mu / math.sqrt(8)), 1e-6)
+    tightly(curve.mu(1e-9), mu - 3e-9, 1e-3)
+    epsilon = curve.epsilon(1e-5)
+    tightly(curve.delta(epsilon), 1e-5 * (1 - 1e-8), 1e-6)
+    a = stats.norm.cdf(-epsilon / mu + mu / 2)
+    truth = a - math.exp(epsilon + stats.norm.logcdf(-epsilon / mu - mu / 2))
+    assert epsilon == 0 or truth <= 1e-5 * (1 + 1e-9)
+
+
+@given(
+    rate=st.floats(-3.0, -0.05).map(lambda x: 10**x),
+    noise=powers_of_ten.map(lambda x: x + 0.3),
+    prior=st.floats(0.01, 0.99),
+)
+@settings(max_examples=5)
+def test_one_sampled_release_in_both_directions(rate, noise, prior):
+    """The most powerful test is a threshold on the sum."""
+    there, absent = curves({Sampled("directed", rate, noise): 1})
+    at = np.linspace(-8 * noise, 1 + 8 * noise, 4001)
+    out, kept = stats.norm.sf(at / noise), stats.norm.cdf(at / noise)
+    inside = (1 - rate) * out + rate * stats.norm.sf((at - 1) / noise)
+    missed = (1 - rate) * kept + rate * stats.norm.cdf((at - 1) / noise)
+    some = slice(200, -200, 200)
+    tightly(there(out[some]), inside[some], 2e-3)
+    tightly(absent(missed[some]), kept[some], 2e-3)
+    for curve, true, false in ((there, inside, out), (absent, kept, missed)):
+        guess = np.max(prior * true + (1 - prior) * (1 - false))
+        tightly(curve.best_guess(prior), max(guess, prior, 1 - prior), 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["directed", "antipodal"])
+def test_many_sampled_releases_against_the_cumulant(kind):
+    counts = {Sampled(kind, 0.02, 1.0): 500, Gaussian(0.3): 2}
+    found = curves(counts)
+    for epsilon in (0.5, 1.0, 2.0, 4.0):
+        truth = true_delta(counts, epsilon)
+        tightly(max(curve.delta(epsilon) for curve in found), truth, 5e-3)
+
+
+def test_a_simulated_attack():
+    """Likelihood ratios of what was released, on both sides; 6 standard errors."""
+    steps, rate, noise, runs = 12, 0.2, 0.8, 40_000
+    generator = np.random.default_rng()
+
+    def losses(with_record):
+        x = noise * generator.standard_normal((runs, steps))
+        if with_record:
+            x += generator.random((runs, steps)) < rate
+        return np.log1p(rate * np.expm1((2 * x - 1) / (2 * noise**2))).sum(axis=1)
+
+    there, absent = curves({Sampled("directed", rate, noise): steps})
+    present, missing = losses(True), losses(False)
+    for rejected in (0.02, 0.1, 0.4):
+        threshold = np.quantile(losses(False), 1 - rejected)
+        power, size = np.mean(present > threshold), np.mean(missing > threshold)
+        for curve, true, false in ((there, power, size), (absent, 1 - size, 1 - power)):
+            error = 6 * 0.5 * (1 + float(curve(false) / false)) / math.sqrt(runs)
+            assert curve(false) - error <= true <= curve(false) + error
+
+
+@given(epsilon=powers_of_ten)
+def test_randomised_response(epsilon):
+    (curve,) = curves({Pure(epsilon): 1})
+    truth = np.minimum(np.exp(epsilon) * RATES, 1 - np.exp(-epsilon) * (1 - RATES))
+    tightly(curve(RATES), truth, 1e-3)
+    (two,) = curves({Pure(epsilon): 2})
+    # both answers speak for the record, or one of them
+    right = special.expit(epsilon)
+    vertices = np.array([(1 - right) ** 2, 1 - right**2])
+    tightly(two(vertices), np.array([right**2, 1 - (1 - right) ** 2]), 2e-3)
+
+
+@given(
+    counts=st.dictionaries(
+        st.one_of(
+            st.builds(Gaussian, powers_of_ten),
+            st.builds(Pure, powers_of_ten),
+            st.builds(BoundedRange, powers_of_ten),
+            st.builds(Failure, st.floats(1e-8, 0.1)),
+            st.builds(
+                Sampled, st.sampled_from(["directed", "antipodal", "symmetric"]),
+                st.floats(0.01, 0.9), powers_of_ten.map(lambda x: x + 0.3),
+            ),
+        ),
+        st.integers(1, 20), min_size=1, max_size=3,
+    )
+)  # fmt: skip
+@settings(max_examples=6)
+def test_curves_are_concave_inverse_to_each_other_and_grow_with_releases(counts):
+    found = curves(counts)
+    more = curves({pair: n + 1 for pair, n in counts.items()})
+    for curve, larger in zip(found, more, strict=True):
+        x, y = curve.vertices
+        assert x[0] == 0 and x[-1] == y[-1] == 1
+        assert np.all(np.diff(x) > 0) and np.all(np.diff(y) >= 0)
+        assert np.all(curve(RATES) >= RATES)
+        middle = (x[:-1] + x[1:]) / 2
+        assert np.all(curve(middle) >= (y[:-1] + y[1:]) / 2 * (1 - 1e-9))
+        assert np.all(larger(RATES) >= curve(RATES) * (1 - 2e-3))
+    x, y = found[0].vertices
+    back = found[-1](1 - y)
+    assert np.max(np.abs(back - (1 - x))[y < 1 - 1e-6]) < 2e-3
+
+
+def test_what_fails_or_reveals_everything():
+    (curve,) = curves({NonPrivate(): 1, Gaussian(1.0): 3})
+    assert curve.advantage == 1 and curve(1e-9) == 1 and curve.epsilon(0.5) == math.inf
+    assert curve.mu(0.5) == math.inf
+    (curve,) = curves({Failure(0.01): 1})
+    tightly(curve(RATES), 0.01 + RATES * (RATES < 0.9), 0.2)
+    tightly(curve(RATES[:3]), 0.01 + RATES[:3], 1e-9)
+    assert curve.epsilon(0.02) == 0 and curve.epsilon(0.005) == math.inf
+    assert curve.mu(0.005) == math.inf and curve.mu(0.02) == 0
+    (curve,) = curves({Gaussian(1e9): 1})
+    assert curve(1e-9) == 1
+    (curve,) = curves({Pure(1e6): 3})
+    assert curve(0.5) == 1 and curve.epsilon(1e-9) <= 3e6 * (1 + 1e-9)
+    (curve,) = curves({})
+    tightly(curve(RATES), RATES, 1e-9)
+
+
+@given(mu=powers_of_ten.map(lambda x: x / 2), size=st.integers(1, 12))
+def test_groups_of_gaussians(mu, size):
+    (curve,) = curves({Gaussian(mu): 1})
+    group = curve.of_groups(size)
+    rates = RATES[2:]
+    tightly(group(rates), gaussian(rates, size * mu), 1e-2 if size * mu < 12 else math.inf)
+
+
+def test_groups_of_randomised_responses_and_of_failures():
+    """One step after another: e^epsilon a + delta, again and again."""
+    (curve,) = curves({Pure(0.5): 1, Failure(1e-3): 1})
+    value = 1e-6
+    for size in range(1, 5):
+        value = 1e-3 + (1 - 1e-3) * math.exp(0.5) * value
+        tightly(curve.of_groups(size)(1e-6), value, 5e-3)
+
+
+def test_a_thinned_curve_lies_above(monkeypatch):
+    monkeypatch.setattr("torch_dpbayes.accounting.trade_off._MOST_VERTICES", 200)
+    (curve,) = curves({Gaussian(0.3): 1})
+    thin = curve.thinned()
+    assert len(thin.false_positive_rates) <= 200
+    tightly(thin(RATES[2:]), curve(RATES[2:]), 0.05)
+
+
+def test_lines_that_do_not_form_a_profile_are_bounds_all_the_same():
+    """Of a profile that is nowhere convex the envelope takes the lowest lines."""
+    epsilons = np.array([0.0, 0.5, 1.0, 800.0])
+    profile = Profile(epsilons, np.array([0.3, 0.29, 0.01, 1e-9]))
+    curve = TradeOff.of_profiles(profile, profile)
+    x = np.linspace(0.0, 1.0, 101)
+    lines = [math.exp(e) * x + d for e, d in zip(epsilons[:3], profile.deltas[:3], strict=True)]
+    lines += [1 - math.exp(-e) * (1 - x - d) for e, d in zip(epsilons, profile.deltas, strict=True)]
+    tightly(curve(x), np.minimum(np.min(lines, axis=0), 1.0), 1e-9)

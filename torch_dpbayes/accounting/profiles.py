@@ -1,0 +1,136 @@
+"""The privacy profile of a composition at many epsilons at once, in each direction.
+
+A composition on a tilted grid is accurate near the delta for which its tilt was chosen. Here a few
+are made, from the advantage down to the smallest delta that counts, and the smallest of their
+bounds is taken at each epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+import numpy as np
+
+from . import renyi
+from .bounded import RandomizedResponses, largest_sum
+from .bounds import without_extremes
+from .choices import Method
+from .composition import CORNERS, choose_window, compose, tail_of
+from .failures import apart, failing
+from .gaussian import gaussian_delta, gaussian_epsilon
+from .levels import EXACT_LEVELS, directions, merge, only_mu
+from .loss_grid import loss_nodes
+from .pairs import Array, NonPrivate, Pair
+from .trade_off import LARGEST_LOSS, Profile, TradeOff
+
+_POINTS = 700  # evenly spaced, and as many towards 0
+_DELTAS = (1e-3, 1e-8, 1e-16, 1e-30)  # that compositions are tuned for, beside the advantage
+SMALLEST = 1e-36  # delta up to which the points reach
+_ACCURACY = 5e-4  # relative excess of epsilon that discretisation aims at
+_CORNERS, _ROUGH_ACCURACY = 150, 1e-3  # the same of many different levels
+_MOST_LOSSES = 2**18  # on the grid, of one release
+_ROUND_OFF = 1e-10  # relative, of closed forms
+
+
+def points(largest: float, number: int = _POINTS) -> Array:
+    """Epsilons from 0 to ``largest``."""
+    share = np.linspace(0.0, 1.0, number)
+    return max(largest, 1e-12) * np.union1d(share, share**3)
+
+
+def certain() -> Profile:
+    """The profile of what reveals everything."""
+    return Profile(np.zeros(1), np.ones(1))
+
+
+@lru_cache(maxsize=16)
+def profiles(counts: frozenset[tuple[Pair, int]], method: Method) -> tuple[Profile, Profile]:
+    """Bounds on the hockey-stick divergences of a composition whose parameters were fixed in
+    advance: of (P, Q), where a record was removed, and of (Q, P).
+    """
+    failures, others = apart(dict(counts))
+    if NonPrivate() in others:
+        return (certain(),) * 2
+    failed = failing(failures)
+    found = (Profile(np.zeros(1), np.zeros(1)),) * 2
+    if others and method == "rdp":
+        found = (_of_curve(renyi.curve(others), largest_sum(others)),) * 2
+    elif others:
+        found = _profiles(others)
+    forward, backward = (
+        Profile(p.epsilons, np.minimum(failed + (1 - failed) * p.deltas * (1 + _ROUND_OFF), 1.0))
+        for p in found
+    )
+    return (forward, forward) if found[0] is found[1] else (forward, backward)
+
+
+def of_function(delta: Callable[[float], float], largest: float) -> Profile:
+    """The profile of which ``delta`` is known at every epsilon."""
+    at = points(min(largest, LARGEST_LOSS))
+    return Profile(at, np.array([delta(epsilon) for epsilon in at.tolist()]))
+
+
+def _of_curve(curve: Array, largest: float) -> Profile:
+    profile = of_function(
+        lambda epsilon: renyi.delta(curve, epsilon), renyi.epsilon(curve, SMALLEST)
+    )
+    return profile.ending(largest)
+
+
+def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
+    largest = largest_sum(counts)
+    if (exact := RandomizedResponses.of(counts)) is not None:
+        return (of_function(exact.delta, largest).ending(largest),) * 2
+    near, far = without_extremes(counts)
+    levels = merge(near)
+    if not levels:
+        return (certain().ending(far),) * 2
+    if (mu := only_mu(levels)) is not None:
+        at = points(gaussian_epsilon(mu, 1e-100), 5 * _POINTS)
+        deltas = [gaussian_delta(mu, epsilon) * (1 + _ROUND_OFF) for epsilon in at.tolist()]
+        found = [Profile(at, np.clip(deltas, 0.0, 1.0))]
+    else:
+        try:
+            found = [_composed(levels, reverse) for reverse in directions(levels)]
+        except OverflowError:
+            return (certain().ending(largest),) * 2
+    found = [
+        Profile(profile.epsilons + far * (1 + 1e-15), profile.deltas).ending(largest)
+        for profile in found
+    ]
+    return found[0], found[-1]
+
+
+def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
+    few = len(levels) <= EXACT_LEVELS
+    accuracy, corners = (_ACCURACY, CORNERS) if few else (_ROUGH_ACCURACY, _CORNERS)
+    least = max(map(_spread, levels)) / _MOST_LOSSES if few else 0.0
+    found = []
+    for target in (None, *_DELTAS):
+        asked = {"epsilon": 0.0} if target is None else {"log_delta": math.log(target)}
+        tail = tail_of(SMALLEST, sum(levels.values()))
+        window = choose_window(levels, reverse, tail, accuracy=accuracy, **asked)
+        found += compose(
+            levels,
+            delta=target,
+            epsilon=0.0 if target is None else None,
+            interval=max(window.interval, least),
+            reverse=reverse,
+            corners=corners,
+        )
+    at = points(min(composition.upper_epsilon(SMALLEST) for composition in found))
+    return Profile(at, np.min([composition.upper_deltas(at) for composition in found], axis=0))
+
+
+def _spread(pair: Pair) -> float:
+    return float(np.ptp(loss_nodes(pair, 1e-20).losses))
+
+
+def trade_offs(forward: Profile, backward: Profile) -> tuple[TradeOff, ...]:
+    """The curves of the attack that has to reject "without the record", and "with" it; one, where
+    they are the same.
+    """
+    there = TradeOff.of_profiles(forward, backward)
+    return (there,) if forward is backward else (there, TradeOff.of_profiles(backward, forward))
