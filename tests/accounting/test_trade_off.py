@@ -151,8 +151,8 @@ def test_what_fails_or_reveals_everything():
     assert curve.advantage == 1 and curve(1e-9) == 1 and curve.epsilon(0.5) == math.inf
     assert curve.mu(0.5) == math.inf
     (curve,) = curves({Failure(0.01): 1})
-    tightly(curve(RATES), 0.01 + RATES * (RATES < 0.9), 0.2)
-    tightly(curve(RATES[:3]), 0.01 + RATES[:3], 1e-9)
+    assert np.all(curve(RATES) >= 0.01 + 0.99 * RATES)
+    assert np.all(curve(RATES) <= (0.01 + RATES) * (1 + 1e-9))
     assert curve.epsilon(0.02) == 0 and curve.epsilon(0.005) == math.inf
     assert curve.mu(0.005) == math.inf and curve.mu(0.02) == 0
     (curve,) = curves({Gaussian(1e9): 1})

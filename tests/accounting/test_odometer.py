@@ -1,0 +1,157 @@
+"""An epsilon for every moment: against adversaries that watch and stop, and against filters."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import integrate
+
+from torch_dpbayes import PrivacyAccountant
+from torch_dpbayes.accounting import odometer, renyi
+from torch_dpbayes.accounting.events import (
+    FailureDpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    ZCDpEvent,
+)
+from torch_dpbayes.accounting.pairs import Gaussian, Sampled
+
+DELTA = 0.05  # large enough for simulations to see
+RUNS = 4000
+
+
+class Watched:
+    """Runs under P in which noise depends on what was seen: less after a loss that rose."""
+
+    def __init__(self, steps, sampled):
+        generator = np.random.default_rng()
+        pairs = [Sampled("directed", 0.2, z) if sampled else Gaussian(1 / z) for z in (1.0, 2.5)]
+        curves = [renyi.curve({pair: 1}) for pair in pairs]
+        self.first = {pairs[1]: 1}
+        loss, counts = np.zeros(RUNS), np.zeros((RUNS, 2))
+        rising = np.zeros(RUNS, dtype=bool)
+        self.losses, self.counts = [], []
+        for _ in range(steps):
+            z = np.where(rising, 1.0, 2.5)
+            x = z * generator.standard_normal(RUNS)
+            if sampled:
+                x += generator.random(RUNS) < 0.2
+                gain = np.log1p(0.2 * np.expm1((2 * x - 1) / (2 * z**2)))
+            else:
+                gain = (2 * (x + 1) - 1) / (2 * z**2)
+            counts[np.arange(RUNS), 1 - rising] += 1
+            loss, rising = loss + gain, gain > 0
+            self.losses.append(loss)
+            self.counts.append(counts.copy())
+        self.curves = curves
+
+    def payoff(self, price):
+        """What the best moment is worth, if ``price`` says epsilon for divergences: stops as soon
+        as an excess is at least a level, the best of some levels.
+        """
+        known = {}
+
+        def epsilon(row):
+            key = tuple(row)
+            if key not in known:
+                known[key] = price(row[0] * self.curves[0] + row[1] * self.curves[1])
+            return known[key]
+
+        excess = np.array(
+            [
+                loss - [epsilon(row) for row in counts]
+                for loss, counts in zip(self.losses, self.counts, strict=True)
+            ]
+        )
+        paid = []
+        for level in (0.2, 0.5, 1.0, 1.5, 2.0):
+            passed = excess >= level
+            stop = np.where(passed.any(axis=0), passed.argmax(axis=0), len(excess) - 1)
+            at_stop = excess[stop, np.arange(RUNS)]
+            paid.append(float(np.mean(-np.expm1(-np.maximum(at_stop, 0.0)))))
+        return max(paid)
+
+
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_who_stops_at_the_best_moment_gains_nothing(sampled):
+    watched = Watched(60, sampled)
+    exponents = np.array(renyi.ORDERS) - 1
+    weights = np.log(odometer.weights(watched.first, DELTA, None)) + math.log(DELTA)
+    error = 6 * math.sqrt(DELTA * (1 - DELTA) / RUNS)
+    paid = watched.payoff(lambda spent: odometer.largest(exponents, weights, spent))
+    assert paid <= DELTA + error
+
+
+def test_the_conversion_holds_for_every_loss():
+    """(1 - exp(epsilon - l))_+ <= delta * mixture, with equality somewhere."""
+    generator = np.random.default_rng()
+    for _ in range(20):
+        first = {Sampled("directed", float(generator.uniform(0.01, 0.9)), 1.5): 1}
+        spent = renyi.curve(first) * generator.integers(1, 1000)
+        weights = odometer.weights(first, 1e-5, None)
+        assert weights.sum() == pytest.approx(1.0) and weights.min() > 0
+        exponents = np.array(renyi.ORDERS) - 1
+        known = np.isfinite(spent)
+        exponents, spent, weights = exponents[known], spent[known], weights[known]
+        epsilon = odometer.largest(exponents, np.log(weights) + math.log(1e-5), spent)
+        losses = epsilon + np.geomspace(1e-6, 30.0, 4000)
+        mixture = np.exp(np.minimum(exponents * (losses[:, None] - spent), 600.0)) @ weights
+        slack = 1e-5 * mixture / -np.expm1(epsilon - losses)
+        assert 1 - 1e-9 <= slack.min() <= 1.001
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [Sampled("directed", 0.01, 1.0), Sampled("antipodal", 0.01, 1.0), Gaussian(0.05),
+     Sampled("directed", 0.001, 0.6)],
+)  # fmt: skip
+def test_close_to_the_filter_on_runs_that_were_not_adaptive(pair):
+    for count in (100, 1000, 10_000, 100_000):
+        filtered = renyi.upper_epsilon({pair: count}, 1e-5)
+        alone = odometer.epsilon({pair: count}, 1e-5, {pair: 1})
+        assert filtered <= alone <= 1.15 * filtered
+        budget = (filtered, 1e-5)
+        assert filtered <= odometer.epsilon({pair: count}, 1e-5, {pair: 1}, budget) <= alone
+
+
+def test_one_order_is_the_usual_conversion():
+    alpha, spent = 7.0, 0.8
+    one = odometer.largest(np.array([alpha - 1]), np.array([math.log(1e-6)]), np.array([spent]))
+    usual = renyi.epsilon(np.array([spent]), 1e-6, [alpha])
+    assert one == pytest.approx(usual, rel=1e-8)
+
+
+def test_a_gaussian_at_a_fixed_moment_is_covered():
+    """The hockey-stick divergence at the odometer is at most delta."""
+    for mu in (0.1, 1.0, 5.0):
+        epsilon = odometer.epsilon({Gaussian(mu): 1}, 1e-3, {Gaussian(mu): 1})
+
+        def density(loss, mu=mu, epsilon=epsilon):
+            x = (loss - mu**2 / 2) / mu
+            return -math.expm1(epsilon - loss) * math.exp(-(x**2) / 2) / mu / math.sqrt(2 * math.pi)
+
+        assert integrate.quad(density, epsilon, epsilon + 60)[0] <= 1e-3
+
+
+def test_the_accountant_shows_it():
+    step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+    free = PrivacyAccountant()
+    assert free.odometer(1e-5) == 0.0
+    with pytest.raises(ValueError, match="delta is needed"):
+        free.odometer()
+    bound = PrivacyAccountant(3.0, 1e-5)
+    shown = []
+    for _ in range(5):
+        free.compose(step, 50)
+        bound.compose(step, 50, adaptive=True)
+        shown.append(free.odometer(1e-5))
+    assert shown == sorted(shown) and shown[0] < shown[-1]
+    assert bound.odometer() < shown[-1]
+    free.compose(GaussianDpEvent(3.0))
+    assert free.odometer(1e-5) > shown[-1]
+    assert free.compose(FailureDpEvent(1e-9)).odometer(1e-5) == math.inf
+    assert PrivacyAccountant().compose(NonPrivateDpEvent()).odometer(1e-5) == math.inf
+    concentrated = PrivacyAccountant(method="rdp").compose(ZCDpEvent(0.1, 0.0))
+    assert 1 < concentrated.odometer(1e-5) < 1.5 * concentrated.get_epsilon(1e-5)

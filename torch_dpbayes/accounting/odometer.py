@@ -1,0 +1,111 @@
+r"""Odometer: an epsilon that is valid at every moment, however noise and rates were chosen.
+
+Let L be the privacy loss of all releases so far, and R_a the sum of their Renyi divergences of
+order a, each of which is known before its release. Then exp((a - 1) (L - R_a)) is a supermartingale
+under the data set that L refers to, also where parameters are chosen from earlier outputs
+(Whitehouse, Ramdas, Rogers, Wu 2023; for filters Feldman, Zrnic 2021), and so is a mixture over
+orders,
+
+.. math:: N = \sum_a w_a \exp((a - 1) (L - R_a)), \qquad \sum_a w_a = 1.
+
+The odometer shows the least epsilon for which (1 - exp(epsilon - L))_+ <= delta * N whatever L is:
+
+.. math:: \varepsilon = \max_\ell \ \ell + \log\Big(1 - \delta \sum_a w_a
+    e^{(a - 1)(\ell - R_a)}\Big).
+
+By optional stopping E[(1 - exp(epsilon - L))_+] <= delta at every stopping time: whoever watches
+the outputs and stops at the moment that looks best to them has P(S) <= E_Q[exp(epsilon) 1_S] +
+delta for every S, with the epsilon that was shown when they stopped. For one order alone this is
+the conversion of Canonne, Kamath and Steinke (2020) at any fixed moment; the mixture costs the
+logarithm of the weight that the best orders have.
+
+The weights depend on delta and on what was released first, which no output can have decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from scipy import optimize, special
+
+from . import renyi
+from .failures import apart
+from .pairs import Array, NonPrivate, Pair
+
+_COUNTS = np.geomspace(1, 1e7, 36)  # of the first release, for which orders are good
+_LIKELY, _LIKELY_SPREAD = math.log(3e3), 3.0  # of the logarithm of their number
+_BROAD = 0.05  # of the weight lies evenly on all orders
+_SPREAD = 1.0  # standard deviation of the logarithm of their number, where a budget tells it
+
+
+def epsilon(
+    counts: Mapping[Pair, int],
+    delta: float,
+    first: Mapping[Pair, int],
+    budget: tuple[float, float] | None = None,
+) -> float:
+    """The odometer after ``counts``.
+
+    Args:
+        counts: how often each pair was released.
+        delta: fixed before the first release.
+        first: what was released first.
+        budget: epsilon and delta near which the odometer is to be tight.
+    """
+    failures, others = apart(counts)
+    if failures or NonPrivate() in others:
+        return math.inf
+    if not others:
+        return 0.0
+    exponents = np.array(renyi.ORDERS) - 1
+    with np.errstate(divide="ignore"):
+        logs = np.log(weights(first, delta, budget))
+    spent = renyi.curve(others)
+    known = np.isfinite(spent) & np.isfinite(logs)
+    return largest(exponents[known], logs[known] + math.log(delta), spent[known])
+
+
+def largest(exponents: Array, logs: Array, spent: Array) -> float:
+    """max over l of l + log(1 - S), S = sum of exp(logs + exponents * (l - spent)): where S and its
+    derivative add up to 1.
+    """
+    if not len(logs):
+        return math.inf
+    slopes = np.log1p(exponents)
+
+    def excess(loss: float) -> float:
+        return float(special.logsumexp(logs + slopes + exponents * (loss - spent)))
+
+    # each order alone is at least that far, and one of them has its share of the whole
+    alone = spent - (logs + slopes) / exponents
+    margin = 1e-9 * (1 + float(np.min(np.abs(alone))))
+    high = float(np.min(alone)) + margin
+    low = float(np.min(alone - math.log(len(logs)) / exponents)) - margin
+    loss = optimize.brentq(excess, low, high, xtol=1e-13, rtol=1e-13)
+    kept = -float(np.expm1(special.logsumexp(logs + exponents * (loss - spent))))
+    # at the largest value it does not change, so an error of ``loss`` is squared
+    return max(0.0, (loss + math.log(kept)) * (1 + 1e-9)) if kept > 0 else math.inf
+
+
+def weights(first: Mapping[Pair, int], delta: float, budget: tuple[float, float] | None) -> Array:
+    """Of each order of the Renyi curves: where those are that are best for many, or few, of the
+    first release, and a part on all of them.
+    """
+    number = len(renyi.ORDERS)
+    broad = np.full(number, 1 / number)
+    one = renyi.curve(first) if first else np.zeros(0)
+    if not len(one) or not np.isfinite(one).any() or not one.min() > 0:
+        return broad
+    best = np.array([renyi.best_order(count * one, delta) for count in _COUNTS])
+    likely = np.exp(-(((np.log(_COUNTS) - _LIKELY) / _LIKELY_SPREAD) ** 2) / 2)
+    likely /= likely.sum()
+    if budget is not None:
+        limits = renyi.allowed(*budget, renyi.ORDERS)
+        fits = float(np.max(limits / one))
+        if fits > 0:
+            distance = np.log(_COUNTS / np.clip(fits, _COUNTS[0], _COUNTS[-1])) / _SPREAD
+            near = np.exp(-(distance**2) / 2)
+            likely = (likely + 3 * near / near.sum()) / 4
+    return _BROAD * broad + (1 - _BROAD) * np.bincount(best, likely, number)
