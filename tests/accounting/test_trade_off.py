@@ -158,7 +158,7 @@ def test_what_fails_or_reveals_everything():
     (curve,) = curves({Gaussian(1e9): 1})
     assert curve(1e-9) == 1
     (curve,) = curves({Pure(1e6): 3})
-    assert curve(0.5) == 1 and curve.epsilon(1e-9) <= 3e6 * (1 + 1e-9)
+    assert curve(0.5) == 1 and curve.epsilon(1e-9) == math.inf  # beyond what floats tell apart
     (curve,) = curves({})
     tightly(curve(RATES), RATES, 1e-9)
 
