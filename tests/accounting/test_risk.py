@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,6 +109,12 @@ def test_what_fails_or_has_no_noise():
     assert pure.zcdp_order == math.inf and near(pure.zcdp_rho, 0.01**2 / 2, 1e-9)
     concentrated = PrivacyAccountant(method="rdp").compose(ZCDpEvent(0.1, 0.05)).risk()
     assert near(concentrated.zcdp_rho, 0.15, 1e-6)
+
+
+def test_the_page_shows_what_is_printed():
+    page = Path(__file__).parents[2] / "docs/how_to/what_epsilon_means.md"
+    step = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+    assert str(PrivacyAccountant().compose(step, 10_000).risk()) in page.read_text()
 
 
 def test_the_text_says_what_was_asked():

@@ -4,6 +4,7 @@ from . import allocation, truncation  # noqa: F401  (they register their events)
 from .accountant import Charge, EpsilonBounds, PrivacyAccountant, PrivacyBudgetExceeded
 from .calibration import get_noise_multiplier, get_num_steps, noise_multiplier_for
 from .ledger import LedgerError
+from .risk import Risk
 
 __all__ = [
     "Charge",
@@ -11,6 +12,7 @@ __all__ = [
     "LedgerError",
     "PrivacyAccountant",
     "PrivacyBudgetExceeded",
+    "Risk",
     "get_noise_multiplier",
     "get_num_steps",
     "noise_multiplier_for",
