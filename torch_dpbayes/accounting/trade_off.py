@@ -97,12 +97,12 @@ class TradeOff:
         rates, powers = self.vertices
         if len(rates) <= _MOST_VERTICES:
             return self
-        some = np.unique(np.linspace(0, len(rates) - 2, _MOST_VERTICES // 2).astype(np.int64))
-        slopes = np.diff(powers)[some] / np.diff(rates)[some]
-        intercepts = powers[some] * (1 + _ROUND_OFF) - slopes * rates[some]
-        return TradeOff.of_lines(
-            np.append(slopes, 0.0), np.append(np.maximum(intercepts, 0.0), 1.0)
-        )
+        # Every second one, raised by as much as what is left out lies above the lines between them.
+        kept = np.unique(np.linspace(0, len(rates) - 1, _MOST_VERTICES // 2).astype(np.int64))
+        above = powers / np.maximum(np.interp(rates, rates[kept], powers[kept]), 1e-300)
+        between = np.maximum.reduceat(above, kept[:-1])
+        factors = np.maximum(np.append(between, 1.0), np.append(1.0, between)) * (1 + _ROUND_OFF)
+        return TradeOff(rates[kept], powers[kept] * factors)
 
     def of_groups(self, size: int) -> TradeOff:
         """The curve where data sets are ``size`` neighbours apart."""
