@@ -2,8 +2,9 @@
 
 from .result import AuditResult
 from .training_run import one_run
+from .transcripts import from_scores, repeated
 
-__all__ = ["AuditResult", "one_run"]
+__all__ = ["AuditResult", "from_scores", "one_run", "repeated"]
 
 
 def __dir__() -> list[str]:

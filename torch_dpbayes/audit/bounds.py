@@ -20,6 +20,7 @@ lower bound is the strongest hypothesis that is not. m and r are fixed before an
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
@@ -130,6 +131,28 @@ def mu_lower_bound(guesses: Guesses, confidence: float = 0.95) -> float:
     Source: Mahloujifar, Melis and Chaudhuri 2025, Algorithm 3, for Gaussian trade-off curves.
     """
     return _least_that_stands(lambda mu: refuted(GaussianCurves(mu), guesses, confidence))
+
+
+def independent_epsilon_lower_bound(
+    guesses: Guesses, delta: float, confidence: float = 0.95
+) -> float:
+    """The same from guesses on independent releases, none of them left out: each is right with
+    probability (e^ε + δ)/(e^ε + 1) at most, whose exact interval is that of Clopper and Pearson.
+    """
+    least = _least_accuracy(guesses, confidence)
+    return 0.0 if least - delta <= 1 - least else math.log((least - delta) / (1 - least))
+
+
+def independent_mu_lower_bound(guesses: Guesses, confidence: float = 0.95) -> float:
+    """The same for μ: each is right with probability Φ(μ/2) at most."""
+    return max(0.0, 2 * float(special.ndtri(_least_accuracy(guesses, confidence))))
+
+
+def _least_accuracy(guesses: Guesses, confidence: float) -> float:
+    _, made, correct = guesses
+    return (
+        float(special.betaincinv(correct, made - correct + 1, 1 - confidence)) if correct else 0.0
+    )
 
 
 def _least_that_stands(is_refuted: Callable[[Array], Refuted]) -> float:

@@ -18,7 +18,7 @@ from ..optim.base import PrivateOptimizer
 from ..release.layout import Layout
 from .bounds import Array
 from .coin import Coins
-from .scores import log_ratio
+from .scores import log_ratio, weighted_difference
 
 # -- records ---------------------------------------------------------------------------------------
 
@@ -188,8 +188,9 @@ class GradientCanaries:
         last = self._last
         if last is None:
             return np.zeros(len(self._coins))
-        found: Array = now.toward(now) - last.toward(now) + last.toward(last) - now.toward(last)
-        return found
+        return weighted_difference(
+            now.toward(now) - last.toward(now) + last.toward(last) - now.toward(last)
+        )
 
 
 class _Seen(NamedTuple):

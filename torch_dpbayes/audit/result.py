@@ -7,8 +7,19 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..accounting.gaussian import gaussian_epsilon
-from .bounds import Guesses, epsilon_lower_bound, mu_lower_bound
+from ..accounting.gaussian import gaussian_epsilon, gaussian_mu
+from .bounds import (
+    Guesses,
+    best_number,
+    epsilon_lower_bound,
+    expected_guesses,
+    independent_epsilon_lower_bound,
+    independent_mu_lower_bound,
+    mu_lower_bound,
+)
+
+_LARGEST_EPSILON = 50.0  # an audit of more than that is planned for this
+_SMALLEST_DELTA = 1e-12
 
 
 @dataclass(frozen=True)
@@ -78,9 +89,55 @@ class AuditResult:
         return plot(self, ax)
 
 
-def priced(guesses: Guesses, bound: str, delta: float, confidence: float) -> float:
-    """The lower bound on ε."""
-    if bound == "basic":
-        return epsilon_lower_bound(guesses, delta, confidence)
-    mu = mu_lower_bound(guesses, confidence)
-    return gaussian_epsilon(mu, delta) if mu > 0 else 0.0
+@dataclass(frozen=True)
+class Pricing:
+    """From guesses to the lower bound on ε.
+
+    Args:
+        bound: ``"gaussian"`` or ``"basic"``.
+        delta: δ at which ε is asked for.
+        confidence: the probability that the bound is right.
+        is_independent: each guess is on a release of its own.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    bound: str
+    delta: float
+    confidence: float
+    is_independent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.bound not in ("gaussian", "basic"):
+            raise ValueError(f'bound must be "gaussian" or "basic", got {self.bound!r}')
+        if not 0 <= self.delta < 1:
+            raise ValueError(f"delta is a probability below 1, got {self.delta}")
+        if self.bound == "gaussian" and self.delta == 0:
+            raise ValueError('a Gaussian\'s ε is infinite at delta=0: pass bound="basic"')
+        if not 0.5 <= self.confidence < 1:
+            raise ValueError(
+                f"confidence is a probability from 0.5 to below 1, got {self.confidence}"
+            )
+
+    def __call__(self, guesses: Guesses) -> float:
+        if self.bound == "basic":
+            of_epsilon = (
+                independent_epsilon_lower_bound if self.is_independent else epsilon_lower_bound
+            )
+            return of_epsilon(guesses, self.delta, self.confidence)
+        of_mu = independent_mu_lower_bound if self.is_independent else mu_lower_bound
+        mu = of_mu(guesses, self.confidence)
+        return gaussian_epsilon(mu, self.delta) if mu > 0 else 0.0
+
+    def best_number(self, canaries: int, epsilon: float) -> int:
+        """How many of the coins to guess where the release is worth the stated ε."""
+        return best_number(canaries, self._mu(epsilon), self)
+
+    def expected(self, canaries: int, epsilon: float) -> float:
+        """The bound of a release that is worth all of the stated ε."""
+        mu = self._mu(epsilon)
+        return self(expected_guesses(canaries, best_number(canaries, mu, self), mu))
+
+    def _mu(self, epsilon: float) -> float:
+        return gaussian_mu(min(epsilon, _LARGEST_EPSILON), max(self.delta, _SMALLEST_DELTA))

@@ -14,6 +14,7 @@ from .bounds import Array, Guesses
 from .coin import Coins
 
 _BATCH = 256
+_LEAST_VARIANCE = 0.01
 
 
 def guess(scores: Array, coins: Coins, made: int) -> Guesses:
@@ -32,6 +33,14 @@ def log_ratio(seen: Array, noise_multiplier: Array, sample_rate: float) -> Array
         return joined
     ratio: Array = np.logaddexp(np.log1p(-sample_rate), np.log(sample_rate) + joined)
     return ratio
+
+
+def weighted_difference(seen: Array) -> Array:
+    """What two releases say against each other of canaries, each of which moves it by 2 if it is
+    in, divided by the variance of its noise, as it is seen: a coin has variance 1. Noise that both
+    releases share is not in it.
+    """
+    return seen / max(float(np.var(seen)) - 1.0, _LEAST_VARIANCE)
 
 
 @torch.no_grad()

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.gaussian import gaussian_mu
 from .audited_engine import AuditedEngine
-from .bounds import Array, Guesses, best_number, expected_guesses
+from .bounds import Array, Guesses
 from .canaries import GradientCanaries, WithPlaces, WithRecords
 from .coin import auditor, toss
-from .result import AuditResult, priced
-from .scores import guess, minus_loss
+from .result import AuditResult, Pricing
+from .scores import minus_loss
+from .transcripts import from_scores
 
 Train = Callable[[Any, AuditedEngine], Any]
 Loss = Callable[[Any, Any], Tensor]
 
-_LARGEST_EPSILON = 50.0  # an audit of more than that is planned for this
 _MANY = 2**15
 
 _WHITE_BOX = (
@@ -90,12 +88,8 @@ def one_run(
     it depends on no record: what others add is subtracted. A model that was trained with canaries
     is for the audit alone; in use it would carry them.
     """
-    if bound not in ("gaussian", "basic"):
-        raise ValueError(f'bound must be "gaussian" or "basic", got {bound!r}')
-    if not 0.5 <= confidence < 1:
-        raise ValueError(f"confidence is a probability from 0.5 to below 1, got {confidence}")
     delta = _delta_of(accountant, delta)
-    pricing = _Pricing(bound, delta, confidence)
+    pricing = Pricing(bound, delta, confidence)
     _require_enough(num_canaries, pricing, None if accountant is None else accountant.epsilon)
     generator = auditor(seed)
     coins = toss(num_canaries, generator)
@@ -127,55 +121,28 @@ def one_run(
     epsilon = engine.get_epsilon(delta)
     if math.isinf(epsilon):
         raise ValueError("the accountant states no ε for this run, so none can be refuted")
-    # public numbers decide it, neither scores nor coins
-    made = num_guesses or pricing.best_number(num_canaries, epsilon)
-    guesses = guess(found, coins, made)
-    return AuditResult(
-        epsilon_lower_bound=pricing(guesses),
+    return from_scores(
+        found,
+        coins,
         epsilon=epsilon,
         delta=delta,
         confidence=confidence,
-        threat=threat,
         bound=bound,
-        guesses=guesses,
+        num_guesses=num_guesses,
+        threat=threat,
         neighboring=engine.accountant.neighboring,
     )
 
 
-@dataclass(frozen=True)
-class _Pricing:
-    """From guesses to the lower bound on ε."""
-
-    bound: str
-    delta: float
-    confidence: float
-
-    def __call__(self, guesses: Guesses) -> float:
-        return priced(guesses, self.bound, self.delta, self.confidence)
-
-    def best_number(self, canaries: int, epsilon: float) -> int:
-        return best_number(canaries, self._mu(epsilon), self)
-
-    def expected(self, canaries: int, epsilon: float) -> float:
-        """The bound of a run that is worth all of the stated ε."""
-        mu = self._mu(epsilon)
-        return self(expected_guesses(canaries, best_number(canaries, mu, self), mu))
-
-    def _mu(self, epsilon: float) -> float:
-        return gaussian_mu(min(epsilon, _LARGEST_EPSILON), self.delta)
-
-
 def _delta_of(accountant: PrivacyAccountant | None, delta: float | None) -> float:
     if delta is not None:
-        if not 0 < delta < 1:
-            raise ValueError(f"delta is a probability between 0 and 1, got {delta}")
         return float(delta)
     if accountant is None or accountant.delta is None:
         raise ValueError("no accountant with a budget says at which δ to compare: pass delta=1e-5")
     return accountant.delta
 
 
-def _require_enough(canaries: int, pricing: _Pricing, epsilon: float | None) -> None:
+def _require_enough(canaries: int, pricing: Pricing, epsilon: float | None) -> None:
     """Raise where no guesses, or none that the budget allows, give a bound."""
     if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 1:
         raise ValueError(f"num_canaries must be a positive integer, got {canaries!r}")
