@@ -185,6 +185,7 @@ def test_getting_started_from_top_to_bottom():
 NAMES = {
     "choosing_a_method.md": partial(records_names, 30_000),
     "coming_from/pyro.md": records_names,
+    "how_to/audit.md": lambda: {**classifier_names(), "new_net": lambda: nn.Linear(64, 100)},
     "how_to/choose_settings.md": classifier_names,
     "how_to/last_layer.md": classifier_names,
     "how_to/resume_a_run.md": trained,

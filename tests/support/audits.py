@@ -109,7 +109,7 @@ def audit_rows(number, scores=sums, confidence=0.99, **options):
     )
 
 
-# -- faults, each of which makes the stated ε too small ---------------------------------------------
+# -- faults, each of which makes the stated ε too small ----------
 
 
 def halve_noise(patch):

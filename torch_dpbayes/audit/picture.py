@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .result import AuditResult
 
 _INK, _MEASURED, _REFUTED = "#333333", "#2a6f97", "#b23a48"
+_WIDTH = 95  # characters of a line below the bars
 
 
 def plot(result: AuditResult, ax: Any = None) -> Any:
@@ -32,25 +34,19 @@ def plot(result: AuditResult, ax: Any = None) -> Any:
         )
     ax.set_yticks([1, 0], ["stated by the\naccountant", "measured,\nat least"])
     ax.set_xlim(0, 1.15 * max([*values, 1e-3]))
-    ax.set_xlabel(f"ε at δ = {result.delta:g}   ({result.neighboring})")
     canaries, made, correct = result.guesses
     verdict = "refuted" if result.is_refuted else "not refuted"
     ax.set_title(
         f"Stated ε {verdict} at {result.confidence:.0%} confidence", loc="left", color=_INK
     )
-    lines = [
-        f"{correct} of {made} guesses right, {canaries} canaries, {result.bound} bound;"
-        f" {result.threat.partition(':')[0]}",
+    facts = [
+        f"ε at δ = {result.delta:g}, {result.neighboring}",
+        f"{correct} of {made} guesses right, {canaries} canaries, {result.bound} bound",
+        result.threat,
         result.command,
     ]
-    ax.text(
-        0.0,
-        -0.42,
-        "\n".join(line for line in lines if line),
-        transform=ax.transAxes,
-        va="top",
-        fontsize=8,
-        color="#555555",
+    ax.set_xlabel(
+        "\n".join(line for fact in facts for line in wrap(fact, _WIDTH)), loc="left", fontsize=8
     )
     ax.spines[["top", "right"]].set_visible(False)
     return ax
