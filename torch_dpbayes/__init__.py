@@ -58,6 +58,10 @@ def __getattr__(name: str) -> Any:
         if home
         else import_module(f".{name}", __name__)
     )
+    if home:
+        from .troubleshooting import explained
+
+        value = explained(value)
     globals()[name] = value
     return value
 

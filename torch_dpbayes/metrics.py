@@ -16,6 +16,8 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
+from .troubleshooting import explain_all
+
 __all__ = [
     "ReliabilityCurve",
     "accuracy",
@@ -206,3 +208,6 @@ def _check_same_shape(name: str, values: Tensor, targets: Tensor) -> None:
         )
     if targets.numel() == 0:
         raise ValueError("There are no targets to evaluate.")
+
+
+explain_all(globals())

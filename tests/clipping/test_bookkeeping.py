@@ -775,7 +775,7 @@ def test_a_weight_used_outside_its_module():
 def test_a_penalty_in_the_loss():
     net, optimizer, loader = private()
     expect(
-        "prior instead of a penalty",
+        "prior_std= instead of a penalty",
         net,
         optimizer,
         loader,

@@ -82,8 +82,8 @@ class Limits:
             under = f" {used:.1%} of {rule.describe()} is used, which counts: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon ="
-            f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan with fewer steps, more"
-            f" noise or a smaller sampling rate (get_noise_multiplier).{under}"
+            f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan fewer steps or"
+            f" more noise (get_noise_multiplier).{under}"
         )
 
     # --- filters ----------------------------------------------------------------------------------

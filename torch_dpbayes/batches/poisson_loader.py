@@ -12,6 +12,7 @@ from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
 from torch.utils.data import DataLoader
 
 from ..ranks import Ranks
+from ..troubleshooting import explained
 from .draws import PoissonSampler
 
 # Data sets are known as long as they live. Plain lists take no weak references: they are known by
@@ -173,6 +174,7 @@ class PoissonLoader(DPDataLoader):
         """B = qN."""
         return self.sample_rate * self.sampler_of_draws.num_samples
 
+    @explained
     def __iter__(self) -> Iterator[Any]:
         sampler, this, process = self.sampler_of_draws, 0, os.getpid()
         for batch in super().__iter__():

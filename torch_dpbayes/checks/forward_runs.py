@@ -17,11 +17,7 @@ from .gradient_hooks import HOOKED, HookWatch
 from .made_up_records import output_of, rows_in
 from .seeded_draws import SeededDraws
 
-ALONE = (
-    "Compute what is needed from each record alone, or from public data before training, and keep"
-    " it constant. (For BatchNorm: opacus.validators.ModuleValidator.fix(model) turns it into"
-    " GroupNorm.)"
-)
+ALONE = "Compute what it needs from each record alone, or from public data before training."
 _TIME_FIRST = (
     "It takes dimension 0, which is that of the records, for time: build it with batch_first=True,"
     " or transpose its input and output."
@@ -170,10 +166,7 @@ def require_same(
     else:
         if same_outputs(first.outputs, second.outputs, keep, is_same_size=is_same_size):
             return
-    raise MixedRecordsError(
-        f"{where} makes a record's output depend on {on_what}: clipping each record's gradient does"
-        f" not bound what one record does. {fix}"
-    )
+    raise MixedRecordsError(f"{where} makes a record's output depend on {on_what}. {fix}")
 
 
 def same_outputs(

@@ -21,6 +21,7 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..troubleshooting import explained
 from .loss_check import LossWatch
 from .nested import Nested, map_tensors, tensors_in
 
@@ -258,6 +259,7 @@ class ForwardPasses:
         return self._thread is not None and self._thread == threading.get_ident()
 
     @torch.compiler.disable
+    @explained
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not (module.training and torch.is_grad_enabled() and self._is_enabled()):
             if self.is_open:  # of a pass that was interrupted
@@ -553,8 +555,8 @@ def require_no_ordinary_gradient(named_parameters: Sequence[tuple[str, Tensor]])
         if p.grad is not None:
             raise RuntimeError(
                 f"parameter {name!r} has an ordinary gradient, which is not clipped: call the whole"
-                " model, use weights through their modules, state a prior instead of a penalty on"
-                " weights, and call optimizer.zero_grad() after other backward passes."
+                " model, use weights through their modules, take prior_std= instead of a penalty,"
+                " and call optimizer.zero_grad() after other backward passes."
             )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..troubleshooting import explained
 from .gradient_source import COPIED, ForwardPasses
 from .nested import Nested, holds_plain_sequence, map_tensors
 from .record_map import CannotBeMapped, KeptTensors
@@ -79,6 +80,7 @@ class MappedForward(ReplacedForward):
         super().remove()
 
     @torch.compiler.disable
+    @explained
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.source.passes.is_open:
             return self.original(*args, **kwargs)

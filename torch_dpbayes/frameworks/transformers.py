@@ -56,5 +56,7 @@ class PrivacyCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add ε of everything that was charged."""
-        if logs is not None:
-            logs["epsilon"] = self._engine.get_epsilon(self._delta)
+        epsilon = self._engine.get_epsilon(self._delta)
+        for log in (logs, *state.log_history[-1:]):  # the latter is a copy that was made before
+            if log is not None:
+                log["epsilon"] = epsilon

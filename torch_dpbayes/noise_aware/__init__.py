@@ -2,6 +2,7 @@
 surely.
 """
 
+from ..troubleshooting import explain_all
 from .chains import kernel_from
 from .comparison import MethodComparison, MethodForecast, compare_methods
 from .families import (
@@ -32,6 +33,9 @@ __all__ = [
     "laplace_for_module",
     "sufficient_statistics",
 ]
+
+
+explain_all(globals())
 
 
 def __dir__() -> list[str]:

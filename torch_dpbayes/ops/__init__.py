@@ -11,6 +11,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ..troubleshooting import explain_all
 from .certificates import (
     Bounded,
     Certificate,
@@ -42,6 +43,9 @@ __all__ = [
     "Underdamped",
     "hybrid",
 ]
+
+
+explain_all(globals())
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from ..batches.poisson_loader import PoissonLoader
 from ..engine.privacy_engine import PrivacyEngine
 from ..optim.base import PrivateOptimizer
 from ..posterior import PosteriorSamples
+from ..troubleshooting import explained
 from .certificates import Certificate
 from .glm import GLM
 from .models import Loss
@@ -43,6 +44,7 @@ class Hybrid(NamedTuple):
     guarantee: str
 
 
+@explained
 def hybrid(
     model: GLM | nn.Module,
     features: Tensor,

@@ -1,5 +1,6 @@
 """Noisy gradient -> new parameters: ``torch.optim.Optimizer`` subclasses, one algorithm a file."""
 
+from ..troubleshooting import explain_all
 from . import schedules
 from .sgfs import DPSGFS
 from .sghmc import DPSGHMC
@@ -7,6 +8,9 @@ from .sgld import DPSGLD
 from .sgnht import DPSGNHT
 
 __all__ = ["DPSGFS", "DPSGHMC", "DPSGLD", "DPSGNHT", "schedules"]
+
+
+explain_all(globals())
 
 
 def __dir__() -> list[str]:
