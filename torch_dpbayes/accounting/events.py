@@ -19,6 +19,7 @@ from dp_accounting.dp_event import (
     ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
+    LaplaceDpEvent,
     NonPrivateDpEvent,
     NoOpDpEvent,
     PoissonSampledDpEvent,
@@ -202,20 +203,26 @@ def _non_negative(value: Any, what: str) -> float:
 
 
 def sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
-    """The one Gaussian that ``event``, inside of a ``sampler``, costs as much as, or the error that
-    says why there is none.
+    """The one Gaussian that ``event`` costs as much as inside of a ``sampler``, or the error that
+    says why there is none. Several releases from one batch may follow from one another.
     """
-    if type(event) is NonPrivateDpEvent:
+    is_joint = isinstance(event, (ComposedDpEvent, SelfComposedDpEvent))
+    parts = list(parts_of(event, 1)) if is_joint else [(event, 1)]
+    if any(type(part) is NonPrivateDpEvent for part, _ in parts):
         raise TypeError(
             f"{sampler} of a non-private release is not private: charge NonPrivateDpEvent() itself."
         )
-    if type(event) is not GaussianDpEvent:
+    if not parts or any(type(part) is not GaussianDpEvent for part, _ in parts):
         raise TypeError(
-            f"{sampler} must hold one GaussianDpEvent, for which amplification is proved, got"
-            f" {event!r}: for k releases from one batch charge one Gaussian with multiplier"
-            " 1 / sqrt(sum of 1 / z_i^2)."
+            f"{sampler} must hold GaussianDpEvents, for which amplification is proved, got"
+            f" {event!r}: charge what else there is as releases of their own."
         )
-    return GaussianDpEvent(gaussian_noise_multiplier(event.noise_multiplier))
+    multipliers = [gaussian_noise_multiplier(part.noise_multiplier) for part, _ in parts]
+    if not is_joint:
+        return GaussianDpEvent(multipliers[0])
+    # Gaussian sums over one batch are one, with the batch's contributions side by side
+    squared = math.fsum(n / z**2 for z, (_, n) in zip(multipliers, parts, strict=True))
+    return GaussianDpEvent(gaussian_noise_multiplier(squared**-0.5 * (1 - 1e-15)))
 
 
 Parts = Iterator[tuple[DpEvent, int]]
@@ -282,10 +289,13 @@ def _(event: GaussianSum, count: int) -> Parts:
 
 @parts_of.register
 def _(event: PoissonSampledDpEvent, count: int) -> Parts:
-    gaussian = sampled_gaussian(event.event, "PoissonSampledDpEvent")
+    if type(event.event) is LaplaceDpEvent:
+        release: DpEvent = LaplaceDpEvent(gaussian_noise_multiplier(event.event.noise_multiplier))
+    else:
+        release = sampled_gaussian(event.event, "PoissonSampledDpEvent")
     if _real(event.sampling_probability, "sampling_probability") != 0:
         rate = sampling_rate(event.sampling_probability, "sampling_probability")
-        yield PoissonSampledDpEvent(rate, gaussian), count
+        yield PoissonSampledDpEvent(rate, release), count
 
 
 @parts_of.register

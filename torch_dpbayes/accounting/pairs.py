@@ -18,6 +18,7 @@ from functools import singledispatch
 from typing import Literal
 
 import numpy as np
+from dp_accounting.dp_event import LaplaceDpEvent
 from numpy.typing import NDArray
 from scipy import special
 
@@ -87,6 +88,40 @@ class Mixed:
 
 
 @dataclass(frozen=True, slots=True)
+class Laplace:
+    """A sum of sensitivity 1 with Laplace noise of this scale b, taken with probability ``rate``:
+    ((1-q) Lap(0, b) + q Lap(1, b), Lap(0, b)) for a removed record, the reverse for an added one.
+    """
+
+    rate: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class FewLosses:
+    """Privacy losses with their probabilities, all of them; its own reverse."""
+
+    losses: tuple[float, ...]
+    masses: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DiscreteGaussian:
+    """Discrete Gaussians of parameter ``std`` around ``move`` and around 0; its own reverse."""
+
+    std: float
+    move: int
+
+
+@dataclass(frozen=True, slots=True)
+class GaussianMixture:
+    """(the mixture of N(moves_i, 1), chances_i and of N(0, 1) for the rest, N(0, 1))."""
+
+    moves: tuple[float, ...]
+    chances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Pure:
     """Randomised response with parameter ``epsilon``: dominates every epsilon-differentially
     private release.
@@ -129,6 +164,10 @@ Pair = (
     | Sampled
     | Allocated
     | Mixed
+    | Laplace
+    | FewLosses
+    | DiscreteGaussian
+    | GaussianMixture
     | Pure
     | BoundedRange
     | Concentrated
@@ -179,6 +218,13 @@ def _(event: GaussianDpEvent, replace: bool) -> Pair:
 
 @pair_of.register
 def _(event: PoissonSampledDpEvent, replace: bool) -> Pair:
+    if isinstance(event.event, LaplaceDpEvent):
+        if replace and event.sampling_probability < 1:
+            raise ValueError(
+                "Laplace noise on Poisson batches is accounted for under add_or_remove_one only:"
+                " use that relation, or charge LaplaceDpEvent, without amplification."
+            )
+        return Laplace(event.sampling_probability, event.event.noise_multiplier / (1 + replace))
     kind: SampledKind = "antipodal" if replace else "directed"
     return sampled_pair(kind, event.sampling_probability, event.event.noise_multiplier)
 
@@ -254,6 +300,10 @@ def has_two_directions(pair: Pair) -> bool:
     """Whether a removed and an added record differ; every other pair is its own reverse."""
     if isinstance(pair, Mixed):
         return any(has_two_directions(part) for _, part in pair.parts)
+    if isinstance(pair, Laplace):
+        return pair.rate < 1
+    if isinstance(pair, GaussianMixture):
+        return True
     return isinstance(pair, (Sampled, Allocated)) and pair.kind == "directed"
 
 

@@ -58,7 +58,7 @@ def _(pair: Pure, alpha: Array) -> Array:
     # log E exp(theta L) for L = e with probability e^e / (1 + e^e), else -e
     e, theta = pair.epsilon, alpha - 1
     log_moment = np.logaddexp(alpha * e - np.logaddexp(0, e), -theta * e - np.logaddexp(0, e))
-    return _of_bounded_loss(log_moment, e, alpha)
+    return of_bounded_loss(log_moment, e, alpha)
 
 
 @divergences.register
@@ -70,7 +70,7 @@ def _(pair: BoundedRange, alpha: Array) -> Array:
         + np.log(-np.expm1(-2 * slope * b) / (2 * slope))
         - math.log(-math.expm1(-b))
     )
-    return _of_bounded_loss(log_moment, b, alpha)
+    return of_bounded_loss(log_moment, b, alpha)
 
 
 @divergences.register
@@ -86,7 +86,7 @@ def _curve(pair: Pair, orders: tuple[float, ...]) -> Array:
     return divergences(pair, np.array(orders, dtype=np.float64))
 
 
-def _of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
+def of_bounded_loss(log_moment: Array, largest: float, alpha: Array) -> Array:
     """Where the loss is tiny, log E exp(theta L) is a difference of larger numbers: an absolute
     margin for their round-off, or the divergence alpha e^2 / 2 that no loss within [-e, e] passes
     (Bun, Steinke 2016, Proposition 3.3).

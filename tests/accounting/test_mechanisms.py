@@ -1,0 +1,287 @@
+"""Events of other mechanisms: against dp-accounting on both sides, closed forms and quadrature."""
+
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting import NeighboringRelation
+from dp_accounting.dp_event import (
+    ComposedDpEvent,
+    DiscreteLaplaceDpEvent,
+    GaussianDpEvent,
+    LaplaceDpEvent,
+    MixtureOfGaussiansDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    RandomizedResponseDpEvent,
+    SampledWithoutReplacementDpEvent,
+    SelfComposedDpEvent,
+)
+from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.rdp import RdpAccountant
+from scipy import special, stats
+
+from torch_dpbayes.accounting import PrivacyAccountant, events, loss_grid, renyi
+from torch_dpbayes.accounting.mechanisms import (
+    DiscreteGaussianDpEvent,
+    EpsilonDeltaDpEvent,
+    ExponentialMechanismDpEvent,
+    PermuteAndFlipDpEvent,
+)
+from torch_dpbayes.accounting.pairs import dominating_pair
+
+ADD, REPLACE = "add_or_remove_one", "replace_one"
+DELTA = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    random.seed(torch.initial_seed())
+
+
+def between(low, high):
+    """Even in its logarithm."""
+    return math.exp(random.uniform(math.log(low), math.log(high)))
+
+
+def laplace(relation):
+    b = between(0.3, 30)
+    return LaplaceDpEvent(b), lambda upper: pld.from_laplace_mechanism(
+        b,
+        2.0 if relation == REPLACE else 1.0,
+        pessimistic_estimate=upper,
+        value_discretization_interval=1e-3,
+    )
+
+
+def sampled_laplace(relation):
+    b, q = between(0.2, 5), between(0.001, 1.0)
+    event = PoissonSampledDpEvent(q, LaplaceDpEvent(b))
+    return event, lambda upper: pld.from_laplace_mechanism(
+        b, sampling_prob=q, pessimistic_estimate=upper, value_discretization_interval=1e-3
+    )
+
+
+def discrete_laplace(relation):
+    a, move = between(0.02, 1.5), random.randint(1, 6)
+    shift = 2 * move if relation == REPLACE else move
+    return DiscreteLaplaceDpEvent(a, move), lambda upper: pld.from_discrete_laplace_mechanism(
+        a, shift, pessimistic_estimate=upper, value_discretization_interval=1e-3
+    )
+
+
+def discrete_gaussian(relation):
+    std, move = between(0.5, 40), random.randint(1, 4)
+    shift = 2 * move if relation == REPLACE else move
+    return DiscreteGaussianDpEvent(std, move), lambda upper: pld.from_discrete_gaussian_mechanism(
+        std, shift, pessimistic_estimate=upper, value_discretization_interval=1e-3
+    )
+
+
+def randomized_response(relation):
+    p, k = random.uniform(0.05, 0.99), random.randint(2, 9)
+    return RandomizedResponseDpEvent(p, k), lambda upper: pld.from_randomized_response(
+        p,
+        k,
+        pessimistic_estimate=upper,
+        value_discretization_interval=1e-3,
+        neighboring_relation=NeighboringRelation.REPLACE_ONE,
+    )
+
+
+def mixture(relation):
+    std = between(0.5, 5)
+    moves = [0.0, *(random.uniform(0.1, 2) for _ in range(3))]
+    chances = np.array([random.random() for _ in moves])
+    chances = (chances / chances.sum()).tolist()
+    event = MixtureOfGaussiansDpEvent(std, moves, chances)
+    return event, lambda upper: pld.from_mixture_gaussian_mechanism(
+        std, moves, chances, pessimistic_estimate=upper, value_discretization_interval=1e-2
+    )
+
+
+def same_batch(relation):
+    zs, q = [between(0.7, 4) for _ in range(3)], between(0.001, 0.5)
+    z = sum(n / z**2 for n, z in zip((1, 1, 2), zs, strict=True)) ** -0.5
+    joint = [GaussianDpEvent(zs[0]), GaussianDpEvent(zs[1])]
+    joint.append(SelfComposedDpEvent(GaussianDpEvent(zs[2]), 2))
+    return PoissonSampledDpEvent(
+        q, ComposedDpEvent(joint)
+    ), lambda upper: pld.from_gaussian_mechanism(
+        z,
+        sampling_prob=q,
+        pessimistic_estimate=upper,
+        value_discretization_interval=1e-3,
+        neighboring_relation=NeighboringRelation[relation.upper()],
+    )
+
+
+@pytest.mark.first_cases(11)
+@pytest.mark.parametrize(
+    "make, relation",
+    [
+        (laplace, ADD),
+        (laplace, REPLACE),
+        (sampled_laplace, ADD),
+        (discrete_laplace, ADD),
+        (discrete_laplace, REPLACE),
+        (discrete_gaussian, ADD),
+        (discrete_gaussian, REPLACE),
+        (randomized_response, REPLACE),
+        (mixture, ADD),
+        (same_batch, ADD),
+        (same_batch, REPLACE),
+    ],
+)
+@pytest.mark.parametrize("run", range(3))
+def test_it_lies_between_dp_accountings_two_estimates(make, relation, run):
+    event, theirs = make(relation)
+    count = random.randint(1, 8)
+    found = PrivacyAccountant(neighboring=relation).compose(event, count)
+    upper, lower = (theirs(bound).self_compose(count) for bound in (True, False))
+    for delta in (1e-3, DELTA):
+        epsilon = found.get_epsilon(delta)
+        assert lower.get_epsilon_for_delta(delta) * (1 - 1e-9) - 1e-9 <= epsilon
+        assert epsilon <= upper.get_epsilon_for_delta(delta) * (1 + 2e-3) + 1e-6
+    rdp = PrivacyAccountant(neighboring=relation, method="rdp").compose(event, count)
+    assert rdp.get_epsilon(DELTA) >= lower.get_epsilon_for_delta(DELTA) * (1 - 1e-9)
+    bounds = found.get_epsilon(DELTA, return_bounds=True)
+    assert bounds.lower <= upper.get_epsilon_for_delta(DELTA) * (1 + 1e-9) + 1e-9
+
+
+@pytest.mark.parametrize("make", [laplace, discrete_laplace, randomized_response])
+def test_the_renyi_curve_is_dp_accountings(make):
+    relation = REPLACE if make is randomized_response else ADD
+    event, _ = make(relation)
+    theirs = RdpAccountant(neighboring_relation=NeighboringRelation[relation.upper()])
+    orders = np.array(theirs._orders)
+    if make is discrete_laplace:  # which it does not know: from its loss at every value
+        a, move = event.noise_parameter, event.sensitivity
+        x = np.arange(-int(60 / a) - 60, move + int(60 / a) + 60)
+        truth = [
+            special.logsumexp(
+                order * -a * np.abs(x - move) + (order - 1) * a * np.abs(x),
+                b=math.tanh(a / 2),
+            )
+            / (order - 1)
+            for order in orders
+        ]
+    else:
+        truth = theirs.compose(event)._rdp
+    found = renyi.divergences(dominating_pair(event, relation), orders)
+    assert found == pytest.approx(np.array(truth), rel=1e-6, abs=1e-9)
+    assert (found >= np.array(truth) * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("make", [discrete_gaussian, mixture, sampled_laplace])
+def test_other_renyi_curves_are_bounds(make):
+    event, _ = make(ADD)
+    pair = dominating_pair(event, ADD)
+    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-40)
+    kept = masses > 0
+    losses, logs = losses[kept], np.log(masses[kept])
+    orders = np.array([1.3, 2.0, 4.0])
+    for order, bound in zip(orders, renyi.divergences(pair, orders), strict=True):
+        for moment in (logs + (order - 1) * losses, logs - order * losses):
+            assert special.logsumexp(moment) / (order - 1) <= bound * (1 + 1e-6) + 1e-9
+
+
+def test_coordinates_with_laplace_noise_cost_no_more_than_one():
+    """Two shifts that add up to one, by quadrature in the plane."""
+    b, share = between(0.3, 3), random.uniform(0.1, 0.9)
+    x = np.linspace(-12 * b, 12 * b + 1, 2501)
+    step = x[1] - x[0]
+    one = [stats.laplace.pdf(x, move, b) for move in (share, 1 - share, 0.0)]
+    p, q = np.multiply.outer(one[0], one[1]), np.multiply.outer(one[2], one[2])
+    losses, masses, _ = loss_grid.loss_nodes(dominating_pair(LaplaceDpEvent(b), ADD), 0.0)
+    for epsilon in np.linspace(0, 1 / b, 7):
+        truth = step**2 * np.maximum(p - math.exp(epsilon) * q, 0.0).sum()
+        bound = (masses * -np.expm1(np.minimum(epsilon - losses, 0.0))).sum()
+        assert truth <= bound * (1 + 1e-3) + 5e-4 * step / b + 2e-5
+
+
+def test_events_that_are_others():
+    epsilon, delta = between(0.01, 3), between(1e-9, 1e-3)
+    same = [
+        (
+            EpsilonDeltaDpEvent(epsilon, delta),
+            ComposedDpEvent([events.PureDpEvent(epsilon), events.FailureDpEvent(delta)]),
+        ),
+        (EpsilonDeltaDpEvent(epsilon, 0.0), events.PureDpEvent(epsilon)),
+        (ExponentialMechanismDpEvent(epsilon), events.BoundedRangeDpEvent(epsilon)),
+        (PermuteAndFlipDpEvent(epsilon), events.PureDpEvent(epsilon)),
+        (RandomizedResponseDpEvent(0.0, 3), NonPrivateDpEvent()),
+    ]
+    for one, other in same:
+        assert list(events.elementary(one, 3)) == list(events.elementary(other, 3))
+    for nothing in (RandomizedResponseDpEvent(1.0, 3), RandomizedResponseDpEvent(0.1, 1)):
+        assert list(events.elementary(nothing)) == []
+    assert list(events.elementary(MixtureOfGaussiansDpEvent(1.0, [0.0], [1.0]))) == []
+
+
+def test_a_choice_by_permute_and_flip_is_within_its_bound():
+    """Every candidate's probability under two lists of scores, by the noise it is equal to."""
+    epsilon, number = between(0.1, 3), 4
+    x = np.linspace(0, 40 / epsilon + 12, 20_001)
+    step = x[1] - x[0]
+
+    def chances(scores):
+        late = np.maximum(x - scores[:, None], 0.0)
+        below = -np.expm1(-epsilon / 2 * late)
+        density = np.where(late > 0, epsilon / 2 * np.exp(-epsilon / 2 * late), 0.0)
+        others = [np.prod(np.delete(below, i, 0), axis=0) for i in range(number)]
+        return [step * float(d @ o) for d, o in zip(density, others, strict=True)]
+
+    scores = np.array([random.uniform(0, 4) for _ in range(number)])
+    moved = np.maximum(scores + [random.uniform(-1, 1) for _ in range(number)], 0.0)
+    for one, other in zip(chances(scores), chances(moved), strict=True):
+        assert abs(math.log(one / other)) <= epsilon * 1.01 + 1e-2
+
+
+@pytest.mark.parametrize(
+    "event, relation, says",
+    [
+        (RandomizedResponseDpEvent(0.3, 2), ADD, "add_or_remove_one, where it shows"),
+        (PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0)), REPLACE, "add_or_remove_one only"),
+        (MixtureOfGaussiansDpEvent(1.0, [1.0], [1.0]), REPLACE, "adding or removing"),
+        (MixtureOfGaussiansDpEvent(1.0, [1.0, 2.0], [0.5, 0.4]), ADD, "add up to 1"),
+        (MixtureOfGaussiansDpEvent(1.0, [-1.0], [1.0]), ADD, "none negative"),
+        (RandomizedResponseDpEvent(1.3, 2), REPLACE, r"in \[0, 1\]"),
+        (LaplaceDpEvent(0.0), ADD, "noise_multiplier is 0"),
+        (DiscreteGaussianDpEvent(1e6, 1), ADD, "charge ZCDpEvent"),
+    ],
+)
+def test_what_is_refused(event, relation, says):
+    with pytest.raises(ValueError, match=says):
+        PrivacyAccountant(neighboring=relation).compose(event)
+
+
+def test_other_releases_from_one_batch_are_refused():
+    joint = ComposedDpEvent([GaussianDpEvent(1.0), events.PureDpEvent(1.0)])
+    for event in (PoissonSampledDpEvent(0.1, joint), SampledWithoutReplacementDpEvent(9, 3, joint)):
+        with pytest.raises(TypeError, match="must hold GaussianDpEvents"):
+            PrivacyAccountant().compose(event)
+
+
+@pytest.mark.first_cases(4)
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    "make",
+    [laplace, mixture, sampled_laplace, discrete_gaussian, discrete_laplace, same_batch],
+)
+def test_it_is_saved_and_read_in_a_file(make, method, tmp_path):
+    event, _ = make(ADD)
+    settings = {"method": method, "path": tmp_path / "l.db"}
+    with PrivacyAccountant(1e6, DELTA, **settings) as accountant:
+        accountant.compose(event, 3)
+        state = json.loads(json.dumps(accountant.state_dict()))
+        history, epsilon = accountant.history, accountant.get_epsilon()
+    with PrivacyAccountant(1e6, DELTA, **settings) as opened:
+        assert opened.history == history
+        opened.load_state_dict(state)
+    fresh = PrivacyAccountant(1e6, DELTA, method=method)
+    fresh.compose(event, 3)
+    assert fresh.get_epsilon() == pytest.approx(epsilon, rel=1e-9)
