@@ -22,6 +22,7 @@ from torch_dpbayes.accounting import (
     events,
     pairs,
 )
+from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
 from torch_dpbayes.accounting.calibration import get_noise_multiplier
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
@@ -40,6 +41,7 @@ from torch_dpbayes.accounting.events import (
     UnspecifiedBatchGaussianDpEvent,
     ZCDpEvent,
 )
+from torch_dpbayes.accounting.mechanisms import DiscreteGaussianDpEvent
 
 DELTA = 1e-5
 RELATIONS = ("add_or_remove_one", "replace_one")
@@ -54,6 +56,17 @@ EXAMPLES = {
     "UnspecifiedBatchGaussianDpEvent": UnspecifiedBatchGaussianDpEvent(2.0),
     "RecordwiseBatchGaussianDpEvent": RecordwiseBatchGaussianDpEvent(2.0),
     "ShuffledEpochDpEvent": ShuffledEpochDpEvent(2.0),
+    "TruncatedSubsampledGaussianDpEvent": dpa.dp_event.TruncatedSubsampledGaussianDpEvent(
+        100, 0.1, 14, 2.0
+    ),
+    "RandomAllocationDpEvent": RandomAllocationDpEvent(20, GaussianDpEvent(2.0)),
+    "LaplaceDpEvent": dpa.LaplaceDpEvent(3.0),
+    "DiscreteLaplaceDpEvent": dpa.dp_event.DiscreteLaplaceDpEvent(0.2, 2),
+    "DiscreteGaussianDpEvent": DiscreteGaussianDpEvent(4.0, 2),
+    "RandomizedResponseDpEvent": dpa.dp_event.RandomizedResponseDpEvent(0.6, 4),
+    "MixtureOfGaussiansDpEvent": dpa.dp_event.MixtureOfGaussiansDpEvent(
+        2.0, (1.0, 2.0, 0.0), (0.2, 0.1, 0.7)
+    ),
     "MuGaussianDpEvent": MuGaussianDpEvent(0.5),
     "ZCDpEvent": ZCDpEvent(0.1, 0.05),
     "PureDpEvent": PureDpEvent(0.3),
@@ -62,6 +75,12 @@ EXAMPLES = {
     "NonPrivateDpEvent": NonPrivateDpEvent(),
     "NoOpDpEvent": NoOpDpEvent(),
 }
+PURE = (
+    PureDpEvent,
+    dpa.LaplaceDpEvent,
+    dpa.dp_event.DiscreteLaplaceDpEvent,
+    dpa.dp_event.RandomizedResponseDpEvent,
+)
 
 
 def table():
@@ -113,7 +132,7 @@ def test_every_cell_of_the_table(name, relation, pld, rdp):
             assert 0 < bounds.upper < math.inf
             spent = accountant.get_delta(bounds.upper * 1.001)
             # what is pure has no delta beyond the sum of its losses
-            assert (0 if isinstance(event, events.PureDpEvent) else 1e-9) <= spent <= DELTA
+            assert (0 if isinstance(event, PURE) else 1e-9) <= spent <= DELTA
             if verdict == "tight":
                 assert bounds.lower >= 0.98 * bounds.upper
 
@@ -453,7 +472,7 @@ def test_bad_settings_are_refused(arguments):
         GaussianDpEvent("loud"),
         PoissonSampledDpEvent(1.5, GaussianDpEvent(1.0)),
         PoissonSampledDpEvent(-0.1, GaussianDpEvent(1.0)),
-        PoissonSampledDpEvent(0.1, ComposedDpEvent([GaussianDpEvent(1.0)])),
+        PoissonSampledDpEvent(0.1, ComposedDpEvent([PureDpEvent(1.0)])),
         PoissonSampledDpEvent(0.1, NonPrivateDpEvent()),
         PoissonSampledDpEvent(0.1, PureDpEvent(1.0)),
         SampledWithoutReplacementDpEvent(10, 11, GaussianDpEvent(1.0)),
@@ -466,7 +485,11 @@ def test_bad_settings_are_refused(arguments):
         FailureDpEvent("rarely"),
         PoissonSampledDpEvent(0.1, FailureDpEvent(1e-6)),
         ZCDpEvent(math.nan),
-        dpa.LaplaceDpEvent(1.0),
+        dpa.LaplaceDpEvent(0.0),
+        RandomAllocationDpEvent(0, GaussianDpEvent(1.0)),
+        RandomAllocationDpEvent(3, PureDpEvent(1.0)),
+        dpa.dp_event.TruncatedSubsampledGaussianDpEvent(0, 0.1, 3, 1.0),
+        dpa.dp_event.TruncatedSubsampledGaussianDpEvent(9, 1.1, 3, 1.0),
         dpa.dp_event.UnsupportedDpEvent(),
         dpa.SampledWithReplacementDpEvent(10, 2, GaussianDpEvent(1.0)),
         1.0,
