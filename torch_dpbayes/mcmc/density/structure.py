@@ -91,7 +91,8 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
         raise UnfitModel("there are no records: a plate of Pyro's cannot be empty.")
     raise UnfitModel(
         "the model does not run on made-up data of the shapes that were passed:"
-        f" {first_line(errors[0])} Let it take such values: it never sees the data themselves."
+        f" {first_line(errors[0]).rstrip('.')}. Let it take such values: it never sees the data"
+        " themselves."
     ) from errors[0]
 
 
