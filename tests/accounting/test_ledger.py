@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
@@ -1143,6 +1144,14 @@ def test_the_command_explains_what_it_cannot_read(tmp_path, capsys):
         assert main([str(tmp_path / name)]) == 1
         assert name in capsys.readouterr().err
     assert not (tmp_path / "none.db").exists()
+    assert main([str(tmp_path / "none.db")]) == 1
+    assert capsys.readouterr().err.startswith("no such file")
+
+
+def test_the_command_recognises_a_checkpoint(tmp_path, capsys):
+    torch.save({"module": {"weight": torch.ones(2)}}, tmp_path / "run.pt")
+    assert main([str(tmp_path / "run.pt")]) == 1
+    assert "is a checkpoint" in capsys.readouterr().err
 
 
 def test_the_command_imports_neither_torch_nor_opacus(full, path):

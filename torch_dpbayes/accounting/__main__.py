@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Iterable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from . import events
@@ -23,6 +24,7 @@ from .ledger import LedgerError, Row, open_blocks
 from .picture import draw
 from .risk import Risk
 
+_ARCHIVE = b"PK\x03\x04"  # as which torch.save writes
 _POINTS = 25  # of the curve, each of which is a composition
 
 
@@ -74,7 +76,7 @@ def report(
                 "label": row.label,
                 "event": _short(row.event),
                 "count": row.count,
-                "writer": row.writer.partition(" ")[2],
+                "writer": row.writer.partition(" ")[2].partition(", up ")[0],
             }
             for row in open_blocks(rows)
         ],
@@ -214,6 +216,21 @@ def _minute(time: str) -> str:
     return time[:19].replace("T", " ")
 
 
+def _require_ledger(path: Path) -> None:
+    """Raises where a person has mistaken something else for a ledger."""
+    if not path.exists():
+        raise LedgerError(f"no such file: {path}")
+    if path.is_file():
+        with path.open("rb") as file:
+            beginning = file.read(len(_ARCHIVE))
+        if beginning == _ARCHIVE:
+            raise LedgerError(
+                f"{path} is a checkpoint, or another archive, and no ledger: give the file of"
+                " PrivacyAccountant(path=...). What a run in memory was charged is in its"
+                " checkpoint, which engine.load_checkpoint reads."
+            )
+
+
 def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m torch_dpbayes.accounting",
@@ -237,6 +254,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     )
     given = parser.parse_args(None if arguments is None else list(arguments))
     try:
+        _require_ledger(Path(given.file).expanduser())
         accountant, rows = look_at(given.file)
         delta = accountant.delta if given.delta is None else check_delta(given.delta)
         delta = 1e-5 if delta is None else delta

@@ -16,6 +16,7 @@ from .gate import Gate
 from .history import Settings
 from .ledger import Ledger, LedgerError, Session
 from .ledger_charging import ChargingAtLedger
+from .termination import end_if_due, give_back_when_terminated
 
 _IN_THE_MIDDLE = (
     "this accountant was called from within one of its own charges, which only a signal handler can"
@@ -44,6 +45,8 @@ class Access:
         self._begin(settings, session)
         # what was unpickled in a fork server's worker before it forgets finalizers
         util.register_after_fork(self, Access._settle_at_exit)
+        if session is not None:
+            give_back_when_terminated(self)
 
     @property
     def lock(self) -> Any:
@@ -121,12 +124,23 @@ class Access:
                 return change(self._current(charging=charging))
             finally:
                 self._gate.is_busy = False
+                end_if_due()
+
+    @property
+    def is_in_the_middle(self) -> bool:
+        """Whether a signal handler that asks came in the middle of a change."""
+        if not self._gate.lock.acquire(blocking=False):
+            return False  # another thread's
+        try:
+            return self._gate.is_busy
+        finally:
+            self._gate.lock.release()
 
     def settle_for_good(self, timeout: float) -> None:
-        """Gives back what is reserved, unless a charge is still being made after ``timeout``
-        seconds.
+        """Gives back what this process reserved, unless a charge is still being made after
+        ``timeout`` seconds. From then on no other thread charges.
         """
-        if self._gate.lock.acquire(timeout=timeout):
+        if self._gate.lock.acquire(timeout=timeout) and self.charging.process == os.getpid():
             self.change(lambda charging: charging.settle(), charging=False)
 
     # --- repetitions ------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from .events import (
     SelfComposedDpEvent,
 )
 from .history import Guarantee, Part, PrivacyBudgetExceeded, Settings, needed
+from .launch import launch_and_worker
 from .ledger import Ledger, Row, Session
 from .opacus_hook import charging_hook
 from .origins import Origins, load
@@ -88,6 +89,11 @@ class PrivacyAccountant:
             :meth:`close`, or the end of the program), so that steps reserved ahead are given back.
             Back it up while no program uses it, or together with the file ending in ``-wal``, which
             has the newest charges.
+        job: with ``path``, the launch whose workers are one job though each opens the file by
+            itself. By default torchrun's, mpirun's or ``srun``'s, if one of them started this
+            process. A process is of the job only if it was started before the job's first charge,
+            in a place in which no other process charged; else it is a later job, as is a second
+            launch of the same name. (Linux; elsewhere a launch has as many jobs as workers.)
 
     Raises:
         ValueError: a setting is out of range, or is not the one that the file was made with.
@@ -128,6 +134,7 @@ class PrivacyAccountant:
         method: Method = "pld",
         neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
         path: str | os.PathLike[str] | None = None,
+        job: str | None = None,
     ) -> None:
         method, neighboring = accounting_method(method), neighboring_relation(neighboring)
         if epsilon is not None:
@@ -143,13 +150,25 @@ class PrivacyAccountant:
             "method": method,
             "neighboring": neighboring,
         }
-        self._set_up(settings, None if path is None else Ledger(path, settings, create=True))
+        if job is not None and (path is None or not isinstance(job, str) or not job.strip()):
+            raise ValueError(
+                f"job must be the name of a launch whose workers share a file, got {job!r}: write"
+                " PrivacyAccountant(path='budget.db', job='sweep 7')."
+            )
+        if path is None:
+            self._set_up(settings, None)
+        else:
+            name = job or launch_and_worker(os.environ)[0]
+            self._set_up(settings, Ledger(path, settings, create=True), name)
+            self._join()
 
     @classmethod
     def of_ledger(cls, ledger: Ledger, job: str = "", later: bool = False) -> PrivacyAccountant:
         """The accountant of a job at an open file; ``job`` empty: of a new one."""
         self = cls.__new__(cls)
         self._set_up(ledger.settings, ledger, job, later)
+        if not job:
+            self._join()
         return self
 
     def _set_up(
@@ -169,8 +188,12 @@ class PrivacyAccountant:
         self._last: DpEvent | None = None
         session = None if ledger is None else Session(ledger, self._origins.job, later)
         self._access = Access(settings, session)
-        if session is not None and not job:
-            session.later = bool(self._access.charging.history.counts)
+
+    def _join(self) -> None:
+        """As a process that nobody handed this accountant to."""
+        session = self._access.session
+        if session is not None and self._access.charging.history.counts:
+            session.join()
 
     # --- reading ----------------------------------------------------------------------------------
 

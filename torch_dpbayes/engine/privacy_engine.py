@@ -162,13 +162,14 @@ class PrivacyEngine:
             ``checkpoint_dict``.
 
         Raises:
-            ValueError: the file holds something else, or the accountant does not hold what the
-                saved run was charged; nothing is changed then.
+            ValueError: the file holds something else or another network, or the accountant does
+                not hold what the saved run was charged; nothing is changed then.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, dict) or not {_MODULE, _OPTIMIZER} <= state.keys():
             raise ValueError(f"{os.fspath(path)} was not written by PrivacyEngine.save_checkpoint")
         of_module = state.pop(_MODULE)
+        _require_same_tensors(of_module, module)  # before charges are taken over
         optimizer.load_state_dict(state.pop(_OPTIMIZER))
         module.load_state_dict(of_module)
         return state
@@ -579,3 +580,19 @@ class PrivacyEngine:
 def _to_device_of(module: nn.Module, inputs: Any) -> Any:
     device = next(module.parameters()).device
     return map_tensors(inputs, lambda t: t.to(device))
+
+
+def _require_same_tensors(saved: Mapping[str, Any], module: nn.Module) -> None:
+    """Raises unless what was saved has the names and shapes of the module's tensors."""
+    own = module.state_dict()
+    for name in [*saved, *own]:
+        sides = [
+            "missing" if name not in state else list(getattr(state[name], "shape", ()))
+            for state in (saved, own)
+        ]
+        if sides[0] != sides[1]:
+            raise ValueError(
+                f"the checkpoint is of another network: {name!r} is {sides[0]} in the file and"
+                f" {sides[1]} in the module. Load it into the network that was saved; nothing was"
+                " changed."
+            )

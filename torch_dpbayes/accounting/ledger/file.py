@@ -155,9 +155,14 @@ class Ledger:
         """The blocks of one process that were not settled."""
         return open_blocks(row for row in self._read_anew() if row.writer == writer)
 
+    def charges_of(self, job: str) -> list[Row]:
+        """The rows in which a job charged something."""
+        kinds = ("charge", "block", "return")
+        return [row for row in self._read_anew() if row.job == job and row.kind in kinds]
+
     def charged_by(self, job: str) -> Counter[DpEvent]:
         """How often a job charged each event."""
-        return charges(row for row in self._read_anew() if row.job == job)
+        return charges(self.charges_of(job))
 
     @property
     def place(self) -> list[Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import platform
 import sqlite3
 import uuid
 from collections.abc import Iterable
 
+from .. import launch
 from ..pairs import Pair
 from .errors import LedgerError
 from .file import Ledger
@@ -51,15 +51,41 @@ class Session:
 
     def __init__(self, ledger: Ledger, job: str, later: bool) -> None:
         self.ledger, self.job, self.later = ledger, job, later
-        self.writer = f"{uuid.uuid4().hex} pid {os.getpid()} on {platform.node()}"
+        self._writer = ""
         self.blocks: list[Block] = []
         self._process = os.getpid()
         # a commit was interrupted: there may be blocks that nobody took anything out of
         self._uncertain = False
 
+    @property
+    def writer(self) -> str:
+        """The process in its rows, with the moment before the first of them."""
+        if not self._writer:
+            self._writer = f"{uuid.uuid4().hex} {launch.said()}"
+        return self._writer
+
     def read(self) -> list[Row]:
         """What others wrote since the last call."""
-        return [row for row in self.ledger.read() if row.writer != self.writer]
+        return [row for row in self.ledger.read() if row.writer != self._writer]
+
+    def join(self) -> None:
+        """Decides whether the job began after others had charged; the ledger holds charges.
+
+        It did not if it charged before, and began in time then, and this process was started
+        before the first of its charges: nothing that was released can have led to its start. A
+        second process in the place of a worker that charged already is one that was started for
+        another purpose, whatever it is called.
+        """
+        own = self.ledger.charges_of(self.job)
+        self.later = True
+        if own and not own[0].later:
+            written = [launch.understood(row.writer) for row in own]
+            _, first_charge = written[0]
+            start, place = launch.start_of_this_process(), launch.this_worker()
+            is_started_before = (
+                start is not None and first_charge is not None and start.is_before(first_charge)
+            )
+            self.later = not is_started_before or any(place == worker for worker, _ in written)
 
     def commit(
         self,
