@@ -7,15 +7,16 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
 import torch_dpbayes as dpb
 
 
-def private(rows=400, batch_size=100, **accountant):
+def private(rows=400, batch_size=100, collate_fn=None, **accountant):
     net = nn.Linear(5, 1, bias=False)
     x = torch.randn(rows, 5)
-    loader = DataLoader(TensorDataset(x, torch.randn(rows, 1)), batch_size=batch_size)
+    data = TensorDataset(x, torch.randn(rows, 1))
+    loader = DataLoader(data, batch_size=batch_size, collate_fn=collate_fn)
     engine = dpb.PrivacyEngine(dpb.PrivacyAccountant(**accountant))
     return engine, *engine.make_private(
         module=net,
@@ -58,6 +59,24 @@ def test_the_share_is_right_up_to_noise_that_is_charged():
     (charge,) = engine.accountant.history
     assert charge.count == 3 * draws and charge.label == "private_clipped_fraction"
     assert charge.event.sampling_probability == 0.25 and charge.event.event.noise_multiplier == z
+
+
+@pytest.mark.parametrize(
+    "collated",
+    [lambda records: records[:-1], lambda records: records + records[:1]],
+    ids=["one left out", "one twice"],
+)
+def test_a_record_of_the_draw_counts_exactly_once(collated):
+    engine, net, optimizer, loader = private(
+        collate_fn=lambda records: default_collate(
+            collated(records) if len(records) > 40 else records
+        )
+    )
+    with pytest.raises(ValueError, match="not exactly once"):
+        dpb.private_clipped_fraction(
+            net, optimizer, loader, noise_multiplier=4.0, criterion=nn.functional.mse_loss
+        )
+    assert len(engine.accountant) == 0
 
 
 def test_the_count_leaves_training_alone():
