@@ -1,0 +1,178 @@
+"""Selections against exact laws of the best of K runs, and published special cases."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import special, stats
+
+from torch_dpbayes import PrivacyAccountant
+from torch_dpbayes.accounting import bounds, selection
+from torch_dpbayes.accounting.events import (
+    FailureDpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+)
+from torch_dpbayes.accounting.pairs import Gaussian
+from torch_dpbayes.accounting.selection import (
+    Repetitions,
+    selection_epsilon,
+    selection_event,
+)
+
+shapes = st.one_of(st.sampled_from([1.0, 0.0]), st.floats(-0.6, -0.01), st.floats(0.01, 1.0))
+means = st.floats(0.1, 1.8).map(lambda x: 10**x)
+
+
+def generating(repetitions):
+    """E x^K from the probabilities themselves."""
+    masses = repetitions.probabilities()
+    return lambda x: np.array([masses @ value ** np.arange(1, len(masses) + 1) for value in x])
+
+
+@given(mean=means, shape=shapes)
+@settings(max_examples=10)
+def test_the_law(mean, shape):
+    repetitions = Repetitions(mean, shape)
+    gamma, masses = repetitions.gamma, repetitions.probabilities()
+    k = np.arange(1, len(masses) + 1)
+    assert masses.sum() == pytest.approx(1, abs=1e-12)
+    assert masses @ k == pytest.approx(mean, rel=1e-6)
+    few = np.arange(1, 6)
+    if shape == 0:
+        truth = stats.logser.pmf(few, 1 - gamma)
+    else:
+        products = [math.prod((i + shape) / (i + 1) for i in range(n)) for n in few]
+        truth = (1 - gamma) ** few * products / (gamma**-shape - 1)
+    assert masses[:5] == pytest.approx(truth, rel=1e-9)
+    # the derivative of the generating function is the power that the bound rests on
+    x = np.array([0.0, 0.3, 0.9, 1.0])
+    derivative = [masses @ (k * value ** (k - 1.0)) for value in x]
+    power = mean * (gamma / (gamma + (1 - gamma) * (1 - x))) ** (1 + shape)
+    assert derivative == pytest.approx(power, rel=1e-6)
+
+
+def test_numbers_are_drawn_from_it():
+    """5 or 6 cells each, together significant at 1e-6."""
+    for repetitions in (Repetitions(3.0), Repetitions(6.0, 0.0), Repetitions(4.0, -0.5)):
+        drawn = np.array([repetitions.draw() for _ in range(500)])
+        masses = repetitions.probabilities()
+        cells = np.append(masses[:5], masses[5:].sum())
+        found = np.append([np.sum(drawn == k) for k in range(1, 6)], np.sum(drawn > 5))
+        assert stats.chisquare(found, cells * len(drawn)).pvalue > 3e-7
+
+
+@given(
+    epsilon=st.floats(0.05, 1.5), count=st.integers(1, 3), mean=means, shape=shapes,
+    data=st.data(), log_delta=st.floats(-9.0, -2.0),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_any_order_of_randomised_responses(epsilon, count, mean, shape, data, log_delta):
+    """The best of K by an adversary's order of all outcomes, exactly; both directions."""
+    repetitions, delta = Repetitions(mean, shape), 10**log_delta
+    right = special.expit(epsilon)
+    outcomes = list(product([0, 1], repeat=count))
+    order = data.draw(st.permutations(outcomes))
+    p = np.array([math.prod(right if bit else 1 - right for bit in o) for o in order])
+    q = np.array([math.prod(1 - right if bit else right for bit in o) for o in order])
+    f = generating(repetitions)
+    best_p, best_q = (np.diff(f(np.append(0.0, np.cumsum(m))), prepend=0.0)[1:] for m in (p, q))
+    schedule = [(PureDpEvent(epsilon), count)]
+    found = selection_epsilon(schedule, repetitions, delta)
+    for one, other in ((best_p, best_q), (best_q, best_p)):
+        assert np.maximum(one - math.exp(found) * other, 0).sum() <= delta
+    assert found <= (2 + shape) * epsilon * count + 1e-5  # pure: Liu, Talwar 2019; P., S. 2022
+
+
+@given(mu=st.floats(0.05, 2.0), mean=means, shape=shapes, log_delta=st.floats(-9.0, -2.0),
+       up=st.booleans())  # fmt: skip
+@settings(max_examples=15)
+def test_the_best_of_gaussians(mu, mean, shape, log_delta, up):
+    """Scored by the released number, or by its negative, with densities by quadrature."""
+    repetitions, delta = Repetitions(mean, shape), 10**log_delta
+    gamma = repetitions.gamma
+    x = np.linspace(-10.0, 10.0 + mu, 40_001)
+
+    def density(center):
+        above = stats.norm.sf(x - center) if up else stats.norm.cdf(x - center)
+        weight = mean * (gamma / (gamma + (1 - gamma) * above)) ** (1 + shape)
+        return stats.norm.pdf(x - center) * weight * (x[1] - x[0])
+
+    there, absent = density(mu), density(0.0)
+    assert there.sum() == pytest.approx(1, abs=1e-6)
+    counts = {Gaussian(mu): 1}
+    prices = (
+        selection._by_profile(counts, repetitions, delta),
+        selection._by_curve(counts, repetitions, delta),
+    )
+    for price in prices:
+        for one, other in ((there, absent), (absent, there)):
+            assert np.maximum(one - math.exp(price) * other, 0).sum() <= delta
+
+
+def test_pure_runs_meet_the_known_factor():
+    """As runs become many, 2 + shape times the epsilon of one."""
+    for shape in (1.0, 0.0):
+        found = selection_epsilon([(PureDpEvent(0.5), 1)], Repetitions(1000.0, shape), 1e-9)
+        assert found == pytest.approx((2 + shape) * 0.5, rel=0.01)
+
+
+def test_the_best_line_is_no_worse_than_any_epsilon_of_the_paper():
+    """Koskela, Redberg, Wang: c = (1 + eta) log(e^e1 + (1 - gamma) / gamma * delta(e1))."""
+    counts = {Gaussian(0.7): 1}
+    repetitions, delta = Repetitions(20.0, 0.5), 1e-6
+    gamma = repetitions.gamma
+    once = bounds.upper_epsilon(counts, delta / 20.0)
+    of_paper = min(
+        1.5 * math.log(math.exp(e) + (1 - gamma) / gamma * bounds.upper_delta(counts, e)) + once
+        for e in np.linspace(0.0, 6.0, 300)
+    )
+    assert once < selection._by_profile(counts, repetitions, delta) <= of_paper * (1 + 1e-9)
+
+
+def test_monotone_in_runs_shape_noise_and_delta():
+    def price(mean=10.0, shape=0.5, noise=1.0, delta=1e-6):
+        step = PoissonSampledDpEvent(0.02, GaussianDpEvent(noise))
+        return selection_epsilon([(step, 300)], Repetitions(mean, shape), delta)
+
+    assert price(3.0) < price() < price(30.0)
+    assert price(shape=-0.5) < price() < price(shape=1.0)
+    assert price(noise=1.3) < price() < price(noise=0.8)
+    assert price(delta=1e-4) < price() < price(delta=1e-8)
+
+
+def test_what_is_charged():
+    step = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
+    repetitions = Repetitions(10.0)
+    epsilon = selection_epsilon([(step, 300)], repetitions, 1e-6)
+    accountant = PrivacyAccountant(2 * epsilon, 1e-5)
+    accountant.compose(selection_event([(step, 300)], repetitions, 1e-6))
+    assert accountant.get_epsilon(1e-6) == pytest.approx(epsilon, rel=1e-12)
+    assert accountant.get_epsilon(1e-6) >= epsilon and accountant.get_epsilon(1e-7) == math.inf
+    assert accountant.remaining(step) > 0
+    replaced = selection_epsilon([(step, 300)], repetitions, 1e-6, "replace_one")
+    assert replaced > 1.2 * epsilon
+    assert selection_epsilon([], repetitions, 1e-6) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mean", "shape"),
+    [(1.0, 1.0), (0.5, 0.0), (math.inf, 1.0), (math.nan, 1.0), (3.0, -1.0), (3.0, 1.1),
+     (1e9, 1.0), (1e4, -0.9)],
+)  # fmt: skip
+def test_laws_out_of_range_are_refused(mean, shape):
+    with pytest.raises(ValueError, match=r"mean|shape"):
+        Repetitions(mean, shape)
+
+
+@pytest.mark.parametrize("event", [NonPrivateDpEvent(), FailureDpEvent(1e-7)])
+def test_what_is_not_private_cannot_be_selected(event):
+    with pytest.raises(ValueError, match="not private"):
+        selection_event([(event, 1)], Repetitions(10.0), 1e-7)
+    with pytest.raises(ValueError, match="delta"):
+        selection_epsilon([(PureDpEvent(1.0), 1)], Repetitions(10.0), 1e-26)

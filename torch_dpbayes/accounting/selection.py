@@ -1,0 +1,194 @@
+r"""Private selection: the best of K private runs at one price, where K is drawn and stays hidden.
+
+One run is a mechanism M whose output has a score. A selection draws K from a truncated negative
+binomial law D(eta, gamma),
+
+.. math:: P(K = k) \propto (1 - \gamma)^k \prod_{l<k} \frac{l + \eta}{l + 1}, \quad k \ge 1,
+
+runs M that often, independently and each time from the start, and releases the output of the
+largest score. With F(y) = P(an output is at most y) its density is m(y) f'(F(y)), f the generating
+function of K. For this law f' is a power of gamma + (1 - gamma)(1 - F), so that
+
+.. math:: \delta_A(\varepsilon) \le E[K]\, \delta_M(\varepsilon - c), \qquad
+    c = (1 + \eta) \max_u \log\frac{\gamma + (1 - \gamma) T(u)}{\gamma + (1 - \gamma) u},
+
+where T is the trade-off curve of M (its largest true-positive rate at false-positive rate u). That
+is Koskela, Redberg and Wang (2024) with their free epsilon at its best value: each line above T
+gives one of their bounds. In Renyi terms, for all orders a > 1 and b > 1 (Papernot, Steinke 2022,
+Theorem 2),
+
+.. math:: D_a(A) \le D_a(M) + (1 + \eta)\Big(1 - \frac1b\Big) D_b(M)
+    + \frac{1 + \eta}{b} \log\frac1\gamma + \frac{\log E[K]}{a - 1}.
+
+The smaller bound counts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize
+
+from . import bounds, events, renyi
+from .choices import Neighboring, NeighboringRelation, check_delta, neighboring_relation
+from .events import ComposedDpEvent, DpEvent, FailureDpEvent, PureDpEvent
+from .pairs import Array, Pair, dominating_pair
+from .profiles import profiles, trade_offs
+
+_UNSEEN = 1e-32  # probability of larger K, which count as the largest
+_MOST_RUNS = 2**20
+_DRAWING = 1e-7  # relative error of the probabilities with which K is drawn, by far
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """The law of the number of runs: truncated negative binomial.
+
+    Args:
+        mean: how many runs to expect, above 1.
+        shape: eta, above -1 and at most 1. 1 is the geometric law, 0 the logarithmic one. The
+            smaller, the cheaper, and the more often there are few runs, or very many.
+    """
+
+    mean: float
+    shape: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not -1 < self.shape <= 1:
+            raise ValueError(f"shape must be above -1 and at most 1, got {self.shape!r}.")
+        if not 1 < self.mean < math.inf:
+            raise ValueError(f"mean must be above 1 and finite, got {self.mean!r}.")
+        if self._most > _MOST_RUNS:
+            raise ValueError(
+                f"a mean of {self.mean:g} runs at shape {self.shape:g} may take more than"
+                f" {_MOST_RUNS} of them: use a smaller mean, or a larger shape."
+            )
+
+    @property
+    def gamma(self) -> float:
+        """The gamma at which the mean is ``mean``."""
+        found = optimize.brentq(
+            lambda log_gamma: _mean(math.exp(log_gamma), self.shape) - self.mean,
+            -600.0,
+            -1e-9,
+            xtol=1e-14,
+        )
+        return math.exp(found)
+
+    @property
+    def _most(self) -> float:
+        # for these shapes P(K >= k) is at most k (1 - gamma)^k E[K] / P(K = 1)
+        return 10 + 1.5 * math.log(_UNSEEN) / math.log1p(-self.gamma)
+
+    def probabilities(self) -> Array:
+        """P(K = 1), P(K = 2), ..., until next to nothing is left."""
+        k = np.arange(1, int(self._most))
+        ratios = np.log1p(-self.gamma) + np.log((k + self.shape) / (k + 1))
+        logs = np.concatenate([[0.0], np.cumsum(ratios)])
+        masses = np.exp(logs - logs.max())
+        return np.asarray(masses / math.fsum(masses))
+
+    def draw(self) -> int:
+        """K, by the operating system's entropy: nobody may learn it but by the time it takes."""
+        masses = self.probabilities()
+        # The probability of each to be the last, given that there are as many: with them, and not
+        # with the distribution function, also rare numbers have their probability.
+        last = masses / np.cumsum(masses[::-1])[::-1]
+        source = random.SystemRandom()
+        for number, share in enumerate(last.tolist(), start=1):
+            if source.random() < share:
+                return number
+        return len(last)
+
+
+def _mean(gamma: float, shape: float) -> float:
+    if abs(shape) < 1e-12:
+        return (1 - gamma) / gamma / -math.log(gamma)
+    return shape * (1 - gamma) / (gamma * -math.expm1(shape * math.log(gamma)))
+
+
+def selection_epsilon(
+    schedule: Iterable[tuple[DpEvent, int]],
+    repetitions: Repetitions,
+    delta: float,
+    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
+) -> float:
+    """Epsilon at ``delta`` of releasing the best of ``repetitions`` runs.
+
+    Args:
+        schedule: pairs (event, count): all that one run may release, whatever its settings.
+        repetitions: the law of the number of runs.
+        delta: of the selection.
+        neighboring: the accountant's relation.
+
+    Returns:
+        An upper bound, valid if runs are independent of each other, each releases no more than
+        ``schedule``, the score is a function of what its run released and of public things, and
+        nothing but the best run becomes known: not K, not the others, not their scores.
+    """
+    delta = check_delta(delta)
+    neighboring = neighboring_relation(neighboring)
+    counts: dict[Pair, int] = {}
+    for event, count in schedule:
+        for part, times in events.elementary(event, events.positive_count(count)):
+            pair = dominating_pair(part, neighboring)
+            counts[pair] = counts.get(pair, 0) + times
+    if not counts:
+        return 0.0
+    # K is drawn from nearly this law: every density is off by a factor of 1 +- _DRAWING at most,
+    # and _UNSEEN counts on both sides
+    least = delta * (1 - 1e-6) - 1e-25
+    if least <= 0:
+        raise ValueError("delta of a selection must be at least 1e-24.")
+    by_profile = _by_profile(counts, repetitions, least)
+    by_curve = _by_curve(counts, repetitions, least)
+    return min(by_profile, by_curve) * (1 + _DRAWING) + 4 * _DRAWING
+
+
+def _by_profile(counts: Mapping[Pair, int], repetitions: Repetitions, delta: float) -> float:
+    """Koskela, Redberg, Wang 2024."""
+    gamma, shape = repetitions.gamma, repetitions.shape
+    largest = 1.0
+    for curve in trade_offs(*profiles(frozenset(counts.items()), "pld")):
+        # a ratio of two functions that are linear between vertices is largest at one of them
+        u, rates = curve.vertices
+        ratios = (gamma + (1 - gamma) * rates) / (gamma + (1 - gamma) * u)
+        largest = max(largest, float(np.max(ratios)) * (1 + 1e-12))
+    # The mean follows from gamma, whatever it was meant to be.
+    mean = _mean(gamma, shape) * (1 + _DRAWING)
+    once = bounds.upper_epsilon(counts, delta / mean) if delta / mean >= 1e-30 else math.inf
+    return (1 + shape) * math.log(largest) + once
+
+
+def _by_curve(counts: Mapping[Pair, int], repetitions: Repetitions, delta: float) -> float:
+    """Papernot, Steinke 2022."""
+    gamma, shape = repetitions.gamma, repetitions.shape
+    orders = np.array(renyi.ORDERS)
+    once = renyi.curve(counts)
+    extra = (1 + shape) * ((1 - 1 / orders) * once - math.log(gamma) / orders)
+    mean = _mean(gamma, shape) * (1 + _DRAWING)
+    together = once + float(np.min(extra)) + math.log(mean) / (orders - 1)
+    return renyi.epsilon(together, delta)
+
+
+def selection_event(
+    schedule: Iterable[tuple[DpEvent, int]],
+    repetitions: Repetitions,
+    delta: float,
+    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
+) -> DpEvent:
+    """What a selection charges: that it is (:func:`selection_epsilon`, ``delta``)-private.
+
+    Args: as of :func:`selection_epsilon`.
+    """
+    epsilon = selection_epsilon(schedule, repetitions, delta, neighboring)
+    if math.isinf(epsilon):
+        raise ValueError(
+            "a run of this schedule is not private at this delta, so its selection is not either:"
+            " give a larger delta, or a schedule without what fails or has no noise."
+        )
+    return ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])

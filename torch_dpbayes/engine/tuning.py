@@ -1,0 +1,125 @@
+"""Tuning that is paid for: the best of a hidden number of private runs, at one price."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch import nn
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.choices import Neighboring, check_delta
+from ..accounting.events import DpEvent
+from ..accounting.selection import Repetitions, selection_event
+from .privacy_engine import PrivacyEngine
+
+Candidate = TypeVar("Candidate")
+Result = TypeVar("Result")
+Schedule = list[tuple[DpEvent, int]]
+
+_STATEMENT = (
+    "selection: runs start afresh and use nothing of each other, scores come from what the run"
+    " released or from public data, and only the best run was seen"
+)
+
+
+class Selected(NamedTuple, Generic[Candidate, Result]):
+    """The best run: its candidate, what ``train`` returned, and the score."""
+
+    candidate: Candidate
+    result: Result
+    score: float
+
+
+def select(
+    train: Callable[[PrivacyEngine, Candidate], tuple[Result, float]],
+    candidates: Sequence[Candidate],
+    *,
+    schedule: Iterable[tuple[DpEvent, int]],
+    accountant: PrivacyAccountant,
+    delta: float,
+    mean_runs: float,
+    shape: float = 1.0,
+) -> Selected[Candidate, Result]:
+    """Trains with settings drawn from ``candidates`` a hidden number of times, and returns the best
+    run.
+
+    Args:
+        train: one whole private run: takes a fresh engine, which it has to use, and a candidate;
+            returns anything, and the score, of which the largest wins. It starts afresh each time
+            (new model, new optimizer), hands nothing to later runs, and neither prints nor saves.
+            The score is computed from what the run released, such as the trained model, and public
+            data; a score from private data is to be released by the engine's accountant too.
+        candidates: settings, each of which is drawn with the same probability for each run.
+        schedule: pairs (event, count): all that one run may release with any candidate. A run may
+            release less: fewer steps, more noise, a smaller rate.
+        accountant: what is charged, once and before the first run.
+        delta: of the selection.
+        mean_runs: how many runs to expect, above 1.
+        shape: of their number's law, above -1 and at most 1: 1 is geometric, 0 logarithmic. The
+            smaller, the cheaper, and the more often there are few runs, or very many.
+
+    Raises:
+        PrivacyBudgetExceeded: the selection does not fit the budget, or a run releases more than
+            ``schedule``. Nothing is returned; what was charged stays charged.
+        ValueError: a setting is out of range.
+        RuntimeError: a run did not use its engine, or returned what another one returned.
+
+    **Privacy.** The best run is released, and charged as (epsilon, delta)-private by
+    :func:`torch_dpbayes.accounting.selection.selection_epsilon`, whatever the number of candidates.
+    How many runs there were must stay hidden: it is neither returned nor kept, but the time that
+    this call takes shows it to whoever watches. ``summary()`` states what it rests on.
+    """
+    choices = list(candidates)
+    if not choices:
+        raise ValueError("candidates are empty: give at least one setting.")
+    delta = check_delta(delta)
+    repetitions = Repetitions(mean_runs, shape)
+    planned: Schedule = [(event, count) for event, count in schedule]
+    event = selection_event(planned, repetitions, delta, accountant.neighboring)
+    accountant.compose(event, label="selection")
+    accountant.note(_STATEMENT)
+    price = _price(planned, delta, accountant.neighboring)
+    source = random.SystemRandom()
+    best: Selected[Candidate, Result] | None = None
+    seen: list[Any] = []
+    for _ in range(repetitions.draw()):
+        candidate = source.choice(choices)
+        own = PrivacyAccountant(price, delta, neighboring=accountant.neighboring).register(planned)
+        result, score = train(PrivacyEngine(own), candidate)
+        if not len(own) or own.guarantee != "registered":
+            raise RuntimeError(
+                "a run has to release something, by the engine that train() is given, and no more"
+                " than schedule=: nothing is returned."
+            )
+        _require_fresh(result, seen)
+        number = float(score)
+        number = -math.inf if math.isnan(number) else number
+        if best is None or number > best.score:
+            best = Selected(candidate, result, number)
+    assert best is not None
+    return best
+
+
+def _price(schedule: Schedule, delta: float, neighboring: Neighboring) -> float:
+    """The budget of a run, into which nothing fits beside the schedule."""
+    together = PrivacyAccountant(neighboring=neighboring)
+    for event, count in schedule:
+        together.compose(event, count)
+    return together.get_epsilon(delta) * (1 + 1e-9) + 1e-12
+
+
+def _require_fresh(result: Any, seen: list[Any]) -> None:
+    """A module that two runs trained is not the result of one."""
+    parts = result if isinstance(result, tuple | list) else [result]
+    modules = [part for part in parts if isinstance(part, nn.Module)]
+    for module in modules:
+        own = {id(parameter) for parameter in module.parameters()}
+        if any(own & {id(p) for p in other.parameters()} for other in seen):
+            raise RuntimeError(
+                "two runs returned the same model, so that neither started afresh: build the model"
+                " inside train(). Nothing is returned."
+            )
+    seen += modules
