@@ -25,6 +25,7 @@ _HOME = {
     "get_num_steps": "engine.unknown_arguments",
     "PrivacyEngine": "engine.privacy_engine",
     "PosteriorSamples": "posterior",
+    "best_of_runs": "engine.tuning",
     "private_clipped_fraction": "engine.clip_norm",
     "simulate_gradient_norms": "engine.clip_norm",
 }
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .engine.clip_norm import private_clipped_fraction as private_clipped_fraction
     from .engine.clip_norm import simulate_gradient_norms as simulate_gradient_norms
     from .engine.privacy_engine import PrivacyEngine as PrivacyEngine
+    from .engine.tuning import best_of_runs as best_of_runs
     from .engine.unknown_arguments import get_noise_multiplier as get_noise_multiplier
     from .engine.unknown_arguments import get_num_steps as get_num_steps
     from .posterior import PosteriorSamples as PosteriorSamples

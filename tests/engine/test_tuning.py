@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.selection import Repetitions, selection_epsilon
-from torch_dpbayes.engine.tuning import select
+from torch_dpbayes.engine.tuning import best_of_runs
 
 STEP = PoissonSampledDpEvent(0.25, GaussianDpEvent(1.0))
 SCHEDULE = [(STEP, 2)]
@@ -54,7 +54,7 @@ def test_one_charge_for_the_best_of_private_trainings(monkeypatch):
 
     total = accountant()
     schedule = [(STEP, 4)]
-    best = select(
+    best = best_of_runs(
         train, [0.1, 0.2, 0.4], schedule=schedule, accountant=total, delta=1e-6, mean_runs=4.0
     )
     assert len(tried) == 4
@@ -71,7 +71,7 @@ def test_it_is_charged_before_the_first_run():
     poor = dpb.PrivacyAccountant(0.1, 1e-5)
     ran = []
     with pytest.raises(dpb.PrivacyBudgetExceeded):
-        select(
+        best_of_runs(
             lambda engine, candidate: ran.append(1),
             [1], schedule=SCHEDULE, accountant=poor, delta=1e-6, mean_runs=3.0,
         )  # fmt: skip
@@ -85,7 +85,7 @@ def test_a_run_that_fails_stays_charged():
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        select(train, [1], schedule=SCHEDULE, accountant=total, delta=1e-6, mean_runs=3.0)
+        best_of_runs(train, [1], schedule=SCHEDULE, accountant=total, delta=1e-6, mean_runs=3.0)
     assert total.get_epsilon(1e-6) > 0
 
 
@@ -106,7 +106,7 @@ def test_a_run_may_not_release_more(more, neighboring):
         return 0, 0.0
 
     with pytest.raises((dpb.PrivacyBudgetExceeded, RuntimeError)):
-        select(
+        best_of_runs(
             train, [1], schedule=SCHEDULE, accountant=accountant(neighboring=neighboring),
             delta=1e-6, mean_runs=3.0,
         )  # fmt: skip
@@ -116,7 +116,9 @@ def test_a_run_may_release_less(monkeypatch):
     fixed_number(monkeypatch, 3)
     quieter = PoissonSampledDpEvent(0.1, GaussianDpEvent(3.0))
     train = partial(charge, count=1, step=quieter)
-    best = select(train, [5], schedule=SCHEDULE, accountant=accountant(), delta=1e-6, mean_runs=3.0)
+    best = best_of_runs(
+        train, [5], schedule=SCHEDULE, accountant=accountant(), delta=1e-6, mean_runs=3.0
+    )
     assert best == (5, 5, 5.0)
 
 
@@ -124,7 +126,7 @@ def test_who_does_not_use_the_engine_or_goes_on_with_a_model_is_refused(monkeypa
     fixed_number(monkeypatch, 2)
     settings = {"schedule": SCHEDULE, "delta": 1e-6, "mean_runs": 3.0}
     with pytest.raises(RuntimeError, match="engine"):
-        select(lambda engine, c: (0, 0.0), [1], accountant=accountant(), **settings)
+        best_of_runs(lambda engine, c: (0, 0.0), [1], accountant=accountant(), **settings)
     shared = nn.Linear(2, 2)
 
     def go_on(engine, candidate):
@@ -132,9 +134,9 @@ def test_who_does_not_use_the_engine_or_goes_on_with_a_model_is_refused(monkeypa
         return (shared, "log"), 0.0
 
     with pytest.raises(RuntimeError, match="same model"):
-        select(go_on, [1], accountant=accountant(), **settings)
+        best_of_runs(go_on, [1], accountant=accountant(), **settings)
     with pytest.raises(ValueError, match="empty"):
-        select(charge, [], accountant=accountant(), **settings)
+        best_of_runs(charge, [], accountant=accountant(), **settings)
 
 
 def test_scores_that_are_no_numbers_lose_and_candidates_are_drawn_afresh(monkeypatch):
@@ -147,7 +149,7 @@ def test_scores_that_are_no_numbers_lose_and_candidates_are_drawn_afresh(monkeyp
         engine.accountant.compose(release)
         return candidate, float("nan") if candidate == 2 else float(candidate)
 
-    best = select(
+    best = best_of_runs(
         train, [0, 1, 2], schedule=[(release, 1)], accountant=accountant(), delta=1e-6,
         mean_runs=60.0,
     )  # fmt: skip

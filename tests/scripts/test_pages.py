@@ -191,6 +191,7 @@ NAMES = {
     "how_to/resume_a_run.md": trained,
     "how_to/share_a_budget.md": lambda: {"dpb": dpb},
     "how_to/what_epsilon_means.md": lambda: {"dpb": dpb},
+    "how_to/tune_privately.md": classifier_names,
     "how_to/show_uncertainty.md": trained,
     "how_to/usual_networks.md": classifier_names,
     "noise_aware.md": records_names,

@@ -25,7 +25,7 @@ _STATEMENT = (
 )
 
 
-class Selected(NamedTuple, Generic[Candidate, Result]):
+class BestRun(NamedTuple, Generic[Candidate, Result]):
     """The best run: its candidate, what ``train`` returned, and the score."""
 
     candidate: Candidate
@@ -33,7 +33,7 @@ class Selected(NamedTuple, Generic[Candidate, Result]):
     score: float
 
 
-def select(
+def best_of_runs(
     train: Callable[[PrivacyEngine, Candidate], tuple[Result, float]],
     candidates: Sequence[Candidate],
     *,
@@ -42,7 +42,7 @@ def select(
     delta: float,
     mean_runs: float,
     shape: float = 1.0,
-) -> Selected[Candidate, Result]:
+) -> BestRun[Candidate, Result]:
     """Trains with settings drawn from ``candidates`` a hidden number of times, and returns the best
     run.
 
@@ -83,7 +83,7 @@ def select(
     accountant.note(_STATEMENT)
     price = _price(planned, delta, accountant.neighboring)
     source = random.SystemRandom()
-    best: Selected[Candidate, Result] | None = None
+    best: BestRun[Candidate, Result] | None = None
     seen: list[Any] = []
     for _ in range(repetitions.draw()):
         candidate = source.choice(choices)
@@ -98,7 +98,7 @@ def select(
         number = float(score)
         number = -math.inf if math.isnan(number) else number
         if best is None or number > best.score:
-            best = Selected(candidate, result, number)
+            best = BestRun(candidate, result, number)
     assert best is not None
     return best
 
