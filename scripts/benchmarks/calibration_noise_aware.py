@@ -3,7 +3,8 @@
 an oracle.
 
     python scripts/benchmarks/calibration_noise_aware.py results.csv [--only logistic]
-        [--sizes 1000] [--epsilons 0.3 1] [--prior-stds 3] [--data-sets 100] [--seconds 170]
+        [--sizes 1000] [--epsilons 0.3 1] [--prior-stds 3] [--features correlated]
+        [--data-sets 100] [--seconds 170]
 
 Parameters are drawn from the prior, records from the model, and a private posterior is made of them
 by the public functions. If the posterior is right, central 50 % and 90 % intervals hold the
@@ -93,6 +94,11 @@ def features(kind: str, num_data: int, dimension: int) -> Tensor:
             torch.rand(num_data, dimension, dtype=torch.float64)
             < torch.linspace(0.1, 0.9, dimension, dtype=torch.float64)
         ).double()
+    elif kind == "correlated":  # standard deviations from 1 to 1/30, in any directions
+        scales = torch.logspace(0, -1.5, dimension, dtype=torch.float64)
+        x = torch.randn(num_data, dimension, dtype=torch.float64) * scales
+        x = x @ torch.linalg.qr(torch.randn(dimension, dimension, dtype=torch.float64))[0]
+        x = x * math.sqrt(dimension / float(scales.square().sum()))
     else:
         x = torch.distributions.StudentT(torch.tensor(3.0, dtype=torch.float64)).sample(
             (num_data, dimension)
@@ -265,6 +271,8 @@ def cells() -> Iterator[Cell]:
             if size <= 10_000 and epsilon in (0.3, 1.0):
                 for kind in ("binary", "student"):
                     yield Cell("logistic", size, epsilon, 1.0, kind)
+            if size >= 10_000 and epsilon in (1.0, 3.0):
+                yield Cell("logistic", size, epsilon, 3.0, "correlated")
             if size == 10_000 and epsilon == 1.0:
                 for model in ("logistic", "linear", "beta_bernoulli"):
                     yield Cell(model, size, epsilon, neighboring="replace_one")
@@ -373,6 +381,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(SIMULATE), default=list(SIMULATE))
     parser.add_argument("--sizes", type=int, nargs="*", default=SIZES)
     parser.add_argument("--epsilons", type=float, nargs="*", default=EPSILONS)
+    parser.add_argument("--features", nargs="*", default=())
     parser.add_argument("--prior-stds", type=float, nargs="*", default=(1.0, 3.0))
     parser.add_argument("--data-sets", type=int)
     parser.add_argument("--seconds", type=float, default=math.inf)
@@ -385,6 +394,7 @@ def main() -> None:
         and cell.num_data in given.sizes
         and cell.epsilon in given.epsilons
         and cell.prior_std in given.prior_stds
+        and (not given.features or cell.features in given.features)
     ]
     run(given.results, wanted, given.data_sets, given.seconds)
 

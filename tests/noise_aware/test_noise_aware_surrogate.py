@@ -12,10 +12,11 @@ import torch
 from scipy.stats import chi2
 
 from torch_dpbayes.noise_aware import surrogate as module
+from torch_dpbayes.noise_aware.modes import mode
 from torch_dpbayes.noise_aware.priors import GaussianPrior
-from torch_dpbayes.noise_aware.response import LinearResponse, NormalFeatureResponse
+from torch_dpbayes.noise_aware.response import LinearResponse, NormalFeatureResponse, denoised
 from torch_dpbayes.noise_aware.scores import Bernoulli, Poisson
-from torch_dpbayes.noise_aware.surrogate import Surrogate
+from torch_dpbayes.noise_aware.surrogate import Surrogate, positive
 from torch_dpbayes.noise_aware.transcript import GradientRelease
 
 DIMENSION = 4
@@ -206,3 +207,34 @@ def test_releases_that_agree_with_the_curvature_are_let_pass():
 def test_releases_that_contradict_the_curvature_are_told():
     assert agreement_of(3 * CURVATURE) < SIGNIFICANCE
     assert agreement_of(CURVATURE, mode_offset=3.0) < SIGNIFICANCE
+
+
+def test_small_eigenvalues_above_the_noise_stay_as_they_are():
+    """Correlated features: what hardly shows beside the largest eigenvalue is released all the
+    same, and a larger value would make the posterior too narrow there.
+    """
+    exact = torch.diag(torch.tensor([1e5, 1e3, 50.0, 5.0], dtype=torch.float64))
+    noisy = exact + symmetric(0.1)
+    kept, _ = denoised(noisy, 0.1)
+    for found in (kept, positive(noisy, 0.1)):
+        # ten standard deviations
+        assert float((found - exact).diagonal().abs().max()) < 1.0
+
+
+def test_releases_from_far_away_do_not_outvote_the_last_ones():
+    """The response is half of the truth; with little noise the mode is where the last release
+    says.
+    """
+    response = NormalFeatureResponse(Bernoulli(), UNCLIPPED, 1000 * CURVATURE, 1000)
+    truth = torch.tensor([0.3, -0.2, 0.1, 0.2], dtype=torch.float64)
+    slope = response.slope(truth)
+
+    def release(apart: float, std: float) -> GradientRelease:
+        value = 2 * (response.value(truth + apart) - response.value(truth))
+        return GradientRelease(truth + apart, value, std)
+
+    last = release(0.001, 1e-2)
+    both = Surrogate([release(0.3, 1e-2), last], response, slope, 0.0, last.theta)
+    alone = Surrogate([last], response, slope, 0.0, last.theta)
+    prior = GaussianPrior(torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
+    torch.testing.assert_close(mode(both, prior), mode(alone, prior), rtol=0.0, atol=1e-3)

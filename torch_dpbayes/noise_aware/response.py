@@ -18,6 +18,7 @@ from .scores import Target, interpolated, slope_curve, variances
 # The trapezoidal rule, whose error falls off exponentially for smooth functions. Gauss-Hermite
 # nodes lie too far apart where θ is large.
 _NODES, _REACH = 61, 6.0
+FLOOR_OF_NOISE, _ROUNDING = 0.1, 1e-9  # of a released matrix, and of its level
 _LEAST_VARIANCE, _LARGEST_VARIANCE = 1e-10, 400.0  # of the linear predictor
 # points of a table in asinh(σ), one of them below 0 (where a and c are the same as above)
 _POINTS = 402
@@ -141,8 +142,8 @@ def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:
         noise_std: on the diagonal; 1/√2 of it off the diagonal.
 
     Returns:
-        A positive definite matrix, eigenvalues at least a twentieth of their mean, and the standard
-        deviation of what is left of the noise.
+        A positive definite matrix, and the standard deviation of what is left of the noise, of
+        which eigenvalues are at least a tenth: no more is known of smaller ones.
     """
     size = len(released)
     eye = torch.eye(size, dtype=released.dtype)
@@ -152,7 +153,8 @@ def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:
     kept = shape_kept(released, noise_std)
     left = min(1.0, kept + 2 / size)  # the level's noise moves all eigenvalues together
     shape = released - found * eye
-    return floored(level * eye + kept * shape, 0.05 * level), noise_std * math.sqrt(left)
+    std = noise_std * math.sqrt(left)
+    return floored(level * eye + kept * shape, max(FLOOR_OF_NOISE * std, _ROUNDING * level)), std
 
 
 def shape_kept(released: Tensor, noise_std: float) -> float:

@@ -29,10 +29,13 @@ import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from .response import LinearResponse, Response, floored
+from .response import FLOOR_OF_NOISE, LinearResponse, Response, floored
 from .transcript import GradientRelease
 
 _HARMLESS = 0.1  # of the records' own variance
+# Of the way of a gradient to the centre, which a response that is not linear may get wrong. Where
+# there is little noise, releases from far away would otherwise outvote the last ones.
+_MISFIT = 0.3
 
 
 class Surrogate:
@@ -65,7 +68,9 @@ class Surrogate:
         self._variability = response.variability(centre)
         noises = noise_covariances(gradients, self._variability * curvature)
         self._points, self._releases = points, gradients
-        weights = trust(noises, points - centre, curvature_std)
+        away = points - centre
+        misfits = (0.0 if self._is_linear else _MISFIT) * away @ curvature
+        weights = trust(noises, away, misfits, curvature_std)
         self._gradient = weights @ torch.stack([g.value for g in gradients])
         self._point = weights @ points
         self.noise = torch.einsum("k,kij->ij", weights.square(), noises)
@@ -180,19 +185,18 @@ def noise_covariances(releases: Sequence[GradientRelease], curvature: Tensor) ->
     return own[:, None, None] * eye + sampling[:, None, None] * curvature
 
 
-def trust(noises: Tensor, distances: Tensor, curvature_std: float) -> Tensor:
-    """ω: releases count by their noise, to which that of the curvature adds where they lie
-    far from the centre.
+def trust(noises: Tensor, distances: Tensor, misfits: Tensor, curvature_std: float) -> Tensor:
+    """ω: releases count by their noise, to which that of the curvature and what the response gets
+    wrong add where they lie far from the centre.
     """
     own = noises.diagonal(dim1=-2, dim2=-1).mean(-1)
-    weights = 1 / (own + 0.5 * curvature_std**2 * distances.square().sum(-1))
+    of_curvature = 0.5 * curvature_std**2 * distances.square().sum(-1)
+    weights = 1 / (own + of_curvature + misfits.square().mean(-1))
     return weights / weights.sum()
 
 
 def positive(curvature: Tensor, noise_std: float) -> Tensor:
-    """A released curvature with eigenvalues raised to a tenth of their mean or, where that is
-    more, to a fraction of its noise.
+    """A released curvature with eigenvalues raised to a part of its noise. A larger floor would
+    take directions that the records hardly tell for ones that they tell surely.
     """
-    size = len(curvature)
-    mean = float(curvature.trace()) / size
-    return floored(curvature, max(0.02 * mean, 0.1 * noise_std, 1e-12))
+    return floored(curvature, max(FLOOR_OF_NOISE * noise_std, 1e-12))
