@@ -14,6 +14,7 @@ from scipy.stats import chi2
 import torch_dpbayes as dpb
 from torch_dpbayes import noise_aware
 from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.noise_aware.planning import total_multiplier
 from torch_dpbayes.noise_aware.summaries import Summary
 
 DOUBLE = torch.float64
@@ -29,9 +30,7 @@ def test_beta_bernoulli_is_the_sum_over_all_counts():
         noise_aware.beta_bernoulli(2.0, 3.0), x, epsilon=0.5, delta=1e-5
     )
     accountant = dpb.PrivacyAccountant(0.5, 1e-5, neighboring="replace_one")
-    std = 0.5 * noise_aware.sufficient_statistics.__globals__["total_multiplier"](
-        accountant, None, None
-    )
+    std = 0.5 * total_multiplier(accountant, None, None)
     released = float(post.transcript) + count / 2
     grid = torch.linspace(1e-4, 1 - 1e-4, 2001, dtype=DOUBLE).numpy()
     counts = torch.arange(count + 1).numpy()
