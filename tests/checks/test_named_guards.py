@@ -49,6 +49,17 @@ def test_a_weight_that_is_used_outside_its_layer_only():
         make_private(outside, (4,), grad_sample_mode="hooks")
 
 
+def test_a_weight_that_is_used_a_little_outside_its_layer():
+    """What is recorded in the layer misses a twentieth of the gradient."""
+
+    def forward(net, x):
+        h = torch.tanh(net.first(x))
+        return net.last(h) + 0.05 * F.linear(h, net.last.weight)
+
+    with pytest.raises(ValueError, match="that are not the gradients of the records"):
+        make_private(Model(forward), (4,), grad_sample_mode="hooks")
+
+
 def test_a_kernel_that_adds_up_something_else(monkeypatch):
     """Broken on purpose: the sum of clipped gradients is half as large again."""
     right = contributions.Outer._add_product
