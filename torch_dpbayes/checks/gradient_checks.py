@@ -6,8 +6,10 @@ on gradients, custom functions, or rows that a layer sees in another order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,35 +97,38 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
                 " a row per record, or a loss, computed from trainable parameters"
             )
         total.backward()
-    truth = [p.new_zeros((2, *p.shape)) for p in parameters]
-    is_used = [False] * len(parameters)
-    for k in range(2):
-        for i, g in enumerate(alone(k)):
-            if g is not None:
-                is_used[i] = True
-                truth[i][k] = g.to_dense() if g.is_sparse else g
-    largest = max(float(g.norm()) for true in truth for g in true)
-    for (name, p), used, true in zip(tried.named, is_used, truth, strict=True):
-        if not used:
+    # of large models these take the most memory, so no copies of them are made
+    found = [alone(k) for k in range(2)]
+    for (name, _), of_one, of_other in zip(tried.named, *found, strict=True):
+        if of_one is None and of_other is None:
             raise ValueError(_NOT_USED.format(name))
+    first, second = (list(map(_dense, parameters, gradients)) for gradients in found)
+    del found
+    largest = max(float(g.norm()) for g in (*first, *second))
+    for i, (name, p) in enumerate(tried.named):
+        true = (first[i], second[i])
         with draws():  # a source may run the records again
             records = source.per_record_gradients(p)
         if records is None:
             raise ValueError(_wrong_gradient(name, "got no per-record gradient"))
-        if records.shape[1:] == true.shape[1:] and len(records) != len(true):
+        if records.shape[1:] == p.shape and len(records) != len(true):
             raise ValueError(
                 f"parameter {name!r} got {len(records)} per-record gradients for two records: its"
                 " module sees another first dimension. Keep records in dimension 0 of every"
                 " layer's input (for positions, .expand(len(x), -1))."
             )
         # a gradient that cancels is rounding error
-        limit = _tolerance([p]) * max(float(true.norm()), 1e-3 * largest)
-        if records.shape != true.shape or not float((records - true).norm()) <= limit:
+        limit = _tolerance([p]) * max(_norm_of_all(true), 1e-3 * largest)
+        if records.shape != (2, *p.shape) or not (
+            _norm_of_all(record - g for record, g in zip(records, true, strict=True)) <= limit
+        ):
             what = "got per-record gradients that are not the gradients of the records"
             raise ValueError(_wrong_kernel(tried, p, name) or _wrong_gradient(name, what))
     if largest > 0:
         with draws():
-            check_clipped_sum(tried, [true.flatten(1) for true in truth])
+            check_clipped_sum(
+                tried, _norms_of_two(first, second), partial(_sum_of_two, first, second)
+            )
     source.discard(parameters)
     return largest > 0
 
@@ -220,7 +225,11 @@ def check_trial(
     try:
         before = recorded(first, 0)
         norms = _norms(before)
-        check_clipped_sum(tried, before)
+        check_clipped_sum(
+            tried,
+            norms,
+            lambda factor: [factor.to(g.dtype) @ g for g in map(_at_least_float, before)],
+        )
         if is_comparable:
             with source.paused():
                 for row in range(len(keep)):
@@ -256,37 +265,65 @@ def _compare_alone(
             raise MixedRecordsError(_MIXED.format(name, OF_NUMBER))
 
 
-def check_clipped_sum(tried: TriedModel, truth: Sequence[Tensor]) -> None:
+def check_clipped_sum(
+    tried: TriedModel, norms: Tensor, sum_of: Callable[[Tensor], Sequence[Tensor]]
+) -> None:
     """Norms and the clipped sum, which a source may compute by other ways, right after a backward
-    pass, against ``truth``: for each parameter every record's gradient, (records, numel).
+    pass, against the true ones.
+
+    Args:
+        tried: the model.
+        norms: every record's, (records).
+        sum_of: for each parameter the sum of its records' gradients times such factors, flat.
 
     Raises:
         MixedRecordsError: they differ.
     """
     named, source = tried.named, tried.source
-    norms = _norms(truth).double()
+    norms = norms.double()
     if not bool(norms.isfinite().all()):
         return
     clip = max(float(norms.max()) / 2, 1e-12)
     dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
+    factor = (clip / norms).clamp(max=1.0)
+    truth = sum_of(factor)
     out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
     for _, p in named:
         p.grad = None  # hooks leave an ordinary gradient, and an unhooked use was found before
     found = source.norms(named).double()
     source.add_clipped_sum(named, clip, out)
-    factor = (clip / norms).clamp(max=1.0)
     tolerance = 2 * _tolerance(tried.parameters)
     are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15
-    errors = [
-        (o - factor.to(o.dtype) @ g.detach().to(o.dtype)).double().norm()
-        for g, o in zip(truth, out, strict=True)
-    ]
+    errors = [(o - true.to(o.dtype)).norm().double() for true, o in zip(truth, out, strict=True)]
     if not are_norms or not float(torch.stack(errors).norm()) <= tolerance * clip:
         raise MixedRecordsError(
             "the clipped sum of made-up records is not that of their gradients, which are recorded "
             'correctly: an error of this library. Try grad_sample_mode="hooks", and please report '
             "the model."
         )
+
+
+def _norm_of_all(tensors: Iterable[Tensor]) -> float:
+    return math.hypot(*(float(t.norm()) for t in tensors))
+
+
+def _norms_of_two(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+    return torch.stack(
+        [_norms([g.reshape(1, -1) for g in of_one])[0] for of_one in (first, second)]
+    )
+
+
+def _sum_of_two(first: list[Tensor], second: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """What is summed is taken out of both, for the sake of memory."""
+    total = []
+    while first:
+        a, b = (_at_least_float(of_one.pop(0)).flatten() for of_one in (first, second))
+        total.append(factor[0].to(a.dtype) * a + factor[1].to(a.dtype) * b)
+    return total
+
+
+def _at_least_float(t: Tensor) -> Tensor:
+    return t.detach() if t.dtype == torch.float64 else t.detach().float()
 
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:

@@ -113,7 +113,8 @@ class Geometry:
     def per_record(self, inputs: Tensor, backprops: Tensor, way: str) -> dict[Tensor, Tensor]:
         gradients = {}
         if self.weight is not None:
-            gradients[self.weight] = torch.cat(list(self.instantiate(inputs, backprops, way)))
+            parts = list(self.instantiate(inputs, backprops, way))
+            gradients[self.weight] = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.bias is not None:
             gradients[self.bias] = backprops.flatten(2).sum(2)
         return gradients
