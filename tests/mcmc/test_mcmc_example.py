@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def example():
 
 def spent(out):
     return [float(number) for number in re.findall(r"spent +epsilon <= ([\d.]+)", out)][-1]
+
+
+def test_a_chain_spends_what_a_noise_aware_posterior_left(capsys):
+    after = load(ROOT / "examples" / "chain_after_noise_aware.py")
+    with warnings.catch_warnings():  # so few records and iterations cannot do it
+        warnings.simplefilter("ignore")
+        after.main(["--records", "400", "--iterations", "30"])
+    out = capsys.readouterr().out
+    assert 7.9 < spent(out) <= 8.0
+    assert "noise_aware.laplace" in out and "DPPenalty" in out
 
 
 def test_one_accountant_pays_for_the_start_and_the_chain(example, capsys, tmp_path):
