@@ -12,7 +12,7 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import stats
 
-from torch_dpbayes.accounting import PrivacyAccountant, renyi
+from torch_dpbayes.accounting import PrivacyAccountant, renyi, truncation
 from torch_dpbayes.accounting.composition import compose
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.pairs import dominating_pair
@@ -110,3 +110,12 @@ def test_the_renyi_curve_is_that_of_the_mixture(neighboring):
     fixed = PrivacyAccountant(neighboring=neighboring, method="rdp").compose(event, 20)
     tight = PrivacyAccountant(neighboring=neighboring).compose(event, 20)
     assert tight.get_epsilon(1e-5) <= fixed.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("run", range(5))
+def test_how_often_a_batch_is_full_and_the_record_in_it(run):
+    others, rate = random.randint(1, 40), random.uniform(0.01, 0.99)
+    most = random.randint(1, others)
+    drawn = stats.binom.pmf(np.arange(most, others + 1), others, rate)
+    joins = drawn @ (rate * most / (np.arange(most, others + 1) + 1)) / drawn.sum()
+    assert truncation._displacing(others, rate, most) == pytest.approx((drawn.sum(), joins))
