@@ -22,7 +22,7 @@ from .failures import apart, failing
 from .gaussian import gaussian_delta, gaussian_epsilon
 from .levels import EXACT_LEVELS, directions, merge, only_mu
 from .loss_grid import loss_nodes
-from .pairs import Array, NonPrivate, Pair
+from .pairs import Array, GaussianMixture, NonPrivate, Pair
 from .trade_off import LARGEST_LOSS, Profile, TradeOff
 
 _POINTS = 700  # evenly spaced, and as many towards 0
@@ -31,6 +31,7 @@ SMALLEST = 1e-36  # delta up to which the points reach
 _ACCURACY = 5e-4  # relative excess of epsilon that discretisation aims at
 _CORNERS, _ROUGH_ACCURACY = 150, 1e-3  # the same of many different levels
 _MOST_LOSSES = 2**18  # on the grid, of one release
+_MOST_OF_MIXTURES = 2**15  # whose losses have no inverse in closed form
 _ROUND_OFF = 1e-10  # relative, of closed forms
 
 
@@ -106,7 +107,9 @@ def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
 def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
     few = len(levels) <= EXACT_LEVELS
     accuracy, corners = (_ACCURACY, CORNERS) if few else (_ROUGH_ACCURACY, _CORNERS)
-    least = max(map(_spread, levels)) / _MOST_LOSSES if few else 0.0
+    mixed = any(isinstance(pair, GaussianMixture) for pair in levels)
+    most = _MOST_OF_MIXTURES if mixed else _MOST_LOSSES
+    least = max(map(_spread, levels)) / most if few else 0.0
     found = []
     for target in (None, *_DELTAS):
         asked = {"epsilon": 0.0} if target is None else {"log_delta": math.log(target)}

@@ -125,7 +125,7 @@ def assess(
     curves = curves_of(history)
     rho, order = concentration(history, delta)
     if records_per_person > 1:
-        curves = groups.curves_of(history, curves, records_per_person)
+        curves = groups.curves_of(history, curves, records_per_person, delta)
         epsilon = max(curve.epsilon(delta) for curve in curves)
         rho, order = groups.concentration(rho, order, records_per_person)
     rate = float(highest(curves, np.array([false_positive_rate]))[0])
