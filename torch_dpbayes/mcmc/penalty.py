@@ -54,7 +54,7 @@ class DPPenalty(PrivateKernel):
             adaptation.
         approximation: a released approximation of the posterior, such as a noise-aware one, or
             draws by site that were made without these data. Chains start at its draws, and the
-            random walk has its covariance, times ``proposal_scale``².
+            random walk has its covariance, times ``proposal_scale`` squared.
 
     Raises:
         ValueError: an argument is out of range, or, in ``MCMC.run``, the model is not fit for it.
