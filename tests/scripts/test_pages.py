@@ -196,6 +196,7 @@ NAMES = {
     "how_to/usual_networks.md": classifier_names,
     "noise_aware.md": records_names,
     "one_posterior_sample.md": records_names,
+    "pyro_kernels.md": dict,
 }
 
 
