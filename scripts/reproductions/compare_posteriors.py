@@ -387,7 +387,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = summary(runs)
     reproduction.write_csv(rows, options.folder / "rows.csv")
     for data in options.data:
-        for prior_std in PRIOR_STDS:
+        for prior_std in PRIOR_STDS if any(row["data"] == data for row in rows) else ():
             print(f"\n{data}, prior sd {prior_std:g}\n\n{table(rows, data, prior_std)}")
     print(f"\n{reproduction.origin(runs, ['--data-root', 'FOLDER'])}")
 
