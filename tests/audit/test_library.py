@@ -22,7 +22,7 @@ from torch_dpbayes.audit import one_run
 ALGORITHMS = {
     "DPSGLD": partial(dpb.optim.DPSGLD, lr=1e-3, temperature=1e-9),
     "DPSGHMC": partial(dpb.optim.DPSGHMC, lr=1e-3, temperature=1e-9),
-    "DPSGNHT": partial(dpb.optim.DPSGNHT, lr=1e-8, temperature=1e-9),
+    "DPSGNHT": partial(dpb.optim.DPSGNHT, lr="free", temperature=1e-9),
     "DPSGFS": partial(dpb.optim.DPSGFS, lr=1e-3, temperature=1e-9, fisher="diagonal"),
 }
 
