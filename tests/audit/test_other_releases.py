@@ -3,7 +3,6 @@ state is refuted, and what kernels show is above a third of it.
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pyro
@@ -134,11 +133,11 @@ class Statistics(KeepsRatios, mcmc.ExponentialFamilyPenalty):
         self.kept = []
 
 
-def check(result, *, least=1 / 3):
-    """Above the share at 99 %, below ε at 1 − 10⁻⁷, for such a bound may be exact."""
+def check(result):
+    """Above a third at 99 %, below ε at 1 − 10⁻⁷, for such a bound may be exact."""
     surely = Pricing(result.bound, DELTA, 1 - 1e-7, is_independent=True)(result.guesses)
     assert surely <= result.epsilon
-    assert result.epsilon_lower_bound > least * result.epsilon
+    assert result.epsilon_lower_bound > result.epsilon / 3
 
 
 @pytest.mark.slow
@@ -189,8 +188,11 @@ def test_one_posterior_sample():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the budget is too small:UserWarning")
 def test_noise_aware_posterior():
-    """Its transcript of gradients and of one Gram matrix, with and without one record."""
+    """Its transcript of gradients and of one Gram matrix, with and without one record. This record
+    shows little: how much is not asserted.
+    """
     x, y = torch.zeros(20, 1, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
     one = (torch.cat([x, x.new_ones(1, 1)]), torch.cat([y, y.new_ones(1)]))
     accountants = []
@@ -206,11 +208,12 @@ def test_noise_aware_posterior():
         transcript = posterior.transcript
         total = 0.0
         for seen in transcript.gradients:
-            moved = float(torch.sigmoid(-seen.theta))
+            moved = -float(torch.sigmoid(-seen.theta))  # of −log p
             total += (float(seen.value) * moved - moved**2 / 2) / seen.noise_std**2
         if transcript.gram is not None:
             total += (float(transcript.gram.value) - 0.5) / transcript.gram.noise_std**2
         return total
 
-    result = repeated(release, epsilon=8.0, delta=DELTA, repeats=200, confidence=0.99)
-    check(replace(result, epsilon=accountants[0].get_epsilon(DELTA)), least=0.0)
+    result = repeated(release, epsilon=8.0, delta=DELTA, repeats=60, confidence=0.99)
+    surely = Pricing("gaussian", DELTA, 1 - 1e-7, is_independent=True)(result.guesses)
+    assert surely <= accountants[0].get_epsilon(DELTA)
