@@ -10,7 +10,7 @@ import torch
 from scipy import special
 
 from torch_dpbayes.accounting import PrivacyAccountant, loss_grid, renyi
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
+from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent, _average
 from torch_dpbayes.accounting.composition import compose
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.pairs import Allocated, dominating_pair
@@ -208,3 +208,24 @@ def test_many_noise_levels_are_few_kinds():
     least = flat.get_epsilon(1e-5)
     most = PrivacyAccountant().compose(RandomAllocationDpEvent(50, GaussianDpEvent(1.98)), 12)
     assert least < accountant.get_epsilon(1e-5) < most.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("steps", [2, 37, 3000])
+def test_values_far_apart_are_added_up(steps):
+    """Losses from -400 to 300: W has all its probability, and mean 1."""
+    losses, masses = _average(steps, random.uniform(0.05, 0.08), 1e-60, 1e-12)
+    assert masses.sum() == pytest.approx(1.0, abs=1e-9)
+    assert masses @ np.exp(losses) == pytest.approx(1.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_with_hardly_any_noise_every_step_has_the_record(neighboring):
+    noise = random.uniform(0.02, 0.099)
+    one, epoch = (
+        PrivacyAccountant(neighboring=neighboring).compose(event)
+        for event in (
+            GaussianDpEvent(noise),
+            RandomAllocationDpEvent(random.randint(2, 1000), GaussianDpEvent(noise)),
+        )
+    )
+    assert epoch.get_epsilon(1e-5) == one.get_epsilon(1e-5)

@@ -273,6 +273,17 @@ def test_each_law_is_charged_as_itself(options, event, neighboring):
     assert events_of(accountant) == [(event(1.5), 3)]
 
 
+def test_an_optimizer_with_another_loader_is_charged_for_that_one():
+    net, optimizer, loader = private(max_batch_size=8)
+    one(net, optimizer, next(iter(loader)))
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=net, optimizer=optimizer, data_loader=loader_of(), max_batch_size=4
+    )
+    one(net, optimizer, next(iter(loader)))
+    cut = [event.truncated_batch_size for event, _ in events_of(optimizer.accountant)]
+    assert cut == [8, 4]
+
+
 @pytest.mark.parametrize("sampling", ["random_allocation", "fixed_size"])
 def test_full_batches_are_full_batches(sampling):
     net, optimizer, loader = private(batch_size=12, sampling=sampling)
@@ -369,6 +380,49 @@ def test_a_saved_run_of_another_law_is_refused(monkeypatch):
         _, optimizer, _ = private(sampling=sampling, generator=torch.Generator())
         with pytest.raises(ValueError, match="in another way"):
             optimizer.load_state_dict(states[other])
+
+
+@pytest.mark.parametrize("rows, batch_size", [(12, 6), (16, 4), (18, 6)])
+def test_a_pass_does_not_go_on_over_other_data_or_batches(monkeypatch, rows, batch_size):
+    """It was charged for its own; nothing is changed. Between passes one may change both."""
+
+    def made(*sizes):
+        monkeypatch.setattr(noise, "_used_positions", set())
+        return private(*sizes, sampling="random_allocation", generator=torch.Generator())
+
+    net, optimizer, loader = made()
+    one(net, optimizer, next(iter(loader)))
+    begun = copy.deepcopy(optimizer.state_dict())
+    for batch in loader:
+        one(net, optimizer, batch)
+    net, other, loader = made(rows, batch_size)
+    with pytest.raises(ValueError, match="keep data"):
+        other.load_state_dict(begun)
+    assert len(other.accountant) == 0
+    other.load_state_dict(optimizer.state_dict())
+    one(net, other, next(iter(loader)))
+    assert len(other.accountant) == 2
+
+
+def test_a_pass_that_is_paid_does_not_go_on_with_a_dearer_query(monkeypatch):
+    """The same noise hides less where more is released."""
+    state = None
+    for share in (0.1, 1.0):
+        monkeypatch.setattr(noise, "_used_positions", set())
+        net, optimizer, loader = dpb.PrivacyEngine().make_private(
+            module=nn.Linear(1, 1),
+            optimizer=partial(dpb.optim.DPSGFS, lr=1e-6, fisher_share=share),
+            data_loader=loader_of(generator=torch.Generator()),
+            max_grad_norm=1.0,
+            noise_multiplier=1e3,
+            sampling="random_allocation",
+        )
+        if state is None:
+            one(net, optimizer, next(iter(loader)))
+            state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="fell"):
+        one(net, optimizer, next(iter(loader)))
 
 
 def test_a_pass_is_not_drawn_again_in_one_process():

@@ -32,7 +32,7 @@ from functools import lru_cache
 
 import attr
 import numpy as np
-from scipy import special
+from scipy import signal, special
 
 from . import events, loss_grid, pairs, renyi
 from .events import DpEvent, GaussianDpEvent, Parts
@@ -40,7 +40,9 @@ from .pairs import Allocated, Array, Gaussian, Pair
 
 _EXCESS = 4e-4  # of the variance of W - 1 that the grids may add, relative to it
 _COARSEST = 0.01  # ratio of neighbouring values on a grid, less 1
-_LEAST_NOISE, _LARGEST_NOISE = 0.02, 1e6  # beyond them a record is taken to be in every batch
+# Beyond these a record is taken to be in every batch. With less noise W is beyond floats, and one
+# Gaussian sum costs epsilon = 90.
+_LEAST_NOISE, _LARGEST_NOISE = 0.1, 1e6
 _MOMENTS = 256  # highest order whose moment is computed
 _UNSEEN = 1e-60  # probability of values of W that its negative moments leave out
 _ROUND_OFF = 1e-12  # of a moment, by far
@@ -151,11 +153,11 @@ def _sum(one: _Law, other: _Law) -> _Law:
         lower[:-1] += both * (1 - share[d])
         lower[1:] += both * share[d]
     if near < size:
-        falling = np.exp(apart - apart[-1])
         for larger, smaller in ((p, q), (q, p)):
             kept = smaller[: size - near]
             number = np.cumsum(kept)
-            moved = np.cumsum(kept * falling[: size - near]) / falling[near:] / math.expm1(h)
+            # sum of kept * exp(-d h): a recursion, for exp(d h) may be beyond floats
+            moved = signal.lfilter([math.exp(-near * h) / math.expm1(h)], [1, -math.exp(-h)], kept)
             moved = np.minimum(moved, number)
             total[near:size] += larger[near:] * (number - moved)
             total[near + 1 : size + 1] += larger[near:] * moved

@@ -196,11 +196,23 @@ class RandomAllocationSampler(PoissonSampler):
                 self.generator.get_state(),
             ]
         )
-        return {"states": torch.stack(states), "turn": self._turn, "paid": self._paid}
+        return {
+            "states": torch.stack(states),
+            "turn": self._turn,
+            "paid": self._paid,
+            "of": [self.num_samples, self.steps],
+        }
 
     def require_position(self, position: Any) -> None:
-        if not isinstance(position, dict) or not 0 <= position["turn"] < self.steps:
+        if not isinstance(position, dict):
             raise ValueError(_OTHER_LAW)
+        is_begun = position["turn"] > 0 or position["paid"] is not None
+        if is_begun and position.get("of") != [self.num_samples, self.steps]:
+            raise ValueError(
+                "the saved run was charged for a pass over other data or of other batches, which"
+                f" cannot go on over {self.num_samples} records in {self.steps} batches: keep data"
+                " and batch size, or leave out generator=."
+            )
 
     def resume(self, position: Any) -> None:
         super().resume(position["states"])

@@ -116,6 +116,7 @@ class Release:
         self._fixed, self._as_checked = fixed, as_checked
         self.ranks, self._is_alone = draws.ranks, is_alone
         self.sampling = draws.law
+        self._last_event = None  # of other draws
         self.forget_parts()
 
         def before_delivery() -> None:
@@ -359,12 +360,7 @@ class Release:
         z = float(noise_multiplier)
         if z == 0.0:
             return events.NonPrivateDpEvent()
-        z = self.query.equivalent_noise_multiplier(
-            z,
-            is_full=self._is_full(),
-            sampling=sampling,
-            neighboring=self.accountant.neighboring,
-        )
+        z = self._equivalent(z, sampling)
         if self._is_full():
             return events.GaussianDpEvent(z)
         if draws is not None and draws.law != "poisson":
@@ -385,12 +381,21 @@ class Release:
         """Charge the step, unless that was done with an earlier one of its pass, or, where it is
         not ``is_mine``, by another rank.
         """
-        if self.draws is not None and self.draws.is_paid(noise_multiplier):
+        cost = self._equivalent(noise_multiplier, self.sampling)
+        if self.draws is not None and self.draws.is_paid(cost):
             return
         if is_mine:
             self.accountant.compose(self._event_of(noise_multiplier), label=self.label)
         if self.draws is not None:
-            self.draws.paid(noise_multiplier)
+            self.draws.paid(cost)
+
+    def _equivalent(self, noise_multiplier: float, sampling: str | None) -> float:
+        return self.query.equivalent_noise_multiplier(
+            noise_multiplier,
+            is_full=self._is_full(),
+            sampling=sampling,
+            neighboring=self.accountant.neighboring,
+        )
 
     def _event_of(self, noise_multiplier: float) -> events.DpEvent:
         """:meth:`event` of these steps, made once for as long as nothing changes."""
