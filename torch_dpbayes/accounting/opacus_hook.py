@@ -17,7 +17,7 @@ def charging_hook(
     Args:
         step: takes ``noise_multiplier`` and ``sample_rate``.
         sample_rate: of the loader.
-        asking: the frame that Opacus called.
+        asking: the frame that Opacus called, or one above it.
 
     Raises:
         ValueError: Opacus was told ``poisson_sampling=False``.
@@ -25,13 +25,15 @@ def charging_hook(
     rate = events.sampling_rate(sample_rate)
     # Opacus asks in the same words whether it samples or not; the answer stands in the call that
     # asks
-    caller = None if asking is None else asking.f_back
-    if caller is not None and not caller.f_locals.get("poisson_sampling", True):
-        raise ValueError(
-            "poisson_sampling=False: every step would be charged as a Poisson draw, which costs"
-            " far less than these batches. Leave it at True, Opacus' default, or take"
-            " torch_dpbayes.PrivacyEngine, which samples itself."
-        )
+    while asking is not None:  # however deep in wrappers
+        of_opacus = str(asking.f_globals.get("__name__")).partition(".")[0] == "opacus"
+        if of_opacus and not asking.f_locals.get("poisson_sampling", True):
+            raise ValueError(
+                "poisson_sampling=False: every step would be charged as a Poisson draw, which costs"
+                " far less than these batches. Leave it at True, Opacus' default, or take"
+                " torch_dpbayes.PrivacyEngine, which samples itself."
+            )
+        asking = asking.f_back
 
     def hook(optimizer: Any) -> None:
         if optimizer.accumulated_iterations != 1:
