@@ -2,6 +2,7 @@
 did.
 """
 
+import os
 from functools import partial
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.checks import known_models
+from torch_dpbayes.checks.model_state import CopiedTensor
 from torch_dpbayes.clipping import layers
 from torch_dpbayes.engine import gradient_sources
 
@@ -96,11 +98,9 @@ def clipped_sum(net, optimizer):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("kind", [Block, NoEmptyBatch, WholeBatch])
+@pytest.mark.parametrize("kind", [Block, NoEmptyBatch])
 @pytest.mark.parametrize("mode", [None, "isolated"])
 def test_an_equal_model_is_checked_once_and_trained_alike(kind, mode, checks):
-    if kind is WholeBatch and mode == "isolated":
-        return  # which takes no decisions
     one, other = kind(), kind()
     first = make(one, grad_sample_mode=mode)
     times = len(checks)
@@ -255,6 +255,29 @@ def test_what_fills_a_cache_or_runs_in_a_mode_is_not_remembered(checks):
 class _Passing(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
+
+
+def test_records_that_are_not_kept_apart_by_construction_are_checked_every_time(monkeypatch):
+    class OfTheEnvironment(WholeBatch):
+        def forward(self, x):
+            return super().forward(x - x.mean(0) if os.environ.get("MIXES") else x)
+
+    make(OfTheEnvironment())
+    monkeypatch.setenv("MIXES", "1")
+    with pytest.raises(ValueError, match=r"another record|mixes records"):
+        make(OfTheEnvironment())
+
+
+def test_no_values_of_a_tensor_are_kept_and_its_type_counts(checks):
+    for dtype, is_known in ((torch.int64, False), (torch.int64, True), (torch.float64, False)):
+        times, net = len(checks), Block()
+        net.table = torch.ones(2, dtype=dtype)
+        make(net)
+        assert (len(checks) == times) is is_known
+    for key, _ in known_models._known:
+        assert not any(
+            isinstance(leaf, (torch.Tensor, CopiedTensor)) for leaf in key.leaves.values()
+        )
 
 
 def test_few_models_are_kept():

@@ -1,7 +1,9 @@
 """What happens to a model after the check: whatever could make it mix records is an error."""
 
 import copy
+import functools
 import itertools
+import sys
 import types
 from functools import partial
 
@@ -179,6 +181,80 @@ WITHIN = {
     "module in a list": lambda net: setattr(net.hidden[0], "p", 0.5),
     "iterator": lambda net: next(net.counter),
 }
+
+
+class Words(dict):
+    pass
+
+
+def scaled(h):
+    return h
+
+
+def named_as_torchs(h):
+    return elsewhere.inner.IS_CENTRED
+
+
+elsewhere.inner = types.ModuleType("a_file_of_settings.inner")
+elsewhere.inner.IS_CENTRED = False
+scaled.by = 1.0
+of_the_standard_library = types.ModuleType("antigravity")  # the caller's own file of that name
+of_the_standard_library.__file__ = "antigravity.py"
+of_the_standard_library.IS_ON = False
+
+
+class Far(nn.Module):
+    """With switches that are hard to see."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.off, self.on = {"on": False}, {"on": True}
+        self.short, self.long = (False, 0), (True, 0)
+        self.now, self.now_too = self.off, self.short
+        self.words = Words(a=1)
+        self.words.is_on = False
+        self.ordered = {"a": 1, (1, 2): 2}
+        self.objects = numpy.array([False, None])
+        self.masked = numpy.ma.masked_array(numpy.zeros(2), [False, False])
+        self.wrapped = functools.wraps(F.relu)(named_as_torchs)
+
+    def forward(self, x):
+        return self.first(scaled(x)) * of_the_standard_library.IS_ON * elsewhere.inner.IS_CENTRED
+
+
+def reordered(net):
+    net.ordered = dict(reversed(net.ordered.items()))
+
+
+FAR = {
+    "another dict that was there": lambda net: setattr(net, "now", net.on),
+    "another tuple that was there": lambda net: setattr(net, "now_too", net.long),
+    "attribute of a dict": lambda net: setattr(net.words, "is_on", True),
+    "order of a dict": reordered,
+    "item of an array of objects": lambda net: set_item(net.objects, 0, True),
+    "mask of an array": lambda net: net.masked.mask.__setitem__(0, True),
+    "attribute of a function": lambda net: setattr(scaled, "by", 2.0),
+    "file in a package": lambda net: setattr(elsewhere.inner, "IS_CENTRED", True),
+    "wrapper named as what it wraps": lambda net: setattr(elsewhere.inner, "IS_CENTRED", True),
+    "file named as one of Python's": lambda net: setattr(of_the_standard_library, "IS_ON", True),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_what_is_hard_to_see_is_seen(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "antigravity", of_the_standard_library)
+    if name.startswith("wrapper"):
+        monkeypatch.setattr(Far, "forward", lambda self, x: self.wrapped(self.first(x)))
+    monkeypatch.setattr(elsewhere.inner, "IS_CENTRED", False)
+    monkeypatch.setattr(scaled, "by", 1.0)
+    net = Far()
+    before = ModelAsChecked(net)
+    assert before.changed() is None
+    net.words, net.ordered = copy.copy(net.words), dict(net.ordered)  # equal values
+    assert before.changed() is None
+    FAR[name](net)
+    assert before.changed() is not None
 
 
 @pytest.mark.first_cases(1)

@@ -61,6 +61,9 @@ def key_of(module: nn.Module, inputs: tuple[Any, ...], settings: Any) -> ModelKe
         leaves = leaves_of(module)
         if not all(isinstance(leaf, _COMPARABLE) for leaf in leaves.values()):
             return None
+        for what, leaf in leaves.items():
+            if isinstance(leaf, CopiedTensor):
+                leaves[what] = _digest(leaf.copy)  # no copies of what may be data, or large
         return ModelKey(
             leaves, (_tensors_of(module), _described(inputs), settings, _surroundings())
         )

@@ -11,6 +11,7 @@ import argparse
 import dis
 import math
 import sys
+import sysconfig
 import types
 import weakref
 from collections import deque
@@ -31,6 +32,7 @@ _What = tuple[Any, ...]  # words, what they are about, and what that belongs to
 _LONGEST_WAIT = 64  # looks
 _DEPTH = 6  # of containers, objects and functions within one another
 _LARGEST = 10_000  # items of a container that are looked at one by one
+_SHORT = 100  # items of a tuple that are looked at wherever it is met
 _OURS = "_dpbayes_"  # what names of attributes begin with that this library puts on modules
 _UNREAD = frozenset(  # looked at elsewhere, or of no account by itself
     {"_parameters", "_buffers", "_modules", "training", "_compiled_call_impl"}
@@ -62,6 +64,7 @@ _NUMBERS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.devi
 _ATOMS = frozenset({bool, int, float, str, type(None)})
 _COMPARED = (*_NUMBERS, tuple, list, frozenset)
 _SETTINGS = (argparse.Namespace, types.SimpleNamespace)
+_STDLIB = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _LIBRARIES = sys.stdlib_module_names | {"torch", "opacus", "numpy", "torch_dpbayes"}
 
 CHANGED = (
@@ -268,6 +271,7 @@ class _Look:
     ) -> None:
         self.found, self.names, self.beside = found, names, beside
         self.seen: dict[int, Any] = {}  # which keeps them, so that no number is taken twice
+        self.first: dict[int, str] = {}  # where a container was met first, in words
 
     def module(self, layer: nn.Module, whose: _What, is_passing: Callable[[str], bool]) -> None:
         for name, value in list(vars(layer).items()):
@@ -298,6 +302,10 @@ class _Look:
         elif isinstance(value, numpy.ndarray):
             is_plain = not value.dtype.hasobject
             self._note(what, (value.shape, str(value.dtype), value.tobytes() if is_plain else None))
+            if not is_plain:
+                self.value(value.tolist(), ("the items of", what), depth)
+            for name, item in _attributes(value):  # of a subclass, like a mask
+                self.value(item, ("attribute {!r} of", name, what), depth - 1)
         elif isinstance(value, types.MethodType):
             self.value(value.__func__, what, depth)
             if self.beside is None:
@@ -315,12 +323,20 @@ class _Look:
 
     def _container(self, value: Any, what: _What, depth: int) -> None:
         self._note(what, (type(value), len(value)))
-        if depth == 0 or len(value) > _LARGEST or id(value) in self.seen:
+        if depth <= 0 or len(value) > _LARGEST:
+            return
+        if id(value) in self.seen and not (type(value) is tuple and len(value) <= _SHORT):
+            # else it could be exchanged for another one that was seen, of equal length
+            self._note(("the place of", what), self.first.get(id(value)))
             return
         self.seen[id(value)] = value
+        self.first.setdefault(id(value), _words(what))
+        for name, item in _attributes(value):  # of a subclass
+            self.value(item, ("attribute {!r} of", name, what), depth - 1)
         if isinstance(value, (set, frozenset)):
             self._note(("the members of", what), frozenset(map(id, value)))
         elif isinstance(value, dict):
+            self._note(("the order of", what), tuple(map(_brief, dict.keys(value))))
             for key, item in list(dict.items(value)):
                 self.value(item, ("item {!r} of", key, what), depth - 1)
         else:
@@ -339,7 +355,8 @@ class _Look:
         if is_partial:
             self.value((value.func, value.args, value.keywords), ("the parts of", what), depth)
         elif isinstance(value, types.FunctionType):
-            if not _is_library(value):
+            # a wrapper goes by the name of what it wraps
+            if not (_is_library(value) and _is_library_file(value.__globals__.get("__name__"))):
                 self._function(value, what, depth - 1)
         elif isinstance(value, type):
             if self.beside is None and not _is_library(value):
@@ -351,7 +368,7 @@ class _Look:
             self.value((value.training, value._modules), what, depth - 1)
             self.value((value._parameters, value._buffers), ("the tensors of", what), depth - 1)
         elif isinstance(value, _SETTINGS) or (
-            self.beside is None and not _is_from(_LIBRARIES, type(value))
+            self.beside is None and not _is_from_libraries(type(value))
         ):
             for name, item in _attributes(value):
                 self.value(item, ("attribute {!r} of", name, what), depth - 1)
@@ -367,6 +384,8 @@ class _Look:
             except ValueError:  # not filled yet
                 continue
             self.value(held, ("variable {!r} of", name, what), depth)
+        for name, held in list(vars(function).items()):
+            self.value(held, ("attribute {!r} of", name, what), depth)
         for name in _globals_of(code):
             if name in function.__globals__:
                 held = function.__globals__[name]
@@ -378,13 +397,16 @@ class _Look:
                     self.value(held, where, depth)
 
     def _variables(self, home: types.ModuleType, names: Collection[str], depth: int) -> None:
-        """Those of a file of the caller's."""
-        if home.__name__.partition(".")[0] in _LIBRARIES or _is_installed(home.__name__):
+        """Those of a file of the caller's, and of files in it if that is a package."""
+        if _is_library_file(home.__name__):
             return
         for name in names:
             where = ("global variable {!r} of", name, ("{}", home.__name__))
             if name in vars(home) and where not in self.found:
-                self.value(vars(home)[name], where, depth)
+                held = vars(home)[name]
+                self.value(held, where, depth)
+                if isinstance(held, types.ModuleType):
+                    self._variables(held, names, depth)
 
     def _note(self, what: _What, leaf: Any) -> None:
         while what in self.found:  # the next of the same name
@@ -428,13 +450,27 @@ def is_same_leaf(before: Any, now: Any) -> bool:
     return before == now or (isinstance(now, float) and math.isnan(now) and math.isnan(before))
 
 
-def _is_from(libraries: Collection[str], value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "builtins").partition(".")[0] in libraries
+def _is_from_libraries(value: Any) -> bool:
+    return _is_one_of_libraries(getattr(value, "__module__", None) or "builtins")
 
 
 def _is_library(value: Any) -> bool:
     """Whether a class or function comes with Python or a package, whose code nobody changes."""
-    return _is_from(_LIBRARIES, value) or _is_installed(getattr(value, "__module__", ""))
+    return _is_library_file(getattr(value, "__module__", None) or "builtins")
+
+
+def _is_library_file(module: Any) -> bool:
+    return isinstance(module, str) and (_is_one_of_libraries(module) or _is_installed(module))
+
+
+@lru_cache(4096)
+def _is_one_of_libraries(module: str) -> bool:
+    home = module.partition(".")[0]
+    if home not in _LIBRARIES:
+        return False
+    # a file of the caller's may be called test.py or code.py
+    file = getattr(sys.modules.get(home), "__file__", None)
+    return home not in sys.stdlib_module_names or file is None or file.startswith(_STDLIB)
 
 
 @lru_cache(4096)
@@ -462,6 +498,11 @@ def _attributes_of(code: types.CodeType) -> tuple[str, ...]:
     """Names of attributes, among others, that a function, or one inside it, reads."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return tuple(dict.fromkeys([*code.co_names, *(n for c in inner for n in _attributes_of(c))]))
+
+
+def _brief(key: Any) -> Any:
+    """What tells keys of a dict apart."""
+    return key if type(key) in _ATOMS else (type(key), hash(key))
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:

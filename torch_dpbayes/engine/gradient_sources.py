@@ -67,8 +67,10 @@ def checked_source(
     way: _Way | None = known_models.recall(key)
     if way is None:
         way = _checked_way(module, recording, inputs, batch_size)
-        after = None if key is None else known_models.key_of(module, inputs, settings)
-        known_models.remember(key, after, way)
+        # nothing can make records meet where each runs alone, so that only such a way may outlive
+        # what a key cannot see: the environment, other files, what is far away
+        if key is not None and way.mode in ("isolated", "mapped"):
+            known_models.remember(key, known_models.key_of(module, inputs, settings), way)
     if way.reason:
         _log.warning(
             "records are kept apart by a test on made-up records only, for the model cannot be run"
