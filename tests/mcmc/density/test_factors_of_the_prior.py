@@ -73,3 +73,15 @@ def test_factors_of_latents_count_with_their_gradient():
     assert value == pytest.approx(normal(0.7) - 3 * 0.7**4 + normal(-0.3, 0.0, 0.5))
     assert float(gradient) == pytest.approx(-0.7 - 12 * 0.7**3 + 0.3 / 0.25)
     torch.testing.assert_close(density.log_likelihoods(theta), Normal(0.7, 1.0).log_prob(Y))
+
+
+@pytest.mark.parametrize("model", [penalised, groups, scaled])
+def test_what_counts_as_prior_and_could_close_over_records_is_named(model, caplog):
+    by_model = {groups: {"group": LocScaleReparam(0.3)}, scaled: {"mean": TransformReparam()}}
+    RecordDensity(poutine.reparam(model, by_model.get(model, {})), (Y,))
+    said = [record.getMessage() for record in caplog.records]
+    if model is penalised:
+        (text,) = said
+        assert text.startswith("sites ['penalty', 'near'] outside the plate 'data' count as part")
+    else:  # what a reparametrisation leaves behind is no one's own
+        assert not said

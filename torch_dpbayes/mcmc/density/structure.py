@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from .pyro_runs import (
     public_randomness,
     sample_sites,
 )
+
+_log = logging.getLogger("torch_dpbayes")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     observed, discrete, outside = _sites(trace, plate, dim, size)
     if outside:
         _require_data_free(model, arguments, plate, outside)
+        _say_what_counts_as_prior(trace, plate, outside)
     deepest = max(
         -frame.dim
         for node in trace.nodes.values()
@@ -220,6 +224,25 @@ def _require_data_free(model: Model, arguments: Arguments, plate: str, outside: 
             f"site {name!r} is observed outside the plate {plate!r}, so nothing bounds what one"
             " record can do: move it into the plate."
         )
+
+
+def _say_what_counts_as_prior(trace: Trace, plate: str, outside: list[str]) -> None:
+    """Data that such a site closes over cannot be told from public constants."""
+    names = [name for name in outside if not _is_left_by_reparam(trace.nodes[name])]
+    if names:
+        _log.warning(
+            "sites %s outside the plate %r count as part of the prior, at no charge: what they"
+            " close over must be free of the records",
+            names,
+            plate,
+        )
+
+
+def _is_left_by_reparam(site: Any) -> bool:
+    distribution = site["fn"]
+    while (inner := getattr(distribution, "base_dist", None)) is not None:
+        distribution = inner
+    return type(distribution).__name__ == "Delta"
 
 
 def _is_factor(site: Any) -> bool:
