@@ -180,7 +180,7 @@ def test_the_second_charge_of_a_launch_that_came_late_is_late_too(path):
     assert not first and len(others) >= 2 and all(others)
 
 
-@pytest.mark.parametrize("unknown", ["now", "start_of_this_process"])
+@pytest.mark.parametrize("unknown", ["now", "start_of_this_program"])
 def test_who_cannot_say_when_it_was_started_is_a_later_job(path, monkeypatch, unknown):
     PrivacyAccountant(3.0, DELTA, path=path)
     monkeypatch.setattr(launch, unknown, lambda: None)
@@ -197,7 +197,7 @@ def test_when_a_process_was_started(path):
     before = launch.now()
 
     def child():
-        start = launch.start_of_this_process()
+        start = launch.start_of_this_program()
         os.write(writer, f"{start.up} {start.boot}".encode())
 
     assert in_child(child) == 0
@@ -205,7 +205,31 @@ def test_when_a_process_was_started(path):
     assert boot == before.boot == launch.now().boot
     tick = 1 / os.sysconf("SC_CLK_TCK")
     assert before.up - tick <= float(up) <= launch.now().up + tick
-    assert launch.start_of_this_process().up < before.up
+    assert launch.start_of_this_program().up < before.up
+
+
+ONE_STEP = """
+import sys
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.events import GaussianDpEvent
+with PrivacyAccountant(3.0, 1e-5, path=sys.argv[1], job="sweep") as accountant:
+    accountant.compose(GaussianDpEvent(10.0))
+    print(accountant.guarantee)
+"""
+
+
+def test_a_program_that_takes_the_place_of_its_shell_is_a_later_job(path):
+    """It is the process that the shell was, which began before the first charge."""
+    command = 'PYTHON -c "$0" "$1"; exec PYTHON -c "$0" "$1"'.replace("PYTHON", sys.executable)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["sh", "-c", command, ONE_STEP, str(path)],
+        check=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["fixed", "filter"]
 
 
 def test_moments_of_another_boot_are_not_before():

@@ -91,9 +91,10 @@ class PrivacyAccountant:
             has the newest charges.
         job: with ``path``, the launch whose workers are one job though each opens the file by
             itself. By default torchrun's, mpirun's or ``srun``'s, if one of them started this
-            process. A process is of the job only if it was started before the job's first charge,
-            in a place in which no other process charged; else it is a later job, as is a second
-            launch of the same name. (Linux; elsewhere a launch has as many jobs as workers.)
+            process. A process is of the job only if it was started, and imported this library,
+            before the job's first charge, in a place in which no other process charged; else it is
+            a later job, as is a second launch of the same name. (Linux; elsewhere a launch has as
+            many jobs as workers.)
 
     Raises:
         ValueError: a setting is out of range, or is not the one that the file was made with.

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import _TAKEN_UP
+
 # variables that name a launch, and the one that tells its workers apart
 _LAUNCHERS = (
     (("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"), "RANK"),
@@ -66,8 +68,13 @@ def now() -> Moment | None:
         return None
 
 
-def start_of_this_process() -> Moment | None:
-    """When this process was started, rounded up; ``None`` where the system does not tell."""
+def start_of_this_program() -> Moment | None:
+    """When this process was started, or took up this library if that was later, rounded up;
+    ``None`` where the system does not tell.
+
+    A shell that ends in a program becomes it, and stays the process that it was: ``sh -c "a; b"``
+    began before what ``a`` charged, though ``b`` may have been decided from it.
+    """
     moment = now()
     try:
         # the name of the program, in parentheses, may hold spaces
@@ -75,7 +82,9 @@ def start_of_this_process() -> Moment | None:
         up = (int(fields[19]) + 1) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
-    return None if moment is None else Moment(up, moment.boot)
+    if moment is None or _TAKEN_UP is None:
+        return None
+    return Moment(max(up, _TAKEN_UP + 0.01), moment.boot)
 
 
 def said() -> str:

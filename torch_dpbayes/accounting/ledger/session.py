@@ -71,7 +71,7 @@ class Session:
     def join(self) -> None:
         """Decides whether the job began after others had charged; the ledger holds charges.
 
-        It did not if it charged before, and began in time then, and this process was started
+        It did not if it charged before, and began in time then, and this program was started
         before the first of its charges: nothing that was released can have led to its start. A
         second process in the place of a worker that charged already is one that was started for
         another purpose, whatever it is called.
@@ -81,7 +81,7 @@ class Session:
         if own and not own[0].later:
             written = [launch.understood(row.writer) for row in own]
             _, first_charge = written[0]
-            start, place = launch.start_of_this_process(), launch.this_worker()
+            start, place = launch.start_of_this_program(), launch.this_worker()
             is_started_before = (
                 start is not None and first_charge is not None and start.is_before(first_charge)
             )
