@@ -229,3 +229,16 @@ def test_with_hardly_any_noise_every_step_has_the_record(neighboring):
         )
     )
     assert epoch.get_epsilon(1e-5) == one.get_epsilon(1e-5)
+
+
+def test_with_much_noise_an_epoch_is_the_gaussian_of_its_average():
+    """Also where batches are no power of two: sums of 4 and of 1 are far apart on a fine grid."""
+    noise = random.uniform(1000.0, 9000.0)
+    epoch, gaussian = (
+        PrivacyAccountant().compose(event)
+        for event in (
+            RandomAllocationDpEvent(5, GaussianDpEvent(noise)),
+            GaussianDpEvent(noise * math.sqrt(5)),
+        )
+    )
+    assert epoch.get_epsilon(1e-10) == pytest.approx(gaussian.get_epsilon(1e-10), rel=2e-3)

@@ -42,7 +42,7 @@ _EXCESS = 4e-4  # of the variance of W - 1 that the grids may add, relative to i
 _COARSEST = 0.01  # ratio of neighbouring values on a grid, less 1
 # Beyond these a record is taken to be in every batch. With less noise W is beyond floats, and one
 # Gaussian sum costs epsilon = 90.
-_LEAST_NOISE, _LARGEST_NOISE = 0.1, 1e6
+_LEAST_NOISE, _LARGEST_NOISE = 0.1, 1e4
 _MOMENTS = 256  # highest order whose moment is computed
 _UNSEEN = 1e-60  # probability of values of W that its negative moments leave out
 _ROUND_OFF = 1e-12  # of a moment, by far
@@ -140,18 +140,20 @@ def _sum(one: _Law, other: _Law) -> _Law:
     rise = np.log1p(np.exp(-apart))
     cells = np.floor(rise / h).astype(np.int64)
     share = np.clip(np.expm1(rise - cells * h) / math.expm1(h), 0.0, 1.0)
-    total = np.zeros(size + int(cells[0]) + 2)
+    start = int(cells[0])  # the least cell of a sum
+    total = np.zeros(size + 2)
     near = int(np.searchsorted(-cells, 0))  # from here on the larger one stays in its cell
-    for d in range(near):
-        if d == 0:
-            both = p * q
-        elif one is other:
-            both = 2 * p[d:] * p[:-d]
-        else:
-            both = p[d:] * q[:-d] + q[d:] * p[:-d]
-        lower = total[d + cells[d] :][: len(both) + 1]
-        lower[:-1] += both * (1 - share[d])
-        lower[1:] += both * share[d]
+    ends = [(law.first - low, law.first - low + len(law.masses)) for law in (one, other)]
+    for larger, smaller, (a, b), (c, e), least in (
+        (p, q, ends[0], ends[1], 0),
+        (q, p, ends[1], ends[0], 1),
+    ):
+        for d in range(max(least, a - e + 1), min(near, b - c)):  # apart, both in their range
+            first, last = max(a, c + d), min(b, e + d)
+            both = larger[first:last] * smaller[first - d : last - d]
+            first, last = first + cells[d] - start, last + cells[d] - start
+            total[first:last] += both * (1 - share[d])
+            total[first + 1 : last + 1] += both * share[d]
     if near < size:
         for larger, smaller in ((p, q), (q, p)):
             kept = smaller[: size - near]
@@ -159,10 +161,10 @@ def _sum(one: _Law, other: _Law) -> _Law:
             # sum of kept * exp(-d h): a recursion, for exp(d h) may be beyond floats
             moved = signal.lfilter([math.exp(-near * h) / math.expm1(h)], [1, -math.exp(-h)], kept)
             moved = np.minimum(moved, number)
-            total[near:size] += larger[near:] * (number - moved)
-            total[near + 1 : size + 1] += larger[near:] * moved
+            total[near - start : size - start] += larger[near:] * (number - moved)
+            total[near + 1 - start : size + 1 - start] += larger[near:] * moved
     filled = np.flatnonzero(total)
-    return _Law(h, low + int(filled[0]), total[filled[0] : filled[-1] + 1])
+    return _Law(h, low + start + int(filled[0]), total[filled[0] : filled[-1] + 1])
 
 
 def _one_value(noise: float, interval: float, below: float, beyond: float) -> _Law:
