@@ -18,8 +18,10 @@ import torch_dpbayes.accounting
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
+    allocation,
     bounds,
     events,
+    mechanisms,
     pairs,
 )
 from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
@@ -45,6 +47,7 @@ from torch_dpbayes.accounting.mechanisms import DiscreteGaussianDpEvent
 
 DELTA = 1e-5
 RELATIONS = ("add_or_remove_one", "replace_one")
+OF_ADDED_RECORDS = {"MixtureOfGaussiansDpEvent"}  # refused where records are replaced
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 
 EXAMPLES = {
@@ -326,7 +329,7 @@ def test_refused_first_adaptive_charge_leaves_no_filter():
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_state_round_trip(adaptive, tmp_path):
     accountant = PrivacyAccountant(4.0, DELTA, neighboring="replace_one", method="rdp")
-    for name in set(EXAMPLES) - {"NonPrivateDpEvent", "NoOpDpEvent"}:
+    for name in set(EXAMPLES) - {"NonPrivateDpEvent", "NoOpDpEvent", *OF_ADDED_RECORDS}:
         accountant.compose(
             SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(3.0)), 2),
             adaptive=adaptive,
@@ -351,8 +354,8 @@ def test_state_round_trip(adaptive, tmp_path):
 
 def test_every_event_survives_saving():
     accountant = PrivacyAccountant(neighboring="replace_one", method="rdp")
-    for event in EXAMPLES.values():
-        accountant.compose(event)
+    for name in set(EXAMPLES) - OF_ADDED_RECORDS:
+        accountant.compose(EXAMPLES[name])
     loaded = PrivacyAccountant(neighboring="replace_one", method="rdp")
     loaded.load_state_dict(accountant.state_dict())
     assert loaded.history == accountant.history
@@ -509,7 +512,8 @@ def test_bad_counts_are_refused(count):
 
 
 def test_events_are_exported():
-    assert set(EXAMPLES) <= set(events.__all__)
+    homes = (events, allocation, mechanisms, dpa.dp_event)
+    assert all(any(hasattr(home, name) for home in homes) for name in EXAMPLES)
 
 
 # --- Opacus ---------------------------------------------------------------------------------------

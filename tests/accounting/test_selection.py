@@ -26,7 +26,7 @@ from torch_dpbayes.accounting.selection import (
 )
 
 shapes = st.one_of(st.sampled_from([1.0, 0.0]), st.floats(-0.6, -0.01), st.floats(0.01, 1.0))
-means = st.floats(0.1, 1.8).map(lambda x: 10**x)
+means = st.floats(0.1, 1.3).map(lambda x: 10**x)
 
 
 def generating(repetitions):

@@ -783,7 +783,7 @@ def test_the_kernels_take_what_those_for_one_owner_take():
         theirs, ours = (inspect.signature(kind).parameters for kind in (one, many))
         assert set(ours) - set(theirs) == {"owner", "process_group"} and set(theirs) - set(
             ours
-        ) <= {"proposal"}
+        ) <= {"proposal", "approximation"}
         assert all(
             ours[name].default == theirs[name].default
             for name in set(ours) & set(theirs) - {"proposal_scale"}
