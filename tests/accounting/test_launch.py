@@ -5,6 +5,7 @@ same name is not.
 import os
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,6 +90,7 @@ def started(path, number, environment, method="pld", **options):
         )
         for rank in range(number)
     ]
+    time.sleep(0.05)  # a start is known to a hundredth of a second, rounded up
     try:
         yield workers
     finally:
