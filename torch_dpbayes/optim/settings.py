@@ -85,8 +85,8 @@ class Defaults(dict[str, Any]):
         self.of = of
 
     def __contains__(self, name: object) -> bool:
-        # OneCycleLR and CyclicLR ask for Adam's after they found no momentum
-        if name == "betas":
+        # OneCycleLR and CyclicLR ask for Adam's where they found no momentum, and where they did
+        if name == "betas" and "momentum" not in self:
             raise ValueError(
                 f"{self.of} has no momentum that a schedule could cycle: write cycle_momentum=False"
             )

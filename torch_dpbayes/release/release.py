@@ -409,7 +409,7 @@ class Release:
                     "steps are charged at sensitivity 2C, without amplification: nothing is known"
                     " of how batches are drawn, except that no record is in one twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=8,
+                    stacklevel=10,
                 )
         return self._last_event[1]
 
