@@ -75,6 +75,26 @@ def test_factors_of_latents_count_with_their_gradient():
     torch.testing.assert_close(density.log_likelihoods(theta), Normal(0.7, 1.0).log_prob(Y))
 
 
+def data_in_a_factor(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    pyro.factor("closed over", dist.Normal(mean, 0.1).log_prob(Y).sum())
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def data_in_an_observation(y):
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    pyro.sample("closed over", dist.Normal(torch.zeros(12), 0.1).to_event(1), obs=mean - Y)
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+@pytest.mark.parametrize("model", [data_in_a_factor, data_in_an_observation])
+def test_records_that_a_factor_closes_over_are_refused(model):
+    with pytest.raises(ValueError, match=r"'closed over'.*neither clipped nor charged"):
+        RecordDensity(model, (Y,))
+
+
 @pytest.mark.parametrize("model", [penalised, groups, scaled])
 def test_what_counts_as_prior_and_could_close_over_records_is_named(model, caplog):
     by_model = {groups: {"group": LocScaleReparam(0.3)}, scaled: {"mean": TransformReparam()}}

@@ -60,6 +60,7 @@ class MadeUpRecords:
                             )
                             - 1
                         )
+                        self.prior.require_no_tensors_in(structure.factors, self.theta)
                         self.terms = RecordTerms(model, arguments, structure, self.prior)
                         self._rows = self._with_observations(model, structure, rows)
                         terms = self.terms(self.theta, self._rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -179,6 +180,30 @@ class Prior:
             jacobian = self.transforms[name].log_abs_det_jacobian(values[name], unconstrained[name])
             result = result + trace.nodes[name]["log_prob_sum"] - jacobian.sum()
         return result
+
+    def require_no_tensors_in(self, names: Sequence[str], theta: Tensor) -> None:
+        """Raise if one of the factors ``names`` reads a tensor of several numbers that the model
+        was not called with: that may be records, which nothing would clip or charge.
+        """
+
+        def term(theta: Tensor, name: str) -> Tensor:
+            model = poutine.condition(self._model, self.constrain(theta))
+            trace = poutine.trace(model).get_trace(*self._args, **self._kwargs)
+            compute_log_prob(trace, {name})
+            value: Tensor = trace.nodes[name]["log_prob_sum"]
+            return value
+
+        arguments = [*self._args, *self._kwargs.values()]
+        for name in names:
+            with public_randomness():
+                graph = self._recorded(partial(term, name=name), theta)
+            read = [getattr(graph, str(n.target)) for n in graph.graph.nodes if n.op == "get_attr"]
+            if any(t.numel() > 1 and all(t is not given for given in arguments) for t in read):
+                raise UnfitModel(
+                    f"site {name!r} outside the data plate reads a tensor that is no argument:"
+                    " records in it would be neither clipped nor charged. Move it into the plate,"
+                    " or write public constants as numbers."
+                )
 
     def sample(self) -> Tensor:
         """A draw of θ from the prior.

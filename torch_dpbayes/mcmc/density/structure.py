@@ -39,6 +39,7 @@ class Structure:
         deepest_dim: how many batch dimensions all plates of the model take.
         outside: names of sites outside of it that are functions of the latents alone, like
             ``pyro.factor`` and what reparametrisations leave behind; they belong to the prior.
+        factors: those of them that the model itself wrote.
     """
 
     plate: str
@@ -47,6 +48,7 @@ class Structure:
     discrete: list[str]
     deepest_dim: int
     outside: list[str]
+    factors: list[str]
 
 
 def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
@@ -61,7 +63,9 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
     observed, discrete, outside = _sites(trace, plate, dim, size)
     if outside:
         _require_data_free(model, arguments, plate, outside)
-        _say_what_counts_as_prior(trace, plate, outside)
+    factors = [name for name in outside if not _is_left_by_reparam(trace.nodes[name])]
+    if factors:
+        _say_what_counts_as_prior(plate, factors)
     deepest = max(
         -frame.dim
         for node in trace.nodes.values()
@@ -70,7 +74,7 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
         if frame.vectorized
     )
     arguments.find_data(size)
-    return Structure(plate, dim, observed, discrete, deepest, outside)
+    return Structure(plate, dim, observed, discrete, deepest, outside, factors)
 
 
 def _traced(model: Model, arguments: Arguments) -> Trace:
@@ -226,16 +230,14 @@ def _require_data_free(model: Model, arguments: Arguments, plate: str, outside: 
         )
 
 
-def _say_what_counts_as_prior(trace: Trace, plate: str, outside: list[str]) -> None:
-    """Data that such a site closes over cannot be told from public constants."""
-    names = [name for name in outside if not _is_left_by_reparam(trace.nodes[name])]
-    if names:
-        _log.warning(
-            "sites %s outside the plate %r count as part of the prior, at no charge: what they"
-            " close over must be free of the records",
-            names,
-            plate,
-        )
+def _say_what_counts_as_prior(plate: str, factors: list[str]) -> None:
+    """A number that such a site closes over cannot be told from a public constant."""
+    _log.warning(
+        "sites %s outside the plate %r count as part of the prior, at no charge: what they close"
+        " over must be free of the records",
+        factors,
+        plate,
+    )
 
 
 def _is_left_by_reparam(site: Any) -> bool:
