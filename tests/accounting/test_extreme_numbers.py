@@ -164,6 +164,14 @@ def test_extreme_releases_cost_at_least_the_truth(kind, size, count, method, del
     several.summary()
 
 
+@pytest.mark.parametrize("kind", [PureDpEvent, BoundedRangeDpEvent])
+@pytest.mark.parametrize(("size", "count"), [(1e-320, 10**6), (1e-30, 10**6), (1e-14, 10**9)])
+def test_losses_too_small_for_the_smallest_delta_have_a_risk(kind, size, count):
+    """Of the sum, the advantage is that of an almost normal variable."""
+    risk = PrivacyAccountant().compose(kind(size), count).risk(delta=DELTA)
+    assert 0.2 * size * math.sqrt(count) < risk.advantage < 1e-6
+
+
 def of_any_kind(size):
     noise = min(max(size, 1e-50), 1e50)
     return [

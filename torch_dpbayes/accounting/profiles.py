@@ -123,7 +123,12 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
             reverse=reverse,
             corners=corners,
         )
-    at = points(min(composition.upper_epsilon(SMALLEST) for composition in found))
+    # of very small losses the bounds do not reach the smallest delta: then to one that they reach
+    ends = (
+        min(composition.upper_epsilon(delta) for composition in found)
+        for delta in (SMALLEST, *reversed(_DELTAS))
+    )
+    at = points(next(filter(math.isfinite, ends), LARGEST_LOSS))
     return Profile(at, np.min([composition.upper_deltas(at) for composition in found], axis=0))
 
 

@@ -53,7 +53,9 @@ class TradeOff:
         near = forward.epsilons <= LARGEST_LOSS
         back = backward.epsilons <= LARGEST_LOSS
         small = np.exp(-backward.epsilons[back])
-        slopes = np.concatenate([np.exp(forward.epsilons[near]), small, [0.0]])
+        # the exponential of a tiny loss, rounded, would say that there is none
+        steep = np.nextafter(np.exp(forward.epsilons[near]), np.inf)
+        slopes = np.concatenate([steep, small, [0.0]])
         intercepts = np.concatenate(
             [
                 np.clip(forward.deltas[near], 0.0, 1.0),

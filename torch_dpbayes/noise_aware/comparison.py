@@ -97,7 +97,8 @@ def compare_methods(
     """Width and error that each method of this library can be expected to reach.
 
     Orders of magnitude, to choose by: real posteriors are not round, and clipping that changes many
-    gradients is not in the formulas.
+    gradients is not in the formulas. The kernels' chains are taken to relax exponentially; from a
+    start dozens of posterior standard deviations away a random walk takes longer.
 
     Args:
         num_data: n, the public number of records.
