@@ -100,6 +100,10 @@ COINCIDENCES = {
     "as many, as a mask": lambda h, x: h.masked_fill(((x == 77).sum() == 1).expand(len(h), 1), 0),
     "torch.equal": lambda h, x: centred(h) if torch.equal(x.exp(), x.cos()) else h,
     "torch.allclose": lambda h, x: centred(h) if torch.allclose(x.exp(), x.cos()) else h,
+    "by how much a sum is beyond a bound": lambda h, x: (
+        h * (1 + max(0.0, x.sum().item() - math.exp(30)))
+    ),
+    "a sum of values of both signs": lambda h, x: h * (1 + (x[:, 1].sum().item() > math.exp(30))),
     "a loop": halved_until_small,
     "rescaled if far away": lambda h, x: h / 255 if far(x) else h,
     "not rescaled unless far away": lambda h, x: h if not far(x) else h / 255,

@@ -26,6 +26,7 @@ _MOST_CALLS = 16  # of a line that runs once for each record, which are flipped 
 _LARGEST_BATCH, _LARGEST_NUMBERS, _MOST_SIZES = 4096, 2**20, 8
 _FORCED_KINDS = ("given", "short", "ties", "codes")
 _FLIP_KINDS = ("given", "short", "plain", "codes", "outliers", "missing")
+_MOVE_KINDS = (*_FLIP_KINDS, "ties") * 2
 _DECIDES = (
     "a decision on the batch, at {}, changes other records' outputs or gradients, and one record"
     " can bring it about. Decide for each record alone: torch.where with a condition per row."
@@ -149,12 +150,11 @@ def _check_flips(
     that change something.
     """
     # 1: up, or from False to True; -1: down
-    is_changed, moves, changing = dict[int, bool](), set[int](), dict[Outcome, None]()
+    is_changed, changing = dict[int, bool](), dict[Outcome, None]()
     suspects = []
     for seed, kind in enumerate(_FLIP_KINDS[: 2 if place.is_number else None]):
         whole = tried.neighbours(_rows(tried), kind, seed)[0]
         one = given(whole, seed % _rows(tried))
-        noted = []
         for arguments in (whole, one):
             decisions = Decisions(forced, bounds=bounds)
             with MayFail() as running:
@@ -162,7 +162,6 @@ def _check_flips(
             if running.failed:
                 continue
             values = decisions.outcomes.get(place, [])
-            noted.append(values)
             for outcome in outcomes if values else ():
                 direction = _direction(values, outcome)
                 if direction == 0:
@@ -175,18 +174,48 @@ def _check_flips(
                 if count:
                     is_changed[direction] = True
                     suspects.append((arguments, values, natural))
-        if len(noted) == 2 and len(noted[0]) == len(noted[1]):
-            for value, value_of_one in zip(*noted, strict=True):
-                moves |= {int(value > value_of_one) - int(value < value_of_one)} - {0}
-    required = [is_changed[move] for move in moves if move in is_changed]
-    is_harmless = not any(required) if required else not all(is_changed.values())
+    harmful = {direction for direction, changed in is_changed.items() if changed}
     if (
-        not is_changed
-        or is_harmless
+        not harmful
+        or (len(harmful) < len(is_changed) and _cannot_move(harmful, tried, place, forced, bounds))
         or _is_of_single_records(tried, place, forced, bounds, suspects)
     ):
         return list(changing)
     raise MixedRecordsError((_TAKES if place.is_number else _DECIDES).format(place))
+
+
+def _cannot_move(
+    harmful: set[int], tried: TriedModel, place: Place, forced: _Forced, bounds: Bounds
+) -> bool:
+    """Whether values only go in other directions where one record, or all but one, join others.
+
+    A sum may go either way, and which one is chance: so many batches are tried.
+    """
+    rows, moves = _rows(tried), set[int]()
+    for seed, kind in enumerate(_MOVE_KINDS):
+        whole = tried.neighbours(rows, kind, seed)[0]
+        last = seed % rows
+        fewer = [[last], [i for i in range(rows) if i != last]]
+        after, *before = (
+            _values(tried, arguments, place, forced, bounds)
+            for arguments in (whole, *(given(whole, *places) for places in fewer))
+        )
+        for values in before:
+            if len(values) == len(after):
+                moves |= {int(a > b) - int(a < b) for a, b in zip(after, values, strict=True)}
+        if moves & harmful:
+            return False
+    return bool(moves - {0})
+
+
+def _values(
+    tried: TriedModel, arguments: tuple[Any, ...], place: Place, forced: _Forced, bounds: Bounds
+) -> list[Outcome]:
+    """What is taken at ``place``; empty where the model fails."""
+    decisions = Decisions(forced, bounds=bounds)
+    with MayFail() as running:
+        _observed(tried, arguments, decisions)
+    return [] if running.failed else decisions.outcomes.get(place, [])
 
 
 def _direction(values: Sequence[Outcome], outcome: Outcome) -> int:
