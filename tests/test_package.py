@@ -53,6 +53,7 @@ def test_type_checkers_see_the_same_names():
     assert imported == set(dpb.__all__) - {"__version__"}
 
 
+@pytest.mark.thorough
 def test_wheel_holds_the_package_its_types_and_its_licence(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
@@ -124,6 +125,7 @@ def test_the_skeleton_for_contributors_is_a_working_sampler():
     assert warm.effective_temperature == pytest.approx(1.0)
 
 
+@pytest.mark.thorough
 def test_the_package_says_what_it_is():
     run = subprocess.run(
         [sys.executable, "-m", "torch_dpbayes"], capture_output=True, text=True, timeout=120

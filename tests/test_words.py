@@ -201,6 +201,7 @@ def printed_terms():
     yield from ("adaptive", "by construction", "tested on made-up records", "R̂", "label")
 
 
+@pytest.mark.thorough
 def test_every_term_that_is_printed_is_in_the_glossary():
     page = (Path(__file__).parents[1] / "docs/concepts.md").read_text()
     text = " ".join(page.lower().split())

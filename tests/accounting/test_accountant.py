@@ -106,7 +106,7 @@ def test_the_table_is_complete():
     }
 
 
-@pytest.mark.first_cases(16)
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize(("name", "relation", "pld", "rdp"), table())
 def test_every_cell_of_the_table(name, relation, pld, rdp):
     event = EXAMPLES[name]
@@ -165,6 +165,7 @@ def test_gaussian_like_events_against_the_closed_form(method, relation):
         assert truth * (1 - 1e-9) <= epsilon <= truth * (1 + (1e-6 if method == "pld" else 0.12))
 
 
+@pytest.mark.thorough
 def test_to_dp_event_gives_dp_accountings_epsilon():
     accountant = PrivacyAccountant()
     accountant.compose(STEP, 500, label="a").compose(GaussianDpEvent(np.float32(30.0)), 10).compose(

@@ -75,6 +75,7 @@ def test_what_is_not_supported_says_what_to_use():
     assert pld.get_epsilon(1e-6) == 0
 
 
+@pytest.mark.thorough
 def test_its_calibration_runs_on_it():
     z = dp_accounting.calibrate_dp_mechanism(
         DpAccountingAdapter,

@@ -200,6 +200,7 @@ def test_more_steps_more_noise_and_fewer_epochs_cost_less():
     assert cost(steps, noise, 2) < base < cost(steps, noise, 4)
 
 
+@pytest.mark.thorough
 def test_many_noise_levels_are_few_kinds():
     accountant, flat = PrivacyAccountant(), PrivacyAccountant()
     for i in range(12):

@@ -42,6 +42,7 @@ def test_bounds_meet_the_integral_over_the_cumulant(history, delta):
     assert truth * (1 - 1e-9) <= bounds.upper_delta(counts, epsilon) <= truth * 1.01
 
 
+@pytest.mark.thorough
 @given(
     history=st.lists(st.tuples(any_pair, st.integers(1, 3000)), min_size=1, max_size=3),
     delta=deltas,

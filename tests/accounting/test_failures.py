@@ -143,7 +143,7 @@ def test_beside_gaussians_and_pure_releases_it_is_the_exact_profile(
         )
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("steps", [1, 40])
 def test_equals_dp_accounting(steps):
     interval = 1e-4
@@ -225,6 +225,7 @@ def test_a_failure_never_lowers_a_bound_and_leaves_the_rest_of_delta(history, de
     assert bounds.upper_delta(more, 1.0) >= failure
 
 
+@pytest.mark.thorough
 @given(history=histories, steps=st.integers(0, 300), failure=st.floats(1e-9, 1e-4))
 @examples(12)
 def test_a_kept_composition_counts_failures_with_every_step(history, steps, failure):

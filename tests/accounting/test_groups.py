@@ -21,7 +21,7 @@ from torch_dpbayes.accounting.risk import curves_of
 STEP = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("rate", "noise", "steps", "size"), [(0.02, 1.0, 300, 3), (0.1, 4.0, 200, 2)]
 )
@@ -41,6 +41,7 @@ def test_sampled_sums_equal_dp_accountings_mixture(rate, noise, steps, size):
     assert risk.epsilon <= max(curve.epsilon(1e-5) for curve in path) <= 1.2 * risk.epsilon
 
 
+@pytest.mark.thorough
 def test_one_release_is_the_closed_form():
     """The best test of the sum is a threshold."""
     accountant = PrivacyAccountant().compose(PoissonSampledDpEvent(0.3, GaussianDpEvent(1.5)))
@@ -86,6 +87,7 @@ def test_replaced_records_and_filters_take_the_path():
         assert 2 * one.epsilon < two.epsilon < 4 * one.epsilon
 
 
+@pytest.mark.thorough
 def test_risk_grows_with_the_records_of_a_person():
     accountant = PrivacyAccountant(3.0, 1e-5).register([(STEP, 200)]).compose(STEP)
     found = [accountant.risk(records_per_person=size) for size in (1, 2, 4)]

@@ -220,6 +220,7 @@ with PrivacyAccountant(3.0, 1e-5, path=sys.argv[1], job="sweep") as accountant:
 """
 
 
+@pytest.mark.thorough
 def test_a_program_that_takes_the_place_of_its_shell_is_a_later_job(path):
     """It is the process that the shell was, which began before the first charge."""
     command = 'PYTHON -c "$0" "$1"; exec PYTHON -c "$0" "$1"'.replace("PYTHON", sys.executable)

@@ -187,7 +187,7 @@ def test_remaining_is_exact(where, method, relation, event, tmp_path):
     assert beyond.compose(event).get_epsilon(DELTA) > 2.5 * (1 - 1e-6)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("method", "adaptive"), [("pld", False), ("pld", True), ("rdp", False)])
 @pytest.mark.parametrize("relation", RELATIONS)
 def test_remaining_is_exact_after_many_levels(method, adaptive, relation):
@@ -454,6 +454,7 @@ accountant.close()
 """
 
 
+@pytest.mark.thorough
 def test_an_accountant_that_was_kept_for_another_program_is_a_later_job(path):
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()
@@ -964,6 +965,7 @@ def test_a_file_that_was_emptied_is_not_made_anew(path, monkeypatch):
     assert path.read_bytes() == b""
 
 
+@pytest.mark.thorough
 def test_clocks_that_jump_change_nothing(path, monkeypatch):
     """Rows are ordered by their numbers; times are for people."""
     times = iter(
@@ -1154,6 +1156,7 @@ def test_the_command_recognises_a_checkpoint(tmp_path, capsys):
     assert "is a checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_command_imports_neither_torch_nor_opacus(full, path):
     program = (
         f"import runpy, sys\nsys.argv = ['accounting', {str(path)!r}]\ntry:"

@@ -205,6 +205,7 @@ def charged(path):
 WAYS = [read, read_with_its_budget, charged]
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("times", [150, pytest.param(4000, marks=pytest.mark.slow)])
 def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, monkeypatch):
     monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.02)
@@ -244,6 +245,7 @@ def test_a_damaged_ledger_reads_as_it_was_or_says_so(times, sources, tmp_path, m
     assert errors > times / 4
 
 
+@pytest.mark.thorough
 def test_the_command_explains_every_damage(sources, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ledger.making, "MAKING_SECONDS", 0.02)
     source, (_, history, _) = sources["fixed"]

@@ -163,7 +163,7 @@ def compose_in_pool(accountant):
         return accountant.compose(STEP).guarantee
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_an_accountant_sent_to_a_pool_is_the_same_job(tmp_path, method):
     parent = PrivacyAccountant(3.0, DELTA, path=tmp_path / "budget.db").compose(STEP, 10)

@@ -120,7 +120,7 @@ def same_batch(relation):
     )
 
 
-@pytest.mark.first_cases(11)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "make, relation",
     [

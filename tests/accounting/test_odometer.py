@@ -73,7 +73,7 @@ class Watched:
         return max(paid)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("sampled", [False, True])
 def test_who_stops_at_the_best_moment_gains_nothing(sampled):
     watched = Watched(60, sampled)

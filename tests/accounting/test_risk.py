@@ -117,6 +117,7 @@ def test_the_page_shows_what_is_printed():
     assert str(PrivacyAccountant().compose(step, 10_000).risk()) in page.read_text()
 
 
+@pytest.mark.thorough
 def test_the_text_says_what_was_asked():
     accountant = PrivacyAccountant().compose(STEP, 20)
     text = str(accountant.risk(prior=0.1, false_positive_rate=0.02, records_per_person=2))
@@ -140,7 +141,7 @@ def test_arguments_out_of_range_are_refused(wrong):
         PrivacyAccountant().compose(STEP).risk(**wrong)
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 @pytest.mark.parametrize(
     "target",
@@ -186,6 +187,7 @@ def test_a_history_that_is_too_risky_already():
         )
 
 
+@pytest.mark.thorough
 def test_the_command_reports_and_draws_it(tmp_path, capsys):
     with PrivacyAccountant(3.0, 1e-5, path=tmp_path / "a.db") as accountant:
         accountant.compose(STEP, 10)

@@ -135,6 +135,7 @@ def test_the_best_line_is_no_worse_than_any_epsilon_of_the_paper():
     assert once < selection._by_profile(counts, repetitions, delta) <= of_paper * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 def test_monotone_in_runs_shape_noise_and_delta():
     def price(mean=10.0, shape=0.5, noise=1.0, delta=1e-6):
         step = PoissonSampledDpEvent(0.02, GaussianDpEvent(noise))

@@ -95,6 +95,7 @@ def test_a_handler_of_the_programs_own_stays(tmp_path):
     assert counted(path) >= said.count(b"x")
 
 
+@pytest.mark.thorough
 def test_a_program_that_ignores_the_signal_goes_on(tmp_path):
     path = tmp_path / "budget.db"
     code, said = terminated(path, "ignored", 120)

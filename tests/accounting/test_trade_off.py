@@ -51,6 +51,7 @@ def test_gaussians(mu, count):
     assert epsilon == 0 or truth <= 1e-5 * (1 + 1e-9)
 
 
+@pytest.mark.thorough
 @given(
     rate=st.floats(-3.0, -0.05).map(lambda x: 10**x),
     noise=powers_of_ten.map(lambda x: x + 0.3),
@@ -72,6 +73,7 @@ def test_one_sampled_release_in_both_directions(rate, noise, prior):
         tightly(curve.best_guess(prior), max(guess, prior, 1 - prior), 1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
 def test_many_sampled_releases_against_the_cumulant(kind):
     counts = {Sampled(kind, 0.02, 1.0): 500, Gaussian(0.3): 2}

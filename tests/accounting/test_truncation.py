@@ -69,7 +69,7 @@ def test_small_batches_are_covered(neighboring, run):
     assert found.upper_delta(0.0) <= 1
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 @pytest.mark.parametrize("most", [130, 300, 110, 160])
 def test_it_lies_between_poisson_sampling_and_dp_accounting(most, neighboring):

@@ -70,6 +70,7 @@ def test_repeats_come_near_the_truth():
     assert 0.8 < result.epsilon_lower_bound <= 1.0
 
 
+@pytest.mark.thorough
 def test_scores_of_several_releases_add_up():
     """Two Gaussians of μ = 1 are worth more than one of them, and never more than both."""
     rng = fresh()

@@ -28,6 +28,7 @@ def deciding_twice(net, x):
     return net.last(h)
 
 
+@pytest.mark.thorough
 def test_more_decisions_than_can_be_tested(monkeypatch):
     make_private(Model(deciding_twice), (4,), grad_sample_mode="hooks")
     monkeypatch.setattr(decision_checks, "_MOST_DECISIONS", 1)

@@ -263,7 +263,7 @@ FEW_CASES = [
 ]
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("cases, sizes", [(FEW_CASES, (2,)), (CASES, (2, 4))], ids=["few", "all"])
 def test_several_ranks_give_the_numbers_of_one(cases, sizes, run):
     seed = torch.seed() % 2**31
@@ -867,6 +867,7 @@ def resumed_each(rank, seed, saved):
     ]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_resumes_on_another_number_of_ranks(run):
     seed = torch.seed() % 2**31
     saved = run(resumed_each, 2, seed=seed, saved=None)[0]
@@ -929,6 +930,7 @@ def seeded(rank, seed, change=None):
     return flat(net).tolist(), streams[0], optimizer.state_dict()["private_step"]["noise"].tolist()
 
 
+@pytest.mark.thorough
 def test_a_seeded_run_repeats_bit_for_bit_and_noise_differs_where_any_rank_s_records_do(run):
     seed = torch.seed() % 2**31
     first, second = run(seeded, 2, seed=seed), run(seeded, 2, seed=seed)

@@ -103,6 +103,7 @@ def test_the_free_lr_of_a_group_and_where_there_is_none():
         dpb.PrivacyEngine().suggest_lr(**arguments())
 
 
+@pytest.mark.thorough
 def test_little_left_of_a_target_is_said_and_a_share_can_be_had(caplog):
     accountant = dpb.PrivacyAccountant()
     lrs = partial(dpb.optim.DPSGLD, lr="free")

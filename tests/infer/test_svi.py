@@ -287,6 +287,7 @@ def test_the_guide_holds_the_average_and_serves_pyro():
     svi.step(x)  # the store now names the guide's own parameters
 
 
+@pytest.mark.thorough
 def test_a_state_goes_on():
     x = rows()
     optim = pyro.optim.ExponentialLR(

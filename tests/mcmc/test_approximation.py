@@ -38,6 +38,7 @@ def test_the_posterior_stays_invariant(make):
     assert p_value(make(target, **options), target) > LEVEL
 
 
+@pytest.mark.thorough
 def test_starts_are_its_draws():
     target, given = Gaussian(2), draws(300, shift=5.0)
     found = []

@@ -499,6 +499,7 @@ def test_a_worker_does_not_take_over_how_its_program_hears_signals(accountant):
     assert os.read(reader, 1) == b"" and not heard.is_set()
 
 
+@pytest.mark.thorough
 def test_what_a_chain_starts_may_be_ended_without_it(accountant):
     """As the workers of a pool are."""
 

@@ -193,6 +193,7 @@ def test_inference_mode_is_named_where_gradients_are_missing():
     assert counts(kernel.accountant) == {}
 
 
+@pytest.mark.thorough
 def test_where_no_gradients_can_be_computed_no_chain_starts_whatever_the_records_are():
     messages = set()
     for data in with_and_without_a_record_that_fails():

@@ -363,7 +363,7 @@ def half_defined(y):
         pyro.factor("f", -((y - torch.sqrt(m)) ** 2))
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 def test_a_chain_starts_only_where_the_model_can_be_evaluated():
     kernel = DPPenalty(
         half_defined,

@@ -39,6 +39,7 @@ def test_a_chain_spends_what_a_noise_aware_posterior_left(capsys):
     assert "noise_aware.laplace" in out and "DPPenalty" in out
 
 
+@pytest.mark.thorough
 def test_one_accountant_pays_for_the_start_and_the_chain(example, capsys, tmp_path):
     picture = tmp_path / "logistic.png"
     example.main(

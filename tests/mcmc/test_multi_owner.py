@@ -250,7 +250,7 @@ def public_values(rank, kind, counts, iterations):
     )
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "counts"), [("penalty", [25, 15]), ("HMC", [25, 15]), ("HMC", [0, 40])]
 )
@@ -364,6 +364,7 @@ def tapped_set_ups(rank):
     return found
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind", ["penalty", "HMC"])
 def test_what_leaves_an_owner_is_its_noisy_sums_and_nothing_else_of_its_records(owners, kind):
     results = owners(3, tapped_run, kind, 6)
@@ -432,6 +433,7 @@ def test_where_noise_cannot_hide_a_sum_the_sum_is_not_sent(owners):
         assert ratios == [[0.0, 0.0, 1.0]] * 10
 
 
+@pytest.mark.thorough
 def test_what_is_sent_at_set_up_does_not_depend_on_the_records_nor_on_their_number(owners):
     _, (none, one, seven, forty) = owners(2, tapped_set_ups)
     assert len(none) > 5 and none == one == seven == forty
@@ -533,6 +535,7 @@ def a_budget_ends(rank, kind):
     return ending, fitting, charged(other.accountant)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("kind", ["penalty", "HMC"])
 def test_the_tightest_budget_stops_all_in_the_same_iteration(owners, kind):
     results = owners(3, a_budget_ends, kind)
@@ -614,6 +617,7 @@ def mishaps(rank):
     return endings
 
 
+@pytest.mark.thorough
 def test_what_happens_to_one_owner_reaches_the_others_at_once(owners):
     begin = time.monotonic()
     results = owners(3, mishaps, timeout=60)

@@ -91,7 +91,7 @@ def test_a_stiff_direction_among_many_is_as_sure_as_is_stated():
     assert float(squares.sum() / stated.sum()) < 4.0
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("share", "rate"), [(0.1, 1.0), (0.1, 0.2), (1.0, 1.0)])
 def test_intervals_cover(share, rate):
     """90 % intervals of the Gaussian approximation, V/F about ``share``, one parameter a time."""

@@ -38,6 +38,7 @@ def started(num_steps=None, epsilon=6.0, relation="replace_one"):
     return y, accountant, posterior, kernel
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_steps, kind", [(None, DPPenalty), (2, DPHMC)])
 def test_the_kernel_spends_what_is_left_and_no_more(num_steps, kind):
     y, accountant, _, kernel = started(num_steps)

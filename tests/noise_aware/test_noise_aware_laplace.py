@@ -89,6 +89,7 @@ def test_a_budget_too_small_returns_the_prior_and_says_so():
     )
 
 
+@pytest.mark.thorough
 def test_draws_are_what_pyros_predictive_and_arviz_take():
     x, y = logistic_data()
     accountant = dpb.PrivacyAccountant(2.0, 1e-5)
@@ -167,6 +168,7 @@ def test_awkward_records_raise_nothing_and_give_finite_draws(kind):
     assert bool(draws.isfinite().all())
 
 
+@pytest.mark.thorough
 def test_where_no_gradients_can_be_computed_is_decided_without_the_records():
     for data in with_and_without_a_record_that_fails():
         accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
@@ -269,6 +271,7 @@ def test_no_records():
         laplace(normal, torch.zeros(0, 2), epsilon=1.0, delta=1e-5, max_grad_norm=4.0)
 
 
+@pytest.mark.thorough
 def test_a_record_under_large_noise_leaves_the_prior():
     """A curvature that is nothing but noise must not pass for one that makes the record sure: its
     mean eigenvalue is at most C²/2, and the noise on the gradients has a deviation of 38.

@@ -35,7 +35,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("target", TARGETS, ids=["concave", "bounded", "lipschitz"])
 @pytest.mark.parametrize("sampler", CHAINS, ids=["overdamped", "underdamped", "nose-hoover"])
 def test_a_ratio_bounded_draw_is_tempered_charged_and_labelled(target, sampler):

@@ -14,6 +14,7 @@ from torch_dpbayes import ops
 BROKEN = [math.nan, math.inf, -math.inf, 1e300]
 
 
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("family", ops.glm.FAMILIES)
 @pytest.mark.parametrize("where", ["features", "targets"])
@@ -161,6 +162,7 @@ def test_log_likelihoods_are_torchs():
         assert torch.allclose(records.log_likelihoods(w), laws[family](glm.features(x) @ w))
 
 
+@pytest.mark.thorough
 def test_smoothness_is_a_bound_on_the_curvature():
     for family, extra in (
         ("bernoulli", {}),

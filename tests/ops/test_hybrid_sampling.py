@@ -62,6 +62,7 @@ def run_hybrid(**options):
     return ops.hybrid(options.pop("model", None) or ops.GLM(), x, y, **{**settings, **options})
 
 
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("share", [0.2, 0.9, None])
 @pytest.mark.parametrize("optimizer", [dpb.optim.DPSGLD, dpb.optim.DPSGNHT])
 @pytest.mark.parametrize("neighboring", RELATIONS)
@@ -88,6 +89,7 @@ def test_start_and_chain_together_keep_the_target(share, optimizer, neighboring,
     assert chance.shape == (4,) and ((chance > 0) & (chance < 1)).all()
 
 
+@pytest.mark.thorough
 def test_a_chain_that_wants_more_noise_than_needed_leaves_the_rest_to_the_best_split():
     run = run_hybrid(start_share=None)
     half = run_hybrid(start_share=0.5)
@@ -290,6 +292,7 @@ def test_a_charge_that_comes_in_between_stops_a_hybrid_run(share):
     assert len(late) == 3
 
 
+@pytest.mark.thorough
 def test_where_records_are_added_or_removed_their_number_changes_nothing_that_is_charged():
     """The bound decides the sampling rate, the steps and the noise; the rows that are missing
     have no gradient.

@@ -19,7 +19,7 @@ def load(name):
     return module
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["one_posterior_sample", "private_mean"])
 def test_an_example_runs_offline_and_prints_its_guarantee(name):
     call = [sys.executable, str(EXAMPLES / f"{name}.py"), "--records", "300", "--epsilon", "0.7"]

@@ -186,6 +186,7 @@ def one_target_a_weight(targets):
     return features, torch.cat([targets, torch.zeros(1, dtype=targets.dtype)])
 
 
+@pytest.mark.thorough
 def test_asserted_finite_runs_draw_from_the_chains_exact_law():
     columns, steps, h = 100, 30, 0.1
     y = torch.linspace(-2, 2, columns, dtype=torch.float64)
@@ -243,6 +244,7 @@ def test_other_samplers_take_pyro_models_too():
         assert torch.isfinite(draw)
 
 
+@pytest.mark.thorough
 def test_a_draw_of_a_module_goes_back_into_the_module():
     net = network()
     before = {name: p.clone() for name, p in net.named_parameters()}
@@ -256,6 +258,7 @@ def test_a_draw_of_a_module_goes_back_into_the_module():
     assert "clipped into [-3, 0]" in sampler.guarantee()
 
 
+@pytest.mark.thorough
 def test_no_label_raises():
     """cross_entropy fails at a label outside its classes: such a record has to count as one
     at the end of the range.

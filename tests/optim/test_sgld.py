@@ -42,6 +42,7 @@ def assert_gaussian(sample, mean, variance):
     assert abs(sample.var().item() / variance - 1) < SIGMAS * math.sqrt(2 / n)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     ("step", "temperature"),  # step: ηκ
     [

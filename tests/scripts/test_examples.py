@@ -127,7 +127,7 @@ def data_root(tmp_path):
     return tmp_path
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
 def test_image_data_sets_are_read_where_they_lie(private_bnn, data_root, capsys, name):
     before = sorted(data_root.rglob("*"))

@@ -309,6 +309,7 @@ def test_a_finding_is_printed_as_a_program_that_shows_it(unchecked, capsys):
     assert float(capsys.readouterr().out) == movement_of(recipe, "hooks", records, 2)
 
 
+@pytest.mark.thorough
 def test_a_search_goes_on_where_it_was_and_survives_a_line_cut_short(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz_sensitivity, "CANDIDATES", 2)
     path = tmp_path / "findings.jsonl"

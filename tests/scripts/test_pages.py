@@ -157,6 +157,7 @@ def test_the_ten_lines_and_the_five(capsys):
     assert accountant.summary() in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
 def test_the_readmes_short_examples(capsys):
     kernel, noise_aware, draw, ledger = blocks(README, "python")[2:]

@@ -197,7 +197,7 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.first_cases(6)
+@pytest.mark.first_cases(3)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_density_and_gradient_are_pyros(name):
     model, made = ACCEPTED[name]

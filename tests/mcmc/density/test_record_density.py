@@ -234,7 +234,7 @@ def test_a_record_that_is_not_a_number_contributes_nothing(value, chunk_bytes):
     check_ignored(logistic, args, 3, chunk_bytes)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk_bytes", [2**24, 500])
 def test_a_record_at_which_the_computation_fails_contributes_nothing(chunk_bytes):
     args = spoil((torch.randint(0, 4, (20,)), torch.randn(20)), 99)  # an index out of range
