@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 # itself
 _HOME = {
     "audit": "",
+    "heads": "",
     "infer": "",
     "optim": "",
     "mcmc": "",
@@ -39,6 +40,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from . import audit as audit
+    from . import heads as heads
     from . import infer as infer
     from . import mcmc as mcmc
     from . import metrics as metrics

@@ -23,6 +23,7 @@ SECTIONS = {
     "clipping": "The loop and its loss",
     "engine": "The optimizer and the loader",
     "frameworks": "Frameworks",
+    "heads": "Private heads",
     "infer": "Pyro",
     "mcmc": "Pyro",
     "metrics": "Samples and predictions",

@@ -16,20 +16,27 @@ from ..mcmc.density import RecordDensity
 from ..ops.glm import GLM
 from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module
+from ..ops.softmax import Softmax
 from .arguments import public_num_data
-from .mechanism import PrivateSums, charge
+from .mechanism import GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
 from .planning import Plan, general_plan, glm_plan, total_multiplier
-from .posterior import FlatCoordinates, NoiseAwarePosterior, PyroCoordinates
+from .posterior import (
+    Coordinates,
+    FlatCoordinates,
+    MatrixCoordinates,
+    NoiseAwarePosterior,
+    PyroCoordinates,
+)
 from .priors import GaussianPrior, LatentPrior, PyroPrior
-from .records import DensitySums, GLMSums
+from .records import DensitySums, GLMSums, SoftmaxSums
 
 _LARGEST_DIMENSION = 4000
 _LABEL = "noise_aware.laplace"
 
 
 def laplace(
-    model: GLM | Callable[..., Any],
+    model: GLM | Softmax | Callable[..., Any],
     *data: Any,
     epsilon: float | None = None,
     delta: float | None = None,
@@ -48,17 +55,18 @@ def laplace(
     to the posterior of the records.
 
     Args:
-        model: a :class:`~torch_dpbayes.ops.GLM`, or a Pyro model with one data plate that takes its
-            data as arguments (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says what it may
-            hold).
-        data: features ``[n, d]`` and targets ``[n]`` of a GLM, the arguments of a Pyro model.
+        model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
+            model with one data plate that takes its data as arguments
+            (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says what it may hold).
+        data: features ``[n, d]`` and targets ``[n]`` of a GLM or of classes, the arguments of a
+            Pyro model.
         epsilon: of everything on the accountant after the run. None: the accountant's budget.
         delta: likewise.
         accountant: where the run is charged. None: one of its own, for neighbours that replace one
             record.
         max_grad_norm: C, a public bound to which every record's gradient is clipped, in
-            unconstrained space. A tight one that clips few gradients is best. None: for a logistic
-            GLM, whose gradients are no longer than the features.
+            unconstrained space. A tight one that clips few gradients is best. None: for classes,
+            where gradients have a bound of their own.
         num_data: the number of records, a public constant. None: taken from the data under
             replace-one, where it is public.
         data_plate: the name of a Pyro model's plate of records.
@@ -70,7 +78,8 @@ def laplace(
     **Privacy.** Everything is charged before the first release: a ``GaussianDpEvent`` for each
     gradient, whose sum moves by C when a record is added or removed and by 2C when one is replaced,
     and for each matrix, whose sum moves by its bound B or by √2·B. Bounds are R_x² for the Gram
-    matrix of a GLM, R_x²·max b'' for its Hessian, C² for Σ c cᵀ of clipped gradients.
+    matrix of a GLM, R_x²·max b'' for its Hessian, ½R_x² for that of a softmax, whose gradients have
+    C = √2·R_x, and C² for Σ c cᵀ of clipped gradients.
     """
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
@@ -102,8 +111,30 @@ def laplace(
             transcript=transcript,
             agreement=surrogate.agreement,
         )
+    if isinstance(model, Softmax):
+        if len(data) != 2:
+            raise TypeError(f"Softmax takes features and labels, got {len(data)} arguments")
+        if max_grad_norm is not None:
+            raise ValueError(
+                "gradients of a Softmax have a bound of their own and are not clipped: leave out"
+                " max_grad_norm, and choose max_feature_norm."
+            )
+        of_classes = SoftmaxSums(model, *data)
+        _require_small(of_classes.dimension)
+        return _general(
+            of_classes,
+            of_classes.prior,
+            of_classes.prior,
+            MatrixCoordinates("weights", model.num_classes),
+            epsilon,
+            delta,
+            accountant,
+            num_data,
+        )
     if not callable(model) or isinstance(model, type):
-        raise TypeError(f"model must be a dpb.ops.GLM or a Pyro model, got {model!r}")
+        raise TypeError(
+            f"model must be a dpb.ops.GLM, a dpb.ops.Softmax or a Pyro model, got {model!r}"
+        )
     if isinstance(model, nn.Module) and not isinstance(model, PyroModule):
         raise TypeError(
             "for a torch module use noise_aware.laplace_for_module(net, inputs, targets, loss=...,"
@@ -195,7 +226,29 @@ def _of_density(
             "the model cannot be evaluated at the median of its prior, where the run starts: use a"
             " prior that suits the likelihood."
         )
-    count = public_num_data(num_data, density.num_records, accountant)
+    return _general(
+        sums,
+        prior,
+        gaussian,
+        PyroCoordinates(density.prior),
+        epsilon,
+        delta,
+        accountant,
+        num_data,
+    )
+
+
+def _general(
+    sums: GeneralSums,
+    prior: LatentPrior,
+    gaussian: GaussianPrior,
+    coordinates: Coordinates,
+    epsilon: float | None,
+    delta: float | None,
+    accountant: PrivacyAccountant,
+    num_data: int | None,
+) -> NoiseAwarePosterior:
+    count = public_num_data(num_data, sums.num_records, accountant)
     plan = general_plan(
         total_multiplier(accountant, epsilon, delta), sums.dimension, count, accountant.neighboring
     )
@@ -210,7 +263,7 @@ def _of_density(
     return NoiseAwarePosterior(
         surrogate,
         prior,
-        PyroCoordinates(density.prior),
+        coordinates,
         statement,
         transcript=transcript,
         agreement=surrogate.agreement,

@@ -41,6 +41,15 @@ class PrivateSums(Protocol):
         """What stands for Σ ∇²ℓ_i(θ), ``[d, d]`` in float64. Private data."""
 
 
+class GeneralSums(PrivateSums, Protocol):
+    """The same for any model."""
+
+    num_records: int
+
+    curvature_is_of_gradients: bool
+    """Whether :meth:`curvature_sum` is Σ c cᵀ of the clipped gradients."""
+
+
 class PrivateGram(PrivateSums, Protocol):
     """The same for a model with one linear predictor x·θ a record."""
 

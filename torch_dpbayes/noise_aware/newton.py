@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .mechanism import Mechanism, PrivateGram, PrivateSums
+from .mechanism import GeneralSums, Mechanism, PrivateGram
 from .modes import mode
 from .planning import Plan
 from .priors import GaussianPrior
@@ -87,7 +87,7 @@ def run_glm(
 
 
 def run_general(
-    sums: PrivateSums, plan: Plan, prior: GaussianPrior, num_data: int
+    sums: GeneralSums, plan: Plan, prior: GaussianPrior, num_data: int
 ) -> tuple[Surrogate | UncertainLevel, Transcript]:
     """A run for any model: its log likelihood is taken as quadratic around the last points.
 
@@ -108,7 +108,9 @@ def run_general(
             release = mechanism.curvature(theta, multipliers[step])
             first = not transcript.curvatures
             transcript.curvatures.append(release)
-            value, std = _about_their_mean(release, transcript.gradients[-1], num_data)
+            value, std = release.value, release.noise_std
+            if sums.curvature_is_of_gradients:
+                value, std = _about_their_mean(release, transcript.gradients[-1], num_data)
             raw, raw_std = (value, std) if first else combined(raw, raw_std, value, std)
             curvature, spread = denoised(raw, raw_std)
         centre = theta

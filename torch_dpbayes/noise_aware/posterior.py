@@ -257,6 +257,26 @@ class FlatCoordinates:
         return torch.as_tensor(values[self._name]).to(torch.float64), 0.0
 
 
+class MatrixCoordinates:
+    """One site that is a matrix.
+
+    Args:
+        name: of the site.
+        rows: of the matrix.
+    """
+
+    def __init__(self, name: str, rows: int) -> None:
+        self._name, self._rows = name, rows
+
+    def constrain(self, theta: Tensor) -> dict[str, Tensor]:
+        """``{name: [rows, columns]}``."""
+        return {self._name: theta.reshape(self._rows, -1)}
+
+    def unconstrained(self, values: Mapping[str, Tensor]) -> tuple[Tensor, float]:
+        """The entries row by row; no Jacobian."""
+        return torch.as_tensor(values[self._name]).to(torch.float64).reshape(-1), 0.0
+
+
 class PyroCoordinates:
     """The sites of a Pyro model.
 

@@ -1,5 +1,5 @@
-"""Private sums of the two kinds of models: generalised linear ones, and Pyro models with one
-data plate.
+"""Private sums of the three kinds of models: generalised linear ones, multinomial logistic
+regressions, and Pyro models with one data plate.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..mcmc.density import RecordDensity
 from ..ops.glm import GLM
+from ..ops.softmax import Softmax
 from .priors import GaussianPrior
 from .response import LinearResponse, NormalFeatureResponse, Response
 from .scores import Bernoulli, Gaussian, Poisson, Target, scores, slopes, variances
@@ -122,6 +123,39 @@ def _largest_factor(model: GLM, max_grad_norm: float) -> float:
     return min(model.max_count, (max_grad_norm / model.max_feature_norm) ** 2)
 
 
+class SoftmaxSums:
+    """Sums over the records of a multinomial logistic regression: gradients need no clipping, and
+    the curvature is the Hessian itself.
+
+    Args:
+        model: the number of classes, the prior and the bound on the features.
+        features: ``[n, d]``.
+        labels: ``[n]``.
+    """
+
+    curvature_is_of_gradients = False
+
+    def __init__(self, model: Softmax, features: Tensor, labels: Tensor) -> None:
+        self._records = model.records(*model.prepare((features, labels)))
+        self.gradient_bound, self.curvature_bound = model.lipschitz, model.record_smoothness
+        self.dimension = model.num_classes * features.shape[1]
+        self.num_records = len(features)
+        precision = torch.full((self.dimension,), model.prior_std**-2, dtype=torch.float64)
+        self.prior = GaussianPrior(torch.zeros_like(precision), precision)
+
+    def is_valid(self, theta: Tensor) -> bool:
+        """Everywhere."""
+        return bool(theta.isfinite().all())
+
+    def gradient_sum(self, theta: Tensor) -> Tensor:
+        """Σ ∇ℓ_i(θ). Private data."""
+        return self._records.gradient_sum(theta.to(self._records.x.device))
+
+    def curvature_sum(self, theta: Tensor) -> Tensor:
+        """Σ ∇²ℓ_i(θ). Private data."""
+        return self._records.hessian_sum(theta.to(self._records.x.device))
+
+
 class DensitySums:
     """Sums over the records of a Pyro model: Σ c cᵀ of the clipped gradients stands for the
     curvature, to which it is equal in expectation if the model is right and few gradients are
@@ -131,6 +165,8 @@ class DensitySums:
         density: the model on its data.
         max_grad_norm: clip bound of a record's gradient in unconstrained space.
     """
+
+    curvature_is_of_gradients = True
 
     def __init__(self, density: RecordDensity, max_grad_norm: float) -> None:
         self._density = density

@@ -3,7 +3,7 @@
 * ``one_posterior_sample``: solve for the tempering, charge, draw, release one value;
 * ``certificates``: what bounds a record's influence, one certificate a file; a new one is a copy of
   ``certificates/bounded.py`` and a line in ``certificates/__init__.py``;
-* ``models``: what a certificate asks of a model; ``glm`` and ``pyro_model`` answer it;
+* ``models``: what a certificate asks of a model; ``glm``, ``softmax`` and ``pyro_model`` answer it;
 * ``langevin``, ``nuts``: the samplers; ``sampling_error``: what their distance from the target
   costs;
 * ``hybrid_sampling``: one posterior sample as the start of a private chain.
@@ -23,6 +23,7 @@ from .certificates import (
 from .glm import GLM
 from .langevin import NoseHoover, Overdamped, Underdamped
 from .one_posterior_sample import OnePosteriorSample
+from .softmax import Softmax
 
 if TYPE_CHECKING:
     from .hybrid_sampling import Hybrid as Hybrid
@@ -38,6 +39,7 @@ __all__ = [
     "OnePosteriorSample",
     "Overdamped",
     "RenyiClose",
+    "Softmax",
     "StronglyLogConcave",
     "TotalVariationClose",
     "Underdamped",

@@ -49,8 +49,9 @@ class GLM:
     The losses are convex and enter through a scalar, so that clipping a record's gradient to norm C
     (Huber's loss in u) keeps them convex, with gradient Lipschitz constant at most β R_x²: β = ¼
     (Bernoulli), 1/s² (Gaussian), ``max_count`` + C/R_x (Poisson: where the gradient is not clipped,
-    e^u ≤ y + C/‖x‖). With more than one predictor a record (softmax) this is false: clipped
-    gradients are then no gradients of a convex function.
+    e^u ≤ y + C/‖x‖). With more than one predictor a record this is false: clipped gradients are
+    then no gradients of a convex function. For several classes see
+    :class:`~torch_dpbayes.ops.Softmax`, whose gradients need no clipping.
 
     Args:
         family: ``"bernoulli"`` (targets 0 and 1), ``"gaussian"`` or ``"poisson"``.
@@ -78,9 +79,9 @@ class GLM:
     ) -> None:
         if family not in FAMILIES:
             raise ValueError(
-                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}: for other"
-                " models, softmax among them, use a Pyro model with asserted constants, or"
-                " dpb.optim.DPSGLD."
+                f"family must be one of {', '.join(map(repr, FAMILIES))}, got {family!r}: for"
+                " several classes use dpb.ops.Softmax, for other models a Pyro model with asserted"
+                " constants, or dpb.optim.DPSGLD."
             )
         if isinstance(max_feature_norm, Tensor | bool) or not 0 < max_feature_norm < math.inf:
             raise ValueError(

@@ -20,6 +20,7 @@ from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge
 from .glm import GLM
 from .models import Loss, Model
 from .sampling_error import TooFar
+from .softmax import Softmax
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _LEAST_TEMPERING = 1e-9
@@ -42,9 +43,10 @@ class OnePosteriorSample:
     certificates name theirs.
 
     Args:
-        model: a :class:`~torch_dpbayes.ops.GLM`, or a Pyro model with one data plate named "data"
-            that takes its data as arguments (:class:`~torch_dpbayes.mcmc.RecordDensity` says what
-            it may hold). For torch modules see :meth:`for_module`.
+        model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
+            model with one data plate named "data" that takes its data as arguments
+            (:class:`~torch_dpbayes.mcmc.RecordDensity` says what it may hold). For torch modules
+            see :meth:`for_module`.
         certificate: what bounds a record's influence, and how the draw is made. The default, 10,000
             steps of Langevin dynamics, is for a GLM.
         epsilon: the target ε, of everything on the accountant after one draw. None: no tempering;
@@ -69,7 +71,7 @@ class OnePosteriorSample:
 
     def __init__(
         self,
-        model: GLM | Callable[..., Any],
+        model: GLM | Softmax | Callable[..., Any],
         certificate: Certificate = DEFAULT_CERTIFICATE,
         epsilon: float | None = None,
         delta: float | None = None,
@@ -420,10 +422,12 @@ def _plain_arithmetic() -> Iterator[None]:
 
 
 def _as_model(model: Any, count_is_public: bool) -> Model:
-    if isinstance(model, GLM):
+    if isinstance(model, GLM | Softmax):
         return model
     if not callable(model) or isinstance(model, type):
-        raise TypeError(f"model must be a dpb.ops.GLM or a Pyro model, got {model!r}")
+        raise TypeError(
+            f"model must be a dpb.ops.GLM, a dpb.ops.Softmax or a Pyro model, got {model!r}"
+        )
     from pyro.nn import PyroModule  # only here: Pyro takes a while to load
 
     from .pyro_model import PyroModel

@@ -1,0 +1,141 @@
+"""Multinomial logistic regression: its gradient, its Hessian, and the bounds on both."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_dpbayes as dpb
+from torch_dpbayes.ops.certificates import FiniteRunLangevin
+
+
+def problem(n=40, classes=4, width=3):
+    x = torch.randn(n, width, dtype=torch.float64)
+    return F.normalize(x) * torch.rand(n, 1, dtype=torch.float64), torch.randint(0, classes, (n,))
+
+
+def test_gradient_and_hessian_are_those_of_the_loss():
+    x, y = problem()
+    model = dpb.ops.Softmax(4, prior_std=0.7)
+    records = model.records(x, y)
+    w = torch.randn(12, dtype=torch.float64)
+
+    def loss(w):
+        return F.cross_entropy(x @ w.reshape(4, 3).T, y, reduction="sum")
+
+    gradient = torch.autograd.functional.jacobian(loss, w)
+    torch.testing.assert_close(records.gradient_sum(w), gradient)
+    hessian = torch.autograd.functional.hessian(loss, w)
+    torch.testing.assert_close(records.hessian_sum(w), hessian)
+    target = model.target((x, y), tempering=0.3, max_grad_norm=2.0)
+    of_potential = torch.autograd.functional.jacobian(target.potential, w)
+    torch.testing.assert_close(target.gradient(w), of_potential)
+    torch.testing.assert_close(target.gradient(w), 0.3 * gradient + w / 0.49)
+
+
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("classes", [2, 3, 10, 30])
+@pytest.mark.parametrize("size", [1e-2, 1.0, 1e2])
+def test_no_record_passes_its_bounds(classes, size):
+    """Probabilities from even ones to certain ones, and features far beyond the bound."""
+    model = dpb.ops.Softmax(classes, max_feature_norm=size)
+    for spread in (0.0, 0.1, 1.0, 10.0, 1000.0):
+        x = torch.randn(20, 5, dtype=torch.float64) * 100 * size
+        y = torch.randint(0, classes, (20,))
+        w = spread * torch.randn(classes * 5, dtype=torch.float64) / size
+        for k in range(20):
+            one = model.records(x[k : k + 1], y[k : k + 1])
+            assert one.gradient_sum(w).norm() <= model.lipschitz
+            hessian = one.hessian_sum(w)
+            assert torch.linalg.matrix_norm(hessian) <= model.record_smoothness
+            assert torch.linalg.eigvalsh(hessian)[0] >= -1e-9 * size**2
+
+
+def test_the_bounds_are_reached():
+    """By two classes, an even one and one that is certain and wrong."""
+    model = dpb.ops.Softmax(2, max_feature_norm=3.0)
+    one = model.records(torch.tensor([[3.0, 0.0]]), torch.tensor([0]))
+    hessian = one.hessian_sum(torch.zeros(4, dtype=torch.float64))
+    assert float(torch.linalg.matrix_norm(hessian)) == pytest.approx(4.5, rel=1e-4)
+    wrong = torch.tensor([-50.0, 0.0, 50.0, 0.0], dtype=torch.float64)
+    assert float(one.gradient_sum(wrong).norm()) == pytest.approx(3 * math.sqrt(2), rel=1e-4)
+
+
+def test_records_that_cannot_be_used_contribute_nothing():
+    x, y = problem()
+    w = torch.randn(12, dtype=torch.float64)
+    model = dpb.ops.Softmax(4)
+    used = model.records(x, y)
+    bad = torch.tensor([[math.nan, 0, 0], [math.inf, 1, 1], [1, 0, 0], [1, 0, 0]])
+    more = model.records(torch.cat([x, bad]), torch.cat([y, torch.tensor([0, 1, 4, -1])]))
+    torch.testing.assert_close(more.gradient_sum(w), used.gradient_sum(w))
+    torch.testing.assert_close(more.hessian_sum(w), used.hessian_sum(w))
+
+
+def test_draws_have_the_posteriors_mean_and_spread():
+    """Against the posterior of one weight a class by quadrature: three classes, one feature."""
+    n = 60
+    x = torch.ones(n, 1, dtype=torch.float64)
+    y = torch.multinomial(torch.tensor([0.6, 0.3, 0.1]), n, replacement=True)
+    model = dpb.ops.Softmax(3, prior_std=1.0)
+    certificate = FiniteRunLangevin(120, step_size=0.02, max_grad_norm=1.5)
+    sampler = dpb.ops.OnePosteriorSample(model, certificate)
+    draws = torch.stack([sampler.sample(x, y)["weights"][:, 0] for _ in range(80)])
+    grid = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    points = torch.cartesian_prod(grid, grid, grid)
+    counts = torch.bincount(y, minlength=3).double()
+    logs = points @ counts - n * points.logsumexp(1) - points.square().sum(1) / 2
+    weights = (logs - logs.max()).exp()
+    weights /= weights.sum()
+    mean = weights @ points
+    std = (weights @ (points - mean).square()).sqrt()
+    # six comparisons at 5 standard errors; the step size makes variances larger by at most
+    # 1/(1 - h·M/2) = 1.45, M = 31, and deviations by 1.2
+    assert ((draws.mean(0) - mean).abs() < 5 * 1.2 * std / math.sqrt(80)).all()
+    ratio = draws.std(0) / std
+    assert (ratio > 1 - 5 / math.sqrt(160)).all() and (ratio < 1.2 + 5 / math.sqrt(160)).all()
+
+
+def test_certificates_and_their_words():
+    x, y = problem()
+    model = dpb.ops.Softmax(4)
+    sampler = dpb.ops.OnePosteriorSample(
+        model, FiniteRunLangevin(50, max_grad_norm=1.5), epsilon=1, delta=1e-5
+    )
+    draw = sampler.sample(x, y)
+    assert draw["weights"].shape == (4, 3)
+    assert "assumed     nothing about data" in sampler.guarantee()
+    probabilities = model.predict(draw, x)
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(40, dtype=probabilities.dtype))
+    with pytest.raises(ValueError, match="never clipped: pass max_grad_norm="):
+        dpb.ops.OnePosteriorSample(model, FiniteRunLangevin(50))
+    exact = dpb.ops.StronglyLogConcave(max_grad_norm=1.5)
+    assert "sqrt(2)" not in dpb.ops.OnePosteriorSample(model, exact).guarantee()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1,), "num_classes"),
+        ((3.0,), "num_classes"),
+        ((3, 0.0), "prior_std"),
+        ((3, math.inf), "prior_std"),
+        ((3, 1.0, math.nan), "max_feature_norm"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        dpb.ops.Softmax(*arguments)
+
+
+def test_bad_data():
+    x, y = problem()
+    with pytest.raises(ValueError, match="labels must be integers"):
+        dpb.ops.Softmax(4).prepare((x, y.float()))
+    with pytest.raises(ValueError, match="targets must be"):
+        dpb.ops.Softmax(4).prepare((x, F.one_hot(y)))
+    with pytest.raises(ValueError, match="leave out max_grad_norm"):
+        dpb.noise_aware.laplace(dpb.ops.Softmax(4), x, y, epsilon=1, delta=1e-5, max_grad_norm=1.0)
+    with pytest.raises(TypeError, match="features and labels"):
+        dpb.noise_aware.laplace(dpb.ops.Softmax(4), x, epsilon=1, delta=1e-5)

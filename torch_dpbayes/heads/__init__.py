@@ -1,0 +1,27 @@
+"""A private Bayesian last layer on fixed features, and features that no record's neighbours have a
+say in.
+"""
+
+from ..troubleshooting import explain_all
+from .features import frozen_features, group_normalised
+from .methods import SGHMC, NoiseAware, OneDraw
+from .private_linear import HeadPosterior, PrivateLinear
+from .scattering import Scattering
+
+__all__ = [
+    "SGHMC",
+    "HeadPosterior",
+    "NoiseAware",
+    "OneDraw",
+    "PrivateLinear",
+    "Scattering",
+    "frozen_features",
+    "group_normalised",
+]
+
+
+explain_all(globals())
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,251 @@
+"""Multinomial logistic regression, whose constants hold for every data set although a record has
+several predictors: its gradients are bounded without clipping.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .glm import GLM, require_representable
+from .models import Constants
+
+_CHUNK = 8192  # rows
+_ROWS_IN_FLOAT32 = 2048  # as in GLM: of a sum of gradients
+
+
+class Softmax:
+    r"""Multinomial logistic regression: K linear predictors :math:`u_i = W x_i` a record.
+
+    .. math::
+        \ell_i(W) = \log \sum_k e^{u_{ik}} - u_{i y_i}, \qquad
+        \nabla \ell_i = (p_i - e_{y_i}) x_i^\top, \qquad
+        \nabla^2 \ell_i = (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes x_i x_i^\top, \qquad
+        r(W) = \|W\|^2 / (2\,\text{prior\_std}^2)
+
+    Rows are scaled down to norm ``max_feature_norm`` (R_x), all columns together: an intercept is a
+    column of ones of the caller's. A row with a value that is not finite, or with a label that is
+    no class, contributes exactly nothing to any gradient. No record can make any of this raise:
+    check labels before.
+
+    The losses are convex; ‖∇ℓ_i‖ ≤ √2·R_x, for ‖p − e_y‖² ≤ 2(1 − p_y)²; the gradient's Lipschitz
+    constant is at most ½R_x²; and the Frobenius norm of the Hessian is at most ½R_x², for
+    ‖diag(p) − ppᵀ‖² = Σp² − 2Σp³ + (Σp²)² ≤ Σp²(1 − Σp²) ≤ ¼. Gradients are never clipped, for
+    clipped ones would be no gradients of a convex function.
+
+    Args:
+        num_classes: K, at least 2. Of two, :class:`~torch_dpbayes.ops.GLM` needs half the weights.
+        prior_std: standard deviation of the N(0, prior_std²) prior of each weight.
+        max_feature_norm: R_x, the largest Euclidean norm of a row of features.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    **Privacy.** Nothing is released. All constants are data-free.
+    """
+
+    def __init__(
+        self, num_classes: int, prior_std: float = 1.0, max_feature_norm: float = 1.0
+    ) -> None:
+        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 2:
+            raise ValueError(f"num_classes must be a whole number from 2, got {num_classes!r}.")
+        for name, value in (("prior_std", prior_std), ("max_feature_norm", max_feature_norm)):
+            if isinstance(value, Tensor | bool) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive finite number, got {value!r}.")
+            require_representable(name, value)
+        self._num_classes = num_classes
+        # whose features are shortened alike
+        self._features = GLM("gaussian", prior_std, max_feature_norm, noise_std=1.0)
+
+    def __repr__(self) -> str:
+        return (
+            f"Softmax({self._num_classes}, prior_std={self.prior_std:g},"
+            f" max_feature_norm={self.max_feature_norm:g})"
+        )
+
+    @property
+    def num_classes(self) -> int:
+        """K."""
+        return self._num_classes
+
+    @property
+    def prior_std(self) -> float:
+        """Of each weight."""
+        return float(self._features.prior_precision) ** -0.5
+
+    @property
+    def max_feature_norm(self) -> float:
+        """R_x."""
+        return self._features.max_feature_norm
+
+    @property
+    def lipschitz(self) -> float:
+        """√2·R_x, the largest norm of a record's gradient."""
+        return math.sqrt(2) * self.max_feature_norm
+
+    @property
+    def record_smoothness(self) -> float:
+        """½R_x²: of a record's Hessian, the largest eigenvalue and the Frobenius norm."""
+        return self.max_feature_norm**2 / 2
+
+    def derived_constants(self, max_grad_norm: float = 1.0) -> Constants:
+        """The constants above.
+
+        Raises:
+            ValueError: ``max_grad_norm`` is below :attr:`lipschitz`, and nothing is clipped here.
+        """
+        if max_grad_norm < self.lipschitz:
+            raise ValueError(
+                f"gradients of {self!r} reach {self.lipschitz:g} and are never clipped: pass"
+                f" max_grad_norm={math.ceil(self.lipschitz * 100) / 100:g} to the certificate."
+            )
+        precision = float(self._features.prior_precision)
+        return Constants(self.lipschitz, precision, precision, self.record_smoothness)
+
+    def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
+        """Class probabilities of each row, ``[n, K]``, with the features clipped as in fitting.
+
+        Args:
+            draw: what ``OnePosteriorSample(...).sample`` returned.
+            features: ``[n, d]``.
+        """
+        x = self._features.features(features)
+        return torch.softmax(x @ draw["weights"].to(x).T, -1)
+
+    # --- what certificates ask --------------------------------------------------------------------
+
+    def num_records(self, data: tuple[Any, ...]) -> int:
+        """The number of rows."""
+        return len(data[0])
+
+    def prepare(self, data: tuple[Any, ...]) -> tuple[Any, ...]:
+        """(features, labels), with shapes and types checked."""
+        features, labels = self._features.prepare(data)
+        if labels.dtype == torch.bool or labels.is_floating_point():
+            raise ValueError(
+                f"labels must be integers from 0 to {self._num_classes - 1}, got {labels.dtype}:"
+                " write labels.long()."
+            )
+        return features, labels
+
+    def target(
+        self, data: tuple[Any, ...], *, tempering: float, max_grad_norm: float
+    ) -> SoftmaxTarget:
+        """∝ prior · Π likelihood^tempering; ``max_grad_norm`` is no less than any gradient."""
+        return SoftmaxTarget(self, self.records(*data), tempering)
+
+    def release(self, theta: Tensor) -> dict[str, Tensor]:
+        """``{"weights": [K, d]}``."""
+        return {"weights": theta.reshape(self._num_classes, -1)}
+
+    def require_unconstrained(self, certificate: str) -> None:
+        """Weights live on all of ℝ^(K×d)."""
+
+    def records(self, features: Tensor, labels: Tensor) -> SoftmaxRecords:
+        """The data with every record's part bounded; nothing about their values can raise."""
+        x = self._features.features(features)
+        y = labels.detach().to(x.device)
+        is_class = (y >= 0) & (y < self._num_classes)
+        x.masked_fill_(~is_class[:, None], 0.0)
+        return SoftmaxRecords(x, torch.where(is_class, y, 0).long(), self._num_classes)
+
+
+class SoftmaxRecords:
+    """Bounded records of a multinomial logistic regression.
+
+    Args:
+        x: ``[n, d]``, no longer than R_x.
+        y: ``[n]``, classes.
+        num_classes: K.
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, num_classes: int) -> None:
+        self.x, self.y, self.num_classes = x, y, num_classes
+
+    def predictors(self, theta: Tensor) -> Tensor:
+        """u ``[n, K]`` for ``[K·d]``; where it is beyond the range of floats it is 0."""
+        weights = theta.reshape(self.num_classes, -1).to(self.x.dtype)
+        return (self.x @ weights.T).nan_to_num(nan=0.0)
+
+    def gradient_sum(self, theta: Tensor) -> Tensor:
+        """Σ (p − e_y) xᵀ, ``[K·d]`` in float64; a record adds at most √2·R_x."""
+        slopes = torch.softmax(self.predictors(theta), -1)
+        slopes[torch.arange(len(self.y), device=self.y.device), self.y] -= 1
+        total = torch.zeros(
+            self.num_classes, self.x.shape[1], dtype=torch.float64, device=self.x.device
+        )
+        for rows, some in zip(
+            self.x.split(_ROWS_IN_FLOAT32), slopes.split(_ROWS_IN_FLOAT32), strict=True
+        ):
+            total += some.T @ rows
+        return total.reshape(-1)
+
+    def hessian_sum(self, theta: Tensor) -> Tensor:
+        """Σ (diag(p) − ppᵀ) ⊗ xxᵀ, ``[K·d, K·d]`` in float64; a record adds a positive
+        semi-definite matrix of Frobenius norm at most ½R_x².
+        """
+        count, size = self.num_classes, self.x.shape[1]
+        total = torch.zeros(count, size, count, size, dtype=torch.float64, device=self.x.device)
+        for start in range(0, len(self.x), _CHUNK):
+            part = SoftmaxRecords(
+                self.x[start : start + _CHUNK], self.y[start : start + _CHUNK], count
+            )
+            p = torch.softmax(part.predictors(theta).to(torch.float64), -1)
+            x = part.x.to(torch.float64)
+            for k in range(count):
+                for other in range(k + 1):
+                    weight = p[:, k] * (float(k == other) - p[:, other])
+                    block = x.T @ (weight[:, None] * x)
+                    total[k, :, other] += block
+                    if other < k:
+                        total[other, :, k] += block
+        return total.reshape(count * size, count * size)
+
+    def log_likelihoods(self, theta: Tensor) -> Tensor:
+        """log p(y_i | x_i, W), ``[n]`` in float64, differentiable."""
+        u = self.predictors(theta).to(torch.float64)
+        return -torch.nn.functional.cross_entropy(u, self.y, reduction="none")
+
+
+class SoftmaxTarget:
+    """U(W) = r(W) + ρ Σ ℓ_i(W).
+
+    Args:
+        model: whose prior it is.
+        records: the data.
+        tempering: ρ.
+    """
+
+    def __init__(self, model: Softmax, records: SoftmaxRecords, tempering: float) -> None:
+        self._records, self._tempering = records, tempering
+        self._precision = model.prior_std**-2
+
+    @property
+    def start(self) -> Tensor:
+        """The prior's mean."""
+        x = self._records.x
+        size = self._records.num_classes * x.shape[1]
+        return torch.zeros(size, dtype=torch.float64, device=x.device)
+
+    def potential(self, theta: Tensor) -> Tensor:
+        """U, differentiable."""
+        return self._prior(theta) - self._tempering * self._records.log_likelihoods(theta).sum()
+
+    def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
+        """The same with every log likelihood clipped into [low, high]; ``relative``: its
+        difference to that at the start.
+        """
+        values = self._records.log_likelihoods(theta)
+        if relative:
+            values = values - self._records.log_likelihoods(self.start)
+        return self._prior(theta) - self._tempering * values.clamp(low, high).sum()
+
+    def gradient(self, theta: Tensor) -> Tensor:
+        """∇U, ``[K·d]``."""
+        return self._records.gradient_sum(theta) * self._tempering + self._precision * theta
+
+    def _prior(self, theta: Tensor) -> Tensor:
+        return self._precision * theta.square().sum() / 2
