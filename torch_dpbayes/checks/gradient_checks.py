@@ -7,9 +7,8 @@ on gradients, custom functions, or rows that a layer sees in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from .tried_model import TriedModel
 # powers of ten of the output gradients of all records, and of those that take the others' places
 _MAGNITUDES = (0, 3, -3, 6, -6, 1, -1, 4, -4, 2, -2, 5, -5)
 _FEWEST_TRIALS = 3
+_PIECE = 2**21  # numbers of a gradient that are held at a time
 
 _MIXED = (
     "the gradient of parameter {!r} in one record's row depends on {}: a hook, a custom "
@@ -68,16 +68,13 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
         terms = [(t * w[rows]).sum(1) for t, w in zip(by_row, weights, strict=True)]
         return sum(terms, none.expand(1)), sum((t for t in outputs if t.dim() == 0), none)
 
-    def alone(k: int) -> tuple[Tensor | None, ...]:
-        """Every parameter's gradient of one record's loss."""
-        with source.paused():
-            with draws():
-                if is_mapped:
-                    each, shared = losses(tried.given(k), slice(k, k + 1))
-                    loss = each[0] + shared
-                else:
-                    loss = losses(tried.inputs, slice(None))[0][k]
-            return torch.autograd.grad(loss, parameters, allow_unused=True)
+    def alone(k: int) -> Tensor:
+        """One record's loss."""
+        with source.paused(), draws():
+            if is_mapped:
+                each, shared = losses(tried.given(k), slice(k, k + 1))
+                return each[0] + shared
+            return losses(tried.inputs, slice(None))[0][k]
 
     source.discard(parameters)
     with (
@@ -97,16 +94,10 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
                 " a row per record, or a loss, computed from trainable parameters"
             )
         total.backward()
-    # of large models these take the most memory, so no copies of them are made
-    found = [alone(k) for k in range(2)]
-    for (name, _), of_one, of_other in zip(tried.named, *found, strict=True):
-        if of_one is None and of_other is None:
-            raise ValueError(_NOT_USED.format(name))
-    first, second = (list(map(_dense, parameters, gradients)) for gradients in found)
-    del found
-    largest = max(float(g.norm()) for g in (*first, *second))
-    for i, (name, p) in enumerate(tried.named):
-        true = (first[i], second[i])
+    gradients = _GradientsOfTwo([alone(k) for k in range(2)], tried)
+    differences: list[tuple[float, float]] = []  # from the true gradients, and how long those are
+    parts: list[Tensor] = []
+    for (name, p), true in zip(tried.named, gradients.of_each(), strict=True):
         with draws():  # a source may run the records again
             records = source.per_record_gradients(p)
         if records is None:
@@ -117,20 +108,78 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
                 " module sees another first dimension. Keep records in dimension 0 of every"
                 " layer's input (for positions, .expand(len(x), -1))."
             )
+        difference = math.nan
+        if records.shape == (2, *p.shape):
+            difference = _norm_of_all(r - g for r, g in zip(records, true, strict=True))
+        differences.append((difference, _norm_of_all(true)))
+        parts.append(torch.stack([_norms([g.reshape(1, -1)])[0] for g in true]))
+        del records, true
+    largest = max(float(part.max()) for part in parts)
+    for (name, p), (difference, length) in zip(tried.named, differences, strict=True):
         # a gradient that cancels is rounding error
-        limit = _tolerance([p]) * max(_norm_of_all(true), 1e-3 * largest)
-        if records.shape != (2, *p.shape) or not (
-            _norm_of_all(record - g for record, g in zip(records, true, strict=True)) <= limit
-        ):
+        if not difference <= _tolerance([p]) * max(length, 1e-3 * largest):
             what = "got per-record gradients that are not the gradients of the records"
             raise ValueError(_wrong_kernel(tried, p, name) or _wrong_gradient(name, what))
     if largest > 0:
+        norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
         with draws():
-            check_clipped_sum(
-                tried, _norms_of_two(first, second), partial(_sum_of_two, first, second)
-            )
+            check_clipped_sum(tried, norms, gradients.sums)
     source.discard(parameters)
     return largest > 0
+
+
+class _GradientsOfTwo:
+    """Gradients of the losses of two records, which of large models take the most memory: one
+    piece of the parameters after the other, computed anew where they are wanted again.
+    """
+
+    def __init__(self, losses: Sequence[Tensor], tried: TriedModel) -> None:
+        self._losses, self._tried = losses, tried
+        self._pieces: list[list[tuple[str, Tensor]]] = [[]]
+        size = 0
+        for name, p in tried.named:
+            if size and size + p.numel() > _PIECE:
+                self._pieces.append([])
+                size = 0
+            self._pieces[-1].append((name, p))
+            size += p.numel()
+        self._kept: list[tuple[Tensor, Tensor]] = []  # where there is one piece
+
+    def of_each(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each parameter both records' gradients.
+
+        Raises:
+            ValueError: a parameter has none.
+        """
+        if self._kept:
+            yield from self._kept
+            return
+        is_small = len(self._pieces) == 1
+        for piece in self._pieces:
+            parameters = [p for _, p in piece]
+            with self._tried.source.paused():
+                first, second = (
+                    list(
+                        torch.autograd.grad(
+                            loss, parameters, allow_unused=True, retain_graph=not is_small
+                        )
+                    )
+                    for loss in self._losses
+                )
+            for name, of_one, of_other in zip((n for n, _ in piece), first, second, strict=True):
+                if of_one is None and of_other is None:
+                    raise ValueError(_NOT_USED.format(name))
+            for p in parameters:
+                found = _dense(p, first.pop(0)), _dense(p, second.pop(0))
+                if is_small:
+                    self._kept.append(found)
+                yield found
+
+    def sums(self, factor: Tensor) -> Iterator[Tensor]:
+        """For each parameter the sum of both gradients times these factors, flat."""
+        for of_one, of_other in self.of_each():
+            a, b = (_at_least_float(g).flatten() for g in (of_one, of_other))
+            yield (factor[0].to(a.dtype) * a).add_(b, alpha=float(factor[1].to(b.dtype)))
 
 
 def check_gradients_unmoved(tried: TriedModel) -> None:
@@ -266,7 +315,7 @@ def _compare_alone(
 
 
 def check_clipped_sum(
-    tried: TriedModel, norms: Tensor, sum_of: Callable[[Tensor], Sequence[Tensor]]
+    tried: TriedModel, norms: Tensor, sums_of: Callable[[Tensor], Iterable[Tensor]]
 ) -> None:
     """Norms and the clipped sum, which a source may compute by other ways, right after a backward
     pass, against the true ones.
@@ -274,7 +323,7 @@ def check_clipped_sum(
     Args:
         tried: the model.
         norms: every record's, (records).
-        sum_of: for each parameter the sum of its records' gradients times such factors, flat.
+        sums_of: for each parameter the sum of its records' gradients times such factors, flat.
 
     Raises:
         MixedRecordsError: they differ.
@@ -286,7 +335,6 @@ def check_clipped_sum(
     clip = max(float(norms.max()) / 2, 1e-12)
     dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
     factor = (clip / norms).clamp(max=1.0)
-    truth = sum_of(factor)
     out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
     for _, p in named:
         p.grad = None  # hooks leave an ordinary gradient, and an unhooked use was found before
@@ -294,7 +342,7 @@ def check_clipped_sum(
     source.add_clipped_sum(named, clip, out)
     tolerance = 2 * _tolerance(tried.parameters)
     are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15
-    errors = [(o - true.to(o.dtype)).norm().double() for true, o in zip(truth, out, strict=True)]
+    errors = [o.sub_(true).norm().double() for true, o in zip(sums_of(factor), out, strict=True)]
     if not are_norms or not float(torch.stack(errors).norm()) <= tolerance * clip:
         raise MixedRecordsError(
             "the clipped sum of made-up records is not that of their gradients, which are recorded "
@@ -305,21 +353,6 @@ def check_clipped_sum(
 
 def _norm_of_all(tensors: Iterable[Tensor]) -> float:
     return math.hypot(*(float(t.norm()) for t in tensors))
-
-
-def _norms_of_two(first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-    return torch.stack(
-        [_norms([g.reshape(1, -1) for g in of_one])[0] for of_one in (first, second)]
-    )
-
-
-def _sum_of_two(first: list[Tensor], second: list[Tensor], factor: Tensor) -> list[Tensor]:
-    """What is summed is taken out of both, for the sake of memory."""
-    total = []
-    while first:
-        a, b = (_at_least_float(of_one.pop(0)).flatten() for of_one in (first, second))
-        total.append(factor[0].to(a.dtype) * a + factor[1].to(a.dtype) * b)
-    return total
 
 
 def _at_least_float(t: Tensor) -> Tensor:
