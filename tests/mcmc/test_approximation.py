@@ -8,9 +8,18 @@ import pyro.distributions as dist
 import pytest
 import torch
 from scipy.stats import kstest, norm
-from support.conjugate_chains import LEVEL, Gaussian, gaussian, hmc, p_value, penalty
+from support.conjugate_chains import (
+    LEVEL,
+    Gaussian,
+    gaussian,
+    gaussian_prior,
+    hmc,
+    p_value,
+    penalty,
+)
 
 import torch_dpbayes as dpb
+from torch_dpbayes.mcmc import ExponentialFamilyPenalty
 from torch_dpbayes.mcmc.approximation import in_coordinates_of
 from torch_dpbayes.mcmc.density import Prior
 
@@ -38,11 +47,34 @@ def test_the_posterior_stays_invariant(make):
     assert p_value(make(target, **options), target) > LEVEL
 
 
+def exponential_family(target, **options):
+    """x ~ N(mean, 1): s(x) = x, η = mean, A = ‖mean‖²/2."""
+    settings = {
+        "sufficient_statistics": lambda x: x,
+        "natural_parameters": lambda theta: theta["mean"],
+        "log_normalizer": lambda theta: theta["mean"].square().sum() / 2,
+        "max_statistic_norm": target.slope,
+        "noise_multiplier": 0.25,
+        "target_accept_prob": None,
+        "accountant": dpb.PrivacyAccountant(neighboring="replace_one"),
+        **options,
+    }
+    return ExponentialFamilyPenalty(lambda: gaussian_prior(2), **settings)
+
+
 @pytest.mark.thorough
-def test_starts_are_its_draws():
+def test_the_posterior_stays_invariant_for_an_exponential_family():
+    target = Gaussian(2)
+    kernel = exponential_family(target, approximation=draws(shift=3.0), proposal_scale=0.8)
+    assert p_value(kernel, target) > LEVEL
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [penalty, exponential_family])
+def test_starts_are_its_draws(make):
     target, given = Gaussian(2), draws(300, shift=5.0)
     found = []
-    kernel = penalty(target, approximation=given)
+    kernel = make(target, approximation=given, proposal_scale=0.5)
     for _ in range(60):
         kernel.setup(0, *target.args)
         found.append(kernel.initial_params["mean"])
@@ -58,9 +90,10 @@ def test_a_start_of_the_user_goes_before():
     assert torch.equal(kernel.initial_params["mean"], start["mean"])
 
 
-def test_steps_of_the_random_walk_have_its_shape():
+@pytest.mark.parametrize("make", [penalty, exponential_family])
+def test_steps_of_the_random_walk_have_its_shape(make):
     target, given = Gaussian(2), draws()
-    kernel = penalty(target, approximation=given, proposal_scale=0.5)
+    kernel = make(target, approximation=given, proposal_scale=0.5)
     for _ in range(2):  # each chain sets up anew
         kernel.setup(0, *target.args)
     steps = torch.stack([kernel._moves.step(torch.randn(2)) for _ in range(3000)])
@@ -109,6 +142,8 @@ def test_two_shapes_are_one_too_many():
         hmc(target, num_steps=1, approximation=draws(), mass_matrix=torch.ones(2))
     with pytest.raises(ValueError, match="leave out its shape"):
         penalty(target, approximation=draws(), proposal_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="leave out its shape"):
+        exponential_family(target, approximation=draws(), proposal_scale=torch.ones(2))
     with pytest.raises(TypeError, match="got float"):
         penalty(target, approximation=0.5)
 

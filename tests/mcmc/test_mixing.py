@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import pickle
 import warnings
 
 import numpy as np
@@ -94,6 +95,32 @@ def test_a_run_that_has_not_mixed_ends_with_a_warning_and_one_of_two_chains_with
             run(kernel, target, num_chains=2)
     assert len([w for w in caught if "mixed" in str(w.message)]) == 1
     assert kernel.diagnostics()["R-hat"] > 1.2
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_every_run_of_one_mcmc_is_judged_and_on_its_own(by_name):
+    """Pyro asks for the transforms in the first run only; keyword arguments are the same objects in
+    all of them.
+    """
+    target = Gaussian()
+    kernel = penalty(target, proposal_scale=1e-4)
+    runner = MCMC(kernel, num_samples=60, warmup_steps=0, disable_progbar=True)
+    data = target.args[0]
+    for _ in range(3):
+        with pytest.warns(UserWarning, match="have not mixed") as caught:
+            runner.run(x=data) if by_name else runner.run(data)
+        assert len([w for w in caught if "mixed" in str(w.message)]) == 1
+        assert len(kernel._draws_of_last_run()) == 1
+    copied = pickle.loads(pickle.dumps(runner.transforms))
+    assert type(copied) is dict and set(copied) == {"mean"}
+
+
+def test_a_chain_that_is_at_the_right_place_with_a_wrong_spread_is_named():
+    """Its means mix, its distances from them do not."""
+    for _ in range(100):
+        spread = torch.full((400, 1), 0.1)
+        spread[250:] = 1.0
+        assert mixing_of([{"x": spread * torch.randn(400, 1)}], None).complaint() is not None
 
 
 def test_chains_of_one_run_are_judged_together_and_runs_apart(monkeypatch):

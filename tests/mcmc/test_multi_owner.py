@@ -707,6 +707,10 @@ def different(rank):
         records(rank),
         initial_params={"mean": torch.zeros(DIMENSION)} if rank else None,
     )
+    endings["approximation"] = how_it_ends(
+        make("penalty", 1.0, approximation={"mean": torch.randn(99, DIMENSION)} if rank else None),
+        records(rank),
+    )
     endings["unfit"] = how_it_ends(
         make("penalty", 1.0, the_model=local if rank else model), records(rank)
     )
@@ -733,6 +737,7 @@ def test_owners_that_differ_find_out_at_set_up(owners):
         "columns": ["latents is ", "data is "],
         "dtype": ["data is "],
         "start": ["owner 1 got other initial_params"],
+        "approximation": ["approximation given is False for owner 0 and True for owner 1"],
         "no start": ["initial_params given is False for owner 0 and True for owner 1"],
     }
     for result in results:
@@ -751,6 +756,36 @@ def test_owners_that_differ_find_out_at_set_up(owners):
             else "owner 1 could not set up" in result["unfit"][1]
         )
         assert result["nothing"] == ("", "", 10, 10)
+
+
+def started_from_draws(rank, kind):
+    """Every owner has draws of its own; the start, a step in their shape, and the chain."""
+    given = 3.0 * rank + (1 + rank) * torch.randn(200, DIMENSION)
+    kernel = make(kind, 1.0, approximation={"mean": given})
+    kernel.setup(0, records(rank))
+    start, ones = kernel.initial_params["mean"], torch.ones(DIMENSION)
+    step = kernel._moves.step(ones) if kind == "penalty" else kernel._mass.velocity(ones)
+    kernel.cleanup()
+    run = runner(kernel, 5)
+    run.run(records(rank))
+    return [value.numpy() for value in (given, start, step, run.get_samples()["mean"])]
+
+
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("kind", ["penalty", "HMC"])
+def test_start_and_shape_are_those_of_the_first_owners_approximation(owners, kind):
+    first, second = owners(2, started_from_draws, kind)
+    for mine, theirs in zip(first[1:], second[1:], strict=True):
+        assert np.array_equal(mine, theirs)
+    given, start, step, _ = first
+    assert (given == start).all(1).any()
+    covariance = np.cov(given.T.astype(float))
+    expected = (
+        PRECISION**-0.5 * np.linalg.cholesky(covariance).sum(1)
+        if kind == "penalty"
+        else covariance.sum(1)
+    )
+    np.testing.assert_allclose(step, expected, rtol=1e-3, atol=1e-4)
 
 
 def refusals(rank):
@@ -787,7 +822,7 @@ def test_the_kernels_take_what_those_for_one_owner_take():
         theirs, ours = (inspect.signature(kind).parameters for kind in (one, many))
         assert set(ours) - set(theirs) == {"owner", "process_group"} and set(theirs) - set(
             ours
-        ) <= {"proposal", "approximation"}
+        ) <= {"proposal"}
         assert all(
             ours[name].default == theirs[name].default
             for name in set(ours) & set(theirs) - {"proposal_scale"}

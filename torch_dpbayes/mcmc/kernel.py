@@ -37,7 +37,7 @@ from .chain_processes import (
     is_next_chains_start,
 )
 from .density import Model, Prior, UnfitModel
-from .mixing import mixing_of
+from .mixing import ReadAtTheEnd, mixing_of
 from .owners import ChainStart, SoleOwner
 from .proposals import Moves
 
@@ -106,6 +106,7 @@ class PrivateKernel(MCMCKernel):
         self._epsilon = (-math.inf, 0.0, "")
         self._arguments: tuple[weakref.ref[Tensor], ...] = ()
         self._run_begin = 0
+        self._run_ended = False
         self._judged = 0  # how many chains there were
         self._spool = Spool() if accountant.path is not None else None
         self._log_scale = 0.0
@@ -198,17 +199,21 @@ class PrivateKernel(MCMCKernel):
 
     @property
     def transforms(self) -> dict[str, Any] | None:
-        """By site, from the support of its distribution to unconstrained space. Pyro reads them
-        when all chains of a run have ended: a warning then says if these have not mixed.
+        """By site, from the support of its distribution to unconstrained space. Pyro looks sites
+        up in them when all chains of a run have ended: a warning then says if these have not mixed.
         """
+        if self._transforms is None:
+            return None
+        return ReadAtTheEnd(self._transforms, self._judge)
+
+    def _judge(self) -> None:
         chains_ever = len(self._chains) + (self._spool.num_chains if self._spool else 0)
-        # Pyro also asks before it has set up the parent of parallel chains
-        if not self._started and self._transforms is not None and chains_ever != self._judged:
-            self._judged = chains_ever
-            complaint = mixing_of(self._draws_of_last_run(), self._transforms).complaint()
-            if complaint is not None:
-                warnings.warn(complaint, stacklevel=2)
-        return self._transforms
+        if self._started or chains_ever == self._judged:
+            return
+        self._judged, self._run_ended = chains_ever, True
+        complaint = mixing_of(self._draws_of_last_run(), self._transforms).complaint()
+        if complaint is not None:
+            warnings.warn(complaint, stacklevel=3)  # in Pyro's run()
 
     def setup(self, warmup_steps: int, *args: Any, **kwargs: Any) -> None:
         """Called by Pyro at the start of every chain, and once more after parallel ones. Releases
@@ -226,7 +231,10 @@ class PrivateKernel(MCMCKernel):
         if self._spool is not None and chain_number() is not None:  # before what takes long
             give_back_when_terminated(self._accountant)
         with torch.no_grad():
-            self._theta = self._owners.agreed_start(partial(self._set_up, args, kwargs))
+            start = self._owners.agreed_start(partial(self._set_up, args, kwargs))
+        if start.covariance is not None:
+            self._take_shape(start.covariance)
+        self._theta = start.theta
 
     def _set_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ChainStart:
         prior = self._prepare(args, kwargs)
@@ -241,13 +249,14 @@ class PrivateKernel(MCMCKernel):
             "warmup_steps": self._warmup_steps,
             "save_params": self._saved,
             "initial_params given": self._initial is not None,
+            "approximation given": self._approximation is not None,
         }
-        draws = None
+        draws = covariance = None
         if self._approximation is not None:
             draws, covariance = in_coordinates_of(prior, self._approximation)
-            self._take_shape(covariance)
         theta = self._first_point(prior, draws)
-        return ChainStart(prior, theta, self._initial is not None, self._can_start, settings)
+        is_given = self._initial is not None
+        return ChainStart(prior, theta, is_given, self._can_start, settings, covariance)
 
     def _first_point(self, prior: Prior, draws: Tensor | None) -> Tensor:
         if self._initial is not None:
@@ -418,11 +427,13 @@ class PrivateKernel(MCMCKernel):
         return ()
 
     def _note_run(self, arguments: tuple[Any, ...]) -> None:
-        """Pyro passes the same tensors to all chains of a run, and new ones to the next run."""
+        """Pyro passes the same tensors to all chains of a run, and new ones to the next run, but
+        for keyword arguments.
+        """
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         before = [reference() for reference in self._arguments]
-        if not tensors or list(map(id, tensors)) != list(map(id, before)):
-            self._run_begin = len(self._chains)
+        if self._run_ended or not tensors or list(map(id, tensors)) != list(map(id, before)):
+            self._run_begin, self._run_ended = len(self._chains), False
         self._arguments = tuple(map(weakref.ref, tensors))
 
     def _draws_of_last_run(self) -> list[dict[str, Tensor]]:
@@ -435,13 +446,12 @@ class PrivateKernel(MCMCKernel):
     def _spent(self) -> str:
         # Composing takes microseconds if all was Gaussian, and else up to seconds.
         computed, seconds, text = self._epsilon
-        begin = time.monotonic()
+        begin, used = time.monotonic(), time.thread_time()
         if seconds > _SHARE_TO_LOG * (begin - computed) and seconds > _SECONDS_TO_LOG:
             return f"> {text}"
         delta = 1e-5 if self._accountant.delta is None else self._accountant.delta
         text = f"{self._accountant.get_epsilon(delta):.3g}"
-        end = time.monotonic()
-        self._epsilon = (end, end - begin, text)
+        self._epsilon = (time.monotonic(), time.thread_time() - used, text)
         return text
 
     # -- parts of an iteration ---------------------------------------------------------------------

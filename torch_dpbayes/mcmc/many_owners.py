@@ -91,8 +91,8 @@ class ManyOwners(SoleOwner):
             self._made.leave_out_all_records()
         return self._made
 
-    def agreed_start(self, set_up: Callable[[], ChainStart]) -> Tensor:
-        """Compare what has to be the same, and agree on a seed and a start.
+    def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
+        """Compare what has to be the same, and agree on a seed, a start and a shape.
 
         Raises:
             ValueError: this owner's model or data are not fit, or the owners differ; nothing was
@@ -125,7 +125,11 @@ class ManyOwners(SoleOwner):
                 *(float(theirs["noise"][ratio]) for theirs in everyone)
             )
             with torch.no_grad():
-                return self._common_start(start)
+                theta, covariance = self._common_start(start), start.covariance
+                if covariance is not None:
+                    first = self._of_first(Place.SET_UP, covariance.reshape(-1))
+                    covariance = first.reshape(covariance.shape).to(covariance)
+                return start._replace(theta=theta, covariance=covariance)
 
     def facts(self, start: ChainStart, density: RecordDensity) -> dict[str, Any]:
         """What is told to the other owners: no function of the records, nor of their number."""

@@ -15,7 +15,7 @@ coordinates of 100, 100, 100, 4 and 0 %.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,27 @@ class Mixing(NamedTuple):
         )
 
 
+class ReadAtTheEnd(dict[str, Any]):
+    """The transforms of a kernel, for Pyro. To look names up in them is all that it asks of a
+    kernel in every run, also the second of one ``MCMC``, after all chains have ended.
+
+    Args:
+        transforms: by site.
+        at_the_end: what to do then.
+    """
+
+    def __init__(self, transforms: Mapping[str, Any], at_the_end: Callable[[], None]) -> None:
+        super().__init__(transforms)
+        self._at_the_end = at_the_end
+
+    def __contains__(self, name: object) -> bool:
+        self._at_the_end()
+        return super().__contains__(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 def mixing_of(
     chains: Sequence[Mapping[str, Tensor]], transforms: Mapping[str, Any] | None
 ) -> Mixing:
@@ -77,8 +98,10 @@ def mixing_of(
     draws = torch.stack([row[len(row) - length :] for row in rows])
     variance = draws.var(1).sum(1).mean()
     path = (draws[:, 1:] - draws[:, :-1]).square().sum((1, 2)).mean() / variance
-    r_hat = split_gelman_rubin(draws, 0, 1)
-    effective = effective_sample_size(draws, 0, 1)
+    folded = (draws - draws.flatten(0, 1).median(0).values).abs()
+    both = torch.cat([draws, folded], 2)
+    r_hat = split_gelman_rubin(both, 0, 1)
+    effective = effective_sample_size(both, 0, 1)
     # a coordinate that never moved has neither
     return Mixing(
         float(r_hat.nan_to_num(nan=math.inf).max()),

@@ -26,6 +26,7 @@ class ChainStart(NamedTuple):
         is_given: whether the user said so.
         is_possible: whether a chain can start at a θ, whatever the data are.
         settings: public, of this run.
+        covariance: the shape that the moves take from an approximation, None without one.
     """
 
     prior: Prior
@@ -33,6 +34,7 @@ class ChainStart(NamedTuple):
     is_given: bool
     is_possible: Callable[[Tensor], bool]
     settings: dict[str, Any]
+    covariance: Tensor | None
 
 
 class SoleOwner:
@@ -46,9 +48,9 @@ class SoleOwner:
         """The record terms of the data."""
         return RecordDensity(model, args, kwargs, **options)
 
-    def agreed_start(self, set_up: Callable[[], ChainStart]) -> Tensor:
-        """Where the chain starts, after ``set_up()``."""
-        return set_up().theta
+    def agreed_start(self, set_up: Callable[[], ChainStart]) -> ChainStart:
+        """How the chain starts, after ``set_up()``."""
+        return set_up()
 
     def in_iteration(self, iteration: int) -> AbstractContextManager[None]:
         """Around everything that an iteration does."""

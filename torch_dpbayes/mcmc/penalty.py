@@ -14,7 +14,7 @@ from .approximation import Approximation
 from .checks import check_clip_bound, check_noise
 from .density import InvalidPoint, Model, Prior, RecordDensity, clipped_ratio_sum
 from .kernel import Outcome, PrivateKernel, noise_event
-from .proposals import Moves, Proposal
+from .proposals import Moves, Proposal, require_no_other_shape
 
 
 class DPPenalty(PrivateKernel):
@@ -85,11 +85,7 @@ class DPPenalty(PrivateKernel):
         super().__init__(
             model, accountant, target_accept_prob if proposal is None else None, approximation
         )
-        if approximation is not None and isinstance(proposal_scale, Tensor):
-            raise ValueError(
-                "proposal_scale is a number, in units of the approximation's covariance: leave out"
-                " its shape, or approximation=."
-            )
+        require_no_other_shape(approximation, proposal_scale)
         self._moves = Moves(proposal_scale, proposal)
         self._slope = check_clip_bound(
             "log_ratio_slope",

@@ -90,6 +90,17 @@ class Moves:
         return factor * standard if factor.dim() == 1 else factor @ standard
 
 
+def require_no_other_shape(
+    approximation: object | None, proposal_scale: float | Tensor | None
+) -> None:
+    """Refuse a shape of the random walk beside that of an approximation."""
+    if approximation is not None and isinstance(proposal_scale, Tensor):
+        raise ValueError(
+            "proposal_scale is a number, in units of the approximation's covariance: leave out its"
+            " shape, or approximation=."
+        )
+
+
 def _factor(scale: Tensor) -> Tensor:
     if scale.dim() not in (1, 2) or scale.shape[0] != scale.shape[-1] or not scale.isfinite().all():
         raise ValueError(

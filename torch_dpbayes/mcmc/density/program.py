@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +17,11 @@ from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from .locality import MadeUpRecords
+from .pieces import Piece, dense, in_pieces
 from .pyro_runs import UnfitModel, first_line, nearly_equal, without_value_checks
 from .recording import most_bytes, recorded
 
+AnyProgram = TypeVar("AnyProgram", bound="Program")
 _FEW_ROWS = 16  # on which a program's need of memory is measured
 
 
@@ -53,6 +55,32 @@ class Program:
         return result
 
 
+class Gradients(Program):
+    """The gradients of records, in pieces of their columns.
+
+    Args:
+        graph, rows, few: as of a :class:`Program`, with results ``(rows, dimension)``.
+    """
+
+    def __init__(self, graph: GraphModule, rows: int, few: GraphModule) -> None:
+        rewritten = in_pieces(graph)
+        self._pieces = None if rewritten is None else rewritten[1]
+        super().__init__(graph if rewritten is None else rewritten[0], rows, few)
+
+    def __call__(self, theta: Tensor, rows: Sequence[Tensor]) -> Tensor:
+        """``(self.rows, dimension)``."""
+        if self._pieces is None:
+            return super().__call__(theta, rows)
+        return dense(self.pieces(theta, rows), self._pieces.dimension)
+
+    def pieces(self, theta: Tensor, rows: Sequence[Tensor]) -> list[Piece]:
+        """The same of ``self.rows`` rows."""
+        if self._pieces is None:
+            gradients = super().__call__(theta, rows)
+            return [Piece(0, gradients.shape[1], gradients, None)]
+        return self._pieces.of(self._graph(theta, *rows))
+
+
 class Recorder:
     """Makes programs for chunks of records.
 
@@ -74,13 +102,14 @@ class Recorder:
         """A record's term."""
         ways = [vmap(term, in_dims=self._in_dims) for term in self._row_terms]
         return self._first_right(
+            Program,
             ways,
             lambda output, weights, theta, rows: nearly_equal(
                 output, self._made_up.terms(theta, rows)
             ),
         )
 
-    def gradients(self) -> Program:
+    def gradients(self) -> Gradients:
         """The gradient of a record's term."""
         ways = [
             *(vmap(grad(term), in_dims=self._in_dims) for term in self._row_terms),
@@ -95,15 +124,18 @@ class Recorder:
                 )
             return not expected.isfinite().all() or nearly_equal(weights @ output, expected)
 
-        return self._first_right(ways, is_right)
+        return self._first_right(Gradients, ways, is_right)
 
     def _of_row_with_own_tensors(self, theta: Tensor, *row: Tensor) -> Tensor:
         with _TensorsOfTheRow(row[0]):
             return self._made_up.terms.of_row(theta, *row)
 
     def _first_right(
-        self, ways: Sequence[Callable[..., Tensor]], is_right: Callable[..., bool]
-    ) -> Program:
+        self,
+        kind: type[AnyProgram],
+        ways: Sequence[Callable[..., Tensor]],
+        is_right: Callable[..., bool],
+    ) -> AnyProgram:
         """The first way that can be recorded and agrees with Pyro on other made-up rows than
         it was recorded on.
         """
@@ -112,7 +144,7 @@ class Recorder:
         for way in ways:
             try:
                 with without_value_checks(), torch.no_grad():
-                    program = self._recorded(way)
+                    program = self._recorded(kind, way)
                     other = theta.flip(0) * 0.7
                     rows = made_up.rows(program.rows, start=3)
                     weights = torch.linspace(
@@ -130,7 +162,7 @@ class Recorder:
             " .item()."
         )
 
-    def _recorded(self, way: Callable[..., Tensor]) -> Program:
+    def _recorded(self, kind: type[AnyProgram], way: Callable[..., Tensor]) -> AnyProgram:
         """In chunks of about equal length that keep within the bound on memory."""
         made_up = self._made_up
         few = made_up.rows(_FEW_ROWS)
@@ -139,7 +171,7 @@ class Recorder:
         limit = max(1, int(self._chunk_bytes / max(each, 1)))
         chunks = math.ceil(self._num_records / limit)
         count = max(1, math.ceil(self._num_records / chunks))
-        return Program(recorded(way, made_up.theta, *made_up.rows(count)), count, of_few)
+        return kind(recorded(way, made_up.theta, *made_up.rows(count)), count, of_few)
 
 
 class _TensorsOfTheRow(TorchFunctionMode):

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .arguments import Arguments, Call
 from .locality import MadeUpRecords
+from .pieces import Piece, dense, norms_of
 from .program import Program, Recorder
 from .pyro_runs import InvalidPoint, Model, without_value_checks
 from .structure import find_structure
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
-_ROWS_IN_FLOAT64 = 2**13  # likewise
+_NUMBERS_IN_FLOAT64 = 2**17  # likewise
+T = TypeVar("T")
 
 
 class RecordDensity:
@@ -134,8 +136,8 @@ class RecordDensity:
                 what the model can compute.
         """
         result = torch.empty(self.num_records, dtype=self.prior.dtype, device=self.prior.device)
-        for records, terms in self._by_chunks(self._terms, theta):
-            result[records] = terms
+        for records, terms in self._by_chunks(self._terms, self._terms, theta):
+            result[records] = terms[: records.stop - records.start]
         if self._left_out is not None:
             result[self._left_out] = math.nan
         return result
@@ -155,7 +157,8 @@ class RecordDensity:
         """
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
         for block, factors in self._clipped_blocks(theta, max_norm):
-            result += factors @ block
+            for piece in block:
+                result[piece.columns] += piece.weighted_sum(factors)
         return result
 
     @torch.no_grad()
@@ -172,22 +175,41 @@ class RecordDensity:
         size = self.prior.dimension
         result = torch.zeros(size, size, dtype=torch.float64, device=self.prior.device)
         for block, factors in self._clipped_blocks(theta, max_norm):
-            clipped = factors[:, None] * block
+            clipped = factors[:, None] * dense(block, size)
             result += clipped.T @ clipped
         return result
 
-    def _clipped_blocks(self, theta: Tensor, max_norm: float) -> Iterator[tuple[Tensor, Tensor]]:
+    def _clipped_blocks(
+        self, theta: Tensor, max_norm: float
+    ) -> Iterator[tuple[list[Piece], Tensor]]:
         """Blocks of the records' finite gradients in float64, and the factors that clip them."""
-        for records, gradients in self._by_chunks(self._gradients, theta):
+        for block, norms in self._blocks(theta):
+            finite = norms.isfinite()
+            if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
+                block, norms = [piece.of(finite) for piece in block], norms[finite]
+            yield block, (max_norm / norms).clamp_(max=1.0)
+
+    def _blocks(
+        self, theta: Tensor, chosen: Tensor | None = None
+    ) -> Iterator[tuple[list[Piece], Tensor]]:
+        """Blocks of the gradients of records in the mask ``chosen``, or of all, in float64, and
+        their norms.
+        """
+        program = self._gradients
+        for records, gradients in self._by_chunks(program, program.pieces, theta):
+            gradients = [piece.of(slice(records.stop - records.start)) for piece in gradients]
+            kept = None if chosen is None else chosen[records]
             if self._left_out is not None:
-                gradients = gradients[~self._left_out[records]]
-            for some in gradients.split(_ROWS_IN_FLOAT64):
-                block = some.to(torch.float64)
-                norm = torch.linalg.vector_norm(block, dim=1)
-                finite = norm.isfinite()
-                if not finite.all():  # 0·inf is nan: such a record is cut out, not scaled away
-                    block, norm = block[finite], norm[finite]
-                yield block, (max_norm / norm).clamp_(max=1.0)
+                sound = ~self._left_out[records]
+                kept = sound if kept is None else kept & sound
+            if kept is not None:
+                gradients = [piece.of(kept) for piece in gradients]
+            each = sum(piece.values[:1].numel() for piece in gradients)
+            rows = max(1, _NUMBERS_IN_FLOAT64 // max(1, each))
+            for start in range(0, len(gradients[0].values), rows):
+                some = slice(start, start + rows)
+                block = [piece.of(some).in_float64() for piece in gradients]
+                yield block, norms_of(block)
 
     @torch.no_grad()
     def gradient_sum(self, theta: Tensor, chosen: Tensor) -> Tensor:
@@ -198,11 +220,11 @@ class RecordDensity:
             InvalidPoint: the model cannot be evaluated at θ.
         """
         result = torch.zeros(self.prior.dimension, dtype=torch.float64, device=self.prior.device)
-        for records, gradients in self._by_chunks(self._gradients, theta):
-            kept = chosen[records] & gradients.isfinite().all(dim=1)
-            if self._left_out is not None:
-                kept &= ~self._left_out[records]
-            result += gradients[kept].sum(0, dtype=torch.float64)
+        for block, norms in self._blocks(theta, chosen):
+            finite = norms.isfinite()
+            ones = torch.ones_like(norms[finite])
+            for piece in block:
+                result[piece.columns] += piece.of(finite).weighted_sum(ones)
         return result
 
     # -- for owners who compare their models -------------------------------------------------------
@@ -217,15 +239,17 @@ class RecordDensity:
 
     # -- chunks of records -------------------------------------------------------------------------
 
-    def _by_chunks(self, program: Program, theta: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Which records, and the program's results for them."""
+    def _by_chunks(
+        self, program: Program, run: Callable[[Tensor, list[Tensor]], T], theta: Tensor
+    ) -> Iterator[tuple[slice, T]]:
+        """Which records, and what ``run``, of the program, gives for them and rows after them."""
         # asked of made-up rows alone: no record decides whether a trajectory ends here
         ready = self.is_valid if program is self._terms else self.has_gradients
         if not ready(theta):
             raise InvalidPoint
         for start in range(0, self.num_records, program.rows):
             count = min(program.rows, self.num_records - start)
-            yield slice(start, start + count), self._run(program, theta, start)[:count]
+            yield slice(start, start + count), self._run(program, run, theta, start)
 
     def _rows(self, program: Program, start: int) -> list[Tensor]:
         """Rows of the data, filled up with made-up ones to the recorded number."""
@@ -240,15 +264,21 @@ class RecordDensity:
             )
         ]
 
-    def _run(self, program: Program, theta: Tensor, start: int) -> Tensor:
+    def _run(
+        self,
+        program: Program,
+        run: Callable[[Tensor, list[Tensor]], T],
+        theta: Tensor,
+        start: int,
+    ) -> T:
         rows = self._rows(program, start)
         try:
-            return program(theta, rows)
+            return run(theta, rows)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # not of all rows: it runs on made-up ones at this θ
             self._leave_out_failing(program, theta, start, rows)
-            return program(theta, self._rows(program, start))
+            return run(theta, self._rows(program, start))
 
     def _leave_out_failing(
         self, program: Program, theta: Tensor, start: int, rows: list[Tensor]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,9 +18,25 @@ def recorded(function: Callable[..., Any], *inputs: Tensor) -> GraphModule:
         # torch's own use of it, in jacfwd
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
         graph: GraphModule = make_fx(function)(*inputs)
+    _free_constants(graph)
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def _free_constants(graph: GraphModule) -> None:
+    """Ones of the shape of something, with which a gradient begins, need not wait for it: then the
+    value that is differentiated is not computed for its shape alone.
+    """
+    ones = torch.ops.aten.ones
+    for node in graph.graph.nodes:
+        like = node.meta.get("val")
+        if node.target is torch.ops.aten.ones_like.default and isinstance(like, Tensor):
+            with graph.graph.inserting_before(node):
+                options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+                free = graph.graph.call_function(ones.default, (list(like.shape),), options)
+            free.meta = dict(node.meta)
+            node.replace_all_uses_with(free)
 
 
 def most_bytes(graph: GraphModule, *inputs: Tensor) -> int:
