@@ -19,8 +19,8 @@ Each file needs only those above it:
 * ``structure``: from shapes, which sites belong to the records;
 * ``record_terms``: the terms of any rows, as Pyro computes them;
 * ``locality``: made-up rows, on which a model that mixes records is found out;
-* ``program``: terms and gradients, recorded on made-up rows; ``pieces``: gradients that are zero in
-  all but a few columns, without the zeros;
+* ``program``: terms and gradients, recorded on made-up rows; ``pieces``: gradients without
+  their zeros;
 * ``record_density``: the programs run on the data, clipped and summed; ``record_statistics``:
   likewise the statistics of an exponential family. Only these files and ``arguments`` touch data.
 """
