@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 _aten = torch.ops.aten
 _SAME = {
     _aten.view.default,
-    _aten._unsafe_view.default,
     _aten.reshape.default,
     _aten.expand.default,
     _aten.alias.default,
@@ -214,7 +213,7 @@ class _Rewriter:
             call = self._graph.call_function
             flat = call(_aten.reshape.default, (values, [rows]))
             picked = call(_aten.reshape.default, (column, [rows]))
-            picked = call(_aten._to_copy.default, (picked,), {"dtype": torch.int64})
+            picked = call(_aten.to.dtype, (picked, torch.int64))
             wrapped = call(_aten.add.Scalar, (picked, width))
             is_negative = call(_aten.lt.Scalar, (picked, 0))
             picked = call(_aten.where.self, (is_negative, wrapped, picked))
