@@ -5,7 +5,6 @@ batches by what they hold.
 import copy
 import gc
 import itertools
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from opacus.data_loader import DPDataLoader
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
+from support.children import in_child
 from support.examples import examples
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
@@ -28,6 +28,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorD
 import torch_dpbayes as dpb
 from torch_dpbayes import noise
 from torch_dpbayes.batches.draws import PoissonSampler
+from torch_dpbayes.batches.joining import Cells
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
 
 FALSE_ALARM = 1e-6  # of each statistical test
@@ -53,24 +54,6 @@ def one(net, optimizer, batch):
 
 def records(batch, rows=40):
     return tuple((batch[0][:, 0] * rows).round().int().tolist())
-
-
-def in_child(work):
-    """What ``work`` returns in a forked process."""
-    ours, theirs = multiprocessing.Pipe()
-    pid = os.fork()
-    if pid == 0:
-        torch.set_num_threads(1)
-        try:
-            answer = work()
-        except BaseException as error:
-            answer = f"{type(error).__name__}: {error}"
-        theirs.send(answer)
-        os._exit(0)
-    assert ours.poll(60), "the child did not answer"
-    answer = ours.recv()
-    os.waitpid(pid, 0)
-    return answer
 
 
 def in_a_fresh_interpreter(request):
@@ -278,14 +261,15 @@ def test_a_step_that_was_released_and_undone_is_not_taken_again():
     assert len(optimizer.accountant) == 1 and records(next(iter(loader))) != records(first)
 
 
+@pytest.mark.parametrize("batch_size", [50, 8])  # with a number for each record, with darts
 @pytest.mark.parametrize("waiting", [0, 1, 3])
-def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting):
+def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting, batch_size):
     seed = torch.seed() % 2**31
     states, seen = [], []
     for part in ("whole", "saved", "resumed"):
         monkeypatch.setattr("torch_dpbayes.noise._used_positions", set())  # as in another process
         net, optimizer, loader = private(
-            rows=200, batch_size=50, generator=torch.Generator().manual_seed(seed)
+            rows=200, batch_size=batch_size, generator=torch.Generator().manual_seed(seed)
         )
         if part == "resumed":
             optimizer.load_state_dict(states[0])
@@ -305,8 +289,9 @@ def test_a_resumed_run_goes_on_with_the_batches_that_waited(monkeypatch, waiting
 @given(st.floats(1e-9, 1.0) | st.sampled_from([2**-24, 2**-30, 3 * 2**-31, 1.0, 1 / 3]))
 @examples(300)
 def test_the_rate_in_force_is_the_declared_one_and_never_above(rate):
-    sampler = PoissonSampler(5, rate, None, 0)
-    in_force = Fraction(sampler._cell) + Fraction(sampler._place, 2**77)
+    """Where every record has a number; that of darts is in test_joining.py."""
+    cells = Cells(5, rate)
+    in_force = Fraction(cells._cell) + Fraction(cells._place, 2**77)
     assert Fraction(rate) * (1 - Fraction(1, 10**9)) <= in_force <= Fraction(rate)
 
 
@@ -316,7 +301,7 @@ def test_records_join_at_the_rate_in_force_whatever_the_default_dtype(monkeypatc
     """Also where every record, or every fourth one, falls into the cell that the rate divides."""
     uniform = torch.rand
     if cells < 2**24:
-        monkeypatch.setattr("torch_dpbayes.batches.draws._CELLS", cells)
+        monkeypatch.setattr("torch_dpbayes.batches.joining._CELLS", cells)
         monkeypatch.setattr(
             torch,
             "rand",
@@ -331,9 +316,9 @@ def test_records_join_at_the_rate_in_force_whatever_the_default_dtype(monkeypatc
     ):
         torch.set_default_dtype(dtype)
         try:
-            sampler = PoissonSampler(200_000, rate, None, 0)
-            sampler.steps = 20
-            joined = sum(len(indices) for indices in sampler)
+            way = Cells(200_000, rate)
+            stream = torch.Generator().manual_seed(torch.initial_seed())
+            joined = sum(len(way.draw(stream)) for _ in range(20))
         finally:
             torch.set_default_dtype(before)
         assert stats.binomtest(joined, 20 * 200_000, rate).pvalue > FALSE_ALARM / 12, (
@@ -364,6 +349,65 @@ def test_the_rate_cannot_be_changed_behind_the_accountant():
 def test_rates_that_are_no_probabilities(rate):
     with pytest.raises(ValueError, match="batch size / number of records"):
         PoissonSampler(10, rate, None, 0)
+
+
+@pytest.mark.parametrize("rate", [5e-324, 2.0**-64])
+def test_rates_at_which_a_pass_never_ends(rate):
+    with pytest.raises(ValueError, match=r"more than 2\*\*63 batches.*batch size / number"):
+        PoissonSampler(10, rate, None, 0)
+
+
+def test_more_records_than_doubles_can_count():
+    assert len(next(iter(PoissonSampler(2**53, 2.0**-53, None, 0)))) < 40
+    with pytest.raises(ValueError, match=r"more than 2\*\*53.*Subset"):
+        PoissonSampler(2**53 + 1, 2.0**-53, None, 0)
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3])
+def test_equal_generators_draw_the_same_on_any_number_of_ranks(rate):
+    seed, draws = torch.initial_seed(), []
+    for ranks in (None, None, *(SimpleNamespace(rank=rank, size=3) for rank in range(3))):
+        noise._used_positions.clear()  # as in a process of its own
+        draws.append(list(PoissonSampler(400, rate, torch.Generator().manual_seed(seed), 0, ranks)))
+    first, second, *shares = draws
+    assert first == second and len(set(map(tuple, first))) > 1
+    assert [sorted(itertools.chain(*parts)) for parts in zip(*shares, strict=True)] == first
+
+
+class Growing(Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i)]), torch.zeros(1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("size", [39, 41])
+def test_a_data_set_of_another_length_in_a_later_pass_is_refused(size, num_workers):
+    dataset = Growing(40)
+    net, optimizer, loader = private(dataset=dataset, num_workers=num_workers)
+    for batch in loader:
+        one(net, optimizer, batch)
+    dataset.size = size
+    for of in (loader, copy.deepcopy(loader)):
+        with pytest.raises(RuntimeError, match=f"has {of.dataset.size} records now, and had 40"):
+            of.dataset.size = size
+            next(iter(of))
+    if num_workers == 0:
+        with (
+            BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=2, optimizer=optimizer
+            ) as parts,
+            pytest.raises(RuntimeError, match="records now, and had 40"),
+        ):
+            next(iter(parts))
+    assert len(optimizer.accountant) == 5
+    dataset.size = 40
+    one(net, optimizer, next(iter(loader)))
 
 
 # -- randomness ------------------------------------------------------------------------------------
@@ -556,22 +600,23 @@ def seeded(num_data, batch_size):
     )
 
 
-def test_a_resumed_run_draws_again_what_waited_and_nothing_that_others_drew():
+@pytest.mark.parametrize("num_data", [40, 400])  # with a number for each, with darts
+def test_a_resumed_run_draws_again_what_waited_and_nothing_that_others_drew(num_data):
     """Two loaders share the caller's generator; a peek leaves a draw waiting in the first
     while the second goes on.
     """
-    loader = seeded(40, 10)
-    first, second = PoissonLoader(loader, 0.25), PoissonLoader(loader, 0.25)
+    loader, rate = seeded(num_data, 10), 10 / num_data
+    first, second = PoissonLoader(loader, rate), PoissonLoader(loader, rate)
     (waiting,) = next(iter(first))
     others = [batch for (batch,) in second]
     position = first.sampler_of_draws.position()
-    assert len(position) == 2
-    fresh = PoissonLoader(seeded(40, 10), 0.25)
+    assert len(position["states"]) == 2
+    fresh = PoissonLoader(seeded(num_data, 10), rate)
     noise._used_positions.clear()  # as in a fresh process
     fresh.sampler_of_draws.resume(position)
     batches = []
     while len(batches) < 10:
-        for (batch,) in fresh:
+        for (batch,) in itertools.islice(fresh, 10):
             batches.append(batch)
             fresh.sampler_of_draws.use()
             fresh.sampler_of_draws.retire()
@@ -579,7 +624,25 @@ def test_a_resumed_run_draws_again_what_waited_and_nothing_that_others_drew():
     assert not any(
         torch.equal(batch, other) for batch in batches[1:] for other in others if len(other) > 4
     )
-    assert len(fresh.sampler_of_draws.position()) == 1
+    assert len(fresh.sampler_of_draws.position()["states"]) == 1
+
+
+@pytest.mark.parametrize("num_data, batch_size", [(410, 10), (400, 9), (40, 10)])
+def test_draws_that_wait_are_not_drawn_again_from_other_data_or_batches(num_data, batch_size):
+    """They would take random numbers of later draws. Without such draws one may change both."""
+
+    def draws(num_data, batch_size):
+        noise._used_positions.clear()  # as in a fresh process
+        return PoissonLoader(seeded(num_data, batch_size), batch_size / num_data).sampler_of_draws
+
+    first = draws(400, 10)
+    before = first.position()
+    next(iter(first))
+    other = draws(num_data, batch_size)
+    other.require_position(before)
+    with pytest.raises(ValueError, match="keep data and batch size, or leave out generator="):
+        other.require_position(first.position())
+    draws(400, 10).require_position(first.position())
 
 
 def test_going_back_behind_the_accountant_does_not_draw_again():

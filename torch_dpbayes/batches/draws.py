@@ -15,9 +15,12 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from ..noise import fresh_generator, use_position
 from ..ranks import Ranks
+from .joining import MOST_RECORDS, Cells, Darts
 
-_CELLS = 2**24  # of the unit interval: the values of torch.rand in float32
-_PLACES = 2**53  # in a cell
+# From this rate on a number for every record costs no more than darts. Another value would make
+# other draws of the saved positions of runs.
+_FEW = 1 / 16
+_MOST_BATCHES = 2**63  # of a pass
 _MANY_DELIVERIES = 100
 _OTHER_LAW = (
     "the saved run drew its batches in another way than this loader does: pass the sampling= that"
@@ -52,10 +55,14 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     A forked process draws a sequence of its own, and so does a copy, pickled or not.
 
+    Where q < 1/16, a draw takes time and memory in proportion to qN, whatever N is, and the rate in
+    force is q itself (:mod:`.joining` has the proof). Larger rates take them in proportion to N;
+    the one in force is at most 2⁻⁷⁷ below q, never above. It depends neither on N nor on torch's
+    default dtype.
+
     Args:
-        num_data: number of records N, those of other ranks included.
-        sample_rate: q in (0, 1]; the rate in force is at most 2⁻⁷⁷ below it, and never above,
-            whatever torch's default dtype is.
+        num_data: number of records N, those of other ranks included, at most 2⁵³.
+        sample_rate: q in (0, 1].
         generator: the caller's source of randomness on the CPU, of which every position is used
             once in a process. None: entropy of the operating system.
         num_workers: that of the loader.
@@ -78,6 +85,16 @@ class PoissonSampler(UniformWithReplacementSampler):
                 f"a sampling rate is a probability between 0 and 1, got {sample_rate}: it is batch"
                 " size / number of records"
             )
+        if 1 / sample_rate > _MOST_BATCHES:
+            raise ValueError(
+                f"at a sampling rate of {sample_rate:g} a pass has more than 2**63 batches: it is"
+                " batch size / number of records"
+            )
+        if num_data > MOST_RECORDS:
+            raise ValueError(
+                f"{num_data} records are more than 2**53, from where on positions are no longer"
+                " exact in double precision: train on a part, torch.utils.data.Subset"
+            )
         if generator is not None and generator.device.type != "cpu":
             raise ValueError(
                 "batches are drawn on the CPU, but the DataLoader's generator= lives on"
@@ -90,9 +107,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             steps=max(1, math.floor(1 / sample_rate + 1e-9)),
         )
         self.__dict__["num_samples"] = num_data  # also 0, where that number is private
-        cell, rest = divmod(sample_rate * _CELLS, 1.0)
-        # the rate in force is cell + place·2⁻⁵³·2⁻²⁴, never above q
-        self._cell, self._place = cell / _CELLS, int(rest * _PLACES)
+        self._draw_by(darts=True)
         self.has_user_generator = generator is not None
         self.num_workers = num_workers
         self.ranks = ranks
@@ -100,6 +115,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.draw = 0  # changes with every delivery of a new draw
         # forgets gradients of earlier batches
         self.before_delivery: Callable[[], None] = lambda: None
+        # how many records the data set has at the moment
+        self.count_records: Callable[[], int] = lambda: num_data
         self._pid = os.getpid()
         self._state = _state_of(self.generator)  # where the last draw left the generator
         self._draws: deque[_Draw] = deque()  # what was drawn and not yet stepped on
@@ -166,6 +183,11 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._enter_process()
+        if (count := self.count_records()) != self.num_samples:
+            raise RuntimeError(
+                f"the data set has {count} records now, and had {self.num_samples} when it was made"
+                " private: put them back, or call make_private for the records of today."
+            )
         self._begin()
         self.passes += 1
         this = self.passes
@@ -220,19 +242,18 @@ class PoissonSampler(UniformWithReplacementSampler):
             state,
         )
 
+    def _draw_by(self, *, darts: bool) -> None:
+        """Draw at a cost that does not depend on N, where the rate is small; if not ``darts``, then
+        as every draw was before there were any.
+        """
+        self._may_be_darts = darts
+        self._is_by_darts = darts and self.sample_rate < _FEW and self.num_samples > 0
+        kind = Darts if self._is_by_darts else Cells
+        self._who: Darts | Cells = kind(self.num_samples, self.sample_rate)
+
     def _joining(self) -> torch.Tensor:
         """The positions of the records that join the next batch, in rising order."""
-        # float32 numbers tell 2²⁴ cells apart; only records in the one that q divides need their
-        # place in it
-        cells = torch.rand(
-            self.num_samples, dtype=torch.float32, generator=self.generator, device="cpu"
-        )
-        joining = (cells <= self._cell).nonzero().reshape(-1)
-        divided = cells[joining] == self._cell
-        if divided.any():
-            places = torch.randint(_PLACES, (len(joining),), generator=self.generator, device="cpu")
-            joining = joining[~divided | (places < self._place)]
-        return joining
+        return self._who.draw(self.generator)
 
     def draw_from(self, state: torch.Tensor) -> None:
         """Draw what rank 0 draws, unless the caller's generators do so already."""
@@ -339,24 +360,45 @@ class PoissonSampler(UniformWithReplacementSampler):
     # -- saved runs --------------------------------------------------------------------------------
 
     def position(self) -> Any:
-        """States of the caller's generator, a row each: those that the draws which wait for a step
-        come from, then where it stands.
+        """Where the draws are, and what draws they are. ``states`` of the caller's generator, a row
+        each: those that the draws which wait for a step come from, then where it stands.
 
         Others may have drawn from it in between.
         """
         drawn = [draw.state for draw in self._draws if draw.state is not None]
-        return torch.stack([*drawn, *self._waiting, self.generator.get_state()])
+        return {
+            "states": torch.stack([*drawn, *self._waiting, self.generator.get_state()]),
+            "darts": self._may_be_darts,
+            "of": self._described(),
+        }
+
+    def _described(self) -> list[Any]:
+        return [self.num_samples, repr(self.event(GaussianDpEvent(1.0)))]
 
     def require_position(self, position: Any) -> None:
-        """Raise if ``position`` is not one that such draws were saved at."""
-        if not isinstance(position, torch.Tensor):
+        """Raise if ``position`` is not one that such draws were saved at, and where draws that
+        wait, drawn again, would take other random numbers than they did, those of later draws.
+        """
+        if isinstance(position, torch.Tensor):  # of versions that had no darts
+            return
+        if "darts" not in position:
             raise ValueError(_OTHER_LAW)
+        if len(position["states"]) > 1 and position["of"] != self._described():
+            raise ValueError(
+                "the saved run left draws that got no step, of other data or batches than these,"
+                " which cannot be drawn again: keep data and batch size, or leave out generator=."
+            )
 
     def resume(self, position: Any) -> None:
         """Go on from where a saved run was, in a new pass: with the draws that waited, then
-        with new ones.
+        with new ones. A run that began with a number for every record goes on so.
         """
-        *waiting, here = (state.clone() for state in position)
+        is_old = isinstance(position, torch.Tensor)
+        self._draw_by(darts=not is_old and position["darts"])
+        self._go_on(position if is_old else position["states"])
+
+    def _go_on(self, states: torch.Tensor) -> None:
+        *waiting, here = (state.clone() for state in states)
         self.generator.set_state(here)
         self._renew(self.generator)
         self._waiting.extend(waiting)

@@ -15,8 +15,7 @@ from ..accounting.events import (
 )
 from ..ranks import Ranks
 from .draws import _OTHER_LAW, PoissonSampler, _Draw
-
-_VALUES = 2**63  # of a number that fills torch.int64's positive range
+from .joining import some_of, uniform
 
 
 def _chosen(number: int, most: int, generator: torch.Generator) -> torch.Tensor:
@@ -29,15 +28,6 @@ def _chosen(number: int, most: int, generator: torch.Generator) -> torch.Tensor:
         smallest, chosen = torch.topk(keys, most, largest=False)
         if int((keys <= smallest.max()).sum()) == most:
             return chosen.sort().values
-
-
-def _uniform(number: int, values: int, generator: torch.Generator) -> torch.Tensor:
-    """``number`` independent whole numbers below ``values``, each with the same probability."""
-    end = _VALUES // values * values  # 2⁶³ where that can be divided evenly
-    found = torch.empty(number, dtype=torch.int64).random_(generator=generator)
-    while end < _VALUES and bool((again := found >= end).any()):
-        found[again] = torch.empty(int(again.sum()), dtype=torch.int64).random_(generator=generator)
-    return found % values
 
 
 class TruncatedPoissonSampler(PoissonSampler):
@@ -98,7 +88,8 @@ class FixedSizeSampler(PoissonSampler):
         return round(self.sample_rate * self.num_samples)
 
     def _joining(self) -> torch.Tensor:
-        return _chosen(self.num_samples, self.batch_size, self.generator)
+        choose = some_of if self._is_by_darts else _chosen
+        return choose(self.num_samples, self.batch_size, self.generator)
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         return SampledWithoutReplacementDpEvent(self.num_samples, self.batch_size, gaussian)
@@ -109,7 +100,8 @@ class RandomAllocationSampler(PoissonSampler):
 
     A pass is charged when its first batch is released, at that step's noise. Later steps of it may
     have more noise, not less. A pass that was left goes on in the next one, which then ends with
-    it; a step that failed after it was charged is charged again, with a whole pass.
+    it; a step that failed after it was charged is charged again, with a whole pass. A pass is drawn
+    as a whole, in time and memory in proportion to N.
 
     Args:
         num_data, generator, num_workers, ranks: as for :class:`PoissonSampler`.
@@ -138,7 +130,7 @@ class RandomAllocationSampler(PoissonSampler):
         return RandomAllocationDpEvent(self.steps, gaussian)
 
     def _begin_epoch(self) -> None:
-        self._batches: torch.Tensor | None = None  # of the records, in this pass
+        self._batches: list[torch.Tensor] | None = None  # of this pass
         self._epoch_state: torch.Tensor | None = None  # of the generator, before they were drawn
         self._turn = 0  # draws of this pass that were released
         self._paid: float | None = None  # the noise multiplier at which this pass was charged
@@ -160,10 +152,12 @@ class RandomAllocationSampler(PoissonSampler):
 
     def _joining(self) -> torch.Tensor:
         if self._batches is None:
-            self._batches = _uniform(self.num_samples, self.steps, self.generator)
+            joined = torch.from_numpy(uniform(self.num_samples, self.steps, self.generator))
+            sizes = joined.bincount(minlength=self.steps)
+            self._batches = list(joined.argsort(stable=True).split(sizes.tolist()))
         batch = self._turn + len(self._draws)
         assert batch < self.steps, "a pass has no batch beyond its last one"
-        return (self._batches == batch).nonzero().reshape(-1)
+        return self._batches[batch]
 
     def is_paid(self, noise_multiplier: float) -> bool:
         if self._paid is None or self._is_begun:
@@ -204,7 +198,7 @@ class RandomAllocationSampler(PoissonSampler):
         }
 
     def require_position(self, position: Any) -> None:
-        if not isinstance(position, dict):
+        if not (isinstance(position, dict) and "turn" in position):
             raise ValueError(_OTHER_LAW)
         is_begun = position["turn"] > 0 or position["paid"] is not None
         if is_begun and position.get("of") != [self.num_samples, self.steps]:
@@ -215,5 +209,5 @@ class RandomAllocationSampler(PoissonSampler):
             )
 
     def resume(self, position: Any) -> None:
-        super().resume(position["states"])
+        self._go_on(position["states"])
         self._turn, self._paid = position["turn"], position["paid"]

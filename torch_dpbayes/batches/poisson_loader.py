@@ -54,9 +54,10 @@ class PoissonLoader(DPDataLoader):
             decides who joins a batch.
 
     Raises:
-        RuntimeError: while batches are taken: two passes at a time, a batch that is handed out over
-            and over without a step, a generator of the library's own that somebody seeded, or a
-            forked process whose parent's generator was the caller's.
+        RuntimeError: while batches are taken: another number of records than before, two passes at
+            a time, a batch that is handed out over and over without a step, a generator of the
+            library's own that somebody seeded, or a forked process whose parent's generator was the
+            caller's.
 
     **Privacy.** The batches are data; nothing is released. Draws use the generator of
     ``data_loader`` if it has one (its seed is then a secret like the noise's), fresh entropy of the
@@ -125,6 +126,8 @@ class PoissonLoader(DPDataLoader):
         self._note()
 
     def _note(self) -> None:
+        dataset: Any = self.dataset
+        self.sampler_of_draws.count_records = lambda: len(dataset)
         _private_loaders.add(self)
         with contextlib.suppress(TypeError):
             _private_data[id(self.dataset)] = self.dataset
