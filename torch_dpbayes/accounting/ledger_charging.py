@@ -136,8 +136,7 @@ class ChargingAtLedger(Charging):
         while not committed:
             self.refresh()
             finished = self._finished([part.pair for part in parts])
-            left = self.open_registered()  # for that blocks are given back
-            registered, rest = self.history.split(parts, left)
+            registered, rest, left = self._split(parts, finished)
             rule = limits.rule(needed(rest), flag == "adaptive", self.is_later) if rest else None
             origin: Flag = "fixed" if self.is_later else "adaptive"
             also = [] if rule is None else [Entry("filter", rule.code, None, 0, origin)]
@@ -159,10 +158,23 @@ class ChargingAtLedger(Charging):
     def _finished(self, pairs: list[Pair]) -> list[Block]:
         """The open blocks that are settled when blocks for ``pairs`` are opened."""
         return [
-            block
-            for block in self.session.blocks
-            if block.key[2] == "registered" or self._reservations.is_finished(block, pairs)
+            block for block in self.session.blocks if self._reservations.is_finished(block, pairs)
         ]
+
+    def _split(
+        self, parts: list[Part], finished: list[Block]
+    ) -> tuple[list[Part], list[Part], dict[Pair, int]]:
+        """The parts that the schedule covers, the others, and what is left of the schedule beside
+        open blocks. These are added to ``finished`` where more is needed.
+        """
+        while True:
+            returned = [block for block in finished if block.key[2] == "registered"]
+            left = added(self.history.schedule_left, self._reservations.left(returned))
+            registered, rest = self.history.split(parts, left)
+            held = [block for block in self._kept(finished) if block.key[2] == "registered"]
+            if not rest or not held:
+                return registered, rest, left
+            finished += held
 
     def _are_reserved(
         self, wanted: list[tuple[Key, int]], finished: list[Block], first: Pair
@@ -215,8 +227,8 @@ class ChargingAtLedger(Charging):
         need, fit = needed(parts), 0
         counts = self.committed() if self.history.schedule else self.history.counts
         while not fit:
-            # those of the schedule are given back with every commit
-            others = self._kept(finished)
+            # those of the schedule are counted with it
+            others = [block for block in self._kept(finished) if block.key[2] != "registered"]
             reserved = self._reservations.left(others)
             lower = [self._lowered(part, admission) for part in parts]
             if fit := admission.room(counts, reserved, needed(lower), SHARE * size):

@@ -35,14 +35,18 @@ class Reservations:
 
     def covering(self, pair: Pair, taken: Mapping[Block, int]) -> Block | None:
         """A block with something left for ``pair``: its own rather than one that merely
-        dominates it.
+        dominates it, which of the registered schedule would use up what others need while there is
+        some for ``pair`` itself.
         """
+        is_registered = self._history.schedule_left.get(pair, 0) > 0
         found = None
         for block in self.session.blocks:
             if block.open and block.left > taken.get(block, 0):
                 kept = self.pair(block)
                 if kept == pair:
                     return block
+                if block.key[2] == "registered" and is_registered:
+                    continue
                 if found is None and covers(kept, pair):
                     found = block
         return found
@@ -85,7 +89,8 @@ class Reservations:
             block.left == 0
             or self._made.total() - self._last_use.get(block, 0) >= _LEAST_BLOCK
             or (
-                any(covers(pair, kept) for pair in pairs)
+                block.key[2] != "registered"
+                and any(covers(pair, kept) for pair in pairs)
                 and not any(covers(kept, pair) for pair in pairs)
             )
         )
