@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
 from .mechanism import GeneralSums, Mechanism, PrivateGram
 from .modes import mode
 from .planning import Plan
@@ -25,7 +26,7 @@ from .response import (
 )
 from .surrogate import Surrogate, positive
 from .transcript import CurvatureRelease, GradientRelease, Transcript
-from .uncertain_level import UncertainLevel
+from .uncertain_level import AnySurrogate, UncertainLevel
 
 # of the level of a curvature; above it the level's distribution counts and not its deviation alone
 _HARMLESS_NOISE = 0.1
@@ -38,7 +39,7 @@ def run_glm(
     prior: GaussianPrior,
     response_of: Callable[[Tensor], Response],
     num_data: int,
-) -> tuple[Surrogate | UncertainLevel, Transcript]:
+) -> tuple[AnySurrogate | UncertainLevel, Transcript]:
     """A run for a model with one linear predictor a record.
 
     Args:
@@ -55,40 +56,43 @@ def run_glm(
     response = response_of(features)
     relative = features_std / float(features.trace())
     transcript = Transcript(gram=gram)
+    kind: type[AnySurrogate] = Surrogate
+    if prior.dimension <= LARGEST_DIMENSION:
+        kind = LearnedCurvatureSurrogate
     theta = prior.mean
     for multiplier in plan.gradient_multipliers:
         transcript.gradients.append(mechanism.gradient(theta, multiplier))
         centre = theta
         slope = response.slope(centre)
         spread = relative * float(slope.trace())
-        theta = mode(Surrogate(transcript.gradients, response, slope, spread, centre), prior)
+        theta = mode(kind(transcript.gradients, response, slope, spread, centre), prior)
     curvature = slope
     for multiplier in plan.curvature_multipliers:
         release = mechanism.curvature(centre, multiplier)
         transcript.curvatures.append(release)
         curvature, spread = combined(slope, spread, release.value, release.noise_std)
         curvature = positive(curvature, spread)
-    surrogate = Surrogate(transcript.gradients, response, curvature, spread, centre)
+    surrogate = kind(transcript.gradients, response, curvature, spread, centre)
     if transcript.curvatures or _is_level_known(gram.value, gram.noise_std):
         return surrogate, transcript
     # below the prior's precision the records say nothing, and more than this they cannot say
     least = float(prior.precision.mean()) * sums.gram_bound / sums.curvature_bound
     most = max(num_data * sums.gram_bound / prior.dimension, 2 * least)
     spread = gram.noise_std * math.sqrt(shape_kept(gram.value, gram.noise_std))
-    parts = []
+    parts: list[AnySurrogate] = []
     for level in map(float, levels(gram.value, gram.noise_std, least, most, _LEVELS)):
         response = response_of(at_level(features, level))
         slope = response.slope(centre)
         # without negative eigenvalues no shape is larger than the level
         relative = min(spread, level) / (level * prior.dimension)
         std = relative * float(slope.trace())
-        parts.append(Surrogate(transcript.gradients, response, slope, std, centre))
+        parts.append(kind(transcript.gradients, response, slope, std, centre))
     return UncertainLevel(parts, surrogate), transcript
 
 
 def run_general(
     sums: GeneralSums, plan: Plan, prior: GaussianPrior, num_data: int
-) -> tuple[Surrogate | UncertainLevel, Transcript]:
+) -> tuple[AnySurrogate | UncertainLevel, Transcript]:
     """A run for any model: its log likelihood is taken as quadratic around the last points.
 
     Args:
@@ -127,7 +131,7 @@ def run_general(
     # the bounds as for a generalised linear model
     least = float(prior.precision.mean())
     most = max(num_data * sums.curvature_bound / prior.dimension, 2 * least)
-    parts = []
+    parts: list[AnySurrogate] = []
     for level in map(float, levels(raw, raw_std, least, most, _LEVELS)):
         at = at_level(curvature, level)
         # without negative eigenvalues no shape is larger than the level

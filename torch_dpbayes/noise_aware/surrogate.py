@@ -58,12 +58,9 @@ class Surrogate:
         centre: Tensor,
     ) -> None:
         self.curvature, self._curvature_std, self.centre = curvature, curvature_std, centre
-        self._response = response
-        self._is_linear = isinstance(response, LinearResponse)
-        if not self._is_linear:
-            self._slope_factor = torch.linalg.cholesky(response.slope(centre))
-            self._response_at_centre = response.value(centre)
-        points = self._straightened(torch.stack([g.theta for g in gradients]))
+        self._straight = Straightening(response, centre)
+        self._is_linear = self._straight.is_linear
+        points = self._straight.moved(torch.stack([g.theta for g in gradients]))
         # of the gradient sum itself, given θ: it is the curvature where nothing is clipped
         self._variability = response.variability(centre)
         noises = noise_covariances(gradients, self._variability * curvature)
@@ -87,7 +84,7 @@ class Surrogate:
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
-        delta = self._point - self._straightened(theta)
+        delta = self._point - self._straight.moved(theta)
         residual = self._gradient - delta @ self.curvature
         spread = 0.5 * self._curvature_std**2 * delta.square().sum(-1)
         if self._is_linear:
@@ -96,10 +93,7 @@ class Surrogate:
             spread[..., None, None] * self._eye
             + 0.5 * self._curvature_std**2 * delta[..., :, None] * delta[..., None, :]
         )
-        change = torch.linalg.cholesky(self._response.slope(theta)) @ torch.linalg.inv(
-            self._slope_factor
-        )
-        bend = (self._eye + 2 * change) / 3
+        bend = self._straight.bend(theta)
         covariance = self._variability * self.curvature
         factor = torch.linalg.cholesky(bend @ covariance @ bend.mT + self.noise + extra)
         whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
@@ -115,10 +109,8 @@ class Surrogate:
         """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this
         one at ``theta``, M held fixed.
         """
-        slope = self.curvature
-        if not self._is_linear:
-            slope = slope @ torch.cholesky_solve(self._response.slope(theta), self._slope_factor)
-        delta = self._point - self._straightened(theta)
+        slope = self._straight.tangent(self.curvature, theta)
+        delta = self._point - self._straight.moved(theta)
         residual = self._gradient - self.curvature @ delta
         extra = (
             0.5
@@ -142,20 +134,12 @@ class Surrogate:
             mode: of the posterior.
             precision: of the posterior there.
         """
-        size, first = self.dimension, len(self._releases) // 2
-        points = self._points[first:]
-        values = torch.stack([g.value for g in self._releases[first:]])
-        noise = torch.tensor([g.noise_std**2 for g in self._releases[first:]], dtype=points.dtype)
-        weights = noise.reciprocal() / noise.reciprocal().sum()
-        apart = points - weights @ points
-        residuals = values - weights @ values - apart @ self.curvature
-        harmless = _HARMLESS * self.curvature.trace() / size
-        variances = noise + harmless + self._curvature_std**2 * apart.square().sum(-1)
-        total = float((residuals.square().sum(-1) / variances).sum())
-        way = mode - self.centre
-        return min(
-            float(chi2.sf(total, size * (len(points) - 1))) if len(points) > 1 else 1.0,
-            float(chi2.sf(float(way @ precision @ way), size)),
+        return agreement_of(
+            self._releases,
+            self._points,
+            self.curvature,
+            self._curvature_std,
+            (mode - self.centre, precision),
         )
 
     def _linear_log_likelihood(self, delta: Tensor, residual: Tensor, spread: Tensor) -> Tensor:
@@ -168,11 +152,76 @@ class Surrogate:
             values.log().sum(-1) + torch.log1p(half * bb)
         )
 
-    def _straightened(self, theta: Tensor) -> Tensor:
-        if self._is_linear:
+
+class Straightening:
+    """φ, in which the response is linear around a point: φ(θ) = c + F_m(c)⁻¹(r(θ) − r(c)).
+
+    Args:
+        response: r, with the derivative F_m.
+        centre: c.
+    """
+
+    def __init__(self, response: Response, centre: Tensor) -> None:
+        self._response, self._centre = response, centre
+        self.is_linear = isinstance(response, LinearResponse)
+        self._eye = torch.eye(len(centre), dtype=centre.dtype)
+        if not self.is_linear:
+            self._slope_factor = torch.linalg.cholesky(response.slope(centre))
+            self._response_at_centre = response.value(centre)
+
+    def moved(self, theta: Tensor) -> Tensor:
+        """φ(θ), ``[..., d]``; differentiable."""
+        if self.is_linear:
             return theta
         moved = self._response.value(theta) - self._response_at_centre
-        return self.centre + torch.cholesky_solve(moved[..., None], self._slope_factor)[..., 0]
+        return self._centre + torch.cholesky_solve(moved[..., None], self._slope_factor)[..., 0]
+
+    def bend(self, theta: Tensor) -> Tensor:
+        """T of F_α = T F̂ Tᵀ: I + ⅔(L(θ)L(c)⁻¹ − I), F_m = LLᵀ."""
+        if self.is_linear:
+            return self._eye
+        change = torch.linalg.cholesky(self._response.slope(theta)) @ torch.linalg.inv(
+            self._slope_factor
+        )
+        return (self._eye + 2 * change) / 3
+
+    def tangent(self, curvature: Tensor, theta: Tensor) -> Tensor:
+        """The derivative of F̂φ at θ."""
+        if self.is_linear:
+            return curvature
+        return curvature @ torch.cholesky_solve(self._response.slope(theta), self._slope_factor)
+
+
+def agreement_of(
+    releases: Sequence[GradientRelease],
+    points: Tensor,
+    curvature: Tensor,
+    curvature_std: float,
+    way: tuple[Tensor, Tensor],
+) -> float:
+    """See :meth:`Surrogate.agreement`.
+
+    Args:
+        releases: of the whole run.
+        points: φ(θ_k).
+        curvature, curvature_std: F̂ and v.
+        way: from the last point to the mode, and the posterior's precision there.
+    """
+    size, first = len(curvature), len(releases) // 2
+    points = points[first:]
+    values = torch.stack([g.value for g in releases[first:]])
+    noise = torch.tensor([g.noise_std**2 for g in releases[first:]], dtype=points.dtype)
+    weights = noise.reciprocal() / noise.reciprocal().sum()
+    apart = points - weights @ points
+    residuals = values - weights @ values - apart @ curvature
+    harmless = _HARMLESS * curvature.trace() / size
+    variances = noise + harmless + curvature_std**2 * apart.square().sum(-1)
+    total = float((residuals.square().sum(-1) / variances).sum())
+    step, precision = way
+    return min(
+        float(chi2.sf(total, size * (len(points) - 1))) if len(points) > 1 else 1.0,
+        float(chi2.sf(float(step @ precision @ step), size)),
+    )
 
 
 def noise_covariances(releases: Sequence[GradientRelease], curvature: Tensor) -> Tensor:

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .learned_curvature import LearnedCurvatureSurrogate
 from .surrogate import Surrogate
+
+AnySurrogate = Surrogate | LearnedCurvatureSurrogate
 
 
 class UncertainLevel:
@@ -25,7 +28,11 @@ class UncertainLevel:
         middle: the one with the estimated curvature: it checks the run.
     """
 
-    def __init__(self, parts: Sequence[Surrogate], middle: Surrogate) -> None:
+    def __init__(
+        self,
+        parts: Sequence[AnySurrogate],
+        middle: AnySurrogate,
+    ) -> None:
         self._parts, self._middle = parts, middle
         self.centre = middle.centre
 

@@ -1,0 +1,193 @@
+r"""The surrogate of a run whose own gradients say something about the curvature.
+
+How gradients differ from each other does not depend on θ: with φ_k = φ(θ_k), releases are
+
+.. math::
+    \tilde g_k = F(\varphi_k - \varphi(\theta)) + \eta + e_k, \qquad F = \hat F + E, \qquad
+    \eta \sim N(0, F), \quad e_k \sim N(0, N_k), \qquad
+    N_k = V_k + c^2\, \frac{a_k^\top \hat F a_k}{d}\, \hat F, \quad a_k = \varphi_k -
+    \varphi(\theta_K)
+
+where c says what share of a way the response gets wrong. The releases' mean, weighted by N_k⁻¹, is
+independent of their differences from it, which are a linear regression on E: normal, with the
+released curvature's noise as its prior. So with Ê and C of that regression, W_k = (Σ_j
+N_j⁻¹)⁻¹N_k⁻¹, and D(θ) the matrix of E ↦ Σ_k W_k E(φ_k − φ(θ)),
+
+.. math::
+    r = \sum_k W_k\big(\tilde g_k - (\hat F + \hat E)(\varphi_k - \varphi(\theta))\big), \qquad
+    M(\theta) = F_\alpha(\theta) + \big(\textstyle\sum_k N_k^{-1}\big)^{-1} +
+    D(\theta)\,C\,D(\theta)^\top
+
+    \log p(\text{transcript} \mid \theta) = -\tfrac12 r^\top M^{-1} r - \tfrac12 \log|M_0| +
+    \log p(\text{differences})
+
+Without this, a curvature whose noise is larger than its small eigenvalues leaves a second mode at
+the prior: there the gradient at the end is explained by hardly any curvature, and the large
+gradients at the beginning of the run, which contradict it, are not heard.
+
+Derived in this project.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .response import FLOOR_OF_NOISE, Response, floored
+from .surrogate import Straightening, agreement_of, noise_covariances
+from .transcript import GradientRelease
+
+LARGEST_DIMENSION = 24  # the regression has d(d+1)/2 unknowns
+# c; of these that with the largest likelihood of the differences
+_MISFITS = (0.03, 0.1, 0.3, 1.0)
+_LEAST_STD = 1e-9
+
+
+class LearnedCurvatureSurrogate:
+    """log p(transcript | θ), for Gaussian releases at few parameters.
+
+    Args:
+        gradients: the noisy gradients.
+        response: how gradients change with θ.
+        curvature: F̂ at ``centre``, positive definite.
+        curvature_std: v, the noise left in F̂.
+        centre: where F̂ was released, and around which φ straightens.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[GradientRelease],
+        response: Response,
+        curvature: Tensor,
+        curvature_std: float,
+        centre: Tensor,
+    ) -> None:
+        self.centre, self._releases = centre, gradients
+        self._straight = Straightening(response, centre)
+        self._variability = response.variability(centre)
+        self._points = self._straight.moved(torch.stack([g.theta for g in gradients]))
+        values = torch.stack([g.value for g in gradients])
+        noises = noise_covariances(gradients, self._variability * curvature)
+        self._units = _symmetric_units(len(centre))
+        away = self._points - centre
+        squares = ((away @ curvature) * away).sum(-1) / len(centre)
+        misfits = (0.0,) if self._straight.is_linear else _MISFITS
+        fits = [
+            _Regression(
+                self._points,
+                values - self._points @ curvature,
+                noises + (c**2 * squares)[:, None, None] * curvature,
+                self._units,
+                max(curvature_std, _LEAST_STD),
+            )
+            for c in misfits
+        ]
+        fit = max(fits, key=lambda f: f.log_evidence)
+        self._log_evidence, self.noise = fit.log_evidence, fit.noise_of_mean
+        self._design_of_mean, self._root = fit.design_of_mean, fit.root
+        self._curvature_std = float(fit.root.square().sum() / len(self._units)) ** 0.5
+        learned = curvature + torch.einsum("n,nij->ij", fit.coefficients, self._units)
+        self.curvature = floored(learned, max(FLOOR_OF_NOISE * self._curvature_std, _LEAST_STD))
+        self._mean = torch.einsum("kij,kj->i", fit.weights, values - self._points @ self.curvature)
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
+        moved = self._straight.moved(theta)
+        residual = self._mean + moved @ self.curvature
+        extra = self._of_curvature_error(moved)
+        own = self._variability * self.curvature
+        bend = self._straight.bend(theta)
+        factor = torch.linalg.cholesky(bend @ own @ bend.mT + self.noise + extra)
+        whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
+        scale = torch.linalg.cholesky(own + self.noise + extra)
+        log_scale = scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return self._log_evidence - 0.5 * whitened.square().sum(-1) - log_scale
+
+    def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this
+        one at ``theta``, M held fixed.
+        """
+        slope = self._straight.tangent(self.curvature, theta)
+        moved = self._straight.moved(theta)
+        residual = self._mean + self.curvature @ moved
+        covariance = (
+            self._variability * self.curvature + self.noise + self._of_curvature_error(moved)
+        )
+        weighted = torch.linalg.solve(covariance, slope).T
+        precision = weighted @ slope
+        return (precision + precision.T) / 2, precision @ theta - weighted @ residual
+
+    def agreement(self, mode: Tensor, precision: Tensor) -> float:
+        """See :meth:`Surrogate.agreement`."""
+        return agreement_of(
+            self._releases,
+            self._points,
+            self.curvature,
+            self._curvature_std,
+            (mode - self.centre, precision),
+        )
+
+    def _of_curvature_error(self, moved: Tensor) -> Tensor:
+        """D(θ)·C·D(θ)ᵀ."""
+        design = self._design_of_mean - torch.einsum("nij,...j->...in", self._units, moved)
+        spread = design @ self._root
+        return spread @ spread.mT
+
+
+class _Regression:
+    """E from the differences of ``values`` = Eφ_k + η + e_k; its entries in ``units`` have the
+    prior N(0, ``std``²).
+
+    Attributes:
+        weights: W_k.
+        noise_of_mean: (Σ N_k⁻¹)⁻¹.
+        coefficients: Ê in ``units``.
+        root: C = root·rootᵀ.
+        design_of_mean: Σ W_k Eφ_k as a matrix on E's coefficients.
+        log_evidence: of the differences, up to a constant.
+    """
+
+    def __init__(
+        self, points: Tensor, values: Tensor, noises: Tensor, units: Tensor, std: float
+    ) -> None:
+        precisions = torch.linalg.inv(noises)
+        self.noise_of_mean = torch.linalg.inv(precisions.sum(0))
+        self.weights = self.noise_of_mean @ precisions
+        design = torch.einsum("nij,kj->kin", units, points)
+        self.design_of_mean = torch.einsum("kij,kjn->in", self.weights, design)
+        design = design - self.design_of_mean
+        apart = values - torch.einsum("kij,kj->i", self.weights, values)
+        weighted = precisions @ design
+        total = torch.einsum("kin,kim->nm", weighted, design)
+        # in units of the prior's deviation, so that small ones do no harm
+        scaled = std**2 * total + torch.eye(len(units), dtype=points.dtype)
+        factor = torch.linalg.cholesky(scaled)
+        product = std * torch.einsum("kin,ki->n", weighted, apart)
+        whitened = torch.linalg.solve_triangular(factor, product[:, None], upper=False)[:, 0]
+        inverse = torch.linalg.solve_triangular(
+            factor, torch.eye(len(units), dtype=points.dtype), upper=False
+        )
+        self.root = std * inverse.T
+        self.coefficients = self.root @ whitened
+        squares = torch.einsum("ki,kij,kj->", apart, precisions, apart)
+        self.log_evidence = float(
+            (whitened.square().sum() - squares) / 2
+            - factor.diagonal().log().sum()
+            - (torch.logdet(noises).sum() - torch.logdet(self.noise_of_mean)) / 2
+        )
+
+
+def _symmetric_units(size: int) -> Tensor:
+    """Symmetric matrices ``[d(d+1)/2, d, d]``, orthonormal under the Frobenius norm: the noise of a
+    matrix release has independent coefficients of one deviation in them.
+    """
+    rows, columns = torch.triu_indices(size, size)
+    units = torch.zeros(len(rows), size, size, dtype=torch.float64)
+    number = torch.arange(len(rows))
+    entry = torch.where(rows == columns, 1.0, math.sqrt(0.5)).to(torch.float64)
+    units[number, rows, columns] = entry
+    units[number, columns, rows] = entry
+    return units
