@@ -126,9 +126,9 @@ def test_what_is_left_of_the_curvatures_noise_counts():
 
 
 def test_a_curvature_hidden_by_noise_leaves_no_second_mode_at_the_start():
-    """Twenty away from the start, along a direction whose curvature is a quarter of its noise."""
+    """Forty away from the start, along a direction whose curvature is a quarter of its noise."""
     curvature = torch.diag(torch.tensor([0.5, 10.0, 25.0, 60.0], dtype=DOUBLE))
-    best = torch.tensor([20.0, 1.0, 0.0, 0.0], dtype=DOUBLE)
+    best = torch.tensor([40.0, 1.0, 0.0, 0.0], dtype=DOUBLE)
     points = [best * share for share in (0.0, 0.5, 0.8, 0.95)]
     releases = releases_of(curvature, best, points, [1.0] * 4)
     believed = curvature + 0.5 * EYE
