@@ -103,9 +103,23 @@ def test_with_little_noise_the_noise_aware_head_is_the_laplace_approximation():
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_no_record_can_raise(method):
     x, y = blobs()
-    x[3], x[4, 1], x[5] = float("nan"), float("inf"), 1e30
+    x = x.double()
+    x[3], x[4, 1], x[5], x[8], x[9] = float("nan"), float("inf"), 1e30, -3e38, 1e300
     y[6], y[7] = 99, -100
     posterior = PrivateLinear(3, method=method).fit(x, y, epsilon=5, delta=1e-5)
+    assert posterior.module.weight.isfinite().all()
+
+
+@QUICK
+@pytest.mark.parametrize(
+    "method",
+    [SGHMC(epochs=5, batch_size=100), NoiseAware(max_grad_norm=2.0), OneDraw(50, 1.0, 2.0)],
+)
+def test_no_target_can_raise(method):
+    x = torch.rand(400, 2)
+    y = torch.randn(400).double()
+    y[2], y[3], y[4], y[5] = float("nan"), float("inf"), 1e30, -1e300
+    posterior = PrivateLinear(None, noise_std=1e-3, method=method).fit(x, y, epsilon=5, delta=1e-5)
     assert posterior.module.weight.isfinite().all()
 
 

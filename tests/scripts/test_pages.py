@@ -190,6 +190,7 @@ NAMES = {
     "how_to/choose_settings.md": classifier_names,
     "how_to/last_layer.md": classifier_names,
     "how_to/private_heads.md": classifier_names,
+    "how_to/raise_accuracy.md": classifier_names,
     "how_to/resume_a_run.md": trained,
     "how_to/share_a_budget.md": lambda: {"dpb": dpb},
     "how_to/what_epsilon_means.md": lambda: {"dpb": dpb},

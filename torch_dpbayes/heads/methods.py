@@ -52,6 +52,11 @@ class Task:
         """Of the linear layer."""
         return 1 if self.num_classes is None else self.num_classes
 
+    @property
+    def unit(self) -> float:
+        """Of a regression's targets."""
+        return 1.0 if self.noise_std is None else self.noise_std
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -135,7 +140,7 @@ class SGHMC:
     def fit(self, task: Task, features: Tensor, targets: Tensor) -> Fitted:
         """See :class:`Method`."""
         features = require_features(features, views=True)
-        records = HeadRecords(features, targets, task.num_classes)
+        records = HeadRecords(features, targets, task.num_classes, task.unit)
         if task.num_data not in (None, len(records)):
             raise ValueError(
                 f"num_data = {task.num_data} was stated, but the batches are drawn from"
@@ -313,7 +318,7 @@ def _bounded(
             "gradients of classes have a bound of their own: leave out max_grad_norm, and choose"
             " max_feature_norm."
         )
-    is_usable = usable(features, targets, task.num_classes)
+    is_usable = usable(features, targets, task.num_classes, task.unit)
     x = with_constant(features, method.max_feature_norm)
     x[~is_usable] = 0.0  # the 1 too, so that the gradient is exactly zero
     y = torch.where(is_usable, targets.to(x.device), torch.zeros_like(targets, device=x.device))

@@ -98,9 +98,9 @@ class PrivateLinear:
     ) -> HeadPosterior:
         """Charge, learn, and hand out the posterior.
 
-        A record with a feature that is not finite, or with a label that is no class, contributes
-        exactly nothing, and nothing says so: an error or a warning would tell of that record. Check
-        your labels before.
+        A record with a feature that is not finite or beyond 1e15, or with a label that is no class
+        (a target beyond 1e15·σ), contributes exactly nothing, and nothing says so: an error or a
+        warning would tell of that record. Check your labels before.
 
         Args:
             features: ``[n, d]``, of any floating-point type; for :class:`SGHMC` also ``[n, views,

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+_LARGEST = 1e15  # of a feature, and of a target in its units
+
 
 def require_features(features: Any, *, views: bool) -> Tensor:
     """``[n, d]``, or ``[n, views, d]`` where there may be views, floating point and not empty."""
@@ -67,13 +69,22 @@ def require_targets(targets: Any, count: int, num_classes: int | None) -> Tensor
     return targets
 
 
-def usable(features: Tensor, targets: Tensor, num_classes: int | None) -> Tensor:
-    """Whether each record is finite and has a target that there is, ``[n]``. Private data."""
+def usable(features: Tensor, targets: Tensor, num_classes: int | None, unit: float) -> Tensor:
+    """Whether each record is finite in single precision, its square too, and has a target that
+    there is, ``[n]``. Private data.
+
+    A loss that one record made infinite would be infinite for all.
+
+    Args:
+        features, targets: as checked.
+        num_classes: K, None for a regression.
+        unit: of a regression's targets, their standard deviation.
+    """
     # chunk by chunk: a mask of all features would be as many bytes as there are numbers
-    finite = torch.cat([rows.isfinite().flatten(1).all(1) for rows in features.split(4096)])
+    near = torch.cat([(rows.abs() <= _LARGEST).flatten(1).all(1) for rows in features.split(4096)])
     if num_classes is None:
-        return finite & targets.isfinite().to(finite.device)
-    return finite & ((targets >= 0) & (targets < num_classes)).to(finite.device)
+        return near & ((targets / unit).abs() <= _LARGEST).to(near.device)
+    return near & ((targets >= 0) & (targets < num_classes)).to(near.device)
 
 
 class HeadRecords(Dataset[Any]):
@@ -86,10 +97,13 @@ class HeadRecords(Dataset[Any]):
         features: ``[n, d]`` or ``[n, views, d]``, of any floating-point type.
         targets: ``[n]``.
         num_classes: K, None for a regression.
+        unit: of a regression's targets.
     """
 
-    def __init__(self, features: Tensor, targets: Tensor, num_classes: int | None) -> None:
-        is_usable = usable(features, targets, num_classes)
+    def __init__(
+        self, features: Tensor, targets: Tensor, num_classes: int | None, unit: float = 1.0
+    ) -> None:
+        is_usable = usable(features, targets, num_classes, unit)
         targets = targets.to(features.device)
         targets = torch.where(is_usable, targets, torch.zeros_like(targets))
         self._targets = targets.float() if num_classes is None else targets.long()
