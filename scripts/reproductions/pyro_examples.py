@@ -1,0 +1,425 @@
+#!/usr/bin/env python3
+"""Twelve models of Pyro's examples and tests at N = 100,000: Pyro's NUTS without privacy, the
+kernels without noise (ε = ∞), and the kernels at ε = 8.
+
+    python pyro_examples.py [--records 100000] [--only "eight schools" …] [--stored]
+        [--csv rows.csv] [--picture picture.png]
+
+Records are made up from fixed parameters, which NUTS starts from; the kernels do not know them. At
+ε = ∞ DP-HMC without noise takes its shape and its start from the draws of NUTS, as nothing is
+private. At ε = 8 (δ = 1e-6, records added or removed) a noise-aware posterior takes ε = 2, and
+``noise_aware.kernel_from`` spends what is left on a penalty kernel that starts from it. Clip bounds
+are constants that were chosen from the models' formulas before any run.
+
+"error" is the largest of all coordinates' differences of means to NUTS, over the Monte Carlo
+standard error of the difference, all of it in unconstrained space; effective sizes are those of
+the worst coordinate; "expected" is what ``plan`` said before anything was spent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyro
+import pyro.distributions as dist
+import reproduction
+import torch
+from pyro.infer import MCMC, NUTS
+from pyro.infer.autoguide.initialization import init_to_value
+from pyro.ops.stats import effective_sample_size
+from torch import Tensor
+
+import torch_dpbayes as dpb
+
+DELTA, EPSILON, SHARE = 1e-6, 8.0, 0.25
+NUTS_WARMUP, NUTS_DRAWS, HMC_DRAWS, PENALTY_DRAWS, STEPS = 60, 160, 150, 3000, 3
+METHODS = ("NUTS", "no noise", "epsilon 8")
+RUNS = ("without privacy", "epsilon 8")  # the first has two methods
+Values = dict[str, Tensor]
+
+
+class Example(NamedTuple):
+    """A model, and how its records are made.
+
+    Attributes:
+        model: of the records, in one plate.
+        truth: by site.
+        records: that many.
+        bound: c and b, to which few log ratios and gradients come.
+    """
+
+    model: Callable[..., None]
+    truth: dict[str, Any]
+    records: Callable[[int], tuple[Tensor, ...]]
+    bound: float
+
+
+def eight_schools(sigma: Tensor, y: Tensor) -> None:
+    """With the schools' effects integrated out."""
+    mu = pyro.sample("mu", dist.Normal(0.0, 10.0))
+    tau = pyro.sample("tau", dist.HalfCauchy(25.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.Normal(mu, (tau**2 + sigma**2).sqrt()), obs=y)
+
+
+def schools(count: int) -> tuple[Tensor, ...]:
+    sigma = 1.0 + torch.rand(count)
+    return sigma, 3.0 + (4.0 + sigma**2).sqrt() * torch.randn(count)
+
+
+def baseball_pooled(at_bats: Tensor, hits: Tensor) -> None:
+    phi = pyro.sample("phi", dist.Uniform(0.0, 1.0))
+    with pyro.plate("data", len(hits)):
+        pyro.sample("obs", dist.Binomial(at_bats, phi), obs=hits)
+
+
+def pooled(count: int) -> tuple[Tensor, ...]:
+    at_bats = torch.randint(5, 15, (count,)).float()
+    return at_bats, dist.Binomial(at_bats, 0.27).sample()
+
+
+def baseball_partially_pooled(at_bats: Tensor, hits: Tensor) -> None:
+    """With the players' chances integrated out."""
+    m = pyro.sample("m", dist.Uniform(0.0, 1.0))
+    kappa = pyro.sample("kappa", dist.Pareto(1.0, 1.5))
+    with pyro.plate("data", len(hits)):
+        pyro.sample("obs", dist.BetaBinomial(m * kappa, (1 - m) * kappa, at_bats), obs=hits)
+
+
+def partially_pooled(count: int) -> tuple[Tensor, ...]:
+    at_bats = torch.randint(5, 15, (count,)).float()
+    return at_bats, dist.BetaBinomial(0.27 * 6.0, 0.73 * 6.0, at_bats).sample()
+
+
+def logistic_regression(x: Tensor, y: Tensor) -> None:
+    beta = pyro.sample("beta", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ beta), obs=y)
+
+
+def regression(count: int) -> tuple[Tensor, ...]:
+    x = 2 * torch.rand(count, 3) - 1
+    return x, torch.bernoulli((x @ torch.tensor([1.0, 2.0, -1.0])).sigmoid())
+
+
+def beta_bernoulli(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(torch.full((2,), 1.1), 1.1).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.Bernoulli(p).to_event(1), obs=y)
+
+
+def gamma_normal(y: Tensor) -> None:
+    rate = torch.ones(2)
+    p = pyro.sample("precision", dist.Gamma(torch.ones(2), rate).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.Normal(1.0, p.rsqrt()).to_event(1), obs=y)
+
+
+def dirichlet_categorical(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.Categorical(p), obs=y)
+
+
+def gaussian_mixture(y: Tensor) -> None:
+    """Components are told apart by their priors."""
+    weights = pyro.sample("weights", dist.Dirichlet(torch.ones(2)))
+    means = pyro.sample("means", dist.Normal(torch.tensor([-2.0, 2.0]), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(weights))
+        pyro.sample("obs", dist.Normal(means[z], 1.0), obs=y)
+
+
+def mixture(count: int) -> tuple[Tensor, ...]:
+    first = torch.rand(count) < 0.4
+    return (torch.where(first, -1.5, 2.5) + torch.randn(count),)
+
+
+def hidden_coins(y: Tensor) -> None:
+    p = pyro.sample("p", dist.Beta(1.1, 1.1))
+    with pyro.plate("data", len(y)):
+        first = pyro.sample("first", dist.Bernoulli(p))
+        second = pyro.sample("second", dist.Bernoulli(0.65 * first + 0.1))
+        pyro.sample("obs", dist.Normal(2.0 * second, 1.0), obs=y)
+
+
+def coins(count: int) -> tuple[Tensor, ...]:
+    first = torch.bernoulli(torch.full((count,), 0.6))
+    return (2.0 * torch.bernoulli(0.65 * first + 0.1) + torch.randn(count),)
+
+
+def lkj(y: Tensor) -> None:
+    theta = pyro.sample("theta", dist.HalfCauchy(torch.ones(3)).to_event(1))
+    omega = pyro.sample("omega", dist.LKJCholesky(3, 1.5))
+    scale = theta.sqrt()[:, None] * omega
+    with pyro.plate("data", len(y)):
+        pyro.sample("obs", dist.MultivariateNormal(torch.zeros(3), scale_tril=scale), obs=y)
+
+
+CORRELATIONS = torch.tensor([[1.0, 0.4, 0.0], [0.4, 1.0, -0.3], [0.0, -0.3, 1.0]])
+
+
+def correlated(count: int) -> tuple[Tensor, ...]:
+    factor = torch.linalg.cholesky(CORRELATIONS)
+    return (torch.randn(count, 3) @ factor.T,)
+
+
+def ordinal(x: Tensor, y: Tensor) -> None:
+    slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+    with pyro.plate("cuts", 2):
+        gaps = pyro.sample("gaps", dist.Gamma(2.0, 1.0))
+    cuts = gaps.cumsum(-1) - 2.0
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.OrderedLogistic(slope * x, cuts), obs=y)
+
+
+def ordered(count: int) -> tuple[Tensor, ...]:
+    x = 2 * torch.rand(count) - 1
+    return x, dist.OrderedLogistic(1.2 * x, torch.tensor([-0.8, 0.7])).sample().float()
+
+
+def survival(x: Tensor, time: Tensor, died: Tensor) -> None:
+    """Weibull times, some of them censored."""
+    beta = pyro.sample("beta", dist.Normal(0.0, 1.0))
+    shape = pyro.sample("shape", dist.LogNormal(0.0, 0.5))
+    with pyro.plate("data", len(time)):
+        hazard = (time * (beta * x).exp()) ** shape
+        pyro.factor("died", died * (shape.log() + hazard.log() - time.log()) - hazard)
+
+
+def times(count: int) -> tuple[Tensor, ...]:
+    x = 2 * torch.rand(count) - 1
+    time = torch.empty(count).exponential_() ** (1 / 1.3) * (-0.5 * x).exp()
+    return x, time.clamp(max=2.0), (time < 2.0).float()
+
+
+def both_coins(count: int) -> tuple[Tensor, ...]:
+    return (torch.bernoulli(torch.tensor([0.3, 0.6]).expand(count, 2)),)
+
+
+def spreads(count: int) -> tuple[Tensor, ...]:
+    return (1.0 + torch.randn(count, 2) * torch.tensor([0.8, 1.3]),)
+
+
+def categories(count: int) -> tuple[Tensor, ...]:
+    return (torch.multinomial(torch.tensor([0.2, 0.3, 0.5]), count, replacement=True),)
+
+
+def examples() -> dict[str, Example]:
+    """By name."""
+    two, three = torch.tensor([0.3, 0.6]), torch.tensor([0.2, 0.3, 0.5])
+    spread = {"precision": torch.tensor([0.8, 1.3]) ** -2}
+    parts = {"weights": torch.tensor([0.4, 0.6]), "means": torch.tensor([-1.5, 2.5])}
+    factor = torch.linalg.cholesky(CORRELATIONS)
+    gaps = torch.tensor([1.2, 1.5])
+    return {
+        "eight schools": Example(eight_schools, {"mu": 3.0, "tau": 2.0}, schools, 8.0),
+        "baseball, pooled": Example(baseball_pooled, {"phi": 0.27}, pooled, 7.0),
+        "baseball, partially pooled": Example(
+            baseball_partially_pooled, {"m": 0.27, "kappa": 6.0}, partially_pooled, 4.0
+        ),
+        "logistic regression": Example(
+            logistic_regression, {"beta": torch.tensor([1.0, 2.0, -1.0])}, regression, 1.75
+        ),
+        "beta and Bernoulli": Example(beta_bernoulli, {"p": two}, both_coins, 1.0),
+        "gamma and normal": Example(gamma_normal, spread, spreads, 8.0),
+        "Dirichlet and categorical": Example(dirichlet_categorical, {"p": three}, categories, 1.2),
+        "Gaussian mixture": Example(gaussian_mixture, parts, mixture, 4.0),
+        "hidden coins": Example(hidden_coins, {"p": 0.6}, coins, 1.0),
+        "LKJ": Example(lkj, {"theta": torch.ones(3), "omega": factor}, correlated, 9.0),
+        "ordinal": Example(ordinal, {"slope": 1.2, "gaps": gaps}, ordered, 2.5),
+        "survival": Example(survival, {"beta": 0.5, "shape": 1.3}, times, 8.0),
+    }
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def run(model: str, what: str, records: int) -> dict[str, Any]:
+    """Figures of one or two methods."""
+    example = examples()[model]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # all methods get the same records
+        data = example.records(records)
+    if what == "epsilon 8":
+        return {what: with_privacy(example, data)}
+    truth = {name: torch.as_tensor(value) for name, value in example.truth.items()}
+    kernel = NUTS(example.model, init_strategy=init_to_value(values=truth))
+    nuts, found = figures(kernel, data, NUTS_DRAWS, NUTS_WARMUP)
+    no_noise = dpb.mcmc.DPHMC(
+        example.model,
+        step_size=1.5 / STEPS,
+        num_steps=STEPS,
+        log_ratio_slope=1e6,
+        max_grad_norm=1e6,
+        ratio_noise_multiplier=0.0,
+        grad_noise_multiplier=0.0,
+        accountant=dpb.PrivacyAccountant(),
+        target_accept_prob=None,
+        approximation=nuts.get_samples(),
+    )
+    return {"NUTS": found, "no noise": figures(no_noise, data, HMC_DRAWS)[1]}
+
+
+def with_privacy(example: Example, data: tuple[Tensor, ...]) -> dict[str, Any]:
+    """Everything at ε = 8, and how many effective samples ``plan`` expects."""
+    accountant, count = dpb.PrivacyAccountant(EPSILON, DELTA), len(data[0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        posterior = dpb.noise_aware.laplace(
+            example.model,
+            *data,
+            epsilon=SHARE * EPSILON,
+            accountant=accountant,
+            max_grad_norm=example.bound,
+            num_data=count,
+        )
+        settings = {"num_iterations": PENALTY_DRAWS, "log_ratio_slope": example.bound}
+        expected = dpb.mcmc.plan(
+            dpb.mcmc.DPPenalty,
+            target_epsilon=EPSILON,
+            target_delta=DELTA,
+            history=accountant.history,
+            **settings,
+        ).expected_sample_size(posterior.unconstrained_stddev, shaped=True)
+        kernel = dpb.noise_aware.kernel_from(
+            posterior, example.model, accountant=accountant, **settings
+        )
+    before = bool(caught)
+    found = figures(kernel, data, PENALTY_DRAWS)[1]
+    found["warned"] = found["warned"] or before
+    return {**found, "expected": expected, "epsilon": accountant.get_epsilon()}
+
+
+def figures(
+    kernel: Any, data: tuple[Tensor, ...], draws: int, warmup: int = 0
+) -> tuple[MCMC, dict[str, Any]]:
+    """Of one chain: moments, whether it was warned of, and seconds of the processor."""
+    start = time.process_time()
+    runner = MCMC(kernel, num_samples=draws, warmup_steps=warmup, disable_progbar=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        runner.run(*data)
+    warned = any("have not mixed" in str(w.message) for w in caught)
+    return runner, {**moments(runner), "warned": warned, "seconds": time.process_time() - start}
+
+
+def moments(runner: MCMC) -> dict[str, Any]:
+    """In unconstrained space, the sites sorted by name."""
+    rows = []
+    for name, values in sorted(runner.get_samples().items()):
+        moved = runner.transforms[name](values) if name in runner.transforms else values
+        rows.append(moved.reshape(len(moved), -1).double())
+    draws = torch.cat(rows, 1)
+    sizes = effective_sample_size(draws[None], 0, 1).clamp(max=len(draws))
+    return {"mean": draws.mean(0).tolist(), "sd": draws.std(0).tolist(), "size": sizes.tolist()}
+
+
+def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
+    """A row for each model and method."""
+    found = {
+        (run.job["model"], method): result for run in runs for method, result in run.result.items()
+    }
+    rows = []
+    for (model, method), result in found.items():
+        row: dict[str, Any] = {"model": model, "method": method, "latents": len(result["mean"])}
+        row["size"], row["expected"] = min(result["size"]), result.get("expected")
+        row["warned"] = "yes" if result["warned"] else ""
+        row["seconds"] = result["seconds"]
+        reference = found.get((model, "NUTS"))
+        if method != "NUTS" and reference is not None:
+            errors = [
+                (a - b) / math.sqrt(s**2 / n + t**2 / m)
+                for a, b, s, t, n, m in zip(
+                    *(result["mean"], reference["mean"], result["sd"], reference["sd"]),
+                    *(result["size"], reference["size"]),
+                    strict=True,
+                )
+            ]
+            row["error"] = max(map(abs, errors))
+            row["in sds"] = max(
+                abs(a - b) / t
+                for a, b, t in zip(result["mean"], reference["mean"], reference["sd"], strict=True)
+            )
+            widths = [s / t for s, t in zip(result["sd"], reference["sd"], strict=True)]
+            row["narrowest"], row["widest"] = min(widths), max(widths)
+        rows.append(row)
+    return rows
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Errors and effective sizes, with what they should be."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(9, 4.2), sharey=True, layout="constrained"
+    )
+    for shift, (method, colour) in enumerate(
+        zip(METHODS, ("0.5", "tab:blue", "tab:orange"), strict=True)
+    ):
+        chosen = [row for row in rows if row["method"] == method]
+        at = [names.index(row["model"]) + 0.2 * (shift - 1) for row in chosen]
+        right.plot([row["size"] for row in chosen], at, "o", color=colour, label=method)
+        if method != "NUTS":
+            left.plot([row["error"] for row in chosen], at, "o", color=colour)
+    left.axvline(3, color="0.7", ls=":")
+    right.axvline(100, color="0.7", ls=":")
+    left.set(xlabel="largest error, in Monte Carlo standard errors", xlim=(0, None))
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    right.set(xlabel="effective samples, worst coordinate", xscale="log")
+    right.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--records", type=reproduction.positive, default=100_000)
+    parser.add_argument("--only", nargs="*", choices=list(examples()), default=list(examples()))
+    parser.add_argument("--stored", action="store_true", help="the finished runs, no others")
+    results = reproduction.ROOT / "runs" / "pyro_examples.jsonl"
+    parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
+    parser.add_argument("--csv", type=Path, help="write all rows here")
+    parser.add_argument("--picture", type=Path, help="draw the picture here")
+    options = parser.parse_args(arguments)
+    logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
+    jobs = [
+        {"model": model, "what": what, "records": options.records}
+        for model in options.only
+        for what in RUNS
+    ]
+    if options.stored:
+        stored = reproduction.stored_runs(options.results)
+        runs = [stored[k] for k in map(reproduction.key, jobs) if k in stored]
+    else:
+        runs = reproduction.run_jobs(run, jobs, options.results)
+    rows = summary(runs)
+    if options.csv:
+        reproduction.write_csv(rows, options.csv)
+    if options.picture:
+        draw(rows, options.picture)
+    columns = {"model": "", "method": "", "latents": "d", "error": ".2f", "in sds": ".2f"}
+    columns |= {"narrowest": ".2f", "widest": ".2f", "size": ".0f", "expected": ".0f"}
+    columns |= {"warned": "", "seconds": ".0f"}
+    print(f"\n{reproduction.markdown(rows, columns)}\n\n{reproduction.origin(runs)}")
+
+
+if __name__ == "__main__":
+    main()
