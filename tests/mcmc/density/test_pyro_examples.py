@@ -11,8 +11,14 @@ import torch
 from pyro import poutine
 from pyro.distributions import constraints
 from pyro.infer.mcmc.util import initialize_model
-from pyro.infer.reparam import LocScaleReparam
+from pyro.infer.reparam import (
+    ConjugateReparam,
+    LatentStableReparam,
+    LocScaleReparam,
+    SymmetricStableReparam,
+)
 from pyro.nn import PyroModule, PyroSample
+from pyro.poutine.collapse_messenger import CollapseMessenger
 
 from torch_dpbayes.mcmc import RecordDensity
 
@@ -262,6 +268,69 @@ def positive_parameter(y):
 def test_the_others_are_refused_in_words_of_the_model(model, made, message):
     with pytest.raises(ValueError, match=message):
         RecordDensity(model, made())
+
+
+def stable(y):
+    with poutine.reparam(config={"center": LatentStableReparam()}):
+        center = pyro.sample("center", dist.Stable(torch.tensor(1.5), 0.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(center, 1.0), obs=y)
+
+
+def symmetric(y):
+    with poutine.reparam(config={"center": SymmetricStableReparam()}):
+        center = pyro.sample("center", dist.Stable(torch.tensor(1.5), 0.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(center, 1.0), obs=y)
+
+
+def conjugate(y):
+    guide = dist.Beta(1 + y.sum(), 1 + (1 - y).sum())
+    with poutine.reparam(config={"p": ConjugateReparam(guide)}):
+        p = pyro.sample("p", dist.Beta(1.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(p), obs=y)
+
+
+def collapsed(y):
+    with poutine.collapse():
+        p = pyro.sample("p", dist.Beta(1.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(p), obs=y)
+
+
+def collapsed_from_outside(y):
+    """With a handler that was made before, for which funsor is needed."""
+    with object.__new__(CollapseMessenger):
+        collapsed(y)
+
+
+@pytest.mark.parametrize("count_is_public", [True, False])
+@pytest.mark.parametrize(
+    "model, made, name",
+    [
+        (stable, normals, "LatentStableReparam decides by values"),
+        (symmetric, normals, "SymmetricStableReparam decides by values"),
+        (conjugate, coins, "ConjugateReparam draws a latent anew"),
+        (collapsed, coins, "poutine.collapse sums sites out"),
+        (collapsed_from_outside, coins, "poutine.collapse sums sites out"),
+    ],
+)
+def test_what_no_kernel_can_run_with_is_refused_by_its_name(model, made, name, count_is_public):
+    with pytest.raises(ValueError, match=name):
+        RecordDensity(model, (made(),), count_is_public=count_is_public)
+
+
+def test_pyros_handlers_are_as_before_afterwards():
+    before = CollapseMessenger.__enter__, CollapseMessenger.__init__, ConjugateReparam.apply
+    with pytest.raises(ValueError):
+        RecordDensity(conjugate, (coins(),))
+    RecordDensity(baseball_pooled, (counts() + 9, counts().clamp(max=9)))
+    assert before == (
+        CollapseMessenger.__enter__,
+        CollapseMessenger.__init__,
+        ConjugateReparam.apply,
+    )
 
 
 def test_parameters_are_constants():

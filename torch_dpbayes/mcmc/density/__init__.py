@@ -13,7 +13,8 @@ shapes alone.
 
 Each file needs only those above it:
 
-* ``pyro_runs``: how the user's model is run; ``recording``: functions as graphs of operations;
+* ``pyro_runs``: how the user's model is run; ``refusals``: what of Pyro's it may not use;
+  ``recording``: functions as graphs of operations;
 * ``prior``: the latents as one vector θ, and its density;
 * ``arguments``: which arguments are data, and their rows;
 * ``structure``: from shapes, which sites belong to the records;

@@ -26,6 +26,7 @@ from .pyro_runs import (
     without_value_checks,
 )
 from .recording import recorded
+from .refusals import branching_reparam
 
 _DRAWS = 100
 
@@ -251,6 +252,8 @@ class Prior:
                 # make_fx counts the arguments of a bound method wrongly
                 return recorded(lambda theta: function(theta), theta)
         except Exception as error:
+            if (reason := branching_reparam(error)) is not None:
+                raise UnfitModel(reason) from error
             raise UnfitModel(
                 f"the prior cannot be recorded as tensor operations: {first_line(error)}. Write the"
                 " model without Python branches on values, .item(), .numpy(), one_hot (instead:"

@@ -20,6 +20,7 @@ from .locality import MadeUpRecords
 from .pieces import Piece, dense, in_pieces
 from .pyro_runs import UnfitModel, first_line, nearly_equal, without_value_checks
 from .recording import most_bytes, recorded
+from .refusals import branching_reparam
 
 AnyProgram = TypeVar("AnyProgram", bound="Program")
 _FEW_ROWS = 16  # on which a program's need of memory is measured
@@ -154,6 +155,8 @@ class Recorder:
                         return program
                 problems.append("it computes with numpy, or with .item()?")
             except Exception as error:
+                if (reason := branching_reparam(error)) is not None:
+                    raise UnfitModel(reason) from error
                 problems.append(first_line(error))
         raise UnfitModel(
             "the record terms cannot be recorded as tensor operations on one row:"

@@ -23,6 +23,7 @@ from .pyro_runs import (
     public_randomness,
     sample_sites,
 )
+from .refusals import handlers_refused
 
 _log = logging.getLogger("torch_dpbayes")
 
@@ -80,20 +81,20 @@ def find_structure(model: Model, arguments: Arguments, plate: str) -> Structure:
 def _traced(model: Model, arguments: Arguments) -> Trace:
     errors = []
     for flavour in ("zeros", *FLAVOURS):
-        with public_randomness(), poutine.block():
+        with public_randomness(), poutine.block(), handlers_refused():
             args, kwargs = arguments.made_up_call(flavour)
             try:
                 return poutine.trace(model).get_trace(*args, **kwargs)
+            except UnfitModel:
+                raise
             except Exception as error:
                 errors.append(error)
     if isinstance(errors[0], NotImplementedError):
         raise improper(errors[0]) from errors[0]
     if not arguments.count_is_public:  # the text has shapes
-        own = isinstance(errors[0], UnfitModel)
         raise UnfitModel(
-            "the model does not run on made-up data:"
-            f" {errors[0] if own else type(errors[0]).__name__}. Try it on such data yourself;"
-            f" {ROWS_ONLY}"
+            f"the model does not run on made-up data: {type(errors[0]).__name__}. Try it on such"
+            f" data yourself; {ROWS_ONLY}"
         ) from None
     if arguments.are_empty:
         raise UnfitModel("there are no records: a plate of Pyro's cannot be empty.")
