@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from ..ranks import Ranks
 from ..troubleshooting import explained
 from .draws import PoissonSampler
+from .fetching import Batched, as_it_is, can_be_read_at_once
 
 # Data sets are known as long as they live. Plain lists take no weak references: they are known by
 # the loaders that read them.
@@ -108,21 +109,24 @@ class PoissonLoader(DPDataLoader):
             data_loader.sampler_of_draws.require_own_process()
             generator = data_loader.sampler_of_draws.generator
         sampler = draws(len(dataset), sample_rate, generator, data_loader.num_workers, ranks)
+        settings: dict[str, Any] = {
+            "batch_sampler": sampler,
+            "num_workers": data_loader.num_workers,
+            "pin_memory": data_loader.pin_memory,
+            "timeout": data_loader.timeout,
+            "worker_init_fn": data_loader.worker_init_fn,
+            "multiprocessing_context": data_loader.multiprocessing_context,
+            "prefetch_factor": data_loader.prefetch_factor,
+            "persistent_workers": data_loader.persistent_workers,
+        }
+        # the same batches, read at once
+        self._batched: DataLoader[Any] | None = None
+        if can_be_read_at_once(dataset, user_collate):
+            batched = Batched(dataset, collate_fn)
+            self._batched = DataLoader(batched, collate_fn=as_it_is, **settings)
         if data_loader.num_workers == 0:
             collate_fn = _CountingCollate(collate_fn, sampler)
-        DataLoader.__init__(
-            self,
-            dataset,
-            batch_sampler=sampler,
-            num_workers=data_loader.num_workers,
-            collate_fn=collate_fn,
-            pin_memory=data_loader.pin_memory,
-            timeout=data_loader.timeout,
-            worker_init_fn=data_loader.worker_init_fn,
-            multiprocessing_context=data_loader.multiprocessing_context,
-            prefetch_factor=data_loader.prefetch_factor,
-            persistent_workers=data_loader.persistent_workers,
-        )
+        DataLoader.__init__(self, dataset, collate_fn=collate_fn, **settings)
         self._note()
 
     def _note(self) -> None:
@@ -180,7 +184,7 @@ class PoissonLoader(DPDataLoader):
     @explained
     def __iter__(self) -> Iterator[Any]:
         sampler, this, process = self.sampler_of_draws, 0, os.getpid()
-        for batch in super().__iter__():
+        for batch in super().__iter__() if self._batched is None else self._batched:
             if self.num_workers > 0 and os.getpid() != process:
                 raise RuntimeError(
                     "this pass over the private loader began in another process, whose workers'"
