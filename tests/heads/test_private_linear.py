@@ -99,6 +99,19 @@ def test_with_little_noise_the_noise_aware_head_is_the_laplace_approximation():
 # --- what cannot be used --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16, torch.float, torch.double])
+def test_records_that_are_infinite_in_any_precision_count_for_nothing(dtype):
+    x, y = torch.ones(6, 2, dtype=dtype), torch.zeros(6, dtype=torch.long)
+    x[0, 0], x[1, 1], x[2, 0] = math.inf, math.nan, -math.inf
+    if dtype != torch.half:
+        x[3, 0] = 1e20
+    rows, _ = together(HeadRecords(x, y, 2).__getitems__(range(6)))
+    unusable = [0, 1, 2] if dtype == torch.half else [0, 1, 2, 3]
+    assert rows.dtype == torch.float and not rows[unusable].any() and rows[4:].all()
+    _, targets = together(HeadRecords(x[4:], torch.tensor([math.inf, 2.0]).to(dtype), None))
+    assert targets.tolist() == [0.0, 2.0]
+
+
 @QUICK
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_no_record_can_raise(method):
@@ -169,6 +182,7 @@ def test_gradients_are_averaged_over_views_before_they_are_clipped():
         (lambda x, y: (x[:0], y[:0]), "nothing to learn"),
         (lambda x, y: (x, y[:-1]), "targets must be"),
         (lambda x, y: (x, y.float()), "labels must be integers"),
+        (lambda x, y: (x, y * 1j), "real numbers"),
         (lambda x, y: (x, F.one_hot(y, 7)), "labels have 7 classes and the head has 3"),
         (lambda x, y: (x, F.one_hot(y, 3)), "argmax"),
         (lambda x, y: (x, F.one_hot(y, 3) * 0.5 + 1 / 6), "mixup"),

@@ -59,7 +59,9 @@ def require_targets(targets: Any, count: int, num_classes: int | None) -> Tensor
             f"there are {count} records of features and targets of shape {list(targets.shape)}:"
             f" targets must be [{count}]."
         )
-    if num_classes is not None and (targets.is_floating_point() or targets.is_complex()):
+    if targets.is_complex():
+        raise ValueError("targets must be real numbers.")
+    if num_classes is not None and targets.is_floating_point():
         raise ValueError(
             f"labels must be integers from 0 to {num_classes - 1}, got {targets.dtype}: write"
             " labels.long(), or PrivateLinear(None, noise_std=...) for a regression."
@@ -80,10 +82,13 @@ def usable(features: Tensor, targets: Tensor, num_classes: int | None, unit: flo
         num_classes: K, None for a regression.
         unit: of a regression's targets, their standard deviation.
     """
-    # chunk by chunk: a mask of all features would be as many bytes as there are numbers
-    near = torch.cat([(rows.abs() <= _LARGEST).flatten(1).all(1) for rows in features.split(4096)])
+    # chunk by chunk: a mask of all features would be as many bytes as there are numbers; in single
+    # precision, for in half precision the bound itself is infinite
+    near = torch.cat(
+        [(rows.float().abs() <= _LARGEST).flatten(1).all(1) for rows in features.split(4096)]
+    )
     if num_classes is None:
-        return near & ((targets / unit).abs() <= _LARGEST).to(near.device)
+        return near & ((targets.double() / unit).abs() <= _LARGEST).to(near.device)
     return near & ((targets >= 0) & (targets < num_classes)).to(near.device)
 
 
