@@ -181,7 +181,9 @@ def spent(
         assert row.event is not None
         counts[row.event] = counts.get(row.event, 0) + row.count
         if i in chosen:
-            then = PrivacyAccountant(method=accountant.method, neighboring=accountant.neighboring)
+            then = PrivacyAccountant(
+                method=accountant.method, neighboring=accountant.neighboring, unit=accountant.unit
+            )
             for event, count in counts.items():
                 if count > 0:
                     then.compose(event, count)

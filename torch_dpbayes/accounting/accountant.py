@@ -20,11 +20,13 @@ from .choices import (
     Method,
     Neighboring,
     NeighboringRelation,
+    Unit,
     accounting_method,
     check_delta,
     check_epsilon,
     check_probability,
     neighboring_relation,
+    privacy_unit,
 )
 from .events import (
     ComposedDpEvent,
@@ -83,6 +85,9 @@ class PrivacyAccountant:
             curves: 3 to 15 percent above, and knows zero-concentrated releases.
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that
             member of ``dp_accounting.NeighboringRelation``.
+        unit: what neighbouring data sets differ by: one ``"record"``, or one ``"person"`` with all
+            of their records, for ``make_private(..., people=ids)`` and other releases that say so
+            (:class:`~torch_dpbayes.accounting.people.PersonDpEvent`); nothing else is taken then.
         path: a SQLite file on a local disk that keeps the history, made if there is none. Processes
             share it: the accountant may be forked, copied and sent to multiprocessing workers, and
             other programs may open the same path, or a pickle, as new jobs. Close it (``with``,
@@ -134,6 +139,7 @@ class PrivacyAccountant:
         *,
         method: Method = "pld",
         neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
+        unit: Unit = "record",
         path: str | os.PathLike[str] | None = None,
         job: str | None = None,
     ) -> None:
@@ -150,6 +156,7 @@ class PrivacyAccountant:
             "delta": delta,
             "method": method,
             "neighboring": neighboring,
+            "unit": privacy_unit(unit),
         }
         if job is not None and (path is None or not isinstance(job, str) or not job.strip()):
             raise ValueError(
@@ -180,10 +187,11 @@ class PrivacyAccountant:
         self._delta: float | None = found["delta"]
         self._method: Method = found["method"]
         self._neighboring: Neighboring = found["neighboring"]
+        self._unit: Unit = found["unit"]
         budget = None
         if self._epsilon is not None and self._delta is not None:
             budget = self._epsilon, self._delta
-        settings = Settings(budget, self._method, self._neighboring)
+        settings = Settings(budget, self._method, self._neighboring, self._unit)
         self._elements, self._prices = Elements(settings), Prices()
         self._origins, self._statements = Origins(job), Statements()
         self._last: DpEvent | None = None
@@ -217,6 +225,11 @@ class PrivacyAccountant:
     def neighboring(self) -> Neighboring:
         """``"add_or_remove_one"`` or ``"replace_one"``."""
         return self._neighboring
+
+    @property
+    def unit(self) -> Unit:
+        """``"record"`` or ``"person"``: what epsilon is of."""
+        return self._unit
 
     @property
     def path(self) -> Path | None:
@@ -273,7 +286,8 @@ class PrivacyAccountant:
         return True
 
     def __repr__(self) -> str:
-        place = "" if self.path is None else f", path={str(self.path)!r}"
+        place = "" if self._unit == "record" else f", unit={self._unit!r}"
+        place += "" if self.path is None else f", path={str(self.path)!r}"
         return (
             f"PrivacyAccountant(epsilon={self._epsilon}, delta={self._delta},"
             f" method={self._method!r}, neighboring={self._neighboring!r}{place}):"
@@ -341,8 +355,14 @@ class PrivacyAccountant:
                 part.
             false_positive_rate: how often the attack may accuse somebody wrongly.
             delta: of ``epsilon`` and ``gdp_mu``. Defaults to the budget's, else 1e-5.
-            records_per_person: how many records a person has at most.
+            records_per_person: how many records a person has at most; 1 where the accountant's unit
+                is the person.
         """
+        if self._unit == "person" and records_per_person != 1:
+            raise ValueError(
+                "this accountant's numbers are of people already, however many records they have:"
+                " leave out records_per_person=."
+            )
         if delta is None and self._delta is None:
             delta = 1e-5
         delta = self._default_delta(delta)
@@ -608,7 +628,7 @@ class PrivacyAccountant:
             ValueError: this accountant is not empty, has other settings, or is not the file that
                 the state belongs to.
         """
-        saved = saved_state.read(state_dict, self._method, self._neighboring)
+        saved = saved_state.read(state_dict, self._method, self._neighboring, self._unit)
 
         def take_over(charging: Charging) -> None:
             charging.refresh()
@@ -641,7 +661,7 @@ class PrivacyAccountant:
         if state_dict.get("ledger") or not len(self):
             self.load_state_dict(state_dict)
             return
-        saved = saved_state.read(state_dict, self._method, self._neighboring)
+        saved = saved_state.read(state_dict, self._method, self._neighboring, self._unit)
         with self._access.lock:
             history = self._access.read().history
             self._origins.require_held(saved, history, self._access.ledger)

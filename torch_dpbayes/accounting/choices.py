@@ -1,8 +1,8 @@
 """The accountant's settings: read here and nowhere else.
 
-Whatever takes a setting that is one of a few words passes it through :func:`neighboring_relation`
-or :func:`accounting_method` before it is compared, so that a misspelt one is an error and never
-falls to the other branch.
+Whatever takes a setting that is one of a few words passes it through :func:`neighboring_relation`,
+:func:`accounting_method` or :func:`privacy_unit` before it is compared, so that a misspelt one is
+an error and never falls to the other branch.
 """
 
 from __future__ import annotations
@@ -17,17 +17,20 @@ __all__ = [
     "Method",
     "Neighboring",
     "NeighboringRelation",
+    "Unit",
     "accounting_method",
     "check_delta",
     "check_epsilon",
     "check_probability",
     "neighboring_relation",
+    "privacy_unit",
 ]
 
 SMALLEST_DELTA = 1e-30  # down to which bounds were compared with the truth
 
 Neighboring = Literal["add_or_remove_one", "replace_one"]
 Method = Literal["pld", "rdp"]
+Unit = Literal["record", "person"]
 
 _OF_DP_ACCOUNTING: dict[NeighboringRelation, Neighboring] = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: "add_or_remove_one",
@@ -69,6 +72,20 @@ def accounting_method(value: Any) -> Method:
         if value == "rdp":
             return "rdp"
     raise ValueError(f"method must be 'pld' or 'rdp', got {value!r}.")
+
+
+def privacy_unit(value: Any) -> Unit:
+    """What neighbouring data sets differ by.
+
+    Raises:
+        ValueError: it is neither ``"record"`` nor ``"person"``.
+    """
+    if isinstance(value, str):
+        if value == "record":
+            return "record"
+        if value == "person":
+            return "person"
+    raise ValueError(f"unit must be 'record' or 'person', got {value!r}.")
 
 
 def check_epsilon(epsilon: Any) -> float:

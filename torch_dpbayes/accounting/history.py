@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from . import bounds, renyi
-from .choices import Method, Neighboring
+from .choices import Method, Neighboring, Unit
 from .events import DpEvent
 from .filters import Budget, Filter
 from .ledger import Flag, Key
@@ -25,6 +25,7 @@ class Settings(NamedTuple):
     budget: Budget | None
     method: Method
     neighboring: Neighboring
+    unit: Unit = "record"
 
 
 class Part(NamedTuple):

@@ -6,6 +6,7 @@ from . import bounds, events
 from .events import DpEvent
 from .history import Part, Settings
 from .pairs import Concentrated, dominating_pair
+from .people import require_unit
 
 _KNOWN_EVENTS = 4096
 
@@ -36,6 +37,7 @@ class Elements:
             return [Part(known.event, count, known.pair)]
         parts = []
         for part, times in events.elementary(event, count):
+            require_unit(part, self._settings.unit)
             pair = dominating_pair(part, self._settings.neighboring)
             if self._settings.method == "pld" and isinstance(pair, Concentrated):
                 raise ValueError(bounds.ZCDP_REFUSAL)

@@ -26,10 +26,11 @@ def summary(
     ``PrivacyAccountant.summary``.
     """
     history, (lower, upper) = charging.history, bounds
-    budget, method, neighboring = history.settings
+    budget, method, neighboring, unit = history.settings
     allowed = "none" if budget is None else f"epsilon = {budget[0]:g} at delta = {budget[1]:g}"
     lines = [
-        f"Privacy accountant: neighbouring data sets differ by {neighboring}, method {method}",
+        f"Privacy accountant: neighbouring data sets differ by {neighboring}"
+        f"{'' if unit == 'record' else ' person with all their records'}, method {method}",
         f"  budget      {allowed}",
         f"  spent       epsilon <= {upper:.5g} at delta = {delta:g} (and >= {lower:.5g}),"
         f" {sum(history.charges.values())} releases",

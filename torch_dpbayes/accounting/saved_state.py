@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from . import events
-from .choices import Method, Neighboring
+from .choices import Method, Neighboring, Unit
 from .events import DpEvent
 from .history import History
 from .ledger import Flag, Key, Ledger, checked_flag
@@ -91,6 +91,7 @@ def written(
     return {
         "method": settings.method,
         "neighboring": settings.neighboring,
+        "unit": settings.unit,
         "filter": rule.code if rule is not None and not history.schedule else "",
         "budget": list(settings.budget or ()),
         "history": [
@@ -109,8 +110,10 @@ def _encoded(counts: Mapping[DpEvent, int]) -> list[list[Any]]:
     return [[events.encode(event), float(count)] for event, count in counts.items()]
 
 
-def read(state: Mapping[str, Any], method: Method, neighboring: Neighboring) -> SavedState:
-    """A state, for an accountant of this method and relation.
+def read(
+    state: Mapping[str, Any], method: Method, neighboring: Neighboring, unit: Unit = "record"
+) -> SavedState:
+    """A state, for an accountant of this method, relation and unit.
 
     Raises:
         ValueError: it is none, has other settings, or was changed.
@@ -121,11 +124,12 @@ def read(state: Mapping[str, Any], method: Method, neighboring: Neighboring) -> 
             f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing. Load what"
             " state_dict() returned."
         )
-    for name, own in (("method", method), ("neighboring", neighboring)):
-        if state[name] != own:
+    settings = {"unit": "record", **state}  # states of earlier versions do not say it
+    for name, own in (("method", method), ("neighboring", neighboring), ("unit", unit)):
+        if settings[name] != own:
             raise ValueError(
-                f"the saved accountant has {name}={state[name]!r}, this one {own!r}: their numbers"
-                " mean different things. Make this accountant with the saved setting."
+                f"the saved accountant has {name}={settings[name]!r}, this one {own!r}: their"
+                " numbers mean different things. Make this accountant with the saved setting."
             )
     decode = partial(events.recorded, neighboring=neighboring)
     lines = [

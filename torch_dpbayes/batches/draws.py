@@ -247,9 +247,10 @@ class PoissonSampler(UniformWithReplacementSampler):
         as every draw was before there were any.
         """
         self._may_be_darts = darts
-        self._is_by_darts = darts and self.sample_rate < _FEW and self.num_samples > 0
+        number, _ = self.drawn
+        self._is_by_darts = darts and self.sample_rate < _FEW and number > 0
         kind = Darts if self._is_by_darts else Cells
-        self._who: Darts | Cells = kind(self.num_samples, self.sample_rate)
+        self._who: Darts | Cells = kind(number, self.sample_rate)
 
     def _joining(self) -> torch.Tensor:
         """The positions of the records that join the next batch, in rising order."""
@@ -341,6 +342,11 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     law, batches = "poisson", "Poisson batches"
     steps_per_charge = 1
+
+    @property
+    def drawn(self) -> tuple[int, str]:
+        """How many there are of what is drawn, and what that is."""
+        return self.num_samples, "records"
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         """What is charged for ``steps_per_charge`` Gaussian sums of this noise / clip bound over

@@ -151,9 +151,10 @@ class PoissonLoader(DPDataLoader):
 
     def __repr__(self) -> str:
         sampler = self.sampler_of_draws
+        number, what = sampler.drawn
         shared = "" if sampler.ranks is None else f", shared by {sampler.ranks.size} ranks"
         return (
-            f"{type(self).__name__}({sampler.batches}: {sampler.num_samples} records, each in a"
+            f"{type(self).__name__}({sampler.batches}: {number} {what}, each in a"
             f" batch with probability {self.sample_rate:.6g}: {self.expected_batch_size:.6g} on"
             f" average, {len(self)} batches a pass{shared})"
         )

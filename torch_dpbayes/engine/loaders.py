@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,15 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.choices import Unit
 from ..batches.draws import PoissonSampler
 from ..batches.other_laws import (
     FixedSizeSampler,
     RandomAllocationSampler,
     TruncatedPoissonSampler,
 )
+from ..batches.people import People, PeopleSampler
 from ..batches.poisson_loader import PoissonLoader
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
@@ -45,6 +48,8 @@ class Batches:
 
     sampling: str
     max_batch_size: int | None
+    people: Iterable[Any] | None = field(default=None, compare=False)
+    records_per_person: int = 1
 
     def __post_init__(self) -> None:
         if self.sampling not in _LAWS:
@@ -52,6 +57,15 @@ class Batches:
                 f"sampling must be one of {', '.join(map(repr, _LAWS))}, got {self.sampling!r}"
             )
         most = self.max_batch_size
+        if self.people is not None and (self.sampling != "poisson" or most is not None):
+            raise ValueError(
+                "people= draws people by Poisson sampling: leave out sampling= and max_batch_size="
+            )
+        if self.people is None and self.records_per_person != 1:
+            raise ValueError(
+                "records_per_person= needs people=, the id of each record's person in the order of"
+                " the data set"
+            )
         if most is None:
             return
         if self.sampling != "poisson":
@@ -61,12 +75,41 @@ class Batches:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ValueError(f"max_batch_size must be a positive integer, got {most!r}")
 
+    @property
+    def unit(self) -> Unit:
+        """What is protected by such batches."""
+        return "record" if self.people is None else "person"
+
+    def require_unit(self, accountant: PrivacyAccountant | None) -> None:
+        """Raise where the accountant protects something else."""
+        if accountant is None or accountant.unit == self.unit:
+            return
+        if self.unit == "person":
+            raise ValueError(
+                "people= makes epsilon that of people, and this accountant's is that of records:"
+                ' pass PrivacyEngine(PrivacyAccountant(..., unit="person"))'
+            )
+        raise ValueError(
+            "this accountant protects people: pass people=, the id of each record's person in the"
+            " order of the data set"
+        )
+
     def loader(
         self, data_loader: DataLoader[Any], batch_size: float, ranks: Ranks | None
     ) -> PoissonLoader:
         """The loader that draws batches of about this size."""
         dataset: Any = data_loader.dataset
         size, most = len(dataset), self.max_batch_size
+        if self.people is not None:
+            people = People(self.people, size, self.records_per_person)
+            if batch_size > people.counted:
+                raise ValueError(
+                    f"batch_size = {batch_size:g} is more than the {people.counted} records that"
+                    " all people bring together: pass a smaller one, or a larger"
+                    " records_per_person="
+                )
+            draws_of_people = partial(PeopleSampler, people=people)
+            return PoissonLoader(data_loader, batch_size / people.counted, ranks, draws_of_people)
         if most is not None and most < batch_size:
             raise ValueError(
                 f"max_batch_size = {most} is below the batch size {batch_size:g}, so that most"
@@ -102,7 +145,7 @@ def private_loader(
         )
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         rate = float(data_loader.sample_rate)
-        if batches == POISSON:
+        if batches == POISSON and batches.people is None:
             return PoissonLoader(data_loader, rate, ranks)
         records: Any = data_loader.dataset
         return batches.loader(data_loader, rate * len(records), ranks)

@@ -87,7 +87,9 @@ def plan_of(
     """What ``epochs`` passes will cost and sample, on top of the accountant's history."""
     steps = epochs * len(loader)
     z = optimizer.effective_noise_multiplier
-    after = PrivacyAccountant(method=accountant.method, neighboring=accountant.neighboring)
+    after = PrivacyAccountant(
+        method=accountant.method, neighboring=accountant.neighboring, unit=accountant.unit
+    )
     for charge in accountant.history:
         after.compose(charge.event, charge.count)
     if math.isfinite(z):

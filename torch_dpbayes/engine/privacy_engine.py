@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,6 +185,8 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
+        people: Iterable[Any] | None = None,
+        records_per_person: int = 1,
         grad_sample_mode: str | None = None,
         clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
@@ -221,6 +223,12 @@ class PrivacyEngine:
                 sensitivity 2C.
             max_batch_size: cut Poisson batches of more records than this to so many at random, for
                 a fixed amount of memory; at least the batch size.
+            people: the id of each record's person, a whole number or a string, in the order of the
+                data set: ε is then of a person with all of their records. Each person joins a batch
+                independently; the accountant has ``unit="person"``.
+            records_per_person: with ``people``, how many records of somebody join a batch at most,
+                drawn anew each time. Noise hides so many clip norms: 1 costs least, and somebody
+                with more records counts as so many.
             grad_sample_mode: all give the same sum. ``"bookkeeping"``, the default, gets it from
                 one ordinary backward pass of a map over records; a model whose program cannot be
                 run for one record at a time it runs on whole batches, and says so. ``"isolated"``
@@ -254,13 +262,17 @@ class PrivacyEngine:
         ``TruncatedSubsampledGaussianDpEvent(N, q, max_batch_size, z)``, of batches of fixed size
         ``SampledWithoutReplacementDpEvent(N, B, GaussianDpEvent(z))``. Random allocation charges
         ``RandomAllocationDpEvent(len(loader), GaussianDpEvent(z))`` at the first step of each pass.
+        With ``people`` the number of records, those beyond ``records_per_person`` = k of somebody
+        not counted, is the public constant, and a step charges ``PersonDpEvent(
+        PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
+        :class:`~torch_dpbayes.batches.people.PeopleSampler`.
         """
         with self._together():
             refuse_wrapped(module)
-            loader = private_loader(data_loader, self._ranks, Batches(sampling, max_batch_size))
-            built = build(
-                module, optimizer, loader, self._accountant, max_grad_norm, noise_multiplier
-            )
+            batches = Batches(sampling, max_batch_size, people, records_per_person)
+            loader = private_loader(data_loader, self._ranks, batches)
+            accountant = self._accountant_for(optimizer, batches, None, None)
+            built = build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
             recording = Recording(
                 grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs
             )
@@ -284,6 +296,8 @@ class PrivacyEngine:
         max_grad_norm: float | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
+        people: Iterable[Any] | None = None,
+        records_per_person: int = 1,
         grad_sample_mode: str | None = None,
         clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
@@ -302,7 +316,7 @@ class PrivacyEngine:
             target_epsilon: ε of everything on the accountant after the last epoch.
             target_delta: its δ.
             epochs: passes over the loader.
-            sampling, max_batch_size: as in :meth:`make_private`.
+            sampling, max_batch_size, people, records_per_person: as in :meth:`make_private`.
             additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
                 that the accountant holds at ``target_delta`` already.
             module, optimizer, data_loader, max_grad_norm: as in :meth:`make_private`.
@@ -317,11 +331,12 @@ class PrivacyEngine:
             refuse_wrapped(module)
             if target_epsilon is None and additional_epsilon is None:
                 raise TypeError("target_epsilon is needed, or additional_epsilon on top of before")
+            batches = Batches(sampling, max_batch_size, people, records_per_person)
             accountant, target = self._target(
-                optimizer, target_epsilon, additional_epsilon, target_delta
+                optimizer, batches, target_epsilon, additional_epsilon, target_delta
             )
             assert target is not None
-            loader = private_loader(data_loader, self._ranks, Batches(sampling, max_batch_size))
+            loader = private_loader(data_loader, self._ranks, batches)
             built, floor = build_calibrated(
                 module,
                 optimizer,
@@ -364,6 +379,8 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
+        people: Iterable[Any] | None = None,
+        records_per_person: int = 1,
     ) -> float:
         """The largest lr at which privacy is free: the sampler's own noise is the floor's.
 
@@ -374,7 +391,7 @@ class PrivacyEngine:
         Args:
             module, optimizer, data_loader, epochs, target_delta: as for :meth:`plan`.
             target_epsilon, additional_epsilon, max_grad_norm, noise_multiplier: as there.
-            sampling, max_batch_size: as there.
+            sampling, max_batch_size, people, records_per_person: as there.
 
         Raises:
             ValueError: there is no floor: neither a target nor ``noise_multiplier``.
@@ -389,7 +406,7 @@ class PrivacyEngine:
             additional_epsilon,
             max_grad_norm,
             noise_multiplier,
-            Batches(sampling, max_batch_size),
+            Batches(sampling, max_batch_size, people, records_per_person),
         )
         if built.noise_multiplier == 0:
             raise ValueError(
@@ -413,6 +430,8 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
+        people: Iterable[Any] | None = None,
+        records_per_person: int = 1,
     ) -> Plan:
         """What :meth:`make_private` (or, with ``target_epsilon``,
         :meth:`make_private_with_epsilon`) will do; printed (by rank 0) and returned.
@@ -423,6 +442,7 @@ class PrivacyEngine:
             target_delta: δ; None takes the accountant's.
             module, optimizer, data_loader, epochs, target_epsilon: as for those two.
             additional_epsilon, max_grad_norm, noise_multiplier, sampling, max_batch_size: as there.
+            people, records_per_person: as there.
         """
         accountant, built, loader, delta, target = self._planned(
             module,
@@ -434,7 +454,7 @@ class PrivacyEngine:
             additional_epsilon,
             max_grad_norm,
             noise_multiplier,
-            Batches(sampling, max_batch_size),
+            Batches(sampling, max_batch_size, people, records_per_person),
         )
         if delta is None:
             raise ValueError("target_delta is needed: the accountant has no budget to take it from")
@@ -459,7 +479,7 @@ class PrivacyEngine:
     ) -> tuple[PrivacyAccountant, PrivateOptimizer, PoissonLoader, float | None, float | None]:
         """The accountant, optimizer and loader of a run that is planned, its δ and target."""
         accountant, target = self._target(
-            optimizer, target_epsilon, additional_epsilon, target_delta
+            optimizer, batches, target_epsilon, additional_epsilon, target_delta
         )
         delta = accountant.delta if target_delta is None else target_delta
         loader = private_loader(data_loader, self._ranks, batches)
@@ -478,19 +498,20 @@ class PrivacyEngine:
     def _target(
         self,
         optimizer: OptimizerFactory | PrivateOptimizer,
+        batches: Batches,
         target_epsilon: float | None,
         additional_epsilon: float | None,
         delta: float | None,
     ) -> tuple[PrivacyAccountant, float | None]:
         """The accountant, and the ε of everything on it at the end."""
         if additional_epsilon is None:
-            return self._accountant_for(optimizer, target_epsilon, delta), target_epsilon
+            return self._accountant_for(optimizer, batches, target_epsilon, delta), target_epsilon
         if target_epsilon is not None:
             raise ValueError(
                 "target_epsilon is of everything on the accountant, additional_epsilon of this run:"
                 " pass one of them"
             )
-        accountant = self._accountant_for(optimizer, additional_epsilon, delta)
+        accountant = self._accountant_for(optimizer, batches, additional_epsilon, delta)
         delta = accountant.delta if delta is None else delta
         if delta is None:
             raise ValueError("target_delta is needed: the accountant has no budget to take it from")
@@ -504,17 +525,21 @@ class PrivacyEngine:
     def _accountant_for(
         self,
         optimizer: OptimizerFactory | PrivateOptimizer,
+        batches: Batches,
         epsilon: float | None,
         delta: float | None,
     ) -> PrivacyAccountant:
         """The engine's accountant, else a built optimizer's, else a new one with the target
         as its budget.
         """
-        if self._accountant is not None:
-            return self._accountant
-        if isinstance(optimizer, PrivateOptimizer):
-            return optimizer.accountant
-        return PrivacyAccountant() if epsilon is None else PrivacyAccountant(epsilon, delta)
+        found = self._accountant
+        if found is None and isinstance(optimizer, PrivateOptimizer):
+            found = optimizer.accountant
+        if found is None:
+            delta = delta if epsilon is not None else None
+            found = PrivacyAccountant(epsilon, delta, unit=batches.unit)
+        batches.require_unit(found)
+        return found
 
     def _together(self) -> AbstractContextManager[None]:
         """What goes wrong inside on one rank is an error on all."""
@@ -566,10 +591,10 @@ class PrivacyEngine:
             self._ranks is None or self._ranks.rank == 0
         ):
             _log.warning(
-                "the data loader now draws %s: each of %d records joins a batch with"
+                "the data loader now draws %s: each of %d %s joins a batch with"
                 " probability %.6g, %d batches a pass%s",
                 loader.sampler_of_draws.batches,
-                optimizer.num_data,
+                *loader.sampler_of_draws.drawn,
                 loader.sample_rate,
                 len(loader),
                 "" if self._ranks is None else f", divided among {self._ranks.size} ranks",

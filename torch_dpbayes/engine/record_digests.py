@@ -27,7 +27,7 @@ def records_digests(loader: PoissonLoader) -> dict[str, str | None]:
     collate: Any = loader.collate_fn
     while hasattr(collate, "wrapped_collator_fn"):
         collate = collate.wrapped_collator_fn
-    num_data = loader.sampler_of_draws.num_samples
+    num_data = len(loader.dataset)
     positions = sorted({round(i * (num_data - 1) / 63) for i in range(64)})
 
     def look() -> defaultdict[str, list[bytes]]:

@@ -361,6 +361,8 @@ class Release:
         if z == 0.0:
             return events.NonPrivateDpEvent()
         z = self._equivalent(z, sampling)
+        if draws is not None and draws.law == "people":  # of several records each, also of all
+            return draws.event(events.GaussianDpEvent(z))
         if self._is_full():
             return events.GaussianDpEvent(z)
         if draws is not None and draws.law != "poisson":

@@ -12,6 +12,7 @@ FORMAT = 2
 UNSEALED = 1  # the format before the seal, which is read and written as it was
 APPLICATION = 0x64706279
 SEAL = "seal"
+_UNIT_BEFORE = ("unit", "record")
 
 COLUMNS = "seq, time, job, writer, later, kind, label, event, count, flag, block"
 TABLES = (
@@ -30,9 +31,16 @@ NOTES = (  # made when first needed: files of earlier versions have none
 )
 
 
+def written(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that stand in a file: the unit only where it is not the record, for all files
+    of earlier versions.
+    """
+    return {name: value for name, value in settings.items() if (name, value) != _UNIT_BEFORE}
+
+
 def first_digest(settings: Mapping[str, Any]) -> str:
     """What the first row's digest goes on from."""
-    return _hashed(json.dumps(settings, sort_keys=True))
+    return _hashed(json.dumps(written(settings), sort_keys=True))
 
 
 def next_digest(before: str, values: list[Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from .database import Database
 from .errors import LedgerError, is_busy
-from .format import APPLICATION, FORMAT, SEAL, TABLES, first_digest, now
+from .format import APPLICATION, FORMAT, SEAL, TABLES, first_digest, now, written
 
 MAKING_SECONDS = 10.0
 
@@ -57,7 +57,7 @@ def _make(database: Database, settings: Mapping[str, Any], mark: Path) -> None:
             f"there is no folder {database.path.parent} for the ledger {database.path.name}: make"
             " it first."
         )
-    written = {**settings, "id": uuid.uuid4().hex, "created": now()}
+    made = {**settings, "id": uuid.uuid4().hex, "created": now()}
     _mark_as_being_made(database, mark, True)
 
     def make(connection: sqlite3.Connection) -> None:
@@ -68,8 +68,8 @@ def _make(database: Database, settings: Mapping[str, Any], mark: Path) -> None:
             connection.execute(f"PRAGMA user_version = {FORMAT}")
             for table in TABLES:
                 connection.execute(table)
-            values = [(name, json.dumps(value)) for name, value in written.items()]
-            values.append((SEAL, first_digest(written)))
+            values = [(name, json.dumps(value)) for name, value in written(made).items()]
+            values.append((SEAL, first_digest(made)))
             connection.executemany("INSERT INTO settings VALUES (?, ?)", values)
         connection.execute("COMMIT")
 

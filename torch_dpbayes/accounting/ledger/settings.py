@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..choices import accounting_method, neighboring_relation
+from ..choices import accounting_method, neighboring_relation, privacy_unit
 from .errors import LedgerError, damaged, replaced
 from .format import (
     APPLICATION,
@@ -94,11 +94,12 @@ def _decoded(saved: Mapping[Any, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: they are not what a ledger is made with.
     """
-    found = {name: json.loads(value) for name, value in saved.items()}
-    if set(found) != {"epsilon", "delta", "method", "neighboring", "id", "created"}:
+    found = {"unit": "record", **{name: json.loads(value) for name, value in saved.items()}}
+    if set(found) != {"epsilon", "delta", "method", "neighboring", "unit", "id", "created"}:
         raise ValueError(f"they are {sorted(map(str, found))}")
     accounting_method(found["method"])
     neighboring_relation(found["neighboring"])
+    privacy_unit(found["unit"])
     epsilon, delta = found["epsilon"], found["delta"]
     for number, largest in ((epsilon, math.inf), (delta, 1)):
         if number is not None and not (isinstance(number, float) and 0 < number < largest):
