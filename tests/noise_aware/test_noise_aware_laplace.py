@@ -232,6 +232,28 @@ def test_frozen_layers_take_no_part():
     assert post.sample(3)["2.weight"].shape == (3, 1, 40)
 
 
+@pytest.mark.parametrize("is_training", [True, False])
+def test_frozen_batch_norm_keeps_its_statistics(is_training):
+    x, y = logistic_data()
+    net = torch.nn.Sequential(
+        torch.nn.BatchNorm1d(3, dtype=DOUBLE),
+        torch.nn.Linear(3, 1, dtype=DOUBLE),
+        torch.nn.Flatten(0),
+    ).train(is_training)
+    net[0].requires_grad_(False).eval()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    post = laplace_for_module(
+        net, x, y, loss=BCE, prior_std=0.5, max_grad_norm=2.0, epsilon=3.0, delta=1e-5
+    )
+    assert set(post.mean) == {"1.weight", "1.bias"}
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    with pytest.raises(ValueError, match="mixes the records of a batch"):
+        net.requires_grad_(True)
+        laplace_for_module(
+            net, x, y, loss=BCE, prior_std=0.5, max_grad_norm=2.0, epsilon=3.0, delta=1e-5
+        )
+
+
 @pytest.mark.thorough
 def test_many_weights_under_a_wide_prior_do_not_start_a_chain_of_hours():
     x = torch.randn(500, 80, dtype=DOUBLE)

@@ -70,6 +70,36 @@ def test_pages_are_short_and_their_names_exist(page):
             assert len(line) <= 100 or line.startswith(("|", "#", "!")) or "](" in line, line
 
 
+FIGURE = re.compile(r"^(?:[<≤≈+−-]|\*\*)*\d[\d,]*(?:\.\d+)?(?: ?%| ±|\b)")
+COMMAND = re.compile(r"`[^`]*(?:scripts/\w+|\w+\.(?:py|csv)|\.ipynb)[^`]*`", re.DOTALL)
+DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
+COMMIT = re.compile(r"(?:commits?|noted\s+in|up to|and|from|\d\d,)\s+[0-9a-f]{7}\b")
+
+
+def sections(page):
+    """Pairs of the text of a section (of level 2) and that with what stands before the first."""
+    first, *others = re.split(r"^(?=## )", without_code(page), flags=re.MULTILINE)
+    return [(first, first), *((section, first + section) for section in others)]
+
+
+def has_figures(section):
+    """Whether it has a picture of results or a table with three measured rows."""
+    rows = re.findall(r"^\|(.*)\|$", section, re.MULTILINE)
+    cells = [[FIGURE.match(cell.strip()) for cell in row.split("|")[1:]] for row in rows]
+    return "examples/pictures/" in section or sum(any(row) for row in cells) >= 3
+
+
+@pytest.mark.first_cases(200)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_figures_carry_command_commit_and_date(page):
+    for section, read in sections(page):
+        if has_figures(section):
+            title = section.strip().splitlines()[0]
+            assert COMMAND.search(read), f"{title}: by which command was it measured?"
+            assert DATE.search(read), f"{title}: when was it measured?"
+            assert COMMIT.search(read), f"{title}: at which commit was it measured?"
+
+
 def test_the_readme_is_read_in_one_go():
     assert 6000 <= len(README.read_text().encode()) <= 8000
 

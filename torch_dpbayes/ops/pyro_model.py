@@ -14,6 +14,7 @@ from pyro.distributions import Normal
 from torch import Tensor, nn
 from torch.distributions import transforms
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..checks.layer_kinds import check_layers
 from ..mcmc.density import InvalidPoint, Prior, RecordDensity, UnfitModel
@@ -203,6 +204,9 @@ def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> Callable
         raise TypeError(f"a torch.nn.Module is needed, got {type(module).__name__}")
     require_positive("prior_std", prior_std)
     copy = deepcopy(module).train()
+    for layer in copy.modules():  # frozen statistics stay, as the copy will run in eval mode
+        if isinstance(layer, _BatchNorm) and not any(p.requires_grad for p in layer.parameters()):
+            layer.eval()
     check_layers(copy)
     copy.eval()  # dropout is no part of a posterior
     latents = {name: p.detach() for name, p in copy.named_parameters() if p.requires_grad}
