@@ -27,6 +27,7 @@ from .pairs import (
     Gaussian,
     NonPrivate,
     Pair,
+    Repeated,
     added,
     dominating_mu,
     largest_loss,
@@ -44,9 +45,23 @@ ZCDP_REFUSAL = (
 )
 
 
-def _refused(counts: Mapping[Pair, int]) -> bool:
-    if any(isinstance(pair, Concentrated) for pair in counts):
+REPEATED_REFUSAL = (
+    "a selection is priced by Renyi curves: use PrivacyAccountant(method='rdp'), or charge"
+    " accounting.selection.selection_event(...), which takes the better of both prices."
+)
+
+
+def require_loss_distribution(pair: Pair) -> None:
+    """Raise where a pair is known by its Renyi curve only."""
+    if isinstance(pair, Concentrated):
         raise ValueError(ZCDP_REFUSAL)
+    if isinstance(pair, Repeated):
+        raise ValueError(REPEATED_REFUSAL)
+
+
+def _refused(counts: Mapping[Pair, int]) -> bool:
+    for pair in counts:
+        require_loss_distribution(pair)
     return any(isinstance(pair, NonPrivate) for pair in counts)
 
 

@@ -148,6 +148,17 @@ class Concentrated:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeated:
+    """The best of a hidden number of runs, each of which makes the releases ``parts``: pairs with
+    how often. Known by its Renyi curve only, see :mod:`repeated`.
+    """
+
+    parts: tuple[tuple[Pair, int], ...]
+    mean: float
+    shape: float
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """Loss +infinity with probability ``delta``, else 0; its own reverse."""
 
@@ -171,6 +182,7 @@ Pair = (
     | Pure
     | BoundedRange
     | Concentrated
+    | Repeated
     | Failure
     | NonPrivate
 )
@@ -342,9 +354,9 @@ def _(pair: Pure | BoundedRange) -> float:
 
 
 @dominating_mu.register
-def _(pair: Concentrated) -> float:
+def _(pair: Concentrated | Repeated) -> float:
     raise ValueError(
-        "zero-concentrated differential privacy implies no Gaussian differential privacy, on which"
+        "a release known by its Renyi curve only implies no Gaussian differential privacy, on which"
         " this accountant's adaptive guarantee rests since its first charge: charge it to an"
         " accountant of its own."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import bounds, events
 from .events import DpEvent
 from .history import Part, Settings
-from .pairs import Concentrated, dominating_pair
+from .pairs import dominating_pair
 from .people import require_unit
 
 _KNOWN_EVENTS = 4096
@@ -39,8 +39,8 @@ class Elements:
         for part, times in events.elementary(event, count):
             require_unit(part, self._settings.unit)
             pair = dominating_pair(part, self._settings.neighboring)
-            if self._settings.method == "pld" and isinstance(pair, Concentrated):
-                raise ValueError(bounds.ZCDP_REFUSAL)
+            if self._settings.method == "pld":
+                bounds.require_loss_distribution(pair)
             parts.append(Part(part, times, pair))
         if len(parts) == 1 and parts[0][0] == event:
             if len(self._known) >= _KNOWN_EVENTS:

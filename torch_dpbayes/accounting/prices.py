@@ -6,7 +6,7 @@ import math
 
 from . import bounds, renyi
 from .history import History
-from .pairs import Concentrated, Pair
+from .pairs import Concentrated, Pair, Repeated
 
 
 class Prices:
@@ -52,6 +52,8 @@ class Prices:
 def lower_epsilon(history: History, delta: float) -> float:
     """What no accountant that knows only the events can go below."""
     known: dict[Pair, int] = {
-        pair: n for pair, n in history.counts.items() if not isinstance(pair, Concentrated)
+        pair: n
+        for pair, n in history.counts.items()
+        if not isinstance(pair, Concentrated | Repeated)
     }
     return bounds.lower_epsilon(known, delta) if known else 0.0

@@ -19,7 +19,7 @@ import numpy as np
 from . import groups, profiles, renyi
 from .failures import apart
 from .history import History
-from .pairs import Array, Concentrated, Pair, dominating_mu, largest_loss
+from .pairs import Array, Concentrated, Pair, Repeated, dominating_mu, largest_loss
 from .trade_off import TradeOff
 
 _SMALL_ORDERS = (1.001, 1.01, 1.03, 1.06)  # before those of the Renyi curves
@@ -177,6 +177,11 @@ def concentrated(pair: Pair) -> float:
 @concentrated.register
 def _(pair: Concentrated) -> float:
     return pair.rho + pair.xi  # xi <= xi * order
+
+
+@concentrated.register
+def _(pair: Repeated) -> float:
+    return math.inf
 
 
 def concentration(history: History, delta: float) -> tuple[float, float]:

@@ -71,13 +71,7 @@ class Repetitions:
     @property
     def gamma(self) -> float:
         """The gamma at which the mean is ``mean``."""
-        found = optimize.brentq(
-            lambda log_gamma: _mean(math.exp(log_gamma), self.shape) - self.mean,
-            -600.0,
-            -1e-9,
-            xtol=1e-14,
-        )
-        return math.exp(found)
+        return gamma_of(self.mean, self.shape)
 
     @property
     def _most(self) -> float:
@@ -103,6 +97,14 @@ class Repetitions:
             if source.random() < share:
                 return number
         return len(last)
+
+
+def gamma_of(mean: float, shape: float) -> float:
+    """The gamma at which the mean of the law is ``mean``, above 1."""
+    found = optimize.brentq(
+        lambda log_gamma: _mean(math.exp(log_gamma), shape) - mean, -600.0, -1e-9, xtol=1e-14
+    )
+    return math.exp(found)
 
 
 def _mean(gamma: float, shape: float) -> float:

@@ -1,0 +1,141 @@
+"""dp-accounting's repeat-and-select against exact laws of the best run, and dp-accounting."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from torch_dpbayes.accounting import DpAccountingAdapter, PrivacyAccountant, events, renyi
+from torch_dpbayes.accounting.events import (
+    ComposedDpEvent,
+    FailureDpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    PureDpEvent,
+    SelfComposedDpEvent,
+)
+from torch_dpbayes.accounting.pairs import dominating_pair
+from torch_dpbayes.accounting.people import PersonDpEvent
+from torch_dpbayes.accounting.selection import Repetitions
+
+STEP = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
+RUN = SelfComposedDpEvent(STEP, 300)
+means = st.floats(0.1, 1.3).map(lambda x: 10**x)
+shapes = st.one_of(st.sampled_from([0.0, 1.0]), st.floats(-0.6, 1.0))
+
+
+def accountant(event, count=1, **options):
+    return PrivacyAccountant(method="rdp", **options).compose(event, count)
+
+
+@given(mu=st.floats(0.05, 2.0), mean=means, shape=shapes, log_delta=st.floats(-9.0, -2.0),
+       up=st.booleans(), is_poisson=st.booleans())  # fmt: skip
+@settings(max_examples=15)
+def test_the_best_of_gaussians(mu, mean, shape, log_delta, up, is_poisson):
+    """Scored by the released number, or by its negative, with densities by quadrature."""
+    mean, delta = max(mean, 1.01), 10**log_delta
+    x = np.linspace(-10.0, 10.0 + mu, 40_001)
+    gamma = 0.0 if is_poisson else Repetitions(mean, shape).gamma
+
+    def density(center):
+        above = stats.norm.sf(x - center) if up else stats.norm.cdf(x - center)
+        weight = mean * (
+            np.exp(-mean * above)
+            if is_poisson
+            else (gamma / (gamma + (1 - gamma) * above)) ** (1 + shape)
+        )
+        return stats.norm.pdf(x - center) * weight * (x[1] - x[0])
+
+    there, absent = density(mu), density(0.0)
+    assert there.sum() == pytest.approx(1 - math.exp(-mean) * is_poisson, abs=1e-6)
+    event = RepeatAndSelectDpEvent(GaussianDpEvent(1 / mu), mean, math.inf if is_poisson else shape)
+    epsilon = accountant(event).get_epsilon(delta)
+    for one, other in ((there, absent), (absent, there)):
+        assert np.maximum(one - math.exp(epsilon) * other, 0).sum() <= delta
+
+
+@pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 5.0, math.inf])
+@pytest.mark.parametrize("mean", [1.0, 1.5, 30.0, 1e6])
+def test_no_more_than_dp_accounting_and_nearly_as_much(mean, shape):
+    for run in (GaussianDpEvent(3.0), RUN, ComposedDpEvent([RUN, GaussianDpEvent(4.0)])):
+        event = RepeatAndSelectDpEvent(run, mean, shape)
+        theirs = dp_accounting.rdp.RdpAccountant([*renyi.ORDERS]).compose(event, 2)
+        ours = accountant(event, 2)
+        for delta in (1e-5, 1e-9):
+            found = ours.get_epsilon(delta)
+            assert found <= theirs.get_epsilon(delta) * (1 + 1e-5)
+            assert found >= 0.5 * theirs.get_epsilon(delta)
+            assert found >= accountant(run, 2).get_epsilon(delta) * (1 - 1e-9)
+
+
+def test_a_larger_order_holds_at_a_smaller_one():
+    pair = dominating_pair(
+        next(events.elementary(RepeatAndSelectDpEvent(RUN, 10.0, 1.0)))[0], "add_or_remove_one"
+    )
+    found = renyi.curve({pair: 1})
+    assert (np.diff(found) >= 0).all()
+    one = [renyi.curve({pair: 1}, [order])[0] for order in renyi.ORDERS[::20]]
+    assert one == pytest.approx(found[::20], rel=1e-12)
+
+
+@pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
+def test_monotone_in_all_that_it_is_made_of(relation):
+    def price(noise=1.0, mean=10.0, shape=1.0, count=1):
+        run = SelfComposedDpEvent(PoissonSampledDpEvent(0.02, GaussianDpEvent(noise)), 300)
+        event = RepeatAndSelectDpEvent(run, mean, shape)
+        return accountant(event, count, neighboring=relation).get_epsilon(1e-6)
+
+    assert price(1.3) < price() < price(0.8)
+    assert price(mean=2.0) < price() < price(mean=50.0)
+    assert price(shape=0.0) < price() < price(shape=3.0)
+    assert price() < price(count=2)
+    once = accountant(RUN, neighboring=relation).get_epsilon(1e-6)
+    assert price(mean=1.0) == pytest.approx(once, rel=1e-12)
+
+
+def test_it_is_kept_and_read_back(tmp_path):
+    event = RepeatAndSelectDpEvent(ComposedDpEvent([RUN, PureDpEvent(0.1)]), 5.0, math.inf)
+    with PrivacyAccountant(20.0, 1e-6, method="rdp", path=tmp_path / "budget.db") as kept:
+        kept.compose(event, 2)
+        assert kept.remaining(event) >= 0
+    again = PrivacyAccountant(20.0, 1e-6, method="rdp", path=tmp_path / "budget.db")
+    assert again.history == kept.history and len(again) == 2
+    memory = PrivacyAccountant(method="rdp")
+    memory.load_state_dict(accountant(event, 2).state_dict())
+    assert memory.get_epsilon(1e-6) == accountant(event, 2).get_epsilon(1e-6)
+    assert memory.get_delta(50.0) <= 1 and "releases" in memory.summary()
+
+
+def test_where_it_is_supported():
+    event = RepeatAndSelectDpEvent(RUN, 5.0, 0.0)
+    assert DpAccountingAdapter(method="rdp").supports(event)
+    assert not DpAccountingAdapter().supports(event)
+    with pytest.raises(ValueError, match=r"method='rdp'.*selection_event"):
+        PrivacyAccountant().compose(event)
+    person = PrivacyAccountant(method="rdp", unit="person").compose(PersonDpEvent(event))
+    assert person.get_epsilon(1e-6) == accountant(event).get_epsilon(1e-6)
+
+
+@pytest.mark.parametrize(
+    ("run", "mean", "shape", "said"),
+    [
+        (RUN, 0.5, 1.0, "mean"),
+        (RUN, math.nan, 1.0, "mean"),
+        (RUN, math.inf, 1.0, "mean"),
+        (RUN, 2.0, -1.0, "shape"),
+        (RUN, 2.0, math.nan, "shape"),
+        (NonPrivateDpEvent(), 2.0, 1.0, "fail"),
+        (ComposedDpEvent([RUN, FailureDpEvent(1e-9)]), 2.0, 1.0, "fail"),
+        (PersonDpEvent(RUN), 2.0, 1.0, "PersonDpEvent"),
+        (None, 2.0, 1.0, "event"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused(run, mean, shape, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        accountant(RepeatAndSelectDpEvent(run, mean, shape))
