@@ -6,7 +6,14 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
 from torch_dpbayes.batches.poisson_loader import PoissonLoader
 
@@ -160,6 +167,18 @@ def test_settings_of_the_user_s_loader_are_those_of_batches_too():
     for name, value in options.items():
         assert getattr(loader._batched, name) == getattr(loader, name) == value
     assert loader._batched.batch_sampler is loader.batch_sampler and not loader._batched.pin_memory
+
+
+def looks(worker):
+    dataset = get_worker_info().dataset
+    dataset.tensors = tuple(t + 1 for t in dataset.tensors)
+
+
+def test_workers_are_told_of_the_user_s_data_set():
+    data = TensorDataset(torch.arange(60))
+    loader = private(data, num_workers=1, worker_init_fn=looks)
+    for number, (batch,) in enumerate(loader):
+        assert torch.equal(batch, loader.sampler_of_draws._draws[number].records + 1)
 
 
 @pytest.mark.slow

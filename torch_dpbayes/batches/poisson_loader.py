@@ -119,9 +119,9 @@ class PoissonLoader(DPDataLoader):
             "prefetch_factor": data_loader.prefetch_factor,
             "persistent_workers": data_loader.persistent_workers,
         }
-        # the same batches, read at once
+        # the same batches, read at once; worker_init_fn may look for the data set
         self._batched: DataLoader[Any] | None = None
-        if can_be_read_at_once(dataset, user_collate):
+        if data_loader.worker_init_fn is None and can_be_read_at_once(dataset, user_collate):
             batched = Batched(dataset, collate_fn)
             self._batched = DataLoader(batched, collate_fn=as_it_is, **settings)
         if data_loader.num_workers == 0:
