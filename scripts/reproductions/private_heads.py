@@ -31,7 +31,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes import metrics
 
 DELTA = 1e-5
-SETTINGS = {"fashion-mnist": dict(lr=6.0, epochs=80), "mnist": dict(lr=4.0, epochs=40)}
+SETTINGS = {"fashion-mnist": dict(lr=24.0, epochs=20), "mnist": dict(lr=24.0, epochs=15)}
 BATCH_SIZE, MAX_GRAD_NORM, MOMENTUM, GROUPS = 8192, 0.1, 0.9, 27
 COVERAGE = 0.9
 MEASURES = ("accuracy", "NLL", "ECE", "AUROC", "selective")
