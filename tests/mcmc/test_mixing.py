@@ -31,7 +31,7 @@ def autoregressive(chains, draws, dimension, worth):
 
 def test_200_well_mixed_runs_are_passed_in_silence():
     for k in range(200):
-        chains = autoregressive(1 + k % 3, 150, 1 + k % 4, 150)
+        chains = autoregressive(1 + k % 3, 300, 1 + k % 4, 300)
         found = mixing_of(chains, None)
         assert found.complaint() is None, found
 

@@ -3,6 +3,8 @@
 import math
 import warnings
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import MCMC
@@ -10,11 +12,11 @@ from pyro.ops.stats import effective_sample_size
 from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 from scipy.stats import norm
-from support.conjugate_chains import Gaussian, gaussian
+from support.conjugate_chains import Gaussian
 
 import torch_dpbayes as dpb
 from torch_dpbayes.mcmc import DPHMC, DPPenalty, plan
-from torch_dpbayes.mcmc.reach import Iteration, squared_distance, tuned
+from torch_dpbayes.mcmc.reach import Iteration, squared_distance, tuned, worth_of_chains
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -95,13 +97,39 @@ def test_where_noise_decides_samples_are_a_quarter_of_reach_over_variance():
     assert tuned(steps, stddev, shaped=True).worth == pytest.approx(share, rel=0.25)
 
 
+class Logistic:
+    """Few records, so that the posterior is not quite Gaussian."""
+
+    slope = 2.0
+
+    def __init__(self):
+        x = 2 * torch.rand(200, 3) - 1
+        y = torch.bernoulli(x.sum(1).sigmoid())
+        self.args, mode = (x, y), torch.zeros(3)
+        for _ in range(30):
+            p = (x @ mode).sigmoid()
+            precision = (x.T * (p * (1 - p))) @ x + torch.eye(3)
+            mode = mode + torch.linalg.solve(precision, x.T @ (y - p) - mode)
+        self.stddev = torch.linalg.inv(precision).diagonal().sqrt()
+        self.mode = mode
+
+    @staticmethod
+    def model(x, y):
+        w = pyro.sample("mean", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    def draw(self):
+        return {"mean": self.mode}
+
+
 def measured(kernel_type, target, found, iterations, **options):
     """Effective samples of the library's own kernel, from a draw of the posterior."""
     slope = {"log_ratio_slope": target.slope}
     if kernel_type is DPHMC:
         slope |= {"max_grad_norm": target.slope}
     kernel = kernel_type(
-        gaussian,
+        target.model,
         accountant=dpb.PrivacyAccountant(),
         target_accept_prob=None,
         **slope,
@@ -146,3 +174,74 @@ def test_as_many_effective_samples_as_expected_within_a_factor_of_two(kernel_typ
         else {"step_size": scale, "num_steps": 3}
     )
     assert expected / 2 < measured(kernel_type, target, found, iterations, **options) < 2 * expected
+
+
+@pytest.mark.slow
+def test_of_a_logistic_regression_too():
+    target, iterations = Logistic(), 4000
+    given = {"noise_multiplier": 0.5, "log_ratio_slope": target.slope}
+    found = plan(DPPenalty, target_epsilon=1e7, target_delta=1e-5, **given)
+    found = found._replace(num_iterations=iterations)
+    expected, scale = found.expected_sample_size(target.stddev), found.step_size(target.stddev)
+    counted = measured(DPPenalty, target, found, iterations, proposal_scale=scale)
+    assert expected / 2 < counted < 2 * expected
+
+
+def penalty_walks(log_density, theta, scale, noise, iterations):
+    """Effective samples of one iteration, by a walk that is written out."""
+    path = []
+    for _ in range(iterations):
+        moved = theta + scale * torch.randn_like(theta)
+        std = noise * (moved - theta).norm(dim=1)
+        ratio = log_density(moved) - log_density(theta) + std * torch.randn(len(theta))
+        accepted = torch.rand(len(theta)).log() < ratio - std**2 / 2
+        theta = torch.where(accepted[:, None], moved, theta)
+        path.append(theta)
+    sizes = effective_sample_size(torch.stack(path, 1), 0, 1)
+    return float(sizes.min()) / (len(theta) * iterations)
+
+
+@pytest.mark.thorough
+def test_on_a_banana_chains_are_simulated():
+    """A Gaussian with its standard deviations is worth more than twice as many."""
+
+    def log_density(theta):
+        a, b = theta[:, 0], theta[:, 1]
+        return -(a**2 + b**2) / 2 - ((1 - a - b**2) / 0.28) ** 2 / 2
+
+    grid = torch.linspace(-5, 5, 801)
+    rows = torch.cartesian_prod(grid, grid)
+    draws = rows[torch.multinomial(log_density(rows).exp(), 4000, replacement=True)]
+    iterations, noise, scale = 2000, 1.0, 0.5
+    given = {"noise_multiplier": noise / 100, "log_ratio_slope": 100.0}
+    found = plan(DPPenalty, target_epsilon=1e9, target_delta=1e-5, **given)
+    found = found._replace(num_iterations=iterations)
+    expected = found.simulated_sample_size(log_density, draws, step_size=scale)
+    start = draws[torch.randint(len(draws), (64,))]
+    counted = iterations * penalty_walks(log_density, start, scale, noise, iterations)
+    assert expected / 2 < counted < 2 * expected
+    assert found.expected_sample_size(draws.std(0)) > 2 * expected
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("shaped", [False, True])
+def test_simulated_chains_on_a_gaussian_are_worth_what_the_first_autocorrelation_says(
+    steps, shaped
+):
+    stddev = torch.tensor([0.5, 1.0])
+    noise = Iteration(ratio_std=1.0, gradient_std=0.5, num_steps=steps, jitter=0.2)
+    best = tuned(noise, stddev, shaped)
+
+    def log_density(theta):
+        return -(theta / stddev).square().sum(1) / 2
+
+    draws = stddev * torch.randn(5000, 2)
+    shape = torch.diag(stddev) if shaped else torch.ones(2)
+    worth = worth_of_chains(noise, log_density, draws, best.scale, shape, 400)
+    assert best.worth / 1.6 < worth < 1.6 * best.worth
+
+
+def test_simulated_chains_start_at_rows():
+    found = plan(DPPenalty, num_iterations=10, log_ratio_slope=1.0, **TARGET)
+    with pytest.raises(ValueError, match="draws are rows"):
+        found.simulated_sample_size(lambda theta: theta.sum(1), torch.zeros(3))

@@ -6,10 +6,13 @@ the path: the sum of squared jumps over the variance of the draws, averaged over
 walk that has not felt the posterior has a path of about 6 whatever its length; one that is worth n
 samples, of up to 4n.
 
+Both are also taken of the draws' distances from their median, whose mean is the spread. A chain
+that has seen one of two modes, or one arm of a banana, looks mixed (rates in the documentation).
+
 Both estimates flatter short chains, so the bounds are above what one would ask of the truth. On
 autoregressive chains (100 draws, one chain, 200 runs each) they warn of every chain that is worth 1
-sample, of 97 % worth 5 and 83 % worth 10, of 1 % worth 50 and of none worth 100; with ten
-coordinates of 100, 100, 100, 4 and 0 %.
+sample, of 97 % worth 5 and 85 % worth 10, of none worth 50 or 100; with ten coordinates of 100,
+100, 100, 5 and 0 %.
 """
 
 from __future__ import annotations
