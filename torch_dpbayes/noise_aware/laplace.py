@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pyro.nn import PyroModule
@@ -18,11 +18,13 @@ from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module
 from ..ops.softmax import Softmax
 from .arguments import public_num_data
-from .mechanism import GeneralSums, PrivateSums, charge
+from .diagonal import run_diagonal
+from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
-from .planning import Plan, general_plan, glm_plan, total_multiplier
+from .planning import Plan, diagonal_plan, general_plan, glm_plan, total_multiplier
 from .posterior import (
     Coordinates,
+    DiagonalPosterior,
     FlatCoordinates,
     MatrixCoordinates,
     NoiseAwarePosterior,
@@ -31,6 +33,7 @@ from .posterior import (
 from .priors import GaussianPrior, LatentPrior, PyroPrior
 from .records import DensitySums, GLMSums, SoftmaxSums
 
+Curvature = Literal["full", "diagonal"]
 _LARGEST_DIMENSION = 4000
 _LABEL = "noise_aware.laplace"
 
@@ -44,6 +47,7 @@ def laplace(
     max_grad_norm: float | None = None,
     num_data: int | None = None,
     data_plate: str = "data",
+    curvature: Curvature = "full",
 ) -> NoiseAwarePosterior:
     r"""The posterior of a model's parameters given a private run of Newton's method, its noise
     included.
@@ -70,6 +74,10 @@ def laplace(
         num_data: the number of records, a public constant. None: taken from the data under
             replace-one, where it is public.
         data_plate: the name of a Pyro model's plate of records.
+        curvature: ``"full"``, d² numbers, up to 4000 parameters; or ``"diagonal"``, d numbers, for
+            more: the posterior's coordinates are then independent of each other
+            (:class:`~torch_dpbayes.noise_aware.diagonal.DiagonalSurrogate`), and the prior counts
+            as a Gaussian with its quantiles. Not for Softmax.
 
     Raises:
         ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
@@ -79,8 +87,11 @@ def laplace(
     gradient, whose sum moves by C when a record is added or removed and by 2C when one is replaced,
     and for each matrix, whose sum moves by its bound B or by √2·B. Bounds are R_x² for the Gram
     matrix of a GLM, R_x²·max b'' for its Hessian, ½R_x² for that of a softmax, whose gradients have
-    C = √2·R_x, and C² for Σ c cᵀ of clipped gradients.
+    C = √2·R_x, and C² for Σ c cᵀ of clipped gradients. The diagonal of a matrix has that matrix's
+    bound: ‖c∘c‖² = Σ e_j⁴ ≤ (Σ e_j²)² ≤ C⁴ for the entries e_j of c, and √2·C² when a record is
+    replaced, as no entry of c∘c is negative.
     """
+    is_diagonal = _is_diagonal(curvature)
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
     if isinstance(model, GLM):
@@ -88,6 +99,16 @@ def laplace(
             raise TypeError(f"a GLM takes features and targets, got {len(data)} arguments")
         sums = GLMSums(model, *data, max_grad_norm)
         count = public_num_data(num_data, sums.num_records, accountant)
+        if is_diagonal:
+            return _diagonal(
+                sums,
+                sums.prior,
+                FlatCoordinates("weights"),
+                epsilon,
+                delta,
+                accountant,
+                num_data,
+            )
         _require_small(sums.dimension)
         multiplier = total_multiplier(accountant, epsilon, delta)
         plan = glm_plan(
@@ -118,6 +139,10 @@ def laplace(
             raise ValueError(
                 "gradients of a Softmax have a bound of their own and are not clipped: leave out"
                 " max_grad_norm, and choose max_feature_norm."
+            )
+        if is_diagonal:
+            raise ValueError(
+                'a Softmax has the full curvature only: leave out curvature="diagonal".'
             )
         of_classes = SoftmaxSums(model, *data)
         _require_small(of_classes.dimension)
@@ -155,10 +180,19 @@ def laplace(
             data_plate=data_plate,
             count_is_public=accountant.neighboring == "replace_one",
         )
-        _require_small(density.prior.dimension)
+        if not is_diagonal:
+            _require_small(density.prior.dimension)
         prior = PyroPrior(density.prior)
         return _of_density(
-            density, prior, prior.gaussian(), bound, epsilon, delta, accountant, num_data
+            density,
+            prior,
+            prior.gaussian(),
+            bound,
+            epsilon,
+            delta,
+            accountant,
+            num_data,
+            is_diagonal,
         )
 
 
@@ -174,9 +208,10 @@ def laplace_for_module(
     delta: float | None = None,
     accountant: PrivacyAccountant | None = None,
     num_data: int | None = None,
+    curvature: Curvature = "full",
 ) -> NoiseAwarePosterior:
-    """The same for the trainable parameters of a torch module, up to a few thousand of them; draws
-    are by parameter name.
+    """The same for the trainable parameters of a torch module, up to a few thousand of them, or
+    more with ``curvature="diagonal"``; draws are by parameter name.
 
     Args:
         module: ``module(inputs)`` has the records along dimension 0, and no record looks at
@@ -186,11 +221,13 @@ def laplace_for_module(
         loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs),
             targets)`` returns ``[n]``.
         prior_std: standard deviation of the N(0, prior_std²) prior of every trainable parameter.
-        max_grad_norm, epsilon, delta, accountant, num_data: as for :func:`laplace`.
+        max_grad_norm, epsilon, delta, accountant, num_data, curvature: as for :func:`laplace`.
 
     Raises, **Privacy**: as for :func:`laplace`.
     """
-    _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
+    is_diagonal = _is_diagonal(curvature)
+    if not is_diagonal:
+        _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
     bound = check_clip_bound(
         "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
     )
@@ -207,7 +244,17 @@ def laplace_for_module(
             torch.zeros(size, dtype=torch.float64),
             torch.full((size,), prior_std**-2, dtype=torch.float64),
         )
-        return _of_density(density, prior, prior, bound, epsilon, delta, accountant, num_data)
+        return _of_density(
+            density,
+            prior,
+            prior,
+            bound,
+            epsilon,
+            delta,
+            accountant,
+            num_data,
+            is_diagonal,
+        )
 
 
 def _of_density(
@@ -219,12 +266,23 @@ def _of_density(
     delta: float | None,
     accountant: PrivacyAccountant,
     num_data: int | None,
+    is_diagonal: bool,
 ) -> NoiseAwarePosterior:
     sums = DensitySums(density, max_grad_norm)
     if not sums.is_valid(gaussian.mean):
         raise ValueError(
             "the model cannot be evaluated at the median of its prior, where the run starts: use a"
             " prior that suits the likelihood."
+        )
+    if is_diagonal:
+        return _diagonal(
+            sums,
+            gaussian,
+            PyroCoordinates(density.prior),
+            epsilon,
+            delta,
+            accountant,
+            num_data,
         )
     return _general(
         sums,
@@ -270,24 +328,59 @@ def _general(
     )
 
 
+def _diagonal(
+    sums: DiagonalSums,
+    prior: GaussianPrior,
+    coordinates: Coordinates,
+    epsilon: float | None,
+    delta: float | None,
+    accountant: PrivacyAccountant,
+    num_data: int | None,
+) -> NoiseAwarePosterior:
+    count = public_num_data(num_data, sums.num_records, accountant)
+    plan = diagonal_plan(total_multiplier(accountant, epsilon, delta), accountant.neighboring)
+    charge(accountant, plan, _LABEL)
+    surrogate, transcript = run_diagonal(sums, plan, prior, count)
+    statement = _statement(
+        accountant,
+        plan,
+        sums,
+        "the log likelihood is taken as quadratic around the last points of the run, what its"
+        " curvature has off the diagonal as noise of the size that the gradients show, and the"
+        " prior as Gaussian",
+        "diagonals of matrices",
+    )
+    return DiagonalPosterior(surrogate, prior, coordinates, statement, transcript)
+
+
+def _is_diagonal(curvature: str) -> bool:
+    if curvature not in ("full", "diagonal"):
+        raise ValueError(f"curvature must be 'full' or 'diagonal', got {curvature!r}.")
+    return curvature == "diagonal"
+
+
 def _require_small(dimension: int) -> None:
     if dimension > _LARGEST_DIMENSION:
         raise ValueError(
             f"{dimension} parameters need a curvature of {dimension}² numbers; at most"
-            f" {_LARGEST_DIMENSION} are possible. Freeze all but the last layer"
-            " (requires_grad_(False)), or use dpb.optim."
+            f' {_LARGEST_DIMENSION} are possible. Write curvature="diagonal", or freeze all but'
+            " the last layer (requires_grad_(False))."
         )
 
 
 def _statement(
-    accountant: PrivacyAccountant, plan: Plan, sums: PrivateSums, assumption: str
+    accountant: PrivacyAccountant,
+    plan: Plan,
+    sums: PrivateSums,
+    assumption: str,
+    kind: str = "matrices",
 ) -> list[str]:
     matrices = len(plan.curvature_multipliers) + (plan.gram_multiplier is not None)
     delta = 1e-5 if accountant.delta is None else accountant.delta
     return [
         (
             f"Noise-aware posterior from {len(plan.gradient_multipliers)} noisy gradients and"
-            f" {matrices} noisy matrices"
+            f" {matrices} noisy {kind}"
         ),
         (
             "  charged     before the first release; the accountant now holds epsilon ="

@@ -15,7 +15,7 @@ from ..accounting.choices import Neighboring, neighboring_relation
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent
 from ..noise import GaussianNoise
 from .planning import Plan
-from .transcript import CurvatureRelease, GradientRelease
+from .transcript import CurvatureRelease, DiagonalRelease, GradientRelease
 
 _CPU = torch.device("cpu")
 
@@ -48,6 +48,15 @@ class GeneralSums(PrivateSums, Protocol):
 
     curvature_is_of_gradients: bool
     """Whether :meth:`curvature_sum` is Σ c cᵀ of the clipped gradients."""
+
+
+class DiagonalSums(GeneralSums, Protocol):
+    """The same for the diagonal form."""
+
+    def curvature_diagonal(self, theta: Tensor) -> Tensor:
+        """The diagonal of what :meth:`curvature_sum` is, without the rest; ``[d]`` in float64. What
+        a record adds is not negative, and no longer than ``curvature_bound``. Private data.
+        """
 
 
 class PrivateGram(PrivateSums, Protocol):
@@ -88,6 +97,14 @@ class Mechanism:
         """The noisy Gram matrix of the features."""
         return self._matrix(sums.gram_sum(), None, multiplier * sums.gram_bound)
 
+    def curvature_diagonal(
+        self, sums: DiagonalSums, theta: Tensor, multiplier: float
+    ) -> DiagonalRelease:
+        """The noisy diagonal of the curvature at ``theta``."""
+        std = multiplier * sums.curvature_bound
+        exact = sums.curvature_diagonal(theta).to(_CPU)
+        return DiagonalRelease(theta, exact + std * self._standard_normal(len(exact)), std)
+
     def _matrix(self, exact: Tensor, theta: Tensor | None, std: float) -> CurvatureRelease:
         size = len(exact)
         draws = self._standard_normal(size * size).reshape(size, size)
@@ -110,11 +127,12 @@ def noisy_matrix(exact: Tensor, std: float, draws: Tensor) -> Tensor:
 
 
 def matrix_event(multiplier: float, neighboring: Neighboring) -> DpEvent:
-    """A sum of positive semi-definite matrices of Frobenius norm at most B, with noise
-    ``multiplier``·B.
+    """A sum of positive semi-definite matrices of Frobenius norm at most B, or of vectors without
+    negative entries that are at most B long, with noise ``multiplier``·B.
 
     Adding a record moves the sum by up to B. Replacing one moves it by up to √2·B, and not by 2B,
-    for the inner product of two positive semi-definite matrices is not negative. The accountant
+    for the inner product of two positive semi-definite matrices is not negative, nor that of two
+    such vectors. The accountant
     doubles the bound under replace-one, so it is told of a larger multiplier.
     """
     is_swap = neighboring_relation(neighboring) == "replace_one"

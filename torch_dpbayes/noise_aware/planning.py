@@ -14,6 +14,7 @@ _ROUNDING = 1e-9  # the parts' prices add up to the whole but for this
 _STEPS = 16
 # of the gradients' shares from one step to the next: the first ones only serve to arrive
 _GROWTH = 1.4
+_DIAGONAL = 0.15  # of the budget
 _CURVATURES = 3  # releases of a general model's curvature, which changes on the way
 
 
@@ -97,6 +98,20 @@ def general_plan(
     weights = [0.15, 0.25, 0.60]
     matrices = tuple(matrix_multiplier(multiplier, share * w, neighboring) for w in weights)
     return Plan(_gradients(multiplier, 1 - share), matrices, None, (0, _STEPS // 2, _STEPS - 2))
+
+
+def diagonal_plan(multiplier: float, neighboring: Neighboring) -> Plan:
+    """The split for the diagonal form. Where there are thousands of parameters noise hides how
+    their curvatures differ, and their level is told by a small part of the budget.
+    """
+    weights = [0.10, 0.10, 0.20, 0.60]
+    diagonals = tuple(matrix_multiplier(multiplier, _DIAGONAL * w, neighboring) for w in weights)
+    return Plan(
+        _gradients(multiplier, 1 - _DIAGONAL),
+        diagonals,
+        None,
+        (0, _STEPS // 4, _STEPS // 2, _STEPS - 2),
+    )
 
 
 def _gradients(multiplier: float, share: float) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from .diagonal import DiagonalSurrogate
 from .modes import Likelihood, mode
 from .priors import GaussianPrior, LatentPrior
 from .sampling import CHAINS, Chains, WeightedDraws
@@ -19,6 +20,7 @@ _CHAIN = 1024
 _LARGEST_CHAIN = 200  # dimensions; beyond, the Gaussian approximation is all that is offered
 # where that approximation is a good one, and a chain of hours no better
 _LARGEST_CHAIN_UNDER_A_GAUSSIAN_PRIOR = 50
+_NUMBERS = 2**24  # of draws held at once
 _LITTLE_LEARNT = 0.95  # the posterior's standard deviations over the prior's
 _LEAST_AGREEMENT = 1e-5
 
@@ -66,13 +68,7 @@ class NoiseAwarePosterior:
         self._draws = WeightedDraws(self._log_density, self._mode, self._precision)
         self._chains: Chains | None = None
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        if self._width_left() > _LITTLE_LEARNT:
-            warnings.warn(
-                "the budget is too small for these records to move the prior: the posterior"
-                " returned is nearly the prior. More records or a larger epsilon would change"
-                " that.",
-                stacklevel=4,
-            )
+        self._warn_of_little_learnt()
 
     # --- draws ------------------------------------------------------------------------------------
 
@@ -157,6 +153,15 @@ class NoiseAwarePosterior:
             return arviz.from_dict(posterior=posterior)
         return arviz.from_dict({"posterior": posterior})
 
+    def _warn_of_little_learnt(self) -> None:
+        if self._width_left() > _LITTLE_LEARNT:
+            warnings.warn(
+                "the budget is too small for these records to move the prior: the posterior"
+                " returned is nearly the prior. More records or a larger epsilon would change"
+                " that.",
+                stacklevel=5,
+            )
+
     def _note_agreement(self, probability: float) -> None:
         if probability >= _LEAST_AGREEMENT:
             self._statement.append(
@@ -191,8 +196,7 @@ class NoiseAwarePosterior:
         return float((self._draws.variances / prior.variances).mean().sqrt())
 
     def _unconstrained(self, count: int) -> Tensor:
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"num_samples must be a positive whole number, got {count!r}.")
+        _require_count(count)
         if self.method == "importance":
             if 4 * count <= len(self._draws.weights):
                 return self._draws.resampled(count)
@@ -236,6 +240,74 @@ class NoiseAwarePosterior:
             }
             self._moments = means, {name: square.sqrt() for name, square in squares.items()}
         return self._moments
+
+
+class DiagonalPosterior(NoiseAwarePosterior):
+    """The same where every coordinate is a mixture of Gaussians, independent of the others.
+
+    Args:
+        mixture: of every coordinate.
+        prior: of every coordinate.
+        coordinates, statement, transcript: as above.
+    """
+
+    def __init__(
+        self,
+        mixture: DiagonalSurrogate,
+        prior: GaussianPrior,
+        coordinates: Coordinates,
+        statement: Sequence[str],
+        transcript: Any,
+    ) -> None:
+        self._mixture, self._prior, self._coordinates = mixture, prior, coordinates
+        self._statement, self.transcript = list(statement), transcript
+        self._moments = None
+        self._note_agreement(mixture.agreement())
+        self._warn_of_little_learnt()
+
+    @property
+    def method(self) -> str:
+        """``"mixture"``: draws are exact."""
+        return "mixture"
+
+    @property
+    def unconstrained_stddev(self) -> Tensor:
+        """Standard deviations in unconstrained space ``[d]``, sites sorted by name."""
+        return self._mixture.variance.sqrt()
+
+    def guarantee(self) -> str:
+        """What was charged, and what the width of this posterior rests on, in words."""
+        drawn = "  drawn       draws are of a mixture of Gaussians in each coordinate"
+        return "\n".join([*self._statement, drawn])
+
+    def _log_density(self, theta: Tensor) -> Tensor:
+        return self._mixture.log_density(theta)
+
+    def _width_left(self) -> float:
+        return float((self._mixture.variance * self._prior.gaussian().precision).mean().sqrt())
+
+    def _unconstrained(self, count: int) -> Tensor:
+        _require_count(count)
+        return self._mixture.draws(count)
+
+    def _both_moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        if self._moments is None:
+            # of draws that have the mixtures' own means and deviations, so that sites without a
+            # support have them too
+            count = max(100, min(_DRAWS, _NUMBERS // len(self._mixture.mean)))
+            draws = self._mixture.draws(count)
+            scaled = (draws - draws.mean(0)) / draws.std(0, correction=0)
+            values = self._constrained(self._mixture.mean + scaled * self.unconstrained_stddev)
+            self._moments = (
+                {name: v.mean(0) for name, v in values.items()},
+                {name: v.std(0, correction=0) for name, v in values.items()},
+            )
+        return self._moments
+
+
+def _require_count(count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_samples must be a positive whole number, got {count!r}.")
 
 
 class FlatCoordinates:

@@ -34,6 +34,8 @@ class GLMSums:
         ValueError: gradients are unbounded and there is no clip bound, or the prior is improper.
     """
 
+    curvature_is_of_gradients = False
+
     def __init__(
         self, model: GLM, features: Tensor, targets: Tensor, max_grad_norm: float | None
     ) -> None:
@@ -81,6 +83,11 @@ class GLMSums:
         """Σ J_i(θ) x_i x_iᵀ, their expected slope. Private data."""
         factors = slopes(self._target, self._predictors(theta), self._bounds)
         return self._records.outer_sum(factors.clamp(max=self._largest_factor))
+
+    def curvature_diagonal(self, theta: Tensor) -> Tensor:
+        """Σ J_i(θ) x_i∘x_i, which is as short as the whole: ‖x∘x‖ ≤ ‖x‖². Private data."""
+        factors = slopes(self._target, self._predictors(theta), self._bounds)
+        return self._records.square_sum(factors.clamp(max=self._largest_factor))
 
     def gram_sum(self) -> Tensor:
         """Σ x xᵀ. Private data."""
@@ -183,6 +190,10 @@ class DensitySums:
     def curvature_sum(self, theta: Tensor) -> Tensor:
         """Σ c cᵀ. Private data."""
         return self._density.clipped_outer_sum(self._own(theta), self._clip)
+
+    def curvature_diagonal(self, theta: Tensor) -> Tensor:
+        """Σ c∘c. Private data."""
+        return self._density.clipped_square_sum(self._own(theta), self._clip)
 
     def is_valid(self, theta: Tensor) -> bool:
         """Whether gradients can be computed at θ, whatever the records are."""

@@ -179,10 +179,18 @@ def levels(released: Tensor, noise_std: float, least: float, most: float, count:
         count: how many.
     """
     size = len(released)
-    grid = torch.linspace(math.log(least), math.log(most), 2000, dtype=released.dtype).exp()
-    misfit = (released.trace() / size - grid) / (noise_std / math.sqrt(size))
-    passed = torch.softmax(-misfit.square() / 2, dim=0).cumsum(0)
-    quantiles = (torch.arange(count, dtype=released.dtype) + 0.5) / count
+    return level_quantiles(
+        float(released.trace()) / size, noise_std / math.sqrt(size), least, most, count
+    )
+
+
+def level_quantiles(mean: float, std: float, least: float, most: float, count: int) -> Tensor:
+    """Equally likely values of a level of which ``mean`` is an observation with the error
+    ``std``.
+    """
+    grid = torch.linspace(math.log(least), math.log(most), 2000, dtype=torch.float64).exp()
+    passed = torch.softmax(-((mean - grid) / std).square() / 2, dim=0).cumsum(0)
+    quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     return grid[torch.searchsorted(passed, quantiles).clamp(max=len(grid) - 1)]
 
 

@@ -35,9 +35,19 @@ class CurvatureRelease:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class DiagonalRelease:
+    """The diagonal of a d × d sum over the records plus independent noise of one deviation."""
+
+    theta: Tensor
+    value: Tensor
+    noise_std: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Transcript:
     """Everything that a private run released, in the order of the releases."""
 
     gradients: list[GradientRelease] = field(default_factory=list)
     curvatures: list[CurvatureRelease] = field(default_factory=list)
+    diagonals: list[DiagonalRelease] = field(default_factory=list)
     gram: CurvatureRelease | None = None

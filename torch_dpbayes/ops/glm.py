@@ -383,6 +383,13 @@ class Records:
             )
         return total
 
+    def square_sum(self, factors: Tensor) -> Tensor:
+        """Σ_i factor_i x_i∘x_i, ``[d]`` in float64."""
+        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
+        for rows, some in zip(self.x.split(_CHUNK), factors.split(_CHUNK), strict=True):
+            total += rows.to(torch.float64).square().T @ some.to(torch.float64)
+        return total
+
     def huber_losses(self, weights: Tensor) -> Tensor:
         """ℓ_i where its slope is within bounds, straight lines beyond, ``[n]``; the gradient
         of their sum is :meth:`loss_gradient`.

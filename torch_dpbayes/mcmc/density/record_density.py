@@ -179,6 +179,24 @@ class RecordDensity:
             result += clipped.T @ clipped
         return result
 
+    @torch.no_grad()
+    def clipped_square_sum(self, theta: Tensor, max_norm: float) -> Tensor:
+        r"""Σ_i c_i∘c_i, squares entry by entry of the clipped gradients of
+        :meth:`clipped_gradient_sum`, (dimension,) in float64. Private data.
+
+        It moves by at most C² when a record is added or removed, C being ``max_norm``: with entries
+        e_j of c, ‖c∘c‖² = Σ e_j⁴ ≤ (Σ e_j²)² ≤ C⁴. When one is replaced it moves by at most √2·C²:
+        no entry of c∘c is negative, so ‖a∘a − b∘b‖² ≤ ‖a∘a‖² + ‖b∘b‖².
+
+        Raises:
+            InvalidPoint: the model cannot be evaluated at θ.
+        """
+        size = self.prior.dimension
+        result = torch.zeros(size, dtype=torch.float64, device=self.prior.device)
+        for block, factors in self._clipped_blocks(theta, max_norm):
+            result += (factors[:, None] * dense(block, size)).square().sum(0)
+        return result
+
     def _clipped_blocks(
         self, theta: Tensor, max_norm: float
     ) -> Iterator[tuple[list[Piece], Tensor]]:
