@@ -25,6 +25,7 @@ from torch_dpbayes.accounting.events import (
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
+    RecordwiseBatchGaussianDpEvent,
 )
 from torch_dpbayes.accounting.people import PersonDpEvent
 from torch_dpbayes.batches import draws
@@ -296,6 +297,22 @@ def test_events_of_people_are_kept_and_lowered():
         dpb.PrivacyAccountant(unit="person").compose(PersonDpEvent(event))
 
 
+def test_statements_of_events_of_people_are_shown():
+    event = PersonDpEvent(RecordwiseBatchGaussianDpEvent(2.0))
+    accountant = dpb.PrivacyAccountant(unit="person").compose(event)
+    assert any("Recordwise" in note for note in accountant.notes)
+
+
+def test_the_share_of_clipped_records_is_no_release_of_people():
+    accountant = dpb.PrivacyAccountant(unit="person")
+    net, optimizer, loader = private(accountant=accountant)
+    with pytest.raises(ValueError, match="people"):
+        dpb.private_clipped_fraction(
+            net, optimizer, loader, noise_multiplier=1.0, criterion=nn.functional.mse_loss
+        )
+    assert len(accountant) == 0
+
+
 def test_the_front_door_wants_accountant_and_batches_of_one_kind():
     with pytest.raises(ValueError, match='unit="person"'):
         private(accountant=dpb.PrivacyAccountant())
@@ -387,5 +404,7 @@ def test_a_copy_draws_people_of_its_own():
         assert other.people.counted == sampler.people.counted
         assert other.event(GaussianDpEvent(1.0)) == sampler.event(GaussianDpEvent(1.0))
         assert draws_of(other, 60) != draws_of(sampler, 60)
+    with pytest.raises(AttributeError):
+        sampler.people.most = 1
     with pytest.raises(AttributeError, match="fixed"):
         sampler.people = People(IDS, len(IDS), 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .charging import Charging
 from .events import RecordwiseBatchGaussianDpEvent
 from .origins import Origins
+from .people import PersonDpEvent
 
 RESUMED = (
     "resumed from a saved state: nothing was released after it was saved, nor from another copy"
@@ -35,7 +36,8 @@ class Statements:
         found = dict.fromkeys(self._noted if session is None else session.ledger.notes.read())
         if origins.goes_on(history):
             found[RESUMED] = None
-        known = (*history.charges, *history.schedule)
-        if any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event, _, _ in known):
+        known = [event for event, _, _ in (*history.charges, *history.schedule)]
+        known = [event.event if isinstance(event, PersonDpEvent) else event for event in known]
+        if any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event in known):
             found[_RECORDWISE] = None
         return list(found)

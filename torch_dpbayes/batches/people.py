@@ -30,23 +30,35 @@ class People:
 
     Raises:
         ValueError, TypeError: ids are of another number or kind.
-
-    Attributes:
-        number: of people.
-        counted: how many records there would be if everybody had at most ``most``.
     """
 
     def __init__(self, ids: Iterable[Any], num_data: int, most: int) -> None:
         if isinstance(most, bool) or not isinstance(most, int) or most < 1:
             raise ValueError(f"records_per_person must be a positive whole number, got {most!r}")
         persons = torch.from_numpy(_numbered(ids, num_data))
-        self.most = most
+        self._most = most
         # records by person, and where each person's begin
         self._records = persons.argsort(stable=True)
         self._counts = torch.bincount(persons)
         self._starts = self._counts.cumsum(0) - self._counts
-        self.number = len(self._counts)
-        self.counted = int(self._counts.clamp(max=most).sum())
+        self._counted = int(self._counts.clamp(max=most).sum())
+
+    # read only, as steps are charged for them
+
+    @property
+    def most(self) -> int:
+        """How many records of a person join a batch at most."""
+        return self._most
+
+    @property
+    def number(self) -> int:
+        """Of people."""
+        return len(self._counts)
+
+    @property
+    def counted(self) -> int:
+        """How many records there would be if everybody had at most :attr:`most`."""
+        return self._counted
 
     def records_of(self, drawn: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """The positions of what these people bring, in rising order: all of a person's records, or
