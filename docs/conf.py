@@ -59,6 +59,13 @@ def formula(translator: Any, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+def letters_are_no_numbers(*event: Any) -> None:
+    """``temperature: T. 0 turns …`` is no item T of a list."""
+    lines = event[-1]
+    lines[:] = [re.sub(r"^(\s*(?:\w+: )?[A-Za-z])\.(?=\s|$)", r"\1\\.", line) for line in lines]
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", letters_are_no_numbers, priority=1)  # before napoleon
     # Browsers draw MathML themselves: MathJax would be a script from elsewhere.
     app.add_html_math_renderer("mathml", (inline_formula, None), (formula, None))

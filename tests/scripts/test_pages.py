@@ -353,3 +353,5 @@ def test_the_site_is_built_without_warnings(tmp_path):
         # everything that a browser loads comes with the site
         loaded = re.findall(r'<(?:script|img|link)[^>]*(?:src|href)="([^"]+)"', page.read_text())
         assert not [url for url in loaded if url.startswith(("http:", "https:", "//"))], page
+        # "temperature: T. 0 turns ..." is no list from item T on
+        assert not re.search(r'<ol class="(?:upper|lower)', page.read_text()), page

@@ -1,0 +1,338 @@
+"""Ten tasks of a reader who has the README and the pages of docs/ and nothing else. Each test puts
+together what the page named in it says, and goes on to what the reader wanted.
+"""
+
+import json
+import socket
+import subprocess
+import sys
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+pytestmark = pytest.mark.thorough
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def table(n=300, width=5):
+    x = torch.randn(n, width)
+    return TensorDataset(x, (x[:, 0] > 0).long())
+
+
+def linear(engine, records, epochs, **how):
+    """The network, optimizer and loader of getting_started.md, made small."""
+    how = {"target_epsilon": 3, **how}
+    return engine.make_private_with_epsilon(
+        module=nn.Linear(5, 2),
+        optimizer=partial(dpb.optim.DPSGLD, lr="free"),
+        data_loader=DataLoader(records, batch_size=30),
+        max_grad_norm=1.0,
+        target_delta=1e-5,
+        epochs=epochs,
+        **how,
+    )
+
+
+def train(net, opt, loader, epochs, samples=None):
+    for _ in range(epochs):
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            opt.step()
+        if samples is not None:
+            samples.collect(net)
+
+
+@pytest.mark.slow
+def test_a_private_resnet():
+    """how_to/usual_networks.md"""
+    from opacus.validators import ModuleValidator
+    from torchvision.models import resnet18
+
+    pictures = TensorDataset(torch.rand(32, 3, 32, 32), torch.randint(0, 10, (32,)))
+    engine = dpb.PrivacyEngine()
+    net, opt, loader = engine.make_private_with_epsilon(
+        module=ModuleValidator.fix(resnet18(num_classes=10)),
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.01),
+        data_loader=DataLoader(pictures, batch_size=16),
+        max_grad_norm=1.0,
+        target_epsilon=8,
+        target_delta=1e-5,
+        epochs=1,
+    )
+    samples = dpb.PosteriorSamples()
+    train(net, opt, loader, 1, samples)
+    assert 0 < engine.accountant.get_epsilon() <= 8
+    assert samples.predictive_entropy(net, torch.rand(3, 3, 32, 32)).shape == (3,)
+
+
+def test_an_lstm_that_classifies():
+    """how_to/usual_networks.md, and the error that names the layer to take"""
+    from opacus.layers import DPLSTM
+
+    class Classifier(nn.Module):
+        def __init__(self, lstm):
+            super().__init__()
+            self.embedding = nn.Embedding(50, 8, padding_idx=0)
+            self.lstm = lstm(8, 8, batch_first=True)
+            self.last = nn.Linear(8, 2)
+
+        def forward(self, words):
+            hidden, _ = self.lstm(self.embedding(words))
+            return self.last(hidden.mean(1))
+
+    words = torch.randint(1, 50, (100, 6))
+    sentences = TensorDataset(words, (words[:, 0] > 25).long())
+
+    def private(lstm):
+        return dpb.PrivacyEngine().make_private(
+            module=Classifier(lstm),
+            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+            data_loader=DataLoader(sentences, batch_size=20),
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+        )
+
+    with pytest.raises(ValueError, match=r"makes it opacus\.layers\.DPLSTM"):
+        private(nn.LSTM)
+    net, opt, loader = private(DPLSTM)
+    samples = dpb.PosteriorSamples()
+    train(net, opt, loader, 1, samples)
+    assert samples.predict(net, words[:3]).shape == (3, 2)
+
+
+def test_a_run_is_resumed():
+    """how_to/resume_a_run.md: a run of make_private_with_epsilon"""
+    records, samples = table(), dpb.PosteriorSamples()
+    engine = dpb.PrivacyEngine()
+    net, opt, loader = linear(engine, records, epochs=4)
+    train(net, opt, loader, 2, samples)
+    engine.save_checkpoint("checkpoint.pt", module=net, optimizer=opt)
+    samples.save("samples.pt")
+    spent = engine.accountant.get_epsilon()
+
+    engine, samples = dpb.PrivacyEngine(), dpb.PosteriorSamples.load("samples.pt")
+    net, opt, loader = linear(engine, records, epochs=4)
+    engine.load_checkpoint("checkpoint.pt", module=net, optimizer=opt)
+    assert engine.accountant.get_epsilon() == spent
+    train(net, opt, loader, 2, samples)
+    assert len(samples) == 4 and spent < engine.accountant.get_epsilon() <= 3
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        train(net, opt, loader, 2)
+
+
+def test_a_budget_is_shared():
+    """how_to/share_a_budget.md: two runs of one program, each with a share, then a later job that
+    takes what is left
+    """
+    records = table()
+    with dpb.PrivacyAccountant(epsilon=3, delta=1e-5, path="budget.db") as accountant:
+        for end in (1, 2):
+            engine = dpb.PrivacyEngine(accountant=accountant)
+            share = {"target_epsilon": None, "additional_epsilon": 1}
+            train(*linear(engine, records, 1, **share), 1)
+            assert accountant.get_epsilon() <= end
+    job = """
+import sys, torch, torch_dpbayes as dpb
+sys.path.insert(0, {folder!r})
+from test_reader import linear, table, train
+with dpb.PrivacyAccountant(path="budget.db") as accountant:
+    engine = dpb.PrivacyEngine(accountant=accountant)
+    net, opt, loader = linear(engine, table(), 1)
+    train(net, opt, loader, 1)
+    print(accountant.guarantee)
+"""
+    code = job.format(folder=__file__.rpartition("/")[0])
+    later = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert later.returncode == 0, later.stderr
+    assert "filter" in later.stdout
+
+
+@pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
+def test_logistic_regression_in_pyro_with_honest_intervals():
+    """coming_from/pyro.md and choosing_a_method.md"""
+    truth = torch.tensor([1.0, -1.0])
+    x = F.normalize(torch.randn(3000, 2)) * torch.rand(3000, 1).sqrt()  # no row longer than 1
+    y = torch.bernoulli(torch.sigmoid(x @ truth))
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    posterior = dpb.noise_aware.laplace(model, x, y, epsilon=1.0, delta=1e-5, max_grad_norm=1.0)
+    assert "epsilon = " in str(posterior.guarantee())
+    draws = posterior.sample(1000)["w"]
+    low, high = draws.quantile(torch.tensor([0.05, 0.95]), 0)
+    assert (low < high).all() and draws.shape == (1000, 2)
+    standing = (posterior.mean["w"] - truth) / posterior.stddev["w"]
+    assert standing.abs().max() < 8  # wrong by more than that less than once in 10⁵ runs
+
+
+def test_samples_are_exported_to_arviz():
+    """how_to/show_uncertainty.md: two chains on one accountant, R-hat and effective sample size"""
+    arviz = pytest.importorskip("arviz")
+    accountant = dpb.PrivacyAccountant(epsilon=4, delta=1e-5)
+    records, chains = table(), []
+    for _ in range(2):
+        engine = dpb.PrivacyEngine(accountant=accountant)
+        share = {"target_epsilon": None, "additional_epsilon": 1}
+        net, opt, loader = linear(engine, records, 6, **share)
+        chains.append(dpb.PosteriorSamples())
+        train(net, opt, loader, 6, chains[-1])
+    summary = arviz.summary(chains[0].to_arviz(chains[1]))
+    assert len(summary) == 12 and {"ess_bulk", "r_hat"} <= set(summary)
+    assert accountant.get_epsilon() <= 2
+
+
+def test_the_last_layer_only():
+    """how_to/last_layer.md, with BatchNorm in what is frozen, both ways"""
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    net(torch.randn(100, 5))  # its pretraining
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    net[-1].requires_grad_(True)
+    [m.eval() for m in net.modules() if "BatchNorm" in type(m).__name__]
+    records = table()
+    posterior = dpb.noise_aware.laplace_for_module(
+        net,
+        *records.tensors,
+        loss=lambda output, target: F.cross_entropy(output, target, reduction="none"),
+        prior_std=1.0,
+        max_grad_norm=1.0,
+        epsilon=1.0,
+        delta=1e-5,
+    )
+    assert set(posterior.mean) == {"3.weight", "3.bias"}
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    engine = dpb.PrivacyEngine()
+    net, opt, loader = engine.make_private_with_epsilon(
+        module=net,
+        optimizer=partial(dpb.optim.DPSGLD, lr="free"),
+        data_loader=DataLoader(records, batch_size=30),
+        max_grad_norm=1.0,
+        target_epsilon=3,
+        target_delta=1e-5,
+        epochs=2,
+    )
+    train(net, opt, loader, 2)
+    changed = {n for n, value in net.state_dict().items() if not torch.equal(value, before[n])}
+    assert changed == {"3.weight", "3.bias"}
+
+
+@pytest.mark.slow
+def test_two_machines(tmp_path):
+    """how_to/several_machines.md: the two commands, both on this machine"""
+    (tmp_path / "train.py").write_text(f"""
+import sys, torch, torch_dpbayes as dpb
+sys.path.insert(0, {__file__.rpartition("/")[0]!r})
+from test_reader import linear, table, train
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+engine = dpb.PrivacyEngine(process_group=torch.distributed.group.WORLD)
+net, opt, loader = linear(engine, table(), 2)
+train(net, opt, loader, 2)
+print("RANK", net.weight.sum().item(), engine.accountant.get_epsilon())
+torch.distributed.destroy_process_group()
+""")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    command += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    machines = [
+        subprocess.Popen(
+            [*command, "--node-rank", str(rank), "train.py"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    said = [machine.communicate(timeout=300) for machine in machines]
+    assert all(machine.returncode == 0 for machine in machines), said
+    first, second = ([line for line in out.splitlines() if "RANK" in line] for out, _ in said)
+    assert first == second and len(first) == 1
+
+
+def test_epsilon_of_a_finished_job_is_read_off():
+    """how_to/resume_a_run.md: of a ledger, and of a checkpoint"""
+    accountant = dpb.PrivacyAccountant(epsilon=3, delta=1e-5, path="budget.db")
+    engine = dpb.PrivacyEngine(accountant=accountant)
+    net, opt, loader = linear(engine, table(), 2)
+    train(net, opt, loader, 2)
+    engine.save_checkpoint("checkpoint.pt", module=net, optimizer=opt)
+    spent = accountant.get_epsilon()
+    accountant.close()
+
+    def asked(*arguments):
+        command = [sys.executable, "-m", "torch_dpbayes.accounting", *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    (line,) = [line for line in asked("budget.db").stdout.splitlines() if "  spent " in line]
+    assert float(line.partition("<= ")[2].split()[0]) == pytest.approx(spent, abs=1e-4)
+    assert spent == pytest.approx(json.loads(asked("budget.db", "--json").stdout)["epsilon"])
+    wrong = asked("checkpoint.pt")
+    assert wrong.returncode and "Traceback" not in wrong.stderr
+
+
+def test_a_kernel_for_a_layer(tmp_path, monkeypatch):
+    """how_to/own_layers.md, for a layer that the page does not have: a weight and a bias"""
+    (tmp_path / "scale_and_shift.py").write_text("""
+import torch
+from torch import nn
+from torch_dpbayes.clipping.contributions import PerRecord
+from torch_dpbayes.clipping.layers import KINDS, Kind
+
+class ScaleAndShift(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return x * self.weight + self.bias
+
+seen = []
+
+def kernel(module, calls, way):
+    def over_positions(t):
+        return t.flatten(1, -2).sum(1) if t.dim() > 2 else t
+
+    seen.append(len(calls))
+    weight = sum(over_positions(g * x) for (x,), g, _ in calls)
+    bias = sum(over_positions(g) for _, g, _ in calls)
+    return PerRecord({module.weight: weight, module.bias: bias})
+
+KINDS[ScaleAndShift] = Kind(kernel=kernel, row_dimensions=1, functions=(), has_positions=True)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    import scale_and_shift
+
+    try:
+        x = torch.randn(100, 6, 5)
+        net, opt, loader = dpb.PrivacyEngine().make_private(
+            module=nn.Sequential(
+                nn.Linear(5, 5), scale_and_shift.ScaleAndShift(5), nn.Flatten(), nn.Linear(30, 2)
+            ),
+            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+            data_loader=DataLoader(TensorDataset(x, (x[:, 0, 0] > 0).long()), batch_size=20),
+            max_grad_norm=1.0,
+            noise_multiplier=1.0,
+        )
+        train(net, opt, loader, 1)
+        assert scale_and_shift.seen
+    finally:
+        del scale_and_shift.KINDS[scale_and_shift.ScaleAndShift], sys.modules["scale_and_shift"]
