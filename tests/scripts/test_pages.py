@@ -100,6 +100,14 @@ def test_figures_carry_command_commit_and_date(page):
             assert COMMIT.search(read), f"{title}: at which commit was it measured?"
 
 
+def test_all_examples_and_notebooks_are_in_the_index():
+    index = (ROOT / "docs/examples.md").read_text()
+    for program in (ROOT / "examples").glob("*.py"):
+        assert program.name in index
+    for notebook in (ROOT / "docs/notebooks").glob("*.ipynb"):
+        assert f"(notebooks/{notebook.name})" in index
+
+
 def test_the_readme_is_read_in_one_go():
     assert 6000 <= len(README.read_text().encode()) <= 8000
 
