@@ -21,12 +21,13 @@ LIMIT = 54321
 class Net(nn.Module):
     """``change(h, x)`` is done between two layers."""
 
-    def __init__(self, change):
+    def __init__(self, change, activation=torch.tanh):
         super().__init__()
         self.a, self.b, self.change = nn.Linear(4, 8), nn.Linear(8, 2), change
+        self.activation = activation
 
     def forward(self, x):
-        return self.b(torch.tanh(self.change(self.a(x), x)))
+        return self.b(self.activation(self.change(self.a(x), x)))
 
 
 def make_private(net, mode="hooks", batch_size=40, x=None):
@@ -64,6 +65,28 @@ def halved_until_small(h, x):
     return h
 
 
+def cut(h):
+    return h.clamp(-3, 3)
+
+
+def in_place(h, x):
+    is_large = (h.abs() > 3).any()
+    is_large &= (h.abs() < math.exp(30)).all()
+    return cut(h) if is_large else h
+
+
+class Counted(nn.Module):
+    """Its limit is a buffer."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+        self.register_buffer("limit", torch.tensor(54321.0))
+
+    def forward(self, h, x):
+        return self.by(h, x, self.limit)
+
+
 def far_and_negative(h, x):
     return centred(h) if far(x) and (x[:, 0] < -math.exp(30)).any() else h
 
@@ -72,6 +95,10 @@ def far_and_negative(h, x):
 
 # by a constant of the code, as a value or as a number of records
 CONSTANTS = {
+    "how many are beyond a buffer": Counted(lambda h, x, limit: h / (1 + (x[:, 0] > limit).sum())),
+    "divided by what is beyond a buffer": Counted(
+        lambda h, x, limit: h * limit / torch.cat([x.abs().flatten(), limit[None]]).amax()
+    ),
     "a huge value": lambda h, x: centred(h) if x.abs().amax() > 1e5 else h,
     "a certain value": lambda h, x: centred(h) if (x == 77).any() else h,
     "a certain value, found by torch.where": lambda h, x: torch.where(
@@ -126,6 +153,30 @@ COINCIDENCES = {
 def test_a_branch_at_a_constant_of_the_code_is_refused(name):
     with pytest.raises(ValueError, match=r"depend on (another|the number)|changes other records"):
         make_private(Net(CONSTANTS[name]))
+
+
+CUTS = {
+    # the largest of numbers one of which is none is none
+    "the largest is large": lambda h, x: cut(h) if len(h) and h.abs().max() > 3 else h,
+    "the largest is very large": lambda h, x: (
+        h.clamp(-50, 50) if len(h) and h.abs().max() > 50 else h
+    ),
+    "the largest is large and a number": lambda h, x: (
+        cut(h) if len(h) and 3 < h.abs().max().item() < math.inf else h
+    ),
+    "any is large and none too large": lambda h, x: (
+        cut(h) if (h.abs() > 3).any() & ~(h.abs() > math.exp(30)).any() else h
+    ),
+    "the same, in place": in_place,
+}
+
+
+@MODES
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("name", CUTS)
+def test_a_cut_that_one_record_can_prevent_is_refused(name, mode):
+    with pytest.raises(ValueError, match=r"depend on another|changes other records"):
+        make_private(Net(CUTS[name], torch.nn.Identity()), mode)
 
 
 @pytest.mark.first_cases(2)
@@ -238,7 +289,7 @@ def raising(h, x):
 
 
 def clamped(h, x):
-    return h.clamp(-1e5, 1e5) if h.abs().max() > 1e5 else h
+    return h.clamp(-3, 3) if (h.abs() > 3).any() else h
 
 
 HARMLESS = {
@@ -250,7 +301,7 @@ HARMLESS = {
     "padding trimmed and masked": trimmed,
     "raising": raising,
     "missing values": lambda h, x: torch.where(h.isnan(), 0.0, h) if h.isnan().any() else h,
-    "cut if large": lambda h, x: clamped(h, x) if len(h) else h,
+    "cut if any is large": clamped,
     "a faster way if none is masked": lambda h, x: (
         h if (x > 0).all() else h * (x > 0).any(1, keepdim=True)
     ),

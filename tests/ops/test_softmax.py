@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_dpbayes as dpb
+from torch_dpbayes.heads.records import require_targets, usable
 from torch_dpbayes.ops.certificates import FiniteRunLangevin
 
 
@@ -71,6 +72,19 @@ def test_records_that_cannot_be_used_contribute_nothing():
     more = model.records(torch.cat([x, bad]), torch.cat([y, torch.tensor([0, 1, 4, -1])]))
     torch.testing.assert_close(more.gradient_sum(w), used.gradient_sum(w))
     torch.testing.assert_close(more.hessian_sum(w), used.hessian_sum(w))
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes"), [(torch.uint8, 256), (torch.uint8, 300), (torch.int8, 130)]
+)
+def test_labels_of_a_narrow_type(kind, classes):
+    """Whose largest value is below the number of classes."""
+    labels = torch.tensor([0, 50, 100, 127])
+    found = dpb.ops.Softmax(classes).records(torch.eye(4), labels.to(kind))
+    assert found.y.equal(labels)
+    assert (found.x != 0).any(1).all()
+    head = require_targets(labels.to(kind), 4, classes)
+    assert usable(torch.eye(4), head, classes, 1.0).all()
 
 
 def test_draws_have_the_posteriors_mean_and_spread():

@@ -27,6 +27,8 @@ _LARGEST_BATCH, _LARGEST_NUMBERS, _MOST_SIZES = 4096, 2**20, 8
 _FORCED_KINDS = ("given", "short", "ties", "codes")
 _FLIP_KINDS = ("given", "short", "plain", "codes", "outliers", "missing")
 _MOVE_KINDS = (*_FLIP_KINDS, "ties") * 2
+_FACTORS = (30.0, 1e6)  # beyond limits that are set for numbers of usual size
+_EXTREMES = (math.nan, math.inf, -math.inf, 3e38, -3e38)  # of one record
 _DECIDES = (
     "a decision on the batch, at {}, changes other records' outputs or gradients, and one record"
     " can bring it about. Decide for each record alone: torch.where with a condition per row."
@@ -149,11 +151,12 @@ def _check_flips(
     it, where that is seen, or else in every direction that made-up records show. Returns outcomes
     that change something.
     """
-    # 1: up, or from False to True; -1: down
     is_changed, changing = dict[int, bool](), dict[Outcome, None]()
     suspects = []
-    for seed, kind in enumerate(_FLIP_KINDS[: 2 if place.is_number else None]):
-        whole = tried.neighbours(_rows(tried), kind, seed)[0]
+    kinds = _FLIP_KINDS[: 2 if place.is_number else None]
+    batches = [tried.neighbours(_rows(tried), kind, seed)[0] for seed, kind in enumerate(kinds)]
+    batches += [_scaled(batches[0], factor) for factor in _FACTORS]
+    for seed, whole in enumerate(batches):
         one = given(whole, seed % _rows(tried))
         for arguments in (whole, one):
             decisions = Decisions(forced, bounds=bounds)
@@ -191,21 +194,58 @@ def _cannot_move(
 
     A sum may go either way, and which one is chance: so many batches are tried.
     """
-    rows, moves = _rows(tried), set[int]()
-    for seed, kind in enumerate(_MOVE_KINDS):
-        whole = tried.neighbours(rows, kind, seed)[0]
-        last = seed % rows
-        fewer = [[last], [i for i in range(rows) if i != last]]
+    moves = set[int]()
+    for whole, fewer in _joined(tried):
         after, *before = (
-            _values(tried, arguments, place, forced, bounds)
-            for arguments in (whole, *(given(whole, *places) for places in fewer))
+            _values(tried, arguments, place, forced, bounds) for arguments in (whole, *fewer)
         )
         for values in before:
             if len(values) == len(after):
-                moves |= {int(a > b) - int(a < b) for a, b in zip(after, values, strict=True)}
+                moves |= {_move(a, b) for a, b in zip(after, values, strict=True)}
         if moves & harmful:
             return False
     return bool(moves - {0})
+
+
+def _joined(tried: TriedModel) -> Iterator[tuple[tuple[Any, ...], list[tuple[Any, ...]]]]:
+    """Batches, and parts of them which the others join."""
+    rows = _rows(tried)
+    for seed, kind in enumerate(_MOVE_KINDS):
+        whole, last = tried.neighbours(rows, kind, seed)[0], seed % rows
+        others = [i for i in range(rows) if i != last]
+        yield whole, [given(whole, last), given(whole, *others)]
+    plain = tried.neighbours(rows, "given", 0)[0]
+    others = list(range(rows - 1))
+    for first in (None, *_EXTREMES):
+        there = _with_record(plain, 0, first)
+        for last_number in _EXTREMES:
+            yield _with_record(there, rows - 1, last_number), [given(there, *others)]
+
+
+def _scaled(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
+    """Real numbers of another size."""
+    return map_rows(lambda t: t * factor if t.is_floating_point() else t, arguments)
+
+
+def _with_record(arguments: tuple[Any, ...], place: int, number: float | None) -> tuple[Any, ...]:
+    """One record's real numbers are all ``number``."""
+
+    def changed(t: Tensor) -> Tensor:
+        if number is None or not t.is_floating_point():
+            return t
+        found, largest = t.clone(), torch.finfo(t.dtype).max
+        is_finite = math.isfinite(number)
+        found[place] = max(min(number, largest), -largest) if is_finite else number
+        return found
+
+    return map_rows(changed, arguments)
+
+
+def _move(after: Outcome, before: Outcome) -> int:
+    """1: up, or from False to True; -1: down; 2: to what is not a number."""
+    if math.isnan(after) or math.isnan(before):
+        return 0 if math.isnan(before) else 2
+    return int(after > before) - int(after < before)
 
 
 def _values(
@@ -219,10 +259,13 @@ def _values(
 
 
 def _direction(values: Sequence[Outcome], outcome: Outcome) -> int:
-    """Which way all of ``values`` go if they become ``outcome``; 0 where they stay or part."""
+    """Which way all of ``values`` go if they become ``outcome``, as of :func:`_move`; 0 where they
+    stay or part.
+    """
     if isinstance(outcome, bool):
         return 0 if all(value == outcome for value in values) else 1 if outcome else -1
-    return int(outcome > max(values)) - int(outcome < min(values))
+    moves = {_move(outcome, value) for value in values}
+    return moves.pop() if len(moves) == 1 else 0
 
 
 def _is_of_single_records(

@@ -17,7 +17,7 @@ import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -58,12 +58,14 @@ class Place:
         file, line, columns: where; the number of the instruction would change when Python
             specialises code that runs often.
         is_number: a number is taken out of the batch there, not a truth value.
+        operand: which one of a truth value that is made of two; None: it is not.
     """
 
     file: str
     line: int
     columns: tuple[int | None, ...]
     is_number: bool
+    operand: int | None = None
 
     def __str__(self) -> str:
         code = linecache.getline(self.file, self.line).strip()
@@ -148,14 +150,15 @@ class Decisions(TorchDispatchMode):
                 value = self._outcome(place, value)
             return value
         changed = {k for k, a in enumerate(args) if _is_truth_value(a) and self._depends([a])}
-        if changed and not _gives_truth_value(function, args):
+        is_step = _gives_truth_value(function, args)
+        if changed and (not is_step or sum(isinstance(a, Tensor) for a in args) > 1):
             place = _place(False)
-            for k in changed if place is not None else ():
+            for k in sorted(changed) if place is not None else ():
                 assert place is not None
                 value = bool(args[k])
-                outcome = self._outcome(place, value)
+                outcome = self._outcome(replace(place, operand=k) if is_step else place, value)
                 if outcome != value:
-                    args[k] = torch.full_like(args[k], outcome)
+                    self._give(args, k, outcome, function)
         result = function(*args, **kwargs)
         if self._of_batch is not None and not _reads_shapes_only(function):
             given = [*tensors_in(args), *tensors_in(kwargs)]
@@ -166,6 +169,14 @@ class Decisions(TorchDispatchMode):
                         made += tensors_in(t)
                 self.watch(made)
         return result
+
+    @staticmethod
+    def _give(args: list[Any], k: int, outcome: Outcome, function: Any) -> None:
+        info = function._schema.arguments[k].alias_info
+        if info is not None and info.is_write:
+            args[k].fill_(outcome)
+        else:
+            args[k] = torch.full_like(args[k], outcome)
 
     def _depends(self, args: Sequence[Any]) -> bool:
         return self._of_batch is None or any(
@@ -286,6 +297,10 @@ _MODES = tuple(
 )
 
 
+def _is_real_number(t: Tensor) -> bool:
+    return t.numel() == 1 and not t.is_complex()
+
+
 # -- constants -------------------------------------------------------------------------------------
 
 
@@ -297,6 +312,7 @@ class Constants:
     def __init__(self) -> None:
         self._codes: set[types.CodeType] = set()
         self._numbers: set[float] = set()
+        self._tensors: list[Tensor] = []  # of one number each
 
     @contextmanager
     def collected(self) -> Iterator[None]:
@@ -308,6 +324,9 @@ class Constants:
         finally:
             if before is None:
                 sys.setprofile(None)
+        # not while the model runs, whose operations are watched
+        self._keep([float(t) for t in self._tensors])
+        self._tensors.clear()
 
     def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -325,6 +344,12 @@ class Constants:
         for owner in frame.f_locals.values():
             if isinstance(owner, nn.Module):
                 values += [vars(owner).get(name) for name in code.co_names]
+                held = {**owner._buffers, **owner._parameters}
+                tensors = (held.get(name) for name in code.co_names)
+                self._tensors += [t for t in tensors if t is not None and _is_real_number(t)]
+        self._keep(values)
+
+    def _keep(self, values: Sequence[Any]) -> None:
         for value in values:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 if math.isfinite(value) and abs(value) < 2**62 and value not in (0, 1, -1, 2):
@@ -349,6 +374,7 @@ def numbers_near(values: Sequence[Outcome], constants: Sequence[float]) -> list[
         found |= {int(c) + more for c in few for more in (0, 1) if c < LARGEST_COUNT}
         return sorted(n for n in found if n not in values)
     found = {2 * abs(value) + 1, 1e6, -1e6, 1e15, -1e15, 0.0, min(values) / 2 - 1, -value}
+    found |= {math.inf, -math.inf, math.nan}
     found |= {sign * c * scale for c in few for sign, scale in ((1, 1), (1, 1.5), (-1, 1.5))}
     return sorted(float(n) for n in found if n not in values)
 

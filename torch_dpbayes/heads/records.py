@@ -66,9 +66,8 @@ def require_targets(targets: Any, count: int, num_classes: int | None) -> Tensor
             f"labels must be integers from 0 to {num_classes - 1}, got {targets.dtype}: write"
             " labels.long(), or PrivateLinear(None, noise_std=...) for a regression."
         )
-    if targets.dtype == torch.bool:
-        targets = targets.long()
-    return targets
+    # a narrow type would wrap the number of classes that it is compared with
+    return targets if num_classes is None and targets.dtype != torch.bool else targets.long()
 
 
 def usable(features: Tensor, targets: Tensor, num_classes: int | None, unit: float) -> Tensor:

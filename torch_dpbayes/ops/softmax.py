@@ -147,10 +147,11 @@ class Softmax:
     def records(self, features: Tensor, labels: Tensor) -> SoftmaxRecords:
         """The data with every record's part bounded; nothing about their values can raise."""
         x = self._features.features(features)
-        y = labels.detach().to(x.device)
+        # a narrow type would wrap the number of classes that it is compared with
+        y = labels.detach().to(x.device).long()
         is_class = (y >= 0) & (y < self._num_classes)
         x.masked_fill_(~is_class[:, None], 0.0)
-        return SoftmaxRecords(x, torch.where(is_class, y, 0).long(), self._num_classes)
+        return SoftmaxRecords(x, torch.where(is_class, y, 0), self._num_classes)
 
 
 class SoftmaxRecords:

@@ -24,7 +24,7 @@ _SAME = {
     _aten.clone.default,
 }
 _ZEROS = {_aten.zeros.default, _aten.new_zeros.default, _aten.zeros_like.default}
-_WHOLE_NUMBERS = {torch.int64, torch.int32, torch.int16}
+_WHOLE_NUMBERS = {torch.int64, torch.int32}
 
 
 class Piece(NamedTuple):
