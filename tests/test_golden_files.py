@@ -114,6 +114,17 @@ def test_draws_that_began_with_a_number_for_every_record_go_on_so(law):
         assert found == old["draws"][saved:]
 
 
+@pytest.mark.parametrize("law", KINDS)
+@pytest.mark.parametrize("num_data", [50, 99, 101, 150, 200, 1000])
+def test_draws_that_waited_do_not_take_the_random_numbers_of_later_ones(law, num_data):
+    """They would, of other data than they were drawn from, which the old file does not name."""
+    position = OLD_DRAWS[law]["position"]
+    with pytest.raises(ValueError, match="keep data and batch size, or leave out generator="):
+        KINDS[law](num_data, 0.05, torch.Generator(), 0).require_position(position)
+    if law != "random_allocation":
+        KINDS[law](num_data, 0.05, torch.Generator(), 0).require_position(position[-1:])
+
+
 def test_samples_predict_what_they_did():
     samples, old = dpb.PosteriorSamples.load(GOLDEN / "samples.pt"), VALUES["samples"]
     assert len(samples) == old["length"]

@@ -6,7 +6,8 @@ full state from the operating system; torch's own ``Generator.seed()`` keeps 32 
 enough to try them all. A generator of the caller's gives a key for each release, and the noise
 comes from a hash of the key and of what it is to hide (as the nonces of RFC 6979 do): a run that is
 repeated is the same bit for bit, a run that departs from it in anything gets independent noise. In
-one process every position of such a generator is used at most once.
+one process every position of such a generator is used at most once. Batches come from such keys
+too.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ _PIECE = 2**16  # numbers; 256 kB of float32
 _TAIL = 5.0
 _BEYOND_TAIL = float(torch.special.ndtr(torch.tensor(-_TAIL, dtype=torch.float64)))  # on one side
 _CPU_WORDS = slice(24, 24 + 8 * 624)
+# without the seed as given, of which the stream uses 32 bits only, and a normal number kept back
+_CPU_PLACE = slice(8, _CPU_WORDS.stop)
 _ENTROPY_BYTES = 8 + 4 * 624
 
 
 def stream_position(generator: torch.Generator) -> bytes:
-    """Digest of where ``generator`` stands in its stream; equal digests mean equal numbers to
+    """Digest of where ``generator`` stands in its stream; equal digests mean equal random bits to
     come.
     """
     state = generator.get_state()
     if state.numel() == _CPU_STATE_BYTES:
-        state = state[8:]  # the seed as given, of which the stream uses 32 bits only
+        state = state[_CPU_PLACE]
     return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
@@ -125,21 +128,7 @@ class GaussianNoise:
             if self._own is None or self._own.device != device or os.getpid() != self._pid:
                 self._own, self._pid = fresh_generator(device), os.getpid()
             return self._own
-        use_position("noise", self.generator)
-        key = torch.randint(
-            -(2**63), 2**63 - 1, (4,), generator=self.generator, device=self.generator.device
-        )
-        digest = hashlib.shake_256(key.cpu().numpy().tobytes())
-        for part in hides:
-            if isinstance(part, str):
-                digest.update(hashlib.blake2b(part.encode()).digest())
-            else:
-                digest.update(
-                    hashlib.blake2b(
-                        part.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
-                    ).digest()
-                )
-        return _generator_from(digest.digest(_ENTROPY_BYTES), device)
+        return stream_of_key("noise", self.generator, hides, device)
 
 
 def add_gaussian(target: Tensor, std: float, divisor: float, stream: torch.Generator) -> None:
@@ -185,6 +174,30 @@ def in_cache(*vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield from zip(*(vector.split(_PIECE) for vector in vectors), strict=True)
     else:
         yield vectors
+
+
+def stream_of_key(
+    what: str, generator: torch.Generator, parts: Iterable[Tensor | str], device: torch.device | str
+) -> torch.Generator:
+    """Where ``what`` is drawn from: a generator seeded by a hash of the caller's next 256 bits,
+    which is all that it takes of ``generator``, and of ``parts``.
+
+    Streams of two callers that overlap give independent generators, unless they stand at the same
+    position, which is used once in a process.
+    """
+    use_position(what, generator)
+    key = torch.randint(-(2**63), 2**63 - 1, (4,), generator=generator, device=generator.device)
+    digest = hashlib.shake_256(key.cpu().numpy().tobytes())
+    for part in parts:
+        if isinstance(part, str):
+            digest.update(hashlib.blake2b(part.encode()).digest())
+        else:
+            digest.update(
+                hashlib.blake2b(
+                    part.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data
+                ).digest()
+            )
+    return _generator_from(digest.digest(_ENTROPY_BYTES), device)
 
 
 def use_position(what: str, generator: torch.Generator) -> None:

@@ -404,6 +404,18 @@ def test_a_pass_does_not_go_on_over_other_data_or_batches(monkeypatch, rows, bat
     assert len(other.accountant) == 2
 
 
+def test_a_pass_that_was_looked_at_is_not_drawn_again_from_other_data():
+    """Without keys it would take the random numbers of the next one."""
+    begun = RandomAllocationSampler(100, 1 / 20, torch.Generator(), 0)
+    begun.require_position(begun.position())
+    next(iter(begun))
+    begun.require_position(begun.position())
+    for num_data, steps in ((101, 20), (100, 10)):
+        other = RandomAllocationSampler(num_data, 1 / steps, torch.Generator(), 0)
+        with pytest.raises(ValueError, match="keep data"):
+            other.require_position(begun.position())
+
+
 def test_a_pass_that_is_paid_does_not_go_on_with_a_dearer_query(monkeypatch):
     """The same noise hides less where more is released."""
     state = None

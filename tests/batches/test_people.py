@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes import noise
 from torch_dpbayes.accounting import events
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import (
@@ -28,7 +29,6 @@ from torch_dpbayes.accounting.events import (
     RecordwiseBatchGaussianDpEvent,
 )
 from torch_dpbayes.accounting.people import PersonDpEvent
-from torch_dpbayes.batches import draws
 from torch_dpbayes.batches.people import People, PeopleSampler
 
 FALSE_ALARM = 1e-6  # of each statistical test
@@ -384,7 +384,7 @@ def test_strings_that_numpy_takes_for_equal_are_two_people():
 
 
 def test_draws_with_a_generator_go_on_where_they_were_saved(monkeypatch):
-    monkeypatch.setattr(draws, "use_position", lambda *_: None)  # a second run of the same draws
+    monkeypatch.setattr(noise, "use_position", lambda *_: None)  # a second run of the same draws
     seed = int(torch.randint(2**40, ()))
 
     def made():

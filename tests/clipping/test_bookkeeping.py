@@ -703,7 +703,7 @@ def test_a_whole_run_is_that_of_hooks(monkeypatch):
     # else rounding changes the noise
     monkeypatch.setattr(GaussianNoise, "next_stream", lambda noise, device, hides: noise.generator)
     monkeypatch.setattr(GaussianNoise, "require_usable", lambda noise, device: None)
-    monkeypatch.setattr("torch_dpbayes.batches.draws.use_position", lambda *_: None)
+    monkeypatch.setattr("torch_dpbayes.noise.use_position", lambda *_: None)
     net = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
     ).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import zlib
@@ -13,7 +14,7 @@ import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
 from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from ..noise import fresh_generator, use_position
+from ..noise import fresh_generator, stream_of_key, use_position
 from ..ranks import Ranks
 from .joining import MOST_RECORDS, Cells, Darts
 
@@ -63,8 +64,10 @@ class PoissonSampler(UniformWithReplacementSampler):
     Args:
         num_data: number of records N, those of other ranks included, at most 2⁵³.
         sample_rate: q in (0, 1].
-        generator: the caller's source of randomness on the CPU, of which every position is used
-            once in a process. None: entropy of the operating system.
+        generator: the caller's source of randomness on the CPU. Each draw takes 256 bits of it, and
+            comes from a generator that a hash of them seeds: draws of streams that overlap are
+            independent of each other, and where the same bits would seed a second one in a process,
+            it is refused. None: entropy of the operating system.
         num_workers: that of the loader.
         ranks: the ranks that share the draws; None: there is one.
 
@@ -107,7 +110,7 @@ class PoissonSampler(UniformWithReplacementSampler):
             steps=max(1, math.floor(1 / sample_rate + 1e-9)),
         )
         self.__dict__["num_samples"] = num_data  # also 0, where that number is private
-        self._draw_by(darts=True)
+        self._draw_as(keyed=True)
         self.has_user_generator = generator is not None
         self.num_workers = num_workers
         self.ranks = ranks
@@ -213,20 +216,23 @@ class PoissonSampler(UniformWithReplacementSampler):
             )
 
     def _next_draw(self) -> _Draw:
-        state, here = None, None
+        state, here, stream = None, None, self.generator
         if self.has_user_generator:
             if self._waiting:
                 here = self.generator.get_state()
                 self.generator.set_state(self._waiting.popleft())
             state = self.generator.get_state()
-            use_position("a batch", self.generator)
+            if self._is_keyed:
+                stream = stream_of_key("a batch", self.generator, ["a batch"], "cpu")
+            else:
+                use_position("a batch", self.generator)
         elif _state_of(self.generator) != self._state:
             raise RuntimeError(
                 "the private loader's own generator was seeded or used from outside: call"
                 " make_private again and leave it alone, or give it DataLoader(...,"
                 " generator=torch.Generator().manual_seed(...))."
             )
-        joining = self._joining()
+        joining = self._joining(stream)
         if here is not None:
             self.generator.set_state(here)
         self._state = _state_of(self.generator)
@@ -242,19 +248,20 @@ class PoissonSampler(UniformWithReplacementSampler):
             state,
         )
 
-    def _draw_by(self, *, darts: bool) -> None:
-        """Draw at a cost that does not depend on N, where the rate is small; if not ``darts``, then
-        as every draw was before there were any.
+    def _draw_as(self, *, keyed: bool) -> None:
+        """Take a key of the caller's generator for each draw, which costs nothing that depends on N
+        where the rate is small; if not ``keyed``, draw from that generator itself, a number for
+        every record, as earlier versions did.
         """
-        self._may_be_darts = darts
+        self._is_keyed = keyed
         number, _ = self.drawn
-        self._is_by_darts = darts and self.sample_rate < _FEW and number > 0
+        self._is_by_darts = keyed and self.sample_rate < _FEW and number > 0
         kind = Darts if self._is_by_darts else Cells
         self._who: Darts | Cells = kind(number, self.sample_rate)
 
-    def _joining(self) -> torch.Tensor:
+    def _joining(self, stream: torch.Generator) -> torch.Tensor:
         """The positions of the records that join the next batch, in rising order."""
-        return self._who.draw(self.generator)
+        return self._who.draw(stream)
 
     def draw_from(self, state: torch.Tensor) -> None:
         """Draw what rank 0 draws, unless the caller's generators do so already."""
@@ -374,7 +381,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         drawn = [draw.state for draw in self._draws if draw.state is not None]
         return {
             "states": torch.stack([*drawn, *self._waiting, self.generator.get_state()]),
-            "darts": self._may_be_darts,
+            "keyed": self._is_keyed,
             "of": self._described(),
         }
 
@@ -385,22 +392,38 @@ class PoissonSampler(UniformWithReplacementSampler):
         """Raise if ``position`` is not one that such draws were saved at, and where draws that
         wait, drawn again, would take other random numbers than they did, those of later draws.
         """
-        if isinstance(position, torch.Tensor):  # of versions that had no darts
-            return
-        if "darts" not in position:
+        if isinstance(position, torch.Tensor):  # of versions that had no keys
+            are_same = self._end_where_the_next_begin(position)
+        elif "turn" in position or "keyed" not in position:
             raise ValueError(_OTHER_LAW)
-        if len(position["states"]) > 1 and position["of"] != self._described():
+        else:
+            are_same = len(position["states"]) == 1 or position["of"] == self._described()
+        if not are_same:
             raise ValueError(
-                "the saved run left draws that got no step, of other data or batches than these,"
-                " which cannot be drawn again: keep data and batch size, or leave out generator=."
+                "the saved run left draws that got no step, which cannot be shown to be of these"
+                " data and batches: keep data and batch size, or leave out generator=."
             )
+
+    def _end_where_the_next_begin(self, states: torch.Tensor) -> bool:
+        """Whether draws that wait, drawn again without keys, take the random numbers that they
+        took, no more and no less. How many these are tells the number of records, which such
+        positions do not say.
+        """
+        was, trial, are_same = self._is_keyed, torch.Generator(), True
+        self._draw_as(keyed=False)
+        for state, end in itertools.pairwise(states):
+            trial.set_state(state.clone())
+            self._joining(trial)
+            are_same &= torch.equal(trial.get_state(), end)
+        self._draw_as(keyed=was)
+        return are_same
 
     def resume(self, position: Any) -> None:
         """Go on from where a saved run was, in a new pass: with the draws that waited, then
         with new ones. A run that began with a number for every record goes on so.
         """
         is_old = isinstance(position, torch.Tensor)
-        self._draw_by(darts=not is_old and position["darts"])
+        self._draw_as(keyed=not is_old and position["keyed"])
         self._go_on(position if is_old else position["states"])
 
     def _go_on(self, states: torch.Tensor) -> None:

@@ -47,7 +47,8 @@ _PIECE = 2**18  # records that are looked at together
 
 def _words(number: int, generator: torch.Generator) -> NDArray[np.int64]:
     """Independent whole numbers, uniform in [0, 2⁶³)."""
-    return torch.empty(number, dtype=torch.int64).random_(generator=generator).numpy()
+    words = torch.empty(number, dtype=torch.int64, device="cpu")
+    return words.random_(generator=generator).numpy()
 
 
 def uniform(number: int, values: int, generator: torch.Generator) -> NDArray[np.int64]:

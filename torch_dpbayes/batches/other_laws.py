@@ -24,7 +24,7 @@ def _chosen(number: int, most: int, generator: torch.Generator) -> torch.Tensor:
     again.
     """
     while True:
-        keys = torch.empty(number, dtype=torch.int64).random_(generator=generator)
+        keys = torch.empty(number, dtype=torch.int64, device="cpu").random_(generator=generator)
         smallest, chosen = torch.topk(keys, most, largest=False)
         if int((keys <= smallest.max()).sum()) == most:
             return chosen.sort().values
@@ -57,10 +57,10 @@ class TruncatedPoissonSampler(PoissonSampler):
     def __reduce__(self) -> tuple[Any, ...]:
         return _truncated, (*super().__reduce__()[1], self.max_batch_size)
 
-    def _joining(self) -> torch.Tensor:
-        joining = super()._joining()
+    def _joining(self, stream: torch.Generator) -> torch.Tensor:
+        joining = super()._joining(stream)
         if len(joining) > self.max_batch_size:
-            joining = joining[_chosen(len(joining), self.max_batch_size, self.generator)]
+            joining = joining[_chosen(len(joining), self.max_batch_size, stream)]
         return joining
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
@@ -87,9 +87,9 @@ class FixedSizeSampler(PoissonSampler):
         """How many records a batch has."""
         return round(self.sample_rate * self.num_samples)
 
-    def _joining(self) -> torch.Tensor:
+    def _joining(self, stream: torch.Generator) -> torch.Tensor:
         choose = some_of if self._is_by_darts else _chosen
-        return choose(self.num_samples, self.batch_size, self.generator)
+        return choose(self.num_samples, self.batch_size, stream)
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         return SampledWithoutReplacementDpEvent(self.num_samples, self.batch_size, gaussian)
@@ -148,16 +148,19 @@ class RandomAllocationSampler(PoissonSampler):
             draw = super()._next_draw()
             self._epoch_state = draw.state
             return draw
-        return self._drawn(self._joining(), self._epoch_state)
+        return self._drawn(self._batch_of(self._batches), self._epoch_state)
 
-    def _joining(self) -> torch.Tensor:
-        if self._batches is None:
-            joined = torch.from_numpy(uniform(self.num_samples, self.steps, self.generator))
-            sizes = joined.bincount(minlength=self.steps)
-            self._batches = list(joined.argsort(stable=True).split(sizes.tolist()))
+    def _joining(self, stream: torch.Generator) -> torch.Tensor:
+        joined = torch.from_numpy(uniform(self.num_samples, self.steps, stream))
+        sizes = joined.bincount(minlength=self.steps)
+        self._batches = list(joined.argsort(stable=True).split(sizes.tolist()))
+        return self._batch_of(self._batches)
+
+    def _batch_of(self, batches: list[torch.Tensor]) -> torch.Tensor:
+        """The next one of this pass."""
         batch = self._turn + len(self._draws)
         assert batch < self.steps, "a pass has no batch beyond its last one"
-        return self._batches[batch]
+        return batches[batch]
 
     def is_paid(self, noise_multiplier: float) -> bool:
         if self._paid is None or self._is_begun:
@@ -195,19 +198,20 @@ class RandomAllocationSampler(PoissonSampler):
             "turn": self._turn,
             "paid": self._paid,
             "of": [self.num_samples, self.steps],
+            "keyed": self._is_keyed,
         }
 
     def require_position(self, position: Any) -> None:
         if not (isinstance(position, dict) and "turn" in position):
             raise ValueError(_OTHER_LAW)
-        is_begun = position["turn"] > 0 or position["paid"] is not None
-        if is_begun and position.get("of") != [self.num_samples, self.steps]:
+        if len(position["states"]) > 1 and position.get("of") != [self.num_samples, self.steps]:
             raise ValueError(
-                "the saved run was charged for a pass over other data or of other batches, which"
-                f" cannot go on over {self.num_samples} records in {self.steps} batches: keep data"
+                "the saved run began a pass over other data or of other batches, which cannot"
+                f" go on over {self.num_samples} records in {self.steps} batches: keep data"
                 " and batch size, or leave out generator=."
             )
 
     def resume(self, position: Any) -> None:
+        self._draw_as(keyed=position.get("keyed", False))
         self._go_on(position["states"])
         self._turn, self._paid = position["turn"], position["paid"]

@@ -65,11 +65,12 @@ class People:
         ``most`` of them, each such set with the same probability.
         """
         counts = self._counts[drawn]
-        owners = torch.repeat_interleave(torch.arange(len(drawn)), counts)
-        places = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+        owners = torch.arange(len(drawn), device="cpu").repeat_interleave(counts)
+        places = torch.arange(len(owners), device="cpu") - (counts.cumsum(0) - counts)[owners]
         records = self._records[self._starts[drawn][owners] + places]
         if bool((counts > self.most).any()):
-            keys = torch.empty(len(records), dtype=torch.int64).random_(generator=generator)
+            keys = torch.empty(len(records), dtype=torch.int64, device="cpu")
+            keys.random_(generator=generator)
             order = keys.argsort()
             order = order[owners[order].argsort(stable=True)]  # by person, at random within
             records = records[order][places < self.most]
@@ -142,8 +143,8 @@ class PeopleSampler(PoissonSampler):
     def __reduce__(self) -> tuple[Any, ...]:
         return _of_people, (*super().__reduce__()[1], self.people)
 
-    def _joining(self) -> torch.Tensor:
-        return self.people.records_of(super()._joining(), self.generator)
+    def _joining(self, stream: torch.Generator) -> torch.Tensor:
+        return self.people.records_of(super()._joining(stream), stream)
 
     @property
     def drawn(self) -> tuple[int, str]:
