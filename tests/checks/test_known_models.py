@@ -47,8 +47,8 @@ class NoEmptyBatch(Block):
 
 class WholeBatch(Block):
     def forward(self, x):
-        if x.sum().item() > 1e30:
-            x = x / 2
+        if (x.abs() > 1e30).any():  # which changes nothing for other records
+            x = x.clamp(-1e30, 1e30)
         return super().forward(x)
 
 
