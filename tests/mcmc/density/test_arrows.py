@@ -7,6 +7,8 @@ from torch_dpbayes.mcmc import density
 
 ORDER = [
     "pyro_runs",
+    "refusals",
+    "pieces",
     "recording",
     "prior",
     "arguments",
