@@ -19,6 +19,7 @@ from .structure import find_structure
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
 _NUMBERS_IN_FLOAT64 = 2**17  # likewise
+_ROWS_IN_FLOAT64 = 2**13  # a sum of more loses digits, one number after the other
 T = TypeVar("T")
 
 
@@ -223,7 +224,7 @@ class RecordDensity:
             if kept is not None:
                 gradients = [piece.of(kept) for piece in gradients]
             each = sum(piece.values[:1].numel() for piece in gradients)
-            rows = max(1, _NUMBERS_IN_FLOAT64 // max(1, each))
+            rows = min(_ROWS_IN_FLOAT64, max(1, _NUMBERS_IN_FLOAT64 // max(1, each)))
             for start in range(0, len(gradients[0].values), rows):
                 some = slice(start, start + rows)
                 block = [piece.of(some).in_float64() for piece in gradients]
