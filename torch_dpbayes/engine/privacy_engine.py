@@ -262,9 +262,10 @@ class PrivacyEngine:
         ``TruncatedSubsampledGaussianDpEvent(N, q, max_batch_size, z)``, of batches of fixed size
         ``SampledWithoutReplacementDpEvent(N, B, GaussianDpEvent(z))``. Random allocation charges
         ``RandomAllocationDpEvent(len(loader), GaussianDpEvent(z))`` at the first step of each pass.
-        With ``people`` the number of records, those beyond ``records_per_person`` = k of somebody
-        not counted, is the public constant, and a step charges ``PersonDpEvent(
-        PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
+        With ``people`` the number of people and that of records, those beyond
+        ``records_per_person`` = k of somebody not counted, are the public constants, under
+        replace-one too, where another person may bring more records. A step charges
+        ``PersonDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.people.PeopleSampler`.
         """
         with self._together():

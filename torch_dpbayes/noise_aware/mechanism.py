@@ -132,8 +132,8 @@ def matrix_event(multiplier: float, neighboring: Neighboring) -> DpEvent:
 
     Adding a record moves the sum by up to B. Replacing one moves it by up to √2·B, and not by 2B,
     for the inner product of two positive semi-definite matrices is not negative, nor that of two
-    such vectors. The accountant
-    doubles the bound under replace-one, so it is told of a larger multiplier.
+    such vectors. The accountant doubles the bound under replace-one, so it is told of a larger
+    multiplier.
     """
     is_swap = neighboring_relation(neighboring) == "replace_one"
     return GaussianDpEvent(multiplier * (math.sqrt(2) if is_swap else 1.0))
