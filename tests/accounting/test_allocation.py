@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import special
 
-from torch_dpbayes.accounting import PrivacyAccountant, loss_grid, renyi
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent, _average
+from torch_dpbayes.accounting import PrivacyAccountant, allocation, loss_grid, renyi
+from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent, _average, _replaced
 from torch_dpbayes.accounting.composition import compose
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.pairs import Allocated, dominating_pair
@@ -103,7 +103,7 @@ def test_a_replaced_record_is_covered_whatever_its_gradients(steps):
         ]
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "steps, noise, epochs",
     [
@@ -127,6 +127,53 @@ def test_it_costs_no_more_than_poisson_sampling(steps, noise, epochs):
     poisson.compose(PoissonSampledDpEvent(1 / steps, gaussian), steps * epochs)
     for delta in (1e-4, 1e-6, 1e-10):  # the grids add up to .05 % to the variance of the loss
         assert allocated.get_epsilon(delta) <= poisson.get_epsilon(delta) * (1 + 5e-4)
+
+
+def test_a_replaced_record_costs_what_the_mixtures_do():
+    """And more than with Poisson sampling, for it is in one of two batches for certain."""
+    noise = random.uniform(0.7, 2.5)
+    points, weight = quadrature(2, 8.0 + 1 / noise)
+    p, q = ratios(points, noise), ratios(points, noise, -1.0)
+    poisson = [
+        np.prod((1 + np.exp(sign * points / noise - 1 / (2 * noise**2))) / 2, axis=1)
+        for sign in (1.0, -1.0)
+    ]
+    pair = Allocated("antipodal", 2, noise)
+    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
+    for epsilon in [0.0, *fine_epsilons(losses, masses)[:4]]:
+        ratio = math.exp(max(epsilon, 0.0))
+        truth = float(weight @ np.maximum(p - ratio * q, 0.0))
+        margin = margin_of(2, truth)
+        assert truth - margin <= profile(pair, max(epsilon, 0.0)) <= truth * 1.04 + margin
+        drawn = float(weight @ np.maximum(poisson[0] - ratio * poisson[1], 0.0))
+        assert drawn <= truth + margin
+    at_zero = [float(weight @ np.maximum(a - b, 0.0)) for a, b in ((p, q), poisson)]
+    assert at_zero[1] < at_zero[0] * 0.99
+
+
+def exact_divergence(noise, epsilon):
+    """Of a replaced record and two steps: E (f(x) + f(y))_+ / 2, the expectation over x in closed
+    form and the one over y, of a smooth function, to 13 digits.
+    """
+    s, ratio = 1 / noise, math.exp(epsilon)
+    y, weight = loss_grid.pieces(np.linspace(-12.0 - s, 12.0 + s, 600), 5)
+    rest = np.exp(s * y - s**2 / 2) - ratio * np.exp(-s * y - s**2 / 2)
+    # from here on x is large enough
+    start = (epsilon / 2 - np.arcsinh(rest * math.exp(s**2 / 2 - epsilon / 2) / 2)) / s
+    inner = special.ndtr(s - start) - ratio * special.ndtr(-s - start) + rest * special.ndtr(-start)
+    return float(weight @ (np.exp(-(y**2) / 2) * inner)) / math.sqrt(2 * math.pi) / 2
+
+
+def test_the_profile_of_a_replaced_record_is_never_below_the_exact_one():
+    """At each epsilon at which it is computed, for between them it lies above its own chords."""
+    noise = math.exp(random.uniform(math.log(1.2), math.log(100.0)))
+    epsilons, deltas = _replaced(2, noise)
+    truths = np.array([exact_divergence(noise, epsilon) for epsilon in epsilons])
+    seen = truths > 1e-11
+    assert seen.sum() > 50
+    assert np.all(deltas >= truths * (1 - 1e-10))
+    likely = truths > 1e-3
+    assert np.all(deltas[likely] <= truths[likely] * 1.005)
 
 
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
@@ -164,8 +211,7 @@ def test_simulated_epochs_lie_below(kind):
     # each term lies in [0, 1]: Bernstein at the largest variance
     margin = math.sqrt(2 * 1e-2 * number * -math.log(FALSE_ALARM)) - math.log(FALSE_ALARM)
     assert inside <= 1e-2 * number + margin
-    if kind == "directed":
-        assert inside >= 0.9 * 1e-2 * number - margin
+    assert inside >= 0.9 * 1e-2 * number - margin
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
@@ -211,12 +257,30 @@ def test_many_noise_levels_are_few_kinds():
     assert least < accountant.get_epsilon(1e-5) < most.get_epsilon(1e-5)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("steps", [2, 37, 3000])
 def test_values_far_apart_are_added_up(steps):
     """Losses from -400 to 300: W has all its probability, and mean 1."""
     losses, masses = _average(steps, random.uniform(0.05, 0.08), 1e-60, 1e-12)
     assert masses.sum() == pytest.approx(1.0, abs=1e-9)
     assert masses @ np.exp(losses) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_grids_of_many_steps_stay_small_and_above(monkeypatch):
+    steps, noise = random.randint(2000, 4000), random.uniform(0.5, 0.7)
+    pair = Allocated("directed", steps, noise)
+    fine = max(c.upper_epsilon(1e-6) for c in compose({pair: 1}, delta=1e-6))
+    monkeypatch.setattr(allocation, "_MOST_VALUES", 200)
+    _average.cache_clear()
+    try:
+        losses, masses = _average(steps, noise, 1e-12, 1e-12)
+        coarse = max(c.upper_epsilon(1e-6) for c in compose({pair: 1}, delta=1e-6))
+    finally:
+        _average.cache_clear()
+    assert len(losses) < 600
+    assert masses.sum() == pytest.approx(1.0, abs=1e-9)
+    assert masses @ np.exp(losses) == pytest.approx(1.0, abs=1e-9)
+    assert fine < coarse < 1.5 * fine
 
 
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])

@@ -416,6 +416,7 @@ def test_calibration_leaves_delta_to_failures():
 # --- saving and saying ----------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_it_survives_saving_and_the_ledger(tmp_path):
     accountant = PrivacyAccountant(5.0, 1e-5, path=tmp_path / "budget.db")
     accountant.compose(pair(0.1, 1e-7), 3, label="draws").compose(STEP, 20, label="chain")

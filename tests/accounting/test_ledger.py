@@ -320,6 +320,7 @@ def test_no_more_releases_than_can_be_counted(path):
             PrivacyAccountant(**where).compose(SelfComposedDpEvent(STEP, 2**40), 2**40)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(where, path):
     """Near the edge a composition vouches for so many more steps; charges of another kind, or
@@ -363,7 +364,7 @@ def test_a_refused_charge_changes_nothing(path):
     assert counted(path) == 10
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("noises", ["rising", "falling", "waves"])
 def test_a_schedule_costs_few_commits_and_few_compositions(path, noises, monkeypatch):
     commits, compositions = [], []
@@ -605,6 +606,7 @@ def test_jobs_that_opened_an_empty_file_were_all_fixed_in_advance(path):
     assert PrivacyAccountant(path=path).compose(STEP).guarantee == "filter"
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_a_registered_schedule(where, tmp_path):
     where = {"path": tmp_path / "l.db"} if where == "file" else {}
@@ -1052,7 +1054,7 @@ def test_no_folder(tmp_path):
         PrivacyAccountant(path=tmp_path / "none" / "budget.db")
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, sqlite3.OperationalError("disk I/O error")])
 def test_an_interrupted_commit_never_counts_less_than_was_released(
@@ -1134,6 +1136,7 @@ def test_the_command_says_what_there_is(full, path, capsys):
     assert path.read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_the_command_draws(full, path, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main([str(path), "--plot", str(tmp_path / "spent.png")]) == 0

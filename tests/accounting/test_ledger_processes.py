@@ -254,7 +254,7 @@ def charge_and_fail(accountant):
     sys.exit(3)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_worker_that_was_sent_the_accountant_and_fails_returns_its_blocks(tmp_path, method):
     path = tmp_path / "budget.db"
@@ -336,6 +336,7 @@ finally:
 """
 
 
+@pytest.mark.thorough
 def test_ctrl_c_returns_what_was_reserved(tmp_path):
     path = tmp_path / "budget.db"
     ran = subprocess.run(

@@ -284,7 +284,7 @@ def test_other_releases_from_one_batch_are_refused():
             PrivacyAccountant().compose(event)
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 @pytest.mark.parametrize(
     "make",

@@ -35,6 +35,7 @@ def steps(order):
     return found
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("order", ORDERS)
 def test_few_commits_little_lost_and_all_of_it_released(order, tmp_path):
     path = tmp_path / "budget.db"

@@ -141,7 +141,7 @@ def test_arguments_out_of_range_are_refused(wrong):
         PrivacyAccountant().compose(STEP).risk(**wrong)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 @pytest.mark.parametrize(
     "target",

@@ -19,6 +19,7 @@ from torch_dpbayes.accounting.events import (
     PureDpEvent,
 )
 from torch_dpbayes.accounting.pairs import Gaussian
+from torch_dpbayes.accounting.people import PersonDpEvent
 from torch_dpbayes.accounting.selection import (
     Repetitions,
     selection_epsilon,
@@ -27,6 +28,9 @@ from torch_dpbayes.accounting.selection import (
 
 shapes = st.one_of(st.sampled_from([1.0, 0.0]), st.floats(-0.6, -0.01), st.floats(0.01, 1.0))
 means = st.floats(0.1, 1.3).map(lambda x: 10**x)
+
+
+RELATION = "add_or_remove_one"
 
 
 def generating(repetitions):
@@ -152,13 +156,27 @@ def test_what_is_charged():
     repetitions = Repetitions(10.0)
     epsilon = selection_epsilon([(step, 300)], repetitions, 1e-6)
     accountant = PrivacyAccountant(2 * epsilon, 1e-5)
-    accountant.compose(selection_event([(step, 300)], repetitions, 1e-6))
+    accountant.compose(selection_event([(step, 300)], repetitions, 1e-6, RELATION))
     assert accountant.get_epsilon(1e-6) == pytest.approx(epsilon, rel=1e-12)
     assert accountant.get_epsilon(1e-6) >= epsilon and accountant.get_epsilon(1e-7) == math.inf
     assert accountant.remaining(step) > 0
     replaced = selection_epsilon([(step, 300)], repetitions, 1e-6, "replace_one")
     assert replaced > 1.2 * epsilon
     assert selection_epsilon([], repetitions, 1e-6) == 0.0
+
+
+def test_a_selection_of_people_is_about_people():
+    """A person's guarantee is none for one of their records under add_or_remove_one."""
+    run, repetitions = GaussianDpEvent(4.0), Repetitions(3.0)
+    event = selection_event([(PersonDpEvent(run), 2)], repetitions, 1e-6, RELATION)
+    with pytest.raises(ValueError, match="protects records"):
+        PrivacyAccountant().compose(event)
+    people = PrivacyAccountant(unit="person").compose(event)
+    event = selection_event([(run, 2)], repetitions, 1e-6, RELATION)
+    records = PrivacyAccountant().compose(event)
+    assert people.get_epsilon(1e-6) == records.get_epsilon(1e-6)
+    with pytest.raises(ValueError, match="of people or of records"):
+        selection_event([(PersonDpEvent(run), 1), (run, 1)], repetitions, 1e-6, RELATION)
 
 
 @pytest.mark.parametrize(
@@ -174,6 +192,6 @@ def test_laws_out_of_range_are_refused(mean, shape):
 @pytest.mark.parametrize("event", [NonPrivateDpEvent(), FailureDpEvent(1e-7)])
 def test_what_is_not_private_cannot_be_selected(event):
     with pytest.raises(ValueError, match="not private"):
-        selection_event([(event, 1)], Repetitions(10.0), 1e-7)
+        selection_event([(event, 1)], Repetitions(10.0), 1e-7, RELATION)
     with pytest.raises(ValueError, match="delta"):
         selection_epsilon([(PureDpEvent(1.0), 1)], Repetitions(10.0), 1e-26)

@@ -72,7 +72,7 @@ def terminated(path, how, after):
     return program.returncode, said + rest
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("how", ["busy", "steps", "thread", "child", "turns", "falling"])
 @pytest.mark.parametrize("after", [120, 1, 700])
 def test_sigterm_gives_back_what_was_not_used(tmp_path, how, after):
@@ -88,6 +88,7 @@ def test_sigterm_gives_back_what_was_not_used(tmp_path, how, after):
     assert {charge.label for charge in accountant.history} == {how}
 
 
+@pytest.mark.thorough
 def test_a_handler_of_the_programs_own_stays(tmp_path):
     path = tmp_path / "budget.db"
     code, said = terminated(path, "handler", 120)

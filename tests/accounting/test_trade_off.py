@@ -116,6 +116,7 @@ def test_randomised_response(epsilon):
     tightly(two(vertices), np.array([right**2, 1 - (1 - right) ** 2]), 2e-3)
 
 
+@pytest.mark.thorough
 @given(
     counts=st.dictionaries(
         st.one_of(

@@ -260,7 +260,11 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
         return gaussian_epsilon(mu, delta) * (1 - 1e-9)
     accuracy = ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= EXACT_LEVELS else 3)
     try:
-        return max(c.lower_epsilon(delta) for c in compose(levels, delta=delta, accuracy=accuracy))
+        # either direction is a lower bound: the one that looks worse
+        rough = compose(levels, delta=delta, accuracy=_ROUGH_ACCURACY, corners=_ROUGH_CORNERS)
+        reverse = max(rough, key=lambda c: c.upper_epsilon(delta)).reverse
+        (fine,) = compose(levels, delta=delta, accuracy=accuracy, reverse=reverse)
+        return fine.lower_epsilon(delta)
     except OverflowError:
         return 0.0
 

@@ -17,7 +17,7 @@ from . import renyi
 from .bounded import RandomizedResponses, largest_sum
 from .bounds import without_extremes
 from .choices import Method
-from .composition import CORNERS, choose_window, compose, tail_of
+from .composition import CORNERS, Composition, choose_window, compose, tail_of
 from .failures import apart, failing
 from .gaussian import gaussian_delta, gaussian_epsilon
 from .levels import EXACT_LEVELS, directions, merge, only_mu
@@ -29,8 +29,11 @@ _POINTS = 700  # evenly spaced, and as many towards 0
 _DELTAS = (1e-3, 1e-8, 1e-16, 1e-30)  # that compositions are tuned for, beside the advantage
 SMALLEST = 1e-36  # delta up to which the points reach
 _ACCURACY = 5e-4  # relative excess of epsilon that discretisation aims at
+_OF_ADVANTAGE = 2e-5  # of the advantage
+_REFINED = 3  # times at most, until that is met
 _CORNERS, _ROUGH_ACCURACY = 150, 1e-3  # the same of many different levels
-_MOST_LOSSES = 2**18  # on the grid, of one release
+_MOST_LOSSES = 2**18  # on the grid, of one release, for the advantage
+_MOST_BEYOND = 2**15  # the same for larger losses
 _MOST_OF_MIXTURES = 2**15  # whose losses have no inverse in closed form
 _ROUND_OFF = 1e-10  # relative, of closed forms
 
@@ -110,19 +113,20 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
     mixed = any(isinstance(pair, GaussianMixture) for pair in levels)
     most = _MOST_OF_MIXTURES if mixed else _MOST_LOSSES
     least = max(map(_spread, levels)) / most if few else 0.0
+    tail = tail_of(SMALLEST, sum(levels.values()))
     found = []
-    for target in (None, *_DELTAS):
-        asked = {"epsilon": 0.0} if target is None else {"log_delta": math.log(target)}
-        tail = tail_of(SMALLEST, sum(levels.values()))
-        window = choose_window(levels, reverse, tail, accuracy=accuracy, **asked)
-        found += compose(
-            levels,
-            delta=target,
-            epsilon=0.0 if target is None else None,
-            interval=max(window.interval, least),
-            reverse=reverse,
-            corners=corners,
-        )
+    for target in _DELTAS:
+        window = choose_window(levels, reverse, tail, accuracy=accuracy, log_delta=math.log(target))
+        interval = max(window.interval, least * most / min(most, _MOST_BEYOND))
+        found += compose(levels, delta=target, interval=interval, reverse=reverse, corners=corners)
+    window = choose_window(levels, reverse, tail, accuracy=accuracy, epsilon=0.0)
+    finest, last = max(window.interval, least), found[0]
+    for _ in range(_REFINED if few else 1):
+        interval = max(finest, min(_interval_for_advantage(last), last.interval)) if few else finest
+        if last is not found[0] and last.interval <= 1.5 * interval:
+            break
+        (last,) = compose(levels, epsilon=0.0, interval=interval, reverse=reverse, corners=corners)
+        found.append(last)
     # of very small losses the bounds do not reach the smallest delta: then to one that they reach
     ends = (
         min(composition.upper_epsilon(delta) for composition in found)
@@ -130,6 +134,20 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
     )
     at = points(next(filter(math.isfinite, ends), LARGEST_LOSS))
     return Profile(at, np.min([composition.upper_deltas(at) for composition in found], axis=0))
+
+
+def _interval_for_advantage(composition: Composition) -> float:
+    """The grid on which rounding, of variance h^2 / 6 for each release, adds little to delta at 0:
+    half of that variance times the density of the losses there.
+    """
+    near = np.abs(composition.losses) <= 10 * composition.interval
+    scale = composition.log_scale - composition.window.tilt * composition.losses[near]
+    mass = float(np.sum(np.maximum(composition.tilted[near], 0.0) * np.exp(scale)))
+    density = mass / (21 * composition.interval)
+    if not density > 0:
+        return 0.0
+    variance = 2 * _OF_ADVANTAGE * composition.upper_delta(0.0) / density
+    return math.sqrt(6 * variance / composition.transform.count)
 
 
 def _spread(pair: Pair) -> float:

@@ -37,6 +37,7 @@ from . import bounds, events, renyi
 from .choices import Neighboring, NeighboringRelation, check_delta, neighboring_relation
 from .events import ComposedDpEvent, DpEvent, FailureDpEvent, PureDpEvent
 from .pairs import Array, Pair, dominating_pair
+from .people import PersonDpEvent
 from .profiles import profiles, trade_offs
 
 _UNSEEN = 1e-32  # probability of larger K, which count as the largest
@@ -181,16 +182,30 @@ def selection_event(
     schedule: Iterable[tuple[DpEvent, int]],
     repetitions: Repetitions,
     delta: float,
-    neighboring: Neighboring | NeighboringRelation = "add_or_remove_one",
+    neighboring: Neighboring | NeighboringRelation,
 ) -> DpEvent:
-    """What a selection charges: that it is (:func:`selection_epsilon`, ``delta``)-private.
+    """What a selection charges: that it is (:func:`selection_epsilon`, ``delta``)-private. Of a
+    schedule of :class:`~torch_dpbayes.accounting.people.PersonDpEvent` it is one, too.
 
-    Args: as of :func:`selection_epsilon`.
+    Args: as of :func:`selection_epsilon`; ``neighboring`` has to be that of the accountant which is
+        charged.
     """
-    epsilon = selection_epsilon(schedule, repetitions, delta, neighboring)
+    planned = list(schedule)
+    units = {
+        isinstance(part, PersonDpEvent)
+        for event, _ in planned
+        for part, _ in events.elementary(event, 1)
+    }
+    if len(units) > 1:
+        raise ValueError(
+            "a schedule is of people or of records: put each event of it into a PersonDpEvent, or"
+            " none."
+        )
+    epsilon = selection_epsilon(planned, repetitions, delta, neighboring)
     if math.isinf(epsilon):
         raise ValueError(
             "a run of this schedule is not private at this delta, so its selection is not either:"
             " give a larger delta, or a schedule without what fails or has no noise."
         )
-    return ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
+    selection = ComposedDpEvent([PureDpEvent(epsilon), FailureDpEvent(delta)])
+    return PersonDpEvent(selection) if True in units else selection
