@@ -188,6 +188,14 @@ def test_fisher_scoring_gets_the_canaries_squares_too():
     assert np.allclose(58 * np.sort(squares), [0.0] * 9 + [0.25] * 9, atol=0.01)
 
 
+def test_a_sensitivity_scale_is_refused():
+    factory = partial(
+        dpb.optim.DPSGFS, lr=0.01, fisher="diagonal", sensitivity_scale=torch.ones(403)
+    )
+    with pytest.raises(ValueError, match="knows no sensitivity_scale"):
+        seen_by(partial(train, factory=factory, steps=1), number=5)
+
+
 def test_an_audit_leaves_the_random_numbers_of_the_training_alone():
     """Coins, directions and scores draw nothing that the training draws."""
     drawn, data = [], records()
@@ -288,9 +296,13 @@ def test_records_as_canaries_show_in_a_model_that_learns_them_by_heart():
         ({"delta": None}, "pass delta=1e-5"),
         ({"delta": 1.5}, "delta is a probability"),
         ({"confidence": 1.0}, "confidence is a probability"),
-        ({"bound": "tight"}, 'bound must be "gaussian" or "basic"'),
+        ({"bound": "tight"}, 'bound must be "gaussian", "independent" or "basic"'),
         ({"scores": "best"}, 'scores must be "sums" or "differences"'),
         ({"num_canaries": 5000}, "5000 canaries need as many parameters"),
+        (
+            {"canaries": [(torch.zeros(6), 1)] * 100, "bound": "independent"},
+            "the losses of one model",
+        ),
         ({"canaries": [(torch.zeros(6), 1)]}, "num_canaries = 100, but there are 1 canaries"),
         ({"canaries": [(torch.zeros(6), 1)] * 100}, "40 records cannot hide 100 canaries"),
         (
@@ -302,6 +314,65 @@ def test_records_as_canaries_show_in_a_model_that_learns_them_by_heart():
 def test_what_makes_no_audit_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         one_run(train, records(), **{"num_canaries": 100, "delta": 1e-5, **options})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sampling": "fixed_size"}, {"sampling": "random_allocation"}, {"max_batch_size": 40}],
+)
+def test_guesses_are_not_independent_where_batches_are_drawn_otherwise(options):
+    """One canary's place in a batch of fixed size is another one's absence. Refused before the
+    first step, in a history too.
+    """
+    accountant = dpb.PrivacyAccountant()
+    history = dpb.audit.History(accountant, num_canaries=100, delta=1e-5, bound="independent")
+    for audit in (
+        partial(one_run, num_canaries=100, delta=1e-5, bound="independent", accountant=accountant),
+        history.train,
+    ):
+        with pytest.raises(
+            ValueError, match=r"this loader draws .*batches.*: pass bound=.gaussian"
+        ):
+            audit(partial(train, rate=0.2, **options), records())
+    assert len(accountant) == 0
+
+
+@pytest.mark.parametrize(
+    "value, target, message",
+    [
+        (float("nan"), 1, "canary 8 has loss nan before training"),
+        (1.0, 3, r"the model or the loss fails on canary 8: Target 3 is out of bounds\."),
+    ],
+)
+def test_canaries_that_the_model_cannot_take_are_refused_before_the_first_step(
+    value, target, message
+):
+    canaries = [(torch.zeros(6), torch.tensor(1))] * 8
+    canaries.append((torch.full((6,), value), torch.tensor(target)))
+    accountant = dpb.PrivacyAccountant()
+    with pytest.raises(ValueError, match=message):
+        one_run(
+            train,
+            records(),
+            num_canaries=9,
+            canaries=canaries,
+            delta=1e-5,
+            accountant=accountant,
+        )
+    assert len(accountant) == 0
+
+
+def test_a_model_that_the_check_refuses_is_refused_in_an_audit_too():
+    def normalises(dataset, engine):
+        return engine.make_private(
+            module=nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 3)),
+            optimizer=partial(dpb.optim.DPSGLD, lr=0.01),
+            data_loader=DataLoader(dataset, batch_size=len(dataset)),
+            max_grad_norm=0.5,
+        )
+
+    with pytest.raises(ValueError, match="BatchNorm"):
+        one_run(normalises, records(), num_canaries=100, delta=1e-5)
 
 
 def test_a_budget_too_small_for_any_bound_is_refused_before_the_run():

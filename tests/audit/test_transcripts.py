@@ -5,8 +5,17 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from scipy import special, stats
 
+from torch_dpbayes.accounting import PrivacyAccountant
+from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
+from torch_dpbayes.accounting.events import (
+    FailureDpEvent,
+    GaussianDpEvent,
+    PureDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
 from torch_dpbayes.accounting.gaussian import gaussian_epsilon
 from torch_dpbayes.audit import from_scores, repeated
 from torch_dpbayes.audit.bounds import (
@@ -37,6 +46,13 @@ def test_independent_guesses_are_bounded_exactly(truth):
         wrong = stats.binom.sf(first - 1, made, accuracy)
         # right, and not by much more than it has to be
         assert 0.02 < wrong <= 0.05
+
+
+def endless():
+    """An accountant that states nothing."""
+    accountant = PrivacyAccountant()
+    accountant.compose(FailureDpEvent(0.5))
+    return accountant
 
 
 def gaussian_release(rng, mu, is_in):
@@ -84,6 +100,21 @@ def test_scores_of_several_releases_add_up():
     assert both.is_refuted
 
 
+def test_randomised_response_is_not_refuted_for_being_no_gaussian():
+    """Its ε at δ would be a far smaller Gaussian's; the accountant's whole curve knows. With half
+    of the charge left out, the curve is refuted.
+    """
+    rng = fresh()
+    accountant = PrivacyAccountant()
+    accountant.compose(PureDpEvent(1.0))
+    audit = partial(repeated, delta=DELTA, repeats=20_000, confidence=1 - 1e-7)
+    result = audit(partial(response, rng, 1.0), accountant=accountant)
+    assert result.epsilon_lower_bound > result.epsilon and not result.is_refuted
+    assert "no Gaussian's" in str(result) and "not refuted" in str(result)
+    assert audit(partial(response, rng, 2.0), accountant=accountant).is_refuted
+    assert not audit(partial(response, rng, 1.0), accountant=accountant, bound="basic").is_refuted
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -102,8 +133,46 @@ def test_scores_of_several_releases_add_up():
             lambda: from_scores([1.0], [True], epsilon=1, delta=DELTA, num_guesses=2),
             "from 1 to 1, got 2",
         ),
+        (
+            lambda: from_scores(
+                [1.0, 2.0],
+                [True, False],
+                epsilon=1,
+                delta=DELTA,
+                num_guesses=1,
+                bound="independent",
+            ),
+            "is for guesses on all canaries",
+        ),
+        (lambda: from_scores([1.0], [True], delta=DELTA), "pass accountant=, or epsilon="),
+        (
+            lambda: repeated(float, delta=DELTA, epsilon=1, accountant=PrivacyAccountant()),
+            "pass accountant=, or epsilon=",
+        ),
+        (
+            lambda: from_scores([1.0], [True], delta=DELTA, accountant=endless()),
+            "the accountant states no ε",
+        ),
     ],
 )
 def test_what_makes_no_audit_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        SampledWithoutReplacementDpEvent(100, 10, GaussianDpEvent(2.0)),
+        RandomAllocationDpEvent(10, GaussianDpEvent(2.0)),
+        TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 2.0),
+    ],
+)
+def test_guesses_on_batches_that_are_no_poisson_draws_are_not_called_independent(event):
+    accountant = PrivacyAccountant()
+    accountant.compose(GaussianDpEvent(2.0))
+    accountant.compose(event)
+    with pytest.raises(ValueError, match=r"was charged a .*DpEvent: pass bound=.gaussian"):
+        from_scores(
+            [0.0, 1.0], [True, False], accountant=accountant, delta=DELTA, bound="independent"
+        )

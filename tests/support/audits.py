@@ -2,7 +2,7 @@
 
 import logging
 import os
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.gaussian import gaussian_mu
 from torch_dpbayes.audit import from_scores
+from torch_dpbayes.audit.result import Pricing
 from torch_dpbayes.audit.scores import weighted_difference
 from torch_dpbayes.batches.draws import PoissonSampler
 from torch_dpbayes.clipping import contributions
@@ -32,13 +33,14 @@ class Rows(Dataset):
 
     def turn(self):
         self.rows = 1 + 2 * self._rng.permutation(len(self.coins)) + self._step % 2
+        self._shown = torch.from_numpy(np.where(self.coins, self.rows, 0))
         self._step += 1
 
     def __len__(self):
         return len(self.coins)
 
     def __getitem__(self, index):
-        return (torch.tensor(int(self.rows[index]) if self.coins[index] else 0),)
+        return (self._shown[index],)
 
 
 def seen_of_rows(
@@ -98,15 +100,28 @@ def differences(run):
     )
 
 
-def audit_rows(number, scores=sums, confidence=0.99, **options):
+@cache
+def number_of_guesses(number, confidence, bound):
+    """By public numbers: the same for all runs."""
+    return Pricing(bound, DELTA, confidence).best_number(number, STATED)
+
+
+def audit_rows(number, scores=sums, confidence=0.99, bounds=("gaussian",), **options):
+    """The result, or one for each of several bounds."""
     run = seen_of_rows(number, **options)
-    return from_scores(
-        scores(run),
-        run.coins,
-        epsilon=run.engine.get_epsilon(DELTA),
-        delta=DELTA,
-        confidence=confidence,
-    )
+    results = [
+        from_scores(
+            scores(run),
+            run.coins,
+            epsilon=run.engine.get_epsilon(DELTA),
+            delta=DELTA,
+            confidence=confidence,
+            bound=bound,
+            num_guesses=number_of_guesses(number, confidence, bound),
+        )
+        for bound in bounds
+    ]
+    return results[0] if len(results) == 1 else results
 
 
 # -- faults, each of which makes the stated ε too small ----------
@@ -151,14 +166,14 @@ def count_records_twice(patch):
     patch.setattr(PoissonSampler, "_next_draw", doubled)
 
 
-def release_without_a_charge(patch):
-    """Of four steps, one is charged."""
+def release_without_a_charge(patch, charged=1):
+    """Of four steps, so many are charged."""
     compose = dpb.PrivacyAccountant.compose
     taken = []
 
     def sometimes(self, *args, **options):
         taken.append(None)
-        return compose(self, *args, **options) if len(taken) % STEPS == 1 else self
+        return compose(self, *args, **options) if len(taken) <= charged else self
 
     patch.setattr(dpb.PrivacyAccountant, "compose", sometimes)
 
@@ -179,17 +194,19 @@ FAULTS = {  # what looks for it, and for how many steps the noise is made
 }
 
 
-def audited_with(fault, number=10_000):
-    """At a stated ε of 2."""
-    make, scores, charged_steps = FAULTS[fault]
+def audited_with(fault, number=10_000, **options):
+    """At a stated ε of 2; ``fault`` is a name, or a line like those above."""
+    make, scores, charged_steps = FAULTS[fault] if isinstance(fault, str) else fault
     with pytest.MonkeyPatch.context() as patch:
-        return audit_rows(number, scores, charged_steps=charged_steps, fault=partial(make, patch))
+        return audit_rows(
+            number, scores, charged_steps=charged_steps, fault=partial(make, patch), **options
+        )
 
 
 # -- two ranks -------------------------------------------------------------------------------------
 
 
-def _rank(rank, size, folder, seed, numbers, is_faulty, out):
+def _rank(rank, size, folder, seed, numbers, is_faulty, options, out):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     logging.disable(logging.WARNING)
@@ -202,18 +219,20 @@ def _rank(rank, size, folder, seed, numbers, is_faulty, out):
         for repeat, number in enumerate(numbers):
             torch.manual_seed(seed)
             rng = np.random.default_rng([seed, repeat])  # of one auditor, who sits at both
-            result = audit_rows(number, rng=rng, process_group=torch.distributed.group.WORLD)
+            world = torch.distributed.group.WORLD
+            result = audit_rows(number, rng=rng, process_group=world, **options)
             if rank == 0:
-                out.put((result.epsilon_lower_bound, result.epsilon))
+                found = result if isinstance(result, list) else [result]
+                out.put((*(one.epsilon_lower_bound for one in found), found[0].epsilon))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
-def audited_on_two_ranks(folder, numbers, *, is_faulty=False):
-    """(lower bound, stated ε) for each number of canaries."""
+def audited_on_two_ranks(folder, numbers, *, is_faulty=False, **options):
+    """(lower bound, stated ε) for each number of canaries; one lower bound for each of several."""
     context = torch.multiprocessing.get_context("spawn")
     out = context.Queue()
     torch.multiprocessing.spawn(
-        _rank, (2, str(folder), torch.seed() % 2**31, numbers, is_faulty, out), nprocs=2
+        _rank, (2, str(folder), torch.seed() % 2**31, numbers, is_faulty, options, out), nprocs=2
     )
     return [out.get(timeout=60) for _ in numbers]

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--canaries", type=int, default=1000, metavar="M", help="how many (default 1000)")
     add("--delta", type=float, default=_DELTA, help="at which epsilons are compared (1e-5)")
     add("--confidence", type=float, default=0.95, help="of the bound (0.95)")
-    add("--bound", choices=["gaussian", "basic"], default="gaussian")
+    add("--bound", choices=["gaussian", "independent", "basic"], default="gaussian")
     add("--scores", choices=["sums", "differences"], default="sums")
     add("--seed", type=int, help="of coins and directions")
     add("--json", type=Path, metavar="FILE", help="write the result for a pipeline")

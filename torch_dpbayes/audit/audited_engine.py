@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
@@ -19,6 +21,8 @@ class AuditedEngine(PrivacyEngine):
     Args:
         accountant, process_group: as there.
         canaries: those that have gradients and no records; None: the data set holds them all.
+        try_model: called with the model before it is trained, and raises where the canaries of the
+            data set are none for it.
     """
 
     def __init__(
@@ -26,9 +30,10 @@ class AuditedEngine(PrivacyEngine):
         accountant: PrivacyAccountant | None,
         process_group: torch.distributed.ProcessGroup | None,
         canaries: GradientCanaries | None,
+        try_model: Callable[[nn.Module], None] = lambda _: None,
     ) -> None:
         super().__init__(accountant, process_group)
-        self._canaries = canaries
+        self._canaries, self._try_model = canaries, try_model
         self.is_used = False
 
     def make_private(self, **options: Any) -> Any:
@@ -50,5 +55,6 @@ class AuditedEngine(PrivacyEngine):
     def _audited(self, module: Any, optimizer: PrivateOptimizer, loader: PoissonLoader) -> Any:
         if self._canaries is not None:
             self._canaries.attach(optimizer, loader)
+        self._try_model(module)
         self.is_used = True
         return module, optimizer, loader

@@ -14,6 +14,12 @@ is known, also where one output serves all the guesses, which therefore depend o
   R_v + H_v would be τr/m; the least R and H that this leaves for v − 1, …, 0 add up to more than
   R_0 + H_0 = r/m where τ is too large.
 
+* a trade-off curve, for releases that show each canary apart: what is seen of one depends on no
+  other one's coin, nor on noise that another one shares. Given all that is seen, the coins are
+  independent then, so that m guesses on m canaries, by whatever rule, are right no more often than
+  m independent ones that are right with probability Φ(μ/2) each. Noise drawn for each parameter and
+  canaries along parameters of their own are of this kind; losses of one model are not.
+
 A hypothesis that makes this many right guesses less probable than 1 − confidence is refuted. The
 lower bound is the strongest hypothesis that is not. m and r are fixed before anything is scored.
 """
@@ -80,13 +86,20 @@ class Profile(Curves):
     """One hypothesis: all of (ε_k, δ_k) hold.
 
     Args:
-        epsilons, deltas: of equal length.
+        epsilons, deltas: of equal length; ε below 700, whose exponential is a number.
     """
 
     def __init__(self, epsilons: Array, deltas: Array) -> None:
         self._epsilons, self._deltas = epsilons, deltas
 
+    @property
+    def best_accuracy(self) -> float:
+        """How probably a guess of one coin is right, at most: (e^ε + δ)/(e^ε + 1)."""
+        likely = np.exp(self._epsilons)
+        return float(((likely + self._deltas) / (likely + 1)).min())
+
     def least(self, right: Array) -> Array:
+        right = np.minimum(right, 1.0)
         common = (right - self._deltas) * np.exp(-self._epsilons)
         rare = 1.0 - self._deltas - (1.0 - right) * np.exp(self._epsilons)
         return np.array([max(0.0, common.max(), rare.max())])
@@ -103,6 +116,11 @@ def refuted(curves: Curves, guesses: Guesses, confidence: float) -> Refuted:
         right = right + n / (made - n) * more
     result: Refuted = right + wrong > made / canaries
     return result
+
+
+def independent_refuted(profile: Profile, guesses: Guesses, confidence: float) -> bool:
+    """The same for independent guesses, none of them left out."""
+    return _least_accuracy(guesses, confidence) > profile.best_accuracy
 
 
 def epsilon_lower_bound(guesses: Guesses, delta: float, confidence: float = 0.95) -> float:
@@ -136,7 +154,7 @@ def mu_lower_bound(guesses: Guesses, confidence: float = 0.95) -> float:
 def independent_epsilon_lower_bound(
     guesses: Guesses, delta: float, confidence: float = 0.95
 ) -> float:
-    """The same from guesses on independent releases, none of them left out: each is right with
+    """The same from independent guesses, none of them left out: each is right with
     probability (e^ε + δ)/(e^ε + 1) at most, whose exact interval is that of Clopper and Pearson.
     """
     least = _least_accuracy(guesses, confidence)

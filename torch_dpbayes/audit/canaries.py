@@ -85,16 +85,26 @@ class GradientCanaries:
         scores: ``"sums"`` adds up what the releases say of a canary. ``"differences"`` adds up what
             each release and the one before say against each other, which noise that is used twice
             does not hide.
+        are_apart: whether the bound takes what is seen of one canary for independent of the others'
+            coins, as where every record is drawn for itself.
 
     Attributes:
         scores: one for each canary; higher: it was in the data.
         steps: how many releases were seen.
     """
 
-    def __init__(self, coins: Coins, generator: np.random.Generator, scores: str = "sums") -> None:
+    def __init__(
+        self,
+        coins: Coins,
+        generator: np.random.Generator,
+        scores: str = "sums",
+        *,
+        are_apart: bool = False,
+    ) -> None:
         if scores not in ("sums", "differences"):
             raise ValueError(f'scores must be "sums" or "differences", got {scores!r}')
         self._coins, self._generator, self._kind = coins, generator, scores
+        self._are_apart = are_apart
         self.scores = np.zeros(len(coins))
         self.steps = 0
         self._last: _Seen | None = None
@@ -113,10 +123,16 @@ class GradientCanaries:
                 "gradient canaries are dealt out where batches are made: build the DataLoader with"
                 " num_workers=0"
             )
+        draws = loader.sampler_of_draws
+        if self._are_apart and draws.law != "poisson":
+            raise ValueError(
+                'bound="independent" is for full and Poisson batches of records, and this loader'
+                f' draws {draws.batches}: pass bound="gaussian"'
+            )
         collate: Any = loader.collate_fn
         self._places = _WithoutPlaces(collate.wrapped_collator_fn)
         collate.wrapped_collator_fn = self._places
-        self._rate, self._draws = loader.sample_rate, loader.sampler_of_draws
+        self._rate, self._draws = loader.sample_rate, draws
         self._batch_size, self._bound = optimizer.expected_batch_size, optimizer.max_grad_norm
         optimizer.release.source = SourceWithCanaries(optimizer.release.source, self)
         optimizer.release.watch = self._released

@@ -7,19 +7,27 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
+from ..accounting.accountant import PrivacyAccountant
 from ..accounting.gaussian import gaussian_epsilon, gaussian_mu
 from .bounds import (
     Guesses,
+    Profile,
     best_number,
     epsilon_lower_bound,
     expected_guesses,
     independent_epsilon_lower_bound,
     independent_mu_lower_bound,
+    independent_refuted,
     mu_lower_bound,
+    refuted,
 )
 
 _LARGEST_EPSILON = 50.0  # an audit of more than that is planned for this
 _SMALLEST_DELTA = 1e-12
+_FARTHEST, _POINTS = 2.0, 25  # of ε: where a curve is looked at
+_LARGEST_LOSS = 500.0  # whose exponential is a number
 
 
 @dataclass(frozen=True)
@@ -33,11 +41,16 @@ class AuditResult:
         confidence: the probability, over the coins and the release, that the bound is right.
         threat: who was simulated, and what they see.
         bound: ``"gaussian"``, a lower bound on μ among Gaussian trade-off curves (Mahloujifar,
-            Melis and Chaudhuri 2025), priced at ``delta``, or ``"basic"``, one on ε among all
-            (ε, δ) (Steinke, Nasr and Jagielski 2023).
+            Melis and Chaudhuri 2025), priced at ``delta``: the ε of a Gaussian that reveals as
+            much; ``"independent"``, the same, and nearer
+            to the truth, for releases that show each canary apart; or ``"basic"``, one on ε among
+            all (ε, δ) (Steinke, Nasr and Jagielski 2023).
         guesses: how many canaries there were, how many coins were guessed, how many rightly.
         neighboring: the relation that the accountant's ε is for.
         command: that made it, if it came from a command line.
+        refutes_curve: whether the whole trade-off curve that the accountant states allows no so
+            many right guesses, which is another question than its ε where the curve is no
+            Gaussian's; None: no accountant was asked, or the bound is ``"basic"``.
     """
 
     epsilon_lower_bound: float
@@ -49,11 +62,16 @@ class AuditResult:
     guesses: Guesses
     neighboring: str
     command: str = ""
+    refutes_curve: bool | None = None
 
     @property
     def is_refuted(self) -> bool:
-        """Whether the stated ε is too small, with this confidence."""
-        return self.epsilon_lower_bound > self.epsilon
+        """Whether what is stated is too little, with this confidence: the accountant's curve, or
+        the ε if that is all that is known.
+        """
+        if self.refutes_curve is None:
+            return self.epsilon_lower_bound > self.epsilon
+        return self.refutes_curve
 
     def to_json(self) -> str:
         """For pipelines: all attributes, and ``is_refuted``."""
@@ -65,6 +83,8 @@ class AuditResult:
     def __str__(self) -> str:
         canaries, made, correct = self.guesses
         verdict = "REFUTED: more is revealed than stated" if self.is_refuted else "not refuted"
+        if self.is_refuted != (self.epsilon_lower_bound > self.epsilon):
+            verdict += ", by the accountant's trade-off curve, which is no Gaussian's"
         return "\n".join(
             [
                 f"epsilon at least  {self.epsilon_lower_bound:.3g}  (delta = {self.delta:g},"
@@ -94,7 +114,7 @@ class Pricing:
     """From guesses to the lower bound on ε.
 
     Args:
-        bound: ``"gaussian"`` or ``"basic"``.
+        bound: ``"gaussian"``, ``"independent"`` or ``"basic"``.
         delta: δ at which ε is asked for.
         confidence: the probability that the bound is right.
         is_independent: each guess is on a release of its own.
@@ -109,11 +129,13 @@ class Pricing:
     is_independent: bool = False
 
     def __post_init__(self) -> None:
-        if self.bound not in ("gaussian", "basic"):
-            raise ValueError(f'bound must be "gaussian" or "basic", got {self.bound!r}')
+        if self.bound not in ("gaussian", "independent", "basic"):
+            raise ValueError(
+                f'bound must be "gaussian", "independent" or "basic", got {self.bound!r}'
+            )
         if not 0 <= self.delta < 1:
             raise ValueError(f"delta is a probability below 1, got {self.delta}")
-        if self.bound == "gaussian" and self.delta == 0:
+        if self.bound != "basic" and self.delta == 0:
             raise ValueError('a Gaussian\'s ε is infinite at delta=0: pass bound="basic"')
         if not 0.5 <= self.confidence < 1:
             raise ValueError(
@@ -126,18 +148,39 @@ class Pricing:
                 independent_epsilon_lower_bound if self.is_independent else epsilon_lower_bound
             )
             return of_epsilon(guesses, self.delta, self.confidence)
-        of_mu = independent_mu_lower_bound if self.is_independent else mu_lower_bound
+        of_mu = independent_mu_lower_bound if self._has_independent_guesses else mu_lower_bound
         mu = of_mu(guesses, self.confidence)
         return gaussian_epsilon(mu, self.delta) if mu > 0 else 0.0
 
+    def refutes(self, profile: Profile, guesses: Guesses) -> bool:
+        """Whether so many right guesses are less probable than 1 − confidence."""
+        if self._has_independent_guesses:
+            return independent_refuted(profile, guesses, self.confidence)
+        return bool(refuted(profile, guesses, self.confidence).all())
+
+    @property
+    def _has_independent_guesses(self) -> bool:
+        return self.is_independent or self.bound == "independent"
+
     def best_number(self, canaries: int, epsilon: float) -> int:
         """How many of the coins to guess where the release is worth the stated ε."""
-        return best_number(canaries, self._mu(epsilon), self)
+        return self._best_number(canaries, self._mu(epsilon))
 
     def expected(self, canaries: int, epsilon: float) -> float:
         """The bound of a release that is worth all of the stated ε."""
         mu = self._mu(epsilon)
-        return self(expected_guesses(canaries, best_number(canaries, mu, self), mu))
+        return self(expected_guesses(canaries, self._best_number(canaries, mu), mu))
+
+    def _best_number(self, canaries: int, mu: float) -> int:
+        # the extreme ones of many independent guesses are right more often than one
+        return canaries if self.bound == "independent" else best_number(canaries, mu, self)
 
     def _mu(self, epsilon: float) -> float:
         return gaussian_mu(min(epsilon, _LARGEST_EPSILON), max(self.delta, _SMALLEST_DELTA))
+
+
+def stated_profile(accountant: PrivacyAccountant, epsilon: float) -> Profile:
+    """Pairs (ε, δ) that the accountant states, about the ε that it states at the audit's δ."""
+    farthest = min(_FARTHEST * epsilon, _LARGEST_LOSS)
+    epsilons = np.append(np.linspace(0.0, farthest, _POINTS), min(epsilon, farthest))
+    return Profile(epsilons, np.array([accountant.get_delta(each) for each in epsilons]))

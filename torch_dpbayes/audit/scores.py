@@ -62,3 +62,22 @@ def minus_loss(
     finally:
         model.train(was_training)
     return np.array(found)
+
+
+def require_finite(
+    model: nn.Module, records: Sequence[Any], loss: Callable[[Any, Any], Tensor]
+) -> None:
+    """Raise where the model fails on a record, or its loss is no number, before it is trained."""
+    for i, record in enumerate(records):
+        try:
+            (found,) = minus_loss(model, [record], loss)
+        except Exception as error:
+            raise ValueError(
+                f"the model or the loss fails on canary {i}: {error}. Make canaries that records"
+                " could be."
+            ) from error
+        if not np.isfinite(found):
+            raise ValueError(
+                f"canary {i} has loss {-found} before training, so no score: make canaries of"
+                " finite inputs and targets"
+            )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,9 +14,9 @@ from ..accounting.accountant import PrivacyAccountant
 from .audited_engine import AuditedEngine
 from .bounds import Array, Guesses
 from .canaries import GradientCanaries, WithPlaces, WithRecords
-from .coin import auditor, toss
+from .coin import Coins, auditor, toss
 from .result import AuditResult, Pricing
-from .scores import minus_loss
+from .scores import minus_loss, require_finite
 from .transcripts import from_scores
 
 Train = Callable[[Any, AuditedEngine], Any]
@@ -68,7 +69,9 @@ def one_run(
             one; None: ``torch.nn.functional.cross_entropy``.
         delta: δ at which to compare; None: that of the accountant's budget.
         confidence: the probability that the bound is right.
-        bound: ``"gaussian"`` or ``"basic"``, see :class:`AuditResult`.
+        bound: ``"gaussian"``, ``"independent"`` or ``"basic"``, see :class:`AuditResult`;
+            ``"independent"`` is for white-box canaries, and for batches that draw each record for
+            itself, as full and Poisson batches do; with others it is refused.
         num_guesses: how many coins to guess; None: the best number at the stated ε.
         scores: of white-box canaries: ``"sums"``, or ``"differences"`` of consecutive releases,
             which tell noise that is used twice.
@@ -81,60 +84,80 @@ def one_run(
         The bound, the stated ε, confidence, threat and guesses.
 
     Raises:
-        ValueError: too few canaries for any bound, records that are none of this data set's kind,
-            fewer records than canaries, no δ, or a run without noise or without ``engine``.
+        ValueError: too few canaries for any bound, canaries that are none of this data set's kind,
+            or on which the model fails, fewer records than canaries, no δ, a run without noise or
+            without ``engine``, or a bound that its batches do not allow.
 
     **Privacy.** The result is computed from releases and from unprotected sums. Without canaries,
     it depends on no record: what others add is subtracted. A model that was trained with canaries
     is for the audit alone; in use it would carry them.
     """
-    delta = _delta_of(accountant, delta)
+    delta = delta_of(accountant, delta)
     pricing = Pricing(bound, delta, confidence)
-    _require_enough(num_canaries, pricing, None if accountant is None else accountant.epsilon)
+    require_enough(num_canaries, pricing, None if accountant is None else accountant.epsilon)
     generator = auditor(seed)
     coins = toss(num_canaries, generator)
-    audited: Any
-    if canaries is None:
-        gradients = GradientCanaries(coins, generator, scores)
-        audited, threat = WithPlaces(dataset, num_canaries), _WHITE_BOX.format(scores=scores)
-        engine = AuditedEngine(accountant, process_group, gradients)
-    else:
-        _require_alike(canaries, dataset, num_canaries)
-        audited, threat = WithRecords(dataset, canaries, coins), _BLACK_BOX
-        engine = AuditedEngine(accountant, process_group, None)
-    trained = train(audited, engine)
-    if not engine.is_used or len(engine.accountant) == 0:
-        raise ValueError(
-            "train took no private step with the engine that it was given: call"
-            " engine.make_private, and step"
-        )
     found: Array
     if canaries is None:
+        gradients, engine, threat = white_box(
+            coins, generator, scores, pricing, accountant, process_group
+        )
+        finished(train, WithPlaces(dataset, num_canaries), engine)
         found = gradients.scores
     else:
+        if bound == "independent":
+            raise ValueError(
+                'the losses of one model depend on each other\'s canaries: pass bound="gaussian"'
+            )
+        _require_alike(canaries, dataset, num_canaries)
+        loss = loss or nn.functional.cross_entropy
+        try_model = partial(require_finite, records=canaries, loss=loss)
+        engine, threat = AuditedEngine(accountant, process_group, None, try_model), _BLACK_BOX
+        trained = finished(train, WithRecords(dataset, canaries, coins), engine)
         if not isinstance(trained, nn.Module):
             raise TypeError(
                 f"train must return the trained model, whose losses score the canaries; it returned"
                 f" {type(trained).__name__}"
             )
-        found = minus_loss(trained, canaries, loss or nn.functional.cross_entropy)
-    epsilon = engine.get_epsilon(delta)
-    if math.isinf(epsilon):
-        raise ValueError("the accountant states no ε for this run, so none can be refuted")
+        found = minus_loss(trained, canaries, loss)
     return from_scores(
         found,
         coins,
-        epsilon=epsilon,
         delta=delta,
+        accountant=engine.accountant,
         confidence=confidence,
         bound=bound,
         num_guesses=num_guesses,
         threat=threat,
-        neighboring=engine.accountant.neighboring,
     )
 
 
-def _delta_of(accountant: PrivacyAccountant | None, delta: float | None) -> float:
+def white_box(
+    coins: Coins,
+    generator: np.random.Generator,
+    scores: str,
+    pricing: Pricing,
+    accountant: PrivacyAccountant | None,
+    process_group: torch.distributed.ProcessGroup | None,
+) -> tuple[GradientCanaries, AuditedEngine, str]:
+    """Canaries that are gradients, the engine that lets them in, and who sees them."""
+    gradients = GradientCanaries(coins, generator, scores, are_apart=pricing.bound == "independent")
+    engine = AuditedEngine(accountant, process_group, gradients)
+    return gradients, engine, _WHITE_BOX.format(scores=scores)
+
+
+def finished(train: Train, dataset: Any, engine: AuditedEngine) -> Any:
+    """What ``train`` returns, after private steps."""
+    trained = train(dataset, engine)
+    if not engine.is_used or len(engine.accountant) == 0:
+        raise ValueError(
+            "train took no private step with the engine that it was given: call"
+            " engine.make_private, and step"
+        )
+    return trained
+
+
+def delta_of(accountant: PrivacyAccountant | None, delta: float | None) -> float:
     if delta is not None:
         return float(delta)
     if accountant is None or accountant.delta is None:
@@ -142,7 +165,7 @@ def _delta_of(accountant: PrivacyAccountant | None, delta: float | None) -> floa
     return accountant.delta
 
 
-def _require_enough(canaries: int, pricing: Pricing, epsilon: float | None) -> None:
+def require_enough(canaries: int, pricing: Pricing, epsilon: float | None) -> None:
     """Raise where no guesses, or none that the budget allows, give a bound."""
     if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 1:
         raise ValueError(f"num_canaries must be a positive integer, got {canaries!r}")
