@@ -205,7 +205,7 @@ def test_a_real_run_on_a_linear_model():
     engine = dpb.PrivacyEngine()
     net, optimizer, loader = engine.make_private(
         module=net,
-        optimizer=lambda params, **how: dpb.optim.DPSGLD(params, lr=0.05, **how),
+        optimizer=lambda params, **how: dpb.optim.DPSGLD(params, lr=0.2, **how),
         data_loader=torch.utils.data.DataLoader(
             torch.utils.data.TensorDataset(x, y), batch_size=count
         ),
@@ -225,7 +225,8 @@ def test_a_real_run_on_a_linear_model():
     precision = 2 * x.T @ x + torch.eye(2, dtype=DOUBLE)  # MSELoss is a variance of ½
     exact = torch.linalg.solve(precision, 2 * x.T @ y)
     exact_std = torch.linalg.inv(precision).diagonal().sqrt()
-    # the mean of 700 iterates is known to a few tenths of a posterior sd
+    # 700 iterates are worth 175 independent ones. In 160 runs the means were off by at most .25
+    # posterior sds; the ratio of the sds had the mean 1.02 and the standard deviation .058.
     assert float(((post.mean["weight"][0] - exact) / exact_std).abs().max()) < 1.5
     torch.testing.assert_close(post.stddev["weight"][0], exact_std, rtol=0.4, atol=0.0)
     assert "iterates of DPSGLD" in post.guarantee()

@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chi2
 
 from torch_dpbayes.noise_aware import laplace
-from torch_dpbayes.noise_aware import learned_curvature as module
+from torch_dpbayes.noise_aware import surrogate as module
 from torch_dpbayes.noise_aware.learned_curvature import LearnedCurvatureSurrogate
 from torch_dpbayes.noise_aware.response import LinearResponse
 from torch_dpbayes.noise_aware.surrogate import Surrogate
@@ -100,6 +100,7 @@ def test_intervals_count_the_privacy_noise_of_learned_curvatures(monkeypatch):
     assert not is_calibrated()
 
 
+@pytest.mark.thorough
 def test_the_privacy_noise_counts_once_with_learned_curvatures(monkeypatch):
     honest = module.noise_covariances
     assert is_calibrated(noise_std=50.0, scale=10.0)
@@ -109,6 +110,7 @@ def test_the_privacy_noise_counts_once_with_learned_curvatures(monkeypatch):
     assert not is_calibrated(noise_std=50.0, scale=10.0)
 
 
+@pytest.mark.thorough
 def test_the_noise_of_sampling_records_counts_with_learned_curvatures(monkeypatch):
     assert is_calibrated(noise_std=1.0, rate=0.2)
     monkeypatch.setattr(

@@ -173,6 +173,7 @@ def test_one_record_moves_the_diagonal_by_no_more_than_the_bound():
     assert float(torch.stack(general).norm(dim=1).max()) > 0.99 * clip**2
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:the budget is too small")
 def test_more_parameters_than_a_full_curvature_allows():
     x = torch.randn(40, 4100, dtype=DOUBLE)

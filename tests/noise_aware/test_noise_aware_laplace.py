@@ -9,11 +9,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import Predictive
+from scipy.stats import kstest
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import laplace, laplace_for_module, planning
-from torch_dpbayes.noise_aware.posterior import NoiseAwarePosterior
+from torch_dpbayes.noise_aware.posterior import NoiseAwarePosterior, told_and_surprise
+from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.ops import GLM
 
 DOUBLE = torch.float64
@@ -140,6 +142,7 @@ def test_no_records_at_all():
     assert bool(post.stddev["weights"].isfinite().all())
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.filterwarnings("ignore:the budget is too small")
 @pytest.mark.parametrize("way", WAYS)
 def test_under_add_or_remove_no_records_are_like_any_number(way):
@@ -149,6 +152,7 @@ def test_under_add_or_remove_no_records_are_like_any_number(way):
     assert bool(mean.isfinite().all())
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("kind", ["separable", "constant column", "same rows", "not numbers"])
 def test_awkward_records_raise_nothing_and_give_finite_draws(kind):
     x, y = logistic_data()
@@ -232,6 +236,7 @@ def test_frozen_layers_take_no_part():
     assert post.sample(3)["2.weight"].shape == (3, 1, 40)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("is_training", [True, False])
 def test_frozen_batch_norm_keeps_its_statistics(is_training):
     x, y = logistic_data()
@@ -329,3 +334,32 @@ def test_a_run_that_has_not_arrived_says_so(monkeypatch):
     with pytest.warns(UserWarning, match="has not arrived"):
         post = laplace(glm, x, y, max_grad_norm=20.0, epsilon=8.0, delta=1e-5)
     assert "NOT REACHED" in post.guarantee()
+
+
+def test_how_likely_releases_are_under_the_prior_is_uniform_where_they_are_of_it():
+    """And near 0 for parameters far outside of it, however unlike the directions are."""
+    prior = GaussianPrior(torch.randn(5, dtype=DOUBLE), torch.rand(5, dtype=DOUBLE) + 0.3)
+    root = torch.randn(5, 5, dtype=DOUBLE)
+    precision = root @ torch.diag(torch.logspace(-3, 3, 5, dtype=DOUBLE)) @ root.T
+    precision = precision + 1e-9 * torch.eye(5, dtype=DOUBLE)
+    error = torch.linalg.inv(torch.linalg.cholesky(precision)).T
+
+    def found(theta):
+        best = theta + error @ torch.randn(5, dtype=DOUBLE)
+        return told_and_surprise(precision, precision @ best, prior)
+
+    spread = prior.precision.rsqrt()
+    both = [found(prior.mean + spread * torch.randn(5, dtype=DOUBLE)) for _ in range(400)]
+    assert {told for told, _ in both} <= {1, 2, 3, 4, 5}
+    assert kstest([chance for _, chance in both], "uniform").pvalue > 1e-6
+
+
+def test_a_prior_that_the_records_contradict_is_named():
+    x, _ = logistic_data(20_000)
+    weights = torch.tensor([3.0, -2.0, 1.0], dtype=DOUBLE)
+    y = (torch.rand(len(x), dtype=DOUBLE) < (x @ weights).sigmoid()).double()
+    said = [
+        laplace(GLM(prior_std=std), x, y, epsilon=8.0, delta=1e-5).guarantee() for std in (0.2, 3.0)
+    ]
+    assert all("of 3 directions the releases tell 3 better" in one for one in said)
+    assert ["the releases contradict the prior" in one for one in said] == [True, False]

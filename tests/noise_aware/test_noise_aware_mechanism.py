@@ -44,32 +44,40 @@ def model(x, y):
         pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 0.03, 0.01)])
 @pytest.mark.parametrize("neighboring", RELATIONS)
-def test_the_charge_is_that_of_the_noise_that_was_added(neighboring):
+def test_the_charge_is_that_of_the_noise_that_was_added(neighboring, scales):
     """Releases minus exact sums at the same points, in units of the noise that the
     accountant's events state.
     """
     x, y = records()
-    accountant = dpb.PrivacyAccountant(2.0, 1e-5, neighboring=neighboring)
-    glm = GLM("bernoulli", max_feature_norm=2.0)
+    x = x * torch.tensor(scales)
+    accountant = dpb.PrivacyAccountant(100.0, 1e-5, neighboring=neighboring)
+    glm = GLM("bernoulli", max_feature_norm=2.0, prior_std=10.0)
     post = dpb.noise_aware.laplace(glm, x, y, accountant=accountant, num_data=300)
     events = [event for charge in accountant.history for event in [charge.event] * charge.count]
     assert all(type(event) is GaussianDpEvent for event in events)
     sums, transcript = GLMSums(glm, x, y, None), post.transcript
-    assert len(events) == len(transcript.gradients) + len(transcript.curvatures) + 1
+    assert len(events) == len(transcript.gradients) + len(transcript.curvatures) + 2
+    if min(scales) == 1.0:  # and with the others hardly ever
+        assert transcript.feature_map is None
+    later, length = sums, 2.0
+    if transcript.feature_map is not None:
+        later, length = sums.in_shape(transcript.feature_map), 1.0
     # a matrix moves by √2 bounds, not by 2
     cheaper = math.sqrt(2) if neighboring == "replace_one" else 1.0
     stated = {round(event.noise_multiplier, 9) for event in events}
     total, count = 0.0, 0
     for release in transcript.gradients:
-        assert round(release.noise_std / 2.0, 9) in stated
-        total += float(
-            ((release.value - sums.gradient_sum(release.theta)) / release.noise_std).square().sum()
-        )
+        assert round(release.noise_std / length, 9) in stated
+        noise = (release.value - later.gradient_sum(release.theta)) / release.noise_std
+        total += float(noise.square().sum())
         count += 4
-    matrices = [(transcript.gram, sums.gram_sum(), 4.0)]
+    first, second = transcript.grams
+    matrices = [(first, sums.gram_sum(), 4.0), (second, later.gram_sum(), length**2)]
     matrices += [
-        (release, sums.curvature_sum(release.theta), 1.0) for release in transcript.curvatures
+        (release, later.curvature_sum(release.theta), length**2 / 4)
+        for release in transcript.curvatures
     ]
     for release, exact, bound in matrices:
         assert round(cheaper * release.noise_std / bound, 9) in stated
@@ -109,7 +117,7 @@ def test_one_record_moves_the_sums_by_no_more_than_the_bounds(glm, clip):
         torch.full((4,), value, dtype=torch.float64)
         for value in (1e6, -1e6, math.nan, math.inf, 0.3)
     ]
-    theta = torch.randn(4, dtype=torch.float64)
+    theta = 3 + 0.1 * torch.randn(4, dtype=torch.float64)  # along the first of the worst
     base = GLMSums(glm, x, y, clip)
     seen = []
     for row in [*worst, *5 * torch.randn(40, 4, dtype=torch.float64)]:
@@ -166,7 +174,7 @@ def test_plans_spend_the_budget_and_no_more(neighboring, epsilon):
     ):
         matrices = [
             *plan.curvature_multipliers,
-            *([plan.gram_multiplier] if plan.gram_multiplier else []),
+            *plan.gram_multipliers,
         ]
         spent = sum(z**-2 for z in plan.gradient_multipliers) + sum(
             (cheaper * z) ** -2 for z in matrices

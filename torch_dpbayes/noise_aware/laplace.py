@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -89,7 +88,9 @@ def laplace(
     matrix of a GLM, R_x²·max b'' for its Hessian, ½R_x² for that of a softmax, whose gradients have
     C = √2·R_x, and C² for Σ c cᵀ of clipped gradients. The diagonal of a matrix has that matrix's
     bound: ‖c∘c‖² = Σ e_j⁴ ≤ (Σ e_j²)² ≤ C⁴ for the entries e_j of c, and √2·C² when a record is
-    replaced, as no entry of c∘c is negative.
+    replaced, as no entry of c∘c is negative. A run of a GLM in other coordinates of the features
+    (:mod:`~torch_dpbayes.noise_aware.feature_shape`) weights rows to norm 1 at most there: the
+    bounds are then C/R_x, 1 and max b'', under the same noise multipliers.
     """
     is_diagonal = _is_diagonal(curvature)
     if accountant is None:
@@ -115,15 +116,18 @@ def laplace(
             multiplier, sums.dimension, count, accountant.neighboring, quadratic=sums.is_quadratic
         )
         charge(accountant, plan, _LABEL)
-        surrogate, transcript = run_glm(
-            sums, plan, sums.prior, partial(sums.response, num_data=count), count
-        )
+        surrogate, transcript = run_glm(sums, plan, count)
         statement = _statement(
             accountant,
             plan,
             sums,
             "features are taken as Gaussian where the curvature away from the last point is needed",
         )
+        if transcript.feature_map is not None:
+            statement.append(
+                "  coordinates after the first Gram matrix features are Ax, weighted to norm 1 at"
+                " most, with the noise for that: transcript.feature_map"
+            )
         return NoiseAwarePosterior(
             surrogate,
             sums.prior,
@@ -375,7 +379,7 @@ def _statement(
     assumption: str,
     kind: str = "matrices",
 ) -> list[str]:
-    matrices = len(plan.curvature_multipliers) + (plan.gram_multiplier is not None)
+    matrices = len(plan.curvature_multipliers) + len(plan.gram_multipliers)
     delta = 1e-5 if accountant.delta is None else accountant.delta
     return [
         (

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from .response import FLOOR_OF_NOISE, Response, floored
-from .surrogate import Straightening, agreement_of, noise_covariances
+from .surrogate import AnySurrogate
 from .transcript import GradientRelease
 
 LARGEST_DIMENSION = 24  # the regression has d(d+1)/2 unknowns
@@ -46,15 +46,9 @@ _MISFITS = (0.03, 0.1, 0.3, 1.0)
 _LEAST_STD = 1e-9
 
 
-class LearnedCurvatureSurrogate:
-    """log p(transcript | θ), for Gaussian releases at few parameters.
-
-    Args:
-        gradients: the noisy gradients.
-        response: how gradients change with θ.
-        curvature: F̂ at ``centre``, positive definite.
-        curvature_std: v, the noise left in F̂.
-        centre: where F̂ was released, and around which φ straightens.
+class LearnedCurvatureSurrogate(AnySurrogate):
+    """log p(transcript | θ), for Gaussian releases at few parameters; arguments as in
+    :class:`~torch_dpbayes.noise_aware.surrogate.AnySurrogate`.
     """
 
     def __init__(
@@ -65,12 +59,7 @@ class LearnedCurvatureSurrogate:
         curvature_std: float,
         centre: Tensor,
     ) -> None:
-        self.centre, self._releases = centre, gradients
-        self._straight = Straightening(response, centre)
-        self._variability = response.variability(centre)
-        self._points = self._straight.moved(torch.stack([g.theta for g in gradients]))
-        values = torch.stack([g.value for g in gradients])
-        noises = noise_covariances(gradients, self._variability * curvature)
+        super().__init__(gradients, response, curvature, curvature_std, centre)
         self._units = _symmetric_units(len(centre))
         away = self._points - centre
         squares = ((away @ curvature) * away).sum(-1) / len(centre)
@@ -78,8 +67,8 @@ class LearnedCurvatureSurrogate:
         fits = [
             _Regression(
                 self._points,
-                values - self._points @ curvature,
-                noises + (c**2 * squares)[:, None, None] * curvature,
+                self._values - self._points @ curvature,
+                self._noises + (c**2 * squares)[:, None, None] * curvature,
                 self._units,
                 max(curvature_std, _LEAST_STD),
             )
@@ -91,44 +80,8 @@ class LearnedCurvatureSurrogate:
         self._curvature_std = float(fit.root.square().sum() / len(self._units)) ** 0.5
         learned = curvature + torch.einsum("n,nij->ij", fit.coefficients, self._units)
         self.curvature = floored(learned, max(FLOOR_OF_NOISE * self._curvature_std, _LEAST_STD))
-        self._mean = torch.einsum("kij,kj->i", fit.weights, values - self._points @ self.curvature)
-
-    def log_likelihood(self, theta: Tensor) -> Tensor:
-        """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
-        moved = self._straight.moved(theta)
-        residual = self._mean + moved @ self.curvature
-        extra = self._of_curvature_error(moved)
-        own = self._variability * self.curvature
-        bend = self._straight.bend(theta)
-        factor = torch.linalg.cholesky(bend @ own @ bend.mT + self.noise + extra)
-        whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
-        scale = torch.linalg.cholesky(own + self.noise + extra)
-        log_scale = scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return self._log_evidence - 0.5 * whitened.square().sum(-1) - log_scale
-
-    def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this
-        one at ``theta``, M held fixed.
-        """
-        slope = self._straight.tangent(self.curvature, theta)
-        moved = self._straight.moved(theta)
-        residual = self._mean + self.curvature @ moved
-        covariance = (
-            self._variability * self.curvature + self.noise + self._of_curvature_error(moved)
-        )
-        weighted = torch.linalg.solve(covariance, slope).T
-        precision = weighted @ slope
-        return (precision + precision.T) / 2, precision @ theta - weighted @ residual
-
-    def agreement(self, mode: Tensor, precision: Tensor) -> float:
-        """See :meth:`Surrogate.agreement`."""
-        return agreement_of(
-            self._releases,
-            self._points,
-            self.curvature,
-            self._curvature_std,
-            (mode - self.centre, precision),
-        )
+        rest = self._values - self._points @ self.curvature
+        self._mean = torch.einsum("kij,kj->i", fit.weights, rest)
 
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
         """D(θ)·C·D(θ)ᵀ."""

@@ -15,6 +15,8 @@ from ..accounting.choices import Neighboring, neighboring_relation
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent
 from ..noise import GaussianNoise
 from .planning import Plan
+from .priors import GaussianPrior
+from .response import Response
 from .transcript import CurvatureRelease, DiagonalRelease, GradientRelease
 
 _CPU = torch.device("cpu")
@@ -65,8 +67,17 @@ class PrivateGram(PrivateSums, Protocol):
     gram_bound: float
     """Frobenius norm of a record's part in :meth:`gram_sum`, which is not negative."""
 
+    prior: GaussianPrior
+    """Of the parameters, with mean zero."""
+
     def gram_sum(self) -> Tensor:
         """Σ x xᵀ, ``[d, d]`` in float64. Private data."""
+
+    def response(self, gram: Tensor, num_data: int) -> Response:
+        """How gradients change with θ if the Gram matrix is ``gram``."""
+
+    def in_shape(self, shape: Tensor) -> PrivateGram:
+        """The sums for the features Ax, with weights that bound them by 1."""
 
 
 class Mechanism:
@@ -144,7 +155,7 @@ def charge(accountant: PrivacyAccountant, plan: Plan, label: str) -> None:
     relation = accountant.neighboring
     matrices = [
         *plan.curvature_multipliers,
-        *([plan.gram_multiplier] if plan.gram_multiplier is not None else []),
+        *plan.gram_multipliers,
     ]
     parts: list[DpEvent] = [GaussianDpEvent(z) for z in plan.gradient_multipliers]
     accountant.compose(

@@ -5,11 +5,11 @@ surrogate choose.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from .feature_shape import InShape, feature_map
 from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
 from .mechanism import GeneralSums, Mechanism, PrivateGram
 from .modes import mode
@@ -17,16 +17,15 @@ from .planning import Plan
 from .priors import GaussianPrior
 from .response import (
     LinearResponse,
-    Response,
     at_level,
     combined,
     denoised,
     levels,
     shape_kept,
 )
-from .surrogate import Surrogate, positive
+from .surrogate import AnySurrogate, Surrogate, positive
 from .transcript import CurvatureRelease, GradientRelease, Transcript
-from .uncertain_level import AnySurrogate, UncertainLevel
+from .uncertain_level import UncertainLevel
 
 # of the level of a curvature; above it the level's distribution counts and not its deviation alone
 _HARMLESS_NOISE = 0.1
@@ -34,28 +33,50 @@ _LEVELS = 12
 
 
 def run_glm(
-    sums: PrivateGram,
-    plan: Plan,
-    prior: GaussianPrior,
-    response_of: Callable[[Tensor], Response],
-    num_data: int,
-) -> tuple[AnySurrogate | UncertainLevel, Transcript]:
+    sums: PrivateGram, plan: Plan, num_data: int
+) -> tuple[AnySurrogate | UncertainLevel | InShape, Transcript]:
     """A run for a model with one linear predictor a record.
 
     Args:
-        sums: the records.
+        sums: the records, and the prior, which holds the run where the noise is large.
         plan: the noise, charged already.
-        prior: where the run starts, and what holds it where the noise is large.
-        response_of: how gradients change with θ, given a Gram matrix.
         num_data: number of records, a public constant.
     """
-    mechanism = Mechanism(sums)
-    assert plan.gram_multiplier is not None
-    gram = mechanism.gram(sums, plan.gram_multiplier)
+    first = Mechanism(sums).gram(sums, plan.gram_multipliers[0])
+    features, features_std = denoised(first.value, first.noise_std)
+    response = sums.response(features, num_data)
+    shape = feature_map(
+        features,
+        features_std,
+        response.slope(sums.prior.mean),
+        sums.prior,
+        sums.gradient_bound / math.sqrt(sum(z**-2 for z in plan.gradient_multipliers)),
+        num_data,
+        math.sqrt(sums.gram_bound),
+    )
+    transcript = Transcript(grams=[first], feature_map=shape)
+    if shape is not None:
+        shaped = sums.in_shape(shape)
+        transcript.grams.append(Mechanism(shaped).gram(shaped, plan.gram_multipliers[1]))
+        found = _run_glm(shaped, plan, transcript, transcript.grams[1], num_data)
+        return InShape(found, shape), transcript
+    second = Mechanism(sums).gram(sums, plan.gram_multipliers[1])
+    transcript.grams.append(second)
+    both = CurvatureRelease(None, (first.value + second.value) / 2, first.noise_std / math.sqrt(2))
+    return _run_glm(sums, plan, transcript, both, num_data), transcript
+
+
+def _run_glm(
+    sums: PrivateGram,
+    plan: Plan,
+    transcript: Transcript,
+    gram: CurvatureRelease,
+    num_data: int,
+) -> AnySurrogate | UncertainLevel:
+    mechanism, prior = Mechanism(sums), sums.prior
     features, features_std = denoised(gram.value, gram.noise_std)
-    response = response_of(features)
+    response = sums.response(features, num_data)
     relative = features_std / float(features.trace())
-    transcript = Transcript(gram=gram)
     kind: type[AnySurrogate] = Surrogate
     if prior.dimension <= LARGEST_DIMENSION:
         kind = LearnedCurvatureSurrogate
@@ -74,20 +95,20 @@ def run_glm(
         curvature = positive(curvature, spread)
     surrogate = kind(transcript.gradients, response, curvature, spread, centre)
     if transcript.curvatures or _is_level_known(gram.value, gram.noise_std):
-        return surrogate, transcript
+        return surrogate
     # below the prior's precision the records say nothing, and more than this they cannot say
     least = float(prior.precision.mean()) * sums.gram_bound / sums.curvature_bound
     most = max(num_data * sums.gram_bound / prior.dimension, 2 * least)
     spread = gram.noise_std * math.sqrt(shape_kept(gram.value, gram.noise_std))
     parts: list[AnySurrogate] = []
     for level in map(float, levels(gram.value, gram.noise_std, least, most, _LEVELS)):
-        response = response_of(at_level(features, level))
+        response = sums.response(at_level(features, level), num_data)
         slope = response.slope(centre)
         # without negative eigenvalues no shape is larger than the level
         relative = min(spread, level) / (level * prior.dimension)
         std = relative * float(slope.trace())
         parts.append(kind(transcript.gradients, response, slope, std, centre))
-    return UncertainLevel(parts, surrogate), transcript
+    return UncertainLevel(parts, surrogate)
 
 
 def run_general(

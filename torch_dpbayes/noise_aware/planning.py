@@ -28,7 +28,8 @@ class Plan:
 
     gradient_multipliers: tuple[float, ...]
     curvature_multipliers: tuple[float, ...] = ()
-    gram_multiplier: float | None = None
+    gram_multipliers: tuple[float, ...] = ()
+    """Of the Gram matrix of the features as they are, and as the run then takes them."""
     curvature_steps: tuple[int, ...] = ()
     """Steps at which a curvature is released, after the gradient and at the same point."""
 
@@ -65,8 +66,8 @@ def total_multiplier(
 def glm_plan(
     multiplier: float, dimension: int, num_data: int, neighboring: Neighboring, *, quadratic: bool
 ) -> Plan:
-    """The split for a generalised linear model: Gram matrix, gradients, and one Hessian at the last
-    point where it is worth its price.
+    """The split for a generalised linear model: two Gram matrices, gradients, and a Hessian at the
+    last point where it is worth its price.
 
     Args:
         multiplier: of the one release that would use all of the budget.
@@ -82,7 +83,7 @@ def glm_plan(
     return Plan(
         _gradients(multiplier, 1 - gram - hessian),
         tuple(hessians),
-        matrix_multiplier(multiplier, gram, neighboring),
+        (matrix_multiplier(multiplier, gram / 2, neighboring),) * 2,
         (_STEPS - 1,) if hessian else (),
     )
 
@@ -97,7 +98,7 @@ def general_plan(
     share = _within(4 / math.sqrt(gain), 0.10, 0.40)
     weights = [0.15, 0.25, 0.60]
     matrices = tuple(matrix_multiplier(multiplier, share * w, neighboring) for w in weights)
-    return Plan(_gradients(multiplier, 1 - share), matrices, None, (0, _STEPS // 2, _STEPS - 2))
+    return Plan(_gradients(multiplier, 1 - share), matrices, (), (0, _STEPS // 2, _STEPS - 2))
 
 
 def diagonal_plan(multiplier: float, neighboring: Neighboring) -> Plan:
@@ -109,7 +110,7 @@ def diagonal_plan(multiplier: float, neighboring: Neighboring) -> Plan:
     return Plan(
         _gradients(multiplier, 1 - _DIAGONAL),
         diagonals,
-        None,
+        (),
         (0, _STEPS // 4, _STEPS // 2, _STEPS - 2),
     )
 

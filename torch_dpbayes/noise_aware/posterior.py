@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 from torch.func import vmap
 
@@ -61,10 +62,12 @@ class NoiseAwarePosterior:
         """The releases themselves, which were paid for and may be published."""
         gaussian = prior.gaussian()
         self._mode = mode(likelihood, gaussian)
-        precision, _ = likelihood.precision(self._mode)
+        precision, product = likelihood.precision(self._mode)
         self._precision = precision + torch.diag(gaussian.precision)
         if agreement is not None:
             self._note_agreement(agreement(self._mode, self._precision))
+        if len(self._mode) <= _LARGEST_CHAIN:
+            self._note_prior(*told_and_surprise(precision, product, gaussian))
         self._draws = WeightedDraws(self._log_density, self._mode, self._precision)
         self._chains: Chains | None = None
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
@@ -179,6 +182,19 @@ class NoiseAwarePosterior:
             stacklevel=5,
         )
 
+    def _note_prior(self, told: int, surprise: float) -> None:
+        size = len(self._mode)
+        self._statement.append(
+            f"  prior       of {size} directions the releases tell {told} better than the prior"
+        )
+        # quantiles of another prior say nothing of its tails
+        if surprise >= _LEAST_AGREEMENT or not isinstance(self._prior, GaussianPrior):
+            return
+        self._statement.append(
+            "  NOT LIKELY  the releases contradict the prior (chi-square tail"
+            f" {surprise:.2g}): where noise hides the records it draws the mean to itself"
+        )
+
     # --- inside -----------------------------------------------------------------------------------
 
     def _log_density(self, theta: Tensor) -> Tensor:
@@ -240,6 +256,29 @@ class NoiseAwarePosterior:
             }
             self._moments = means, {name: square.sqrt() for name, square in squares.items()}
         return self._moments
+
+
+def told_and_surprise(
+    precision: Tensor, product: Tensor, prior: GaussianPrior
+) -> tuple[int, float]:
+    r"""In how many directions a Gaussian likelihood is narrower than a prior, and how likely under
+    the prior is a likelihood as far from it, in these directions, as this one.
+
+    In coordinates in which the prior is N(0, I) and H = diag(h), and θ ~ N(0, I), the products Hθ̂
+    are independent N(0, h + h²): the prior's part h², and the noise's.
+
+    Args:
+        precision: H.
+        product: Hθ̂.
+        prior: of θ.
+    """
+    scale = prior.precision.rsqrt()
+    values, vectors = torch.linalg.eigh(scale[:, None] * precision * scale)
+    found = vectors.T @ (scale * (product - precision @ prior.mean))
+    told = values > 1
+    squares = found[told].square() / (values[told] + values[told].square())
+    count = int(told.sum())
+    return count, float(chi2.sf(float(squares.sum()), count)) if count else 1.0
 
 
 class DiagonalPosterior(NoiseAwarePosterior):

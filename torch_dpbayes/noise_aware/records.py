@@ -4,6 +4,8 @@ regressions, and Pyro models with one data plate.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 
 import torch
@@ -63,6 +65,7 @@ class GLMSums:
         self._records = model.records(features, targets)
         self._target = target_of(model, self._records.weight)
         self._y = self._records.weight * self._records.y.to(torch.float64)
+        self._length, self._weights = model.max_feature_norm, torch.ones_like(self._y)
         norms = torch.linalg.vector_norm(self._records.x, dim=1, dtype=torch.float64)
         self._bounds = (max_grad_norm * (1 - _ROUNDING) / norms).clamp_max(_LARGEST_RESIDUAL)
         self.dimension = features.shape[1]
@@ -77,12 +80,12 @@ class GLMSums:
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ ψ_i(θ) x_i, clipped gradients of mean zero at the truth. Private data."""
         found = scores(self._target, self._predictors(theta), self._y, self._bounds)
-        return self._records.weighted_sum(found)
+        return self._records.weighted_sum(self._weights * found)
 
     def curvature_sum(self, theta: Tensor) -> Tensor:
         """Σ J_i(θ) x_i x_iᵀ, their expected slope. Private data."""
         factors = slopes(self._target, self._predictors(theta), self._bounds)
-        return self._records.outer_sum(factors.clamp(max=self._largest_factor))
+        return self._records.outer_sum(self._weights * factors.clamp(max=self._largest_factor))
 
     def curvature_diagonal(self, theta: Tensor) -> Tensor:
         """Σ J_i(θ) x_i∘x_i, which is as short as the whole: ‖x∘x‖ ≤ ‖x‖². Private data."""
@@ -91,11 +94,36 @@ class GLMSums:
 
     def gram_sum(self) -> Tensor:
         """Σ x xᵀ. Private data."""
-        return self._records.gram()
+        return self._records.outer_sum(self._weights)
+
+    def in_shape(self, shape: Tensor) -> GLMSums:
+        """The sums for the features Ax, whose rows have norm n_i, with weights w_i = min(1, 1/n_i²)
+        and residuals clipped to C/(R w_i n_i): no record adds more than C/R to a gradient, than 1
+        to the Gram matrix, or than a bounded second derivative to the Hessian. Parameters are
+        A⁻ᵀθ.
+        """
+        found = copy.copy(self)
+        GLMSums._stretch(found, shape)
+        return found
+
+    def _stretch(self, shape: Tensor) -> None:
+        features = self._records.x.to(torch.float64) @ shape.T.to(self._records.x.device)
+        norms = torch.linalg.vector_norm(features, dim=1)
+        self._records = dataclasses.replace(self._records, x=features)
+        self._weights = (1 - _ROUNDING) / norms.square().clamp_min(1.0)
+        self.gradient_bound /= self._length
+        self._max_grad_norm /= self._length
+        self.curvature_bound = self._largest_factor
+        self._length, self.gram_bound = 1.0, 1.0
+        bounds = self._max_grad_norm * (1 - _ROUNDING) / (self._weights * norms)
+        self._bounds = bounds.clamp_max(_LARGEST_RESIDUAL)
+        self.prior = GaussianPrior(
+            torch.zeros_like(self.prior.mean), shape.square() @ self.prior.precision
+        )
 
     def response(self, gram: Tensor, num_data: int) -> Response:
         """How gradients change with θ if the Gram matrix is ``gram``."""
-        length = min(math.sqrt(float(gram.trace()) / num_data), self._model.max_feature_norm)
+        length = min(math.sqrt(float(gram.trace()) / num_data), self._length)
         bound = torch.tensor(self._max_grad_norm / length, dtype=torch.float64)
         if isinstance(self._target, Gaussian):
             zero = torch.zeros((), dtype=torch.float64)

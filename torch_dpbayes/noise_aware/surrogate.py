@@ -38,8 +38,9 @@ _HARMLESS = 0.1  # of the records' own variance
 _MISFIT = 0.3
 
 
-class Surrogate:
-    """log p(transcript | θ), for Gaussian releases.
+class AnySurrogate:
+    """What surrogates share: the residual r(θ) = m + F̂φ(θ) of releases averaged to one, and its
+    covariance M(θ) = F_α(θ) + ``noise`` + that of the curvature's error.
 
     Args:
         gradients: the noisy gradients.
@@ -48,6 +49,10 @@ class Surrogate:
         curvature_std: v, the noise left in F̂.
         centre: where F̂ was released, and around which φ straightens.
     """
+
+    _mean: Tensor  # m
+    noise: Tensor  # of the average
+    _log_evidence = 0.0  # of what is not in the average
 
     def __init__(
         self,
@@ -59,65 +64,39 @@ class Surrogate:
     ) -> None:
         self.curvature, self._curvature_std, self.centre = curvature, curvature_std, centre
         self._straight = Straightening(response, centre)
-        self._is_linear = self._straight.is_linear
-        points = self._straight.moved(torch.stack([g.theta for g in gradients]))
         # of the gradient sum itself, given θ: it is the curvature where nothing is clipped
         self._variability = response.variability(centre)
-        noises = noise_covariances(gradients, self._variability * curvature)
-        self._points, self._releases = points, gradients
-        away = points - centre
-        misfits = (0.0 if self._is_linear else _MISFIT) * away @ curvature
-        weights = trust(noises, away, misfits, curvature_std)
-        self._gradient = weights @ torch.stack([g.value for g in gradients])
-        self._point = weights @ points
-        self.noise = torch.einsum("k,kij->ij", weights.square(), noises)
-        self._eye = torch.eye(len(curvature), dtype=curvature.dtype)
-        if self._is_linear:  # then M differs between points by a multiple of I and one more vector
-            self._values, self._vectors = torch.linalg.eigh(
-                self._variability * curvature + self.noise
-            )
+        self._releases = gradients
+        self._points = self._straight.moved(torch.stack([g.theta for g in gradients]))
+        self._values = torch.stack([g.value for g in gradients])
+        self._noises = noise_covariances(gradients, self._variability * curvature)
 
-    @property
-    def dimension(self) -> int:
-        """Length of θ."""
-        return len(self.curvature)
+    def _of_curvature_error(self, moved: Tensor) -> Tensor:
+        """The part of M that the error of F̂ has, at φ(θ) = ``moved``."""
+        raise NotImplementedError
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
-        delta = self._point - self._straight.moved(theta)
-        residual = self._gradient - delta @ self.curvature
-        spread = 0.5 * self._curvature_std**2 * delta.square().sum(-1)
-        if self._is_linear:
-            return self._linear_log_likelihood(delta, residual, spread)
-        extra = (
-            spread[..., None, None] * self._eye
-            + 0.5 * self._curvature_std**2 * delta[..., :, None] * delta[..., None, :]
-        )
+        moved = self._straight.moved(theta)
+        residual = self._mean + moved @ self.curvature
+        extra = self._of_curvature_error(moved)
+        own = self._variability * self.curvature
         bend = self._straight.bend(theta)
-        covariance = self._variability * self.curvature
-        factor = torch.linalg.cholesky(bend @ covariance @ bend.mT + self.noise + extra)
+        factor = torch.linalg.cholesky(bend @ own @ bend.mT + self.noise + extra)
         whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
-        log_scale = (
-            torch.linalg.cholesky(covariance + self.noise + extra)
-            .diagonal(dim1=-2, dim2=-1)
-            .log()
-            .sum(-1)
-        )
-        return -0.5 * whitened.square().sum(-1) - log_scale
+        scale = torch.linalg.cholesky(own + self.noise + extra)
+        log_scale = scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return self._log_evidence - 0.5 * whitened.square().sum(-1) - log_scale
 
     def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this
         one at ``theta``, M held fixed.
         """
         slope = self._straight.tangent(self.curvature, theta)
-        delta = self._point - self._straight.moved(theta)
-        residual = self._gradient - self.curvature @ delta
-        extra = (
-            0.5
-            * self._curvature_std**2
-            * (delta.square().sum() * self._eye + torch.outer(delta, delta))
-        )
-        covariance = self._variability * self.curvature + self.noise + extra
+        moved = self._straight.moved(theta)
+        residual = self._mean + self.curvature @ moved
+        own = self._variability * self.curvature
+        covariance = own + self.noise + self._of_curvature_error(moved)
         weighted = torch.linalg.solve(covariance, slope).T
         precision = weighted @ slope
         return (precision + precision.T) / 2, precision @ theta - weighted @ residual
@@ -134,20 +113,66 @@ class Surrogate:
             mode: of the posterior.
             precision: of the posterior there.
         """
-        return agreement_of(
-            self._releases,
-            self._points,
-            self.curvature,
-            self._curvature_std,
-            (mode - self.centre, precision),
+        size, first = len(self.curvature), len(self._releases) // 2
+        points, values = self._points[first:], self._values[first:]
+        noise = torch.tensor([g.noise_std**2 for g in self._releases[first:]], dtype=points.dtype)
+        weights = noise.reciprocal() / noise.reciprocal().sum()
+        apart = points - weights @ points
+        residuals = values - weights @ values - apart @ self.curvature
+        harmless = _HARMLESS * self.curvature.trace() / size
+        variances = noise + harmless + self._curvature_std**2 * apart.square().sum(-1)
+        total = float((residuals.square().sum(-1) / variances).sum())
+        step = mode - self.centre
+        return min(
+            float(chi2.sf(total, size * (len(points) - 1))) if len(points) > 1 else 1.0,
+            float(chi2.sf(float(step @ precision @ step), size)),
         )
 
-    def _linear_log_likelihood(self, delta: Tensor, residual: Tensor, spread: Tensor) -> Tensor:
-        """M = Q(Λ + s)Qᵀ + ½v²ΔΔᵀ, by the formulas for a change of rank one."""
-        values = self._values + spread[..., None]
+
+class Surrogate(AnySurrogate):
+    """log p(transcript | θ), for Gaussian releases; arguments as in :class:`AnySurrogate`."""
+
+    def __init__(
+        self,
+        gradients: Sequence[GradientRelease],
+        response: Response,
+        curvature: Tensor,
+        curvature_std: float,
+        centre: Tensor,
+    ) -> None:
+        super().__init__(gradients, response, curvature, curvature_std, centre)
+        away = self._points - centre
+        misfits = (0.0 if self._straight.is_linear else _MISFIT) * away @ curvature
+        weights = trust(self._noises, away, misfits, curvature_std)
+        self._point = weights @ self._points
+        self._mean = weights @ self._values - self._point @ curvature
+        self.noise = torch.einsum("k,kij->ij", weights.square(), self._noises)
+        self._eye = torch.eye(len(curvature), dtype=curvature.dtype)
+        if self._straight.is_linear:
+            # then M differs between points by a multiple of I and one more vector
+            own = self._variability * curvature
+            self._eigenvalues, self._vectors = torch.linalg.eigh(own + self.noise)
+
+    def _of_curvature_error(self, moved: Tensor) -> Tensor:
+        delta = self._point - moved
+        square = delta.square().sum(-1)[..., None, None]
+        return (
+            0.5
+            * self._curvature_std**2
+            * (square * self._eye + delta[..., :, None] * delta[..., None, :])
+        )
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """As of any surrogate; of a linear response M = Q(Λ + s)Qᵀ + ½v²ΔΔᵀ, by the formulas for
+        a change of rank one.
+        """
+        if not self._straight.is_linear:
+            return super().log_likelihood(theta)
+        delta, residual = self._point - theta, self._mean + theta @ self.curvature
+        half = 0.5 * self._curvature_std**2
+        values = self._eigenvalues + half * delta.square().sum(-1)[..., None]
         a, b = residual @ self._vectors, delta @ self._vectors
         aa, ab, bb = ((x * y / values).sum(-1) for x, y in ((a, a), (a, b), (b, b)))
-        half = 0.5 * self._curvature_std**2
         return -0.5 * (aa - half * ab**2 / (1 + half * bb)) - 0.5 * (
             values.log().sum(-1) + torch.log1p(half * bb)
         )
@@ -190,38 +215,6 @@ class Straightening:
         if self.is_linear:
             return curvature
         return curvature @ torch.cholesky_solve(self._response.slope(theta), self._slope_factor)
-
-
-def agreement_of(
-    releases: Sequence[GradientRelease],
-    points: Tensor,
-    curvature: Tensor,
-    curvature_std: float,
-    way: tuple[Tensor, Tensor],
-) -> float:
-    """See :meth:`Surrogate.agreement`.
-
-    Args:
-        releases: of the whole run.
-        points: φ(θ_k).
-        curvature, curvature_std: F̂ and v.
-        way: from the last point to the mode, and the posterior's precision there.
-    """
-    size, first = len(curvature), len(releases) // 2
-    points = points[first:]
-    values = torch.stack([g.value for g in releases[first:]])
-    noise = torch.tensor([g.noise_std**2 for g in releases[first:]], dtype=points.dtype)
-    weights = noise.reciprocal() / noise.reciprocal().sum()
-    apart = points - weights @ points
-    residuals = values - weights @ values - apart @ curvature
-    harmless = _HARMLESS * curvature.trace() / size
-    variances = noise + harmless + curvature_std**2 * apart.square().sum(-1)
-    total = float((residuals.square().sum(-1) / variances).sum())
-    step, precision = way
-    return min(
-        float(chi2.sf(total, size * (len(points) - 1))) if len(points) > 1 else 1.0,
-        float(chi2.sf(float(step @ precision @ step), size)),
-    )
 
 
 def noise_covariances(releases: Sequence[GradientRelease], curvature: Tensor) -> Tensor:

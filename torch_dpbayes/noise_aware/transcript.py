@@ -50,4 +50,7 @@ class Transcript:
     gradients: list[GradientRelease] = field(default_factory=list)
     curvatures: list[CurvatureRelease] = field(default_factory=list)
     diagonals: list[DiagonalRelease] = field(default_factory=list)
-    gram: CurvatureRelease | None = None
+    grams: list[CurvatureRelease] = field(default_factory=list)
+    feature_map: Tensor | None = None
+    """A, where all releases but the first Gram matrix are of the features Ax, weighted, and of the
+    parameters A⁻ᵀθ (:mod:`~torch_dpbayes.noise_aware.feature_shape`)."""

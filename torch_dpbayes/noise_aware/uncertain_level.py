@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .learned_curvature import LearnedCurvatureSurrogate
-from .surrogate import Surrogate
-
-AnySurrogate = Surrogate | LearnedCurvatureSurrogate
+from .surrogate import AnySurrogate
 
 
 class UncertainLevel:
@@ -53,5 +50,5 @@ class UncertainLevel:
         )
 
     def agreement(self, mode: Tensor, precision: Tensor) -> float:
-        """See :meth:`Surrogate.agreement`."""
+        """See :meth:`AnySurrogate.agreement`."""
         return self._middle.agreement(mode, precision)
