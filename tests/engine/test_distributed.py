@@ -672,6 +672,7 @@ def departures_each(rank, seed):
     return [departures(rank, seed + 10 * i, kind) for i, kind in enumerate(DEPARTURES)]
 
 
+@pytest.mark.thorough
 def test_what_one_rank_does_otherwise_is_an_error_on_all_and_can_be_mended(run):
     ranks = run(departures_each, 2, seed=torch.seed() % 2**31)
     for i, (expected, own) in enumerate(DEPARTURES.values()):
@@ -715,7 +716,7 @@ def loses_a_rank(rank, seed, how, folder):
     return told, again, took, torch.equal(before, flat(net)), len(accountant)
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["killed", "killed between the messages", "stalled"])
 def test_a_lost_rank_stops_the_others_and_what_was_charged_stays_charged(run, tmp_path, how):
     answers = run(loses_a_rank, 3, seed=torch.seed() % 2**31, how=how, folder=str(tmp_path))
@@ -958,6 +959,7 @@ def whole(rank, seed):
     return flat(net).tolist(), len(engine.accountant)
 
 
+@pytest.mark.thorough
 def test_ranks_may_split_their_batches_into_different_numbers_of_parts(run):
     seed = torch.seed() % 2**31
     (alone,) = run(whole, 1, seed=seed)

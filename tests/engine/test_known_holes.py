@@ -88,7 +88,7 @@ def records():
     return x, torch.arange(N) % 2
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "name, middle, reason",
     [

@@ -262,6 +262,7 @@ def test_what_a_function_has_is_passed_on_and_other_mistakes_name_it():
         dpb.get_num_steps(**NOISE, noise_multiplier=1.0, nonsense=1)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("is_terminal", "is_said"), [(True, True), (False, False)])
 def test_a_long_check_says_what_takes_so_long(is_terminal, is_said, monkeypatch):
     class Stream(io.StringIO):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.accounting.people import PersonDpEvent
 from torch_dpbayes.accounting.selection import Repetitions, selection_epsilon
 from torch_dpbayes.engine.tuning import best_of_runs
 
@@ -65,6 +66,21 @@ def test_one_charge_for_the_best_of_private_trainings(monkeypatch):
     assert [c.label for c in total.history] == ["selection"] * 2
     assert all(sum(c.count for c in history) == 4 for _, history in tried)
     assert "only the best run was seen" in total.summary()
+
+
+def test_runs_over_people_are_charged_to_an_accountant_of_people(monkeypatch):
+    fixed_number(monkeypatch, 2)
+    step = PersonDpEvent(STEP)
+    total = accountant(unit="person")
+    settings = {"schedule": [(step, 2)], "delta": 1e-6, "mean_runs": 3.0}
+    best = best_of_runs(partial(charge, step=step), [5], accountant=total, **settings)
+    assert best.result == 5
+    epsilon = selection_epsilon(SCHEDULE, Repetitions(3.0), 1e-6)
+    assert epsilon <= total.get_epsilon(1e-6) <= epsilon * (1 + 1e-9)
+    for other, schedule in ((accountant(), [(step, 2)]), (accountant(unit="person"), SCHEDULE)):
+        with pytest.raises(ValueError, match="this accountant protects"):
+            best_of_runs(charge, [5], accountant=other, **settings | {"schedule": schedule})
+        assert len(other) == 0
 
 
 def test_it_is_charged_before_the_first_run():

@@ -63,7 +63,7 @@ def test_a_floor_that_the_samplers_own_noise_exceeds_is_said(lr, is_said, caplog
         assert f"lr = {optimizer.free_lr:.4g}" in warnings[0]
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "sampler",
     [

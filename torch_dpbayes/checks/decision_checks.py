@@ -140,7 +140,7 @@ def _changed(
     before, was_finite = natural
     if [t.shape for t in found] != [t.shape for t in before]:
         return len(was_finite)
-    same = [same_rows(a, b, True).cpu() for a, b in zip(before, found, strict=True)]
+    same = [same_rows(a, b).cpu() for a, b in zip(before, found, strict=True)]
     return int((~torch.stack(same).all(0) & (is_finite | was_finite)).sum())
 
 
@@ -321,7 +321,7 @@ def _compare_exchanged(
         first, second = (
             tried.run(arguments, SeededDraws(seed, tried.axes)) for arguments in (base, mixed)
         )
-        require_same(tried.module, first, second, keep, is_same_size=True)
+        require_same(tried.module, first, second, keep)
     if running.failed:
         return False
     if tried.rows_for(len(keep)) < len(keep):

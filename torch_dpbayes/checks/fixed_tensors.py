@@ -12,12 +12,9 @@ from torch import Tensor, nn
 _LONGEST_WAIT = 64  # steps
 
 CHANGED = (
-    "{!r} changed while training: what is written into a buffer or a frozen parameter may depend on"
-    " the records and carries no noise, yet it steers later gradients and leaves with"
-    " model.state_dict(). Nothing was charged for this step. Keep statistics of the data out of the"
-    " module (GroupNorm in place of BatchNorm), or make them of public data before make_private and"
-    " leave them fixed; keep counters and schedules outside the model, in plain Python numbers. The"
-    " model may hold data now: load a state of before, or build it again."
+    "{!r} changed while training: buffers and frozen parameters would carry data without noise."
+    " Keep statistics (GroupNorm, not BatchNorm) and counters out of the module, as plain Python"
+    " numbers, and load a state of before."
 )
 
 

@@ -16,6 +16,7 @@ from ..clipping.nested import tensors_in
 from .findings import OF_NUMBER, OF_OTHERS, MixedRecordsError
 from .gradient_hooks import HOOKED, HookWatch
 from .made_up_records import output_of, rows_in
+from .precision import FLOAT32
 from .seeded_draws import SeededDraws
 
 ALONE = "Compute what it needs from each record alone, or from public data before training."
@@ -139,10 +140,16 @@ def _by_record(t: Tensor, axis: int, rows: int) -> list[Tensor]:
 
 
 def require_same(
-    module: nn.Module, first: Forward, second: Forward, keep: Tensor, *, is_same_size: bool
+    module: nn.Module,
+    first: Forward,
+    second: Forward,
+    keep: Tensor,
+    rounding: float | None = None,
 ) -> None:
-    """Raise, and say where, unless the records in ``keep`` fare the same in both runs."""
-    on_what = OF_OTHERS if is_same_size else OF_NUMBER
+    """Raise, and say where, unless the records in ``keep`` fare the same in both runs: ``rounding``
+    as of :func:`same_rows`.
+    """
+    on_what = OF_OTHERS if rounding is None else OF_NUMBER
     where, fix = f"the forward pass of {type(module).__name__!r}", ALONE
     for key, notes in first.notes.items():
         others = second.notes.get(key, [])
@@ -151,10 +158,10 @@ def require_same(
             continue
         name, _, is_output, _ = key
         pairs = list(zip(notes, others, strict=True))
-        if any(_same_there(a, b, keep, is_same_size) for a, b in pairs):
+        if any(_same_there(a, b, keep, rounding) for a, b in pairs):
             continue
         layer = module.get_submodule(name)
-        if any(_same_somewhere(a, b, keep, is_same_size) for a, b in pairs):
+        if any(_same_somewhere(a, b, keep, rounding) for a, b in pairs):
             if not _is_trained(layer):
                 continue
             raise MixedRecordsError(
@@ -170,7 +177,7 @@ def require_same(
                 fix = _TIME_FIRST
         break
     else:
-        if same_outputs(first.outputs, second.outputs, keep, is_same_size=is_same_size):
+        if same_outputs(first.outputs, second.outputs, keep, rounding):
             return
     raise MixedRecordsError(f"{where} makes a record's output depend on {on_what}. {fix}")
 
@@ -179,12 +186,11 @@ def same_outputs(
     first: list[Tensor],
     second: list[Tensor],
     keep: Tensor | slice = slice(None),
-    *,
-    is_same_size: bool = False,
+    rounding: float | None = FLOAT32,
 ) -> bool:
     return len(first) == len(second) and all(
         s.shape == t.shape
-        and bool(same_rows(s.reshape(len(s), -1), t.reshape(len(t), -1), is_same_size)[keep].all())
+        and bool(same_rows(s.reshape(len(s), -1), t.reshape(len(t), -1), rounding)[keep].all())
         for s, t in zip(first, second, strict=True)
     )
 
@@ -197,32 +203,36 @@ def _is_trained(layer: nn.Module) -> bool:
     return any(p is not None and p.requires_grad for p in layer._parameters.values())
 
 
-def _same_there(a: Tensor, b: Tensor, keep: Tensor, is_same_size: bool) -> bool:
-    return torch.equal(a[keep], b[keep]) or bool(same_rows(a, b, is_same_size)[keep].all())
+def _same_there(a: Tensor, b: Tensor, keep: Tensor, rounding: float | None) -> bool:
+    return torch.equal(a[keep], b[keep]) or bool(same_rows(a, b, rounding)[keep].all())
 
 
-def _same_somewhere(a: Tensor, b: Tensor, keep: Tensor, is_same_size: bool) -> bool:
+def _same_somewhere(a: Tensor, b: Tensor, keep: Tensor, rounding: float | None) -> bool:
     """Whether as many rows are the same as are kept: a layer without trainable parameters may
     take records in another order.
     """
-    return sum(bool(same_rows(row.expand_as(b), b, is_same_size).any()) for row in a) >= int(
-        keep.sum()
-    )
+    return sum(bool(same_rows(row.expand_as(b), b, rounding).any()) for row in a) >= int(keep.sum())
 
 
-def same_rows(a: Tensor, b: Tensor, is_same_size: bool) -> Tensor:
-    """For each record whether its row is the same, up to rounding: next to none in batches of
-    the same size, which run the same kernels.
+def same_rows(a: Tensor, b: Tensor, rounding: float | None = None) -> Tensor:
+    """For each record whether its row is the same.
+
+    Args:
+        a, b: (records, numbers).
+        rounding: ε of the type that batches of several sizes were computed in, which run other
+            kernels. None: of one size, which run the same ones, to the bit in whatever type.
     """
-    eps = torch.finfo(a.dtype).eps if a.is_floating_point() else 0.0
+    if torch.equal(a, b):
+        return torch.ones(len(a), dtype=torch.bool, device=a.device)
     a, b = a.double(), b.double()
     finite = a.nan_to_num(0.0, 0.0, 0.0)
-    if is_same_size:
+    if rounding is None:
         spreads = [(t - t.mean(0)).abs().mean(0) for t in (finite, b.nan_to_num(0.0, 0.0, 0.0))]
         smaller, larger = torch.minimum(*spreads), torch.maximum(*spreads)
         # more than equal records differ by rounding
-        is_spread = smaller > 16 * eps * finite.abs().amax(0)
-        tolerance = 16 * eps * finite.abs() + 1e-4 * torch.where(is_spread, smaller, larger)
+        is_spread = smaller > 16 * FLOAT32 * finite.abs().amax(0)
+        tolerance = 16 * FLOAT32 * finite.abs() + 1e-4 * torch.where(is_spread, smaller, larger)
     else:
-        tolerance = 1e-3 * finite.abs() + 1e-5 + 1e-4 * finite.abs().amax(1, keepdim=True)
+        of_each, of_largest = max(1e-3, rounding), max(1e-4, 4 * rounding)
+        tolerance = of_each * finite.abs() + 1e-5 + of_largest * finite.abs().amax(1, keepdim=True)
     return ((a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= tolerance)).all(1)

@@ -7,7 +7,7 @@ on gradients, custom functions, or rows that a layer sees in another order.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,6 +32,7 @@ from .tried_model import TriedModel
 # powers of ten of the output gradients of all records, and of those that take the others' places
 _MAGNITUDES = (0, 3, -3, 6, -6, 1, -1, 4, -4, 2, -2, 5, -5)
 _FEWEST_TRIALS = 3
+_SAME = 1e-3  # relative, of gradients that the same kernels compute, in whatever type
 _PIECE = 2**21  # numbers of a gradient that are held at a time
 
 _MIXED = (
@@ -94,10 +95,11 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
                 " a row per record, or a loss, computed from trainable parameters"
             )
         total.backward()
-    gradients = _GradientsOfTwo([alone(k) for k in range(2)], tried)
     differences: list[tuple[float, float]] = []  # from the true gradients, and how long those are
     parts: list[Tensor] = []
-    for (name, p), true in zip(tried.named, gradients.of_each(), strict=True):
+    for (name, p), true in zip(
+        tried.named, _gradients_of_two([alone(k) for k in range(2)], tried), strict=True
+    ):
         with draws():  # a source may run the records again
             records = source.per_record_gradients(p)
         if records is None:
@@ -111,75 +113,59 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
         difference = math.nan
         if records.shape == (2, *p.shape):
             difference = _norm_of_all(r - g for r, g in zip(records, true, strict=True))
+            parts.append(_norms([records.flatten(1)]))
         differences.append((difference, _norm_of_all(true)))
-        parts.append(torch.stack([_norms([g.reshape(1, -1)])[0] for g in true]))
         del records, true
-    largest = max(float(part.max()) for part in parts)
+    largest = max((float(part.max()) for part in parts), default=0.0)
     for (name, p), (difference, length) in zip(tried.named, differences, strict=True):
         # a gradient that cancels is rounding error
-        if not difference <= _tolerance([p]) * max(length, 1e-3 * largest):
+        if not difference <= tried.tolerance * max(length, 1e-3 * largest):
             what = "got per-record gradients that are not the gradients of the records"
             raise ValueError(_wrong_kernel(tried, p, name) or _wrong_gradient(name, what))
     if largest > 0:
         norms = torch.linalg.vector_norm(torch.stack(parts), dim=0)
         with draws():
-            check_clipped_sum(tried, norms, gradients.sums)
+            recorded = (source.per_record_gradients(p) for p in parameters)
+            check_clipped_sum(tried, norms, (r.flatten(1) for r in recorded if r is not None))
     source.discard(parameters)
     return largest > 0
 
 
-class _GradientsOfTwo:
-    """Gradients of the losses of two records, which of large models take the most memory: one
-    piece of the parameters after the other, computed anew where they are wanted again.
+def _gradients_of_two(
+    losses: Sequence[Tensor], tried: TriedModel
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each parameter the gradients of the losses of two records, which of large models take
+    the most memory: one piece of the parameters after the other.
+
+    Raises:
+        ValueError: a parameter has none.
     """
-
-    def __init__(self, losses: Sequence[Tensor], tried: TriedModel) -> None:
-        self._losses, self._tried = losses, tried
-        self._pieces: list[list[tuple[str, Tensor]]] = [[]]
-        size = 0
-        for name, p in tried.named:
-            if size and size + p.numel() > _PIECE:
-                self._pieces.append([])
-                size = 0
-            self._pieces[-1].append((name, p))
-            size += p.numel()
-        self._kept: list[tuple[Tensor, Tensor]] = []  # where there is one piece
-
-    def of_each(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each parameter both records' gradients.
-
-        Raises:
-            ValueError: a parameter has none.
-        """
-        if self._kept:
-            yield from self._kept
-            return
-        is_small = len(self._pieces) == 1
-        for piece in self._pieces:
-            parameters = [p for _, p in piece]
-            with self._tried.source.paused():
-                first, second = (
-                    list(
-                        torch.autograd.grad(
-                            loss, parameters, allow_unused=True, retain_graph=not is_small
-                        )
+    pieces: list[list[tuple[str, Tensor]]] = [[]]
+    size = 0
+    for name, p in tried.named:
+        if size and size + p.numel() > _PIECE:
+            pieces.append([])
+            size = 0
+        pieces[-1].append((name, p))
+        size += p.numel()
+    for piece in pieces:
+        with tried.source.paused():
+            first, second = (
+                list(
+                    torch.autograd.grad(
+                        loss,
+                        [p for _, p in piece],
+                        allow_unused=True,
+                        retain_graph=piece is not pieces[-1],
                     )
-                    for loss in self._losses
                 )
-            for name, of_one, of_other in zip((n for n, _ in piece), first, second, strict=True):
-                if of_one is None and of_other is None:
-                    raise ValueError(_NOT_USED.format(name))
-            for p in parameters:
-                found = _dense(p, first.pop(0)), _dense(p, second.pop(0))
-                if is_small:
-                    self._kept.append(found)
-                yield found
-
-    def sums(self, factor: Tensor) -> Iterator[Tensor]:
-        """For each parameter the sum of both gradients times these factors, flat."""
-        for of_one, of_other in self.of_each():
-            a, b = (_at_least_float(g).flatten() for g in (of_one, of_other))
-            yield (factor[0].to(a.dtype) * a).add_(b, alpha=float(factor[1].to(b.dtype)))
+                for loss in losses
+            )
+        for (name, _), of_one, of_other in zip(piece, first, second, strict=True):
+            if of_one is None and of_other is None:
+                raise ValueError(_NOT_USED.format(name))
+        for _, parameter in piece:
+            yield _dense(parameter, first.pop(0)), _dense(parameter, second.pop(0))
 
 
 def check_gradients_unmoved(tried: TriedModel) -> None:
@@ -274,11 +260,7 @@ def check_trial(
     try:
         before = recorded(first, 0)
         norms = _norms(before)
-        check_clipped_sum(
-            tried,
-            norms,
-            lambda factor: [factor.to(g.dtype) @ g for g in map(_at_least_float, before)],
-        )
+        check_clipped_sum(tried, norms, before)
         if is_comparable:
             with source.paused():
                 for row in range(len(keep)):
@@ -287,12 +269,11 @@ def check_trial(
         after = recorded(second, 1)
     finally:
         tried.discard()
-    tolerance = _tolerance(parameters)
     rows = keep.to(norms.device) & norms.isfinite()
     for (name, _), a, b in zip(tried.named, before, after, strict=True):
         a, b = a[rows], b[rows]
         scale = torch.maximum(a.norm(dim=1), 1e-3 * norms[rows])
-        if not bool(((a - b).norm(dim=1) <= tolerance * scale).all()):
+        if not bool(((a - b).norm(dim=1) <= _SAME * scale).all()):
             raise MixedRecordsError(_MIXED.format(name, OF_OTHERS))
 
 
@@ -310,20 +291,18 @@ def _compare_alone(
         true = _dense(p, g)
         difference = float((found[row] - true.flatten()).norm())
         scale = max(float(true.norm()), 1e-2 * float(norms[row]))
-        if not difference <= 30 * _tolerance(tried.parameters) * scale:
+        if not difference <= max(30 * _SAME, 8 * tried.tolerance) * scale:
             raise MixedRecordsError(_MIXED.format(name, OF_NUMBER))
 
 
-def check_clipped_sum(
-    tried: TriedModel, norms: Tensor, sums_of: Callable[[Tensor], Iterable[Tensor]]
-) -> None:
+def check_clipped_sum(tried: TriedModel, norms: Tensor, recorded: Iterable[Tensor]) -> None:
     """Norms and the clipped sum, which a source may compute by other ways, right after a backward
-    pass, against the true ones.
+    pass, against those of the gradients that it recorded.
 
     Args:
         tried: the model.
         norms: every record's, (records).
-        sums_of: for each parameter the sum of its records' gradients times such factors, flat.
+        recorded: for each parameter its per-record gradients, (records, numel).
 
     Raises:
         MixedRecordsError: they differ.
@@ -340,10 +319,13 @@ def check_clipped_sum(
         p.grad = None  # hooks leave an ordinary gradient, and an unhooked use was found before
     found = source.norms(named).double()
     source.add_clipped_sum(named, clip, out)
-    tolerance = 2 * _tolerance(tried.parameters)
-    are_norms = float((found - norms).norm()) <= tolerance * float(norms.norm()) + 1e-15
-    errors = [o.sub_(true).norm().double() for true, o in zip(sums_of(factor), out, strict=True)]
-    if not are_norms or not float(torch.stack(errors).norm()) <= tolerance * clip:
+    are_norms = float((found - norms).norm()) <= 2 * _SAME * float(norms.norm()) + 1e-15
+    errors = []
+    for records, total in zip(recorded, out, strict=True):
+        for gradient, share in zip(records, factor.tolist(), strict=True):
+            total.sub_(gradient, alpha=share)
+        errors.append(total.norm().double())
+    if not are_norms or not float(torch.stack(errors).norm()) <= 2 * _SAME * clip:
         raise MixedRecordsError(
             "the clipped sum of made-up records is not that of their gradients, which are recorded "
             'correctly: an error of this library. Try grad_sample_mode="hooks", and please report '
@@ -353,10 +335,6 @@ def check_clipped_sum(
 
 def _norm_of_all(tensors: Iterable[Tensor]) -> float:
     return math.hypot(*(float(t.norm()) for t in tensors))
-
-
-def _at_least_float(t: Tensor) -> Tensor:
-    return t.detach() if t.dtype == torch.float64 else t.detach().float()
 
 
 def _norms(gradients: Sequence[Tensor]) -> Tensor:
@@ -391,8 +369,3 @@ def _wrong_gradient(name: str, what: str) -> str:
         " every parameter through the forward pass of the module that owns it, not through"
         " torch.nn.functional, and change nothing in place."
     )
-
-
-def _tolerance(parameters: Sequence[Tensor]) -> float:
-    is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in parameters)
-    return 1e-2 if is_half else 1e-3

@@ -122,7 +122,7 @@ def require_same_alone(tried: TriedModel, sizes: Sequence[int]) -> None:
         for k, single in enumerate(singles[: 2 if tried.is_aligned else 1]):
             keep = places % 2 == k if tried.is_aligned else places == 0
             expected = expected_of(single, together, rows)
-            require_same(tried.module, expected, together, keep, is_same_size=False)
+            require_same(tried.module, expected, together, keep, tried.rounding)
 
 
 def _require_unmoved(tried: TriedModel) -> None:
@@ -176,5 +176,5 @@ def _compare(
             others_draw = SeededDraws(seed, tried.axes, others=~keep if draws_apart else None)
             second = tried.run(mixed, others_draw)
         if not running.failed:
-            require_same(tried.module, first, second, keep, is_same_size=True)
+            require_same(tried.module, first, second, keep)
     return draws.is_random

@@ -75,7 +75,7 @@ def check_map(tried: TriedModel) -> ModelAsChecked:
         batched = [t for t in batched if t.dim() > 0]
         if is_given and not are_finite(batched):
             raise ValueError(NOT_FINITE)
-        if same_outputs(mapped, batched):
+        if same_outputs(mapped, batched, rounding=tried.rounding):
             continue
         if not has_losses:
             check_independence(tried)

@@ -24,6 +24,7 @@ from .made_up_records import (
     rows_in,
     taken_apart,
 )
+from .precision import FLOAT32
 from .seeded_draws import SeededDraws
 
 _MANY = 2**25  # numbers in the per-record gradients of one batch
@@ -41,6 +42,7 @@ class TriedModel:
         alone: the run of one record.
         axes: for each draw of random numbers, the dimension of the records, where known.
         is_aligned: records draw in a batch what they would draw alone.
+        rounding: ε of the type that batches of several sizes may differ by.
     """
 
     module: nn.Module
@@ -49,12 +51,18 @@ class TriedModel:
     alone: Forward | None = None
     axes: list[int | None] = field(default_factory=list)
     is_aligned: bool = False
+    rounding: float = FLOAT32
 
     def __post_init__(self) -> None:
         self.named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in self.named]
         self.sizes = batch_sizes(self.inputs)
         self.middle, self.large = self.sizes[len(self.sizes) // 2], self.sizes[-1]
+
+    @property
+    def tolerance(self) -> float:
+        """Relative, of gradients that other kernels compute."""
+        return max(1e-3, 8 * self.rounding)
 
     def discard(self) -> None:
         """Forget what was recorded, and ordinary gradients."""

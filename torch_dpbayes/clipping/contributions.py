@@ -114,7 +114,7 @@ class Product(Contribution):
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
         index = which.nonzero().flatten()
-        apart = PerRecord(self._instantiated(self.inputs[index], self.backprops[index]))
+        apart = self._per_record(self.inputs[index], self.backprops[index])
         self.inputs, self.backprops = _rows(self.inputs, ~which), _rows(self.backprops, ~which)
         self._norm, self._size = (
             self._norm.index_copy(0, index, apart.norm().to(self._norm.dtype)),
@@ -129,7 +129,7 @@ class Product(Contribution):
             apart.add_sum(factor[index], out)
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        gradients = PerRecord(self._instantiated(self.inputs, self.backprops)).gradients
+        gradients = self._per_record(self.inputs, self.backprops).gradients
         if self._apart is not None:
             index, apart = self._apart
             gradients = {
@@ -142,6 +142,11 @@ class Product(Contribution):
         if self._apart is not None:
             index, apart = self._apart
             apart.keep_only(keep[index])
+
+    def _per_record(self, inputs: Tensor, backprops: Tensor) -> PerRecord:
+        """In the type of sums, so that nothing is rounded of which the norm knows nothing."""
+        dtype = wide(backprops)
+        return PerRecord(self._instantiated(inputs.to(dtype), backprops.to(dtype)))
 
     @abstractmethod
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]: ...

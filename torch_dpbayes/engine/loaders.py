@@ -144,10 +144,12 @@ def private_loader(
             " (__len__ and __getitem__)."
         )
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
-        rate = float(data_loader.sample_rate)
+        records: Any = data_loader.dataset
+        rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
+        if isinstance(draws, PeopleSampler):  # batches stay as large, not the rate of people
+            rate *= draws.people.counted / len(records)
         if batches == POISSON and batches.people is None:
             return PoissonLoader(data_loader, rate, ranks)
-        records: Any = data_loader.dataset
         return batches.loader(data_loader, rate * len(records), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import Neighboring, check_delta
+from ..accounting.choices import Neighboring, Unit, check_delta
 from ..accounting.events import DpEvent
 from ..accounting.selection import Repetitions, selection_event
 from .privacy_engine import PrivacyEngine
@@ -81,13 +81,14 @@ def best_of_runs(
     event = selection_event(planned, repetitions, delta, accountant.neighboring)
     accountant.compose(event, label="selection")
     accountant.note(_STATEMENT)
-    price = _price(planned, delta, accountant.neighboring)
+    relation, unit = accountant.neighboring, accountant.unit
+    price = _price(planned, delta, relation, unit)
     source = random.SystemRandom()
     best: BestRun[Candidate, Result] | None = None
     seen: list[Any] = []
     for _ in range(repetitions.draw()):
         candidate = source.choice(choices)
-        own = PrivacyAccountant(price, delta, neighboring=accountant.neighboring).register(planned)
+        own = PrivacyAccountant(price, delta, neighboring=relation, unit=unit).register(planned)
         result, score = train(PrivacyEngine(own), candidate)
         if not len(own) or own.guarantee != "registered":
             raise RuntimeError(
@@ -103,9 +104,9 @@ def best_of_runs(
     return best
 
 
-def _price(schedule: Schedule, delta: float, neighboring: Neighboring) -> float:
+def _price(schedule: Schedule, delta: float, neighboring: Neighboring, unit: Unit) -> float:
     """The budget of a run, into which nothing fits beside the schedule."""
-    together = PrivacyAccountant(neighboring=neighboring)
+    together = PrivacyAccountant(neighboring=neighboring, unit=unit)
     for event, count in schedule:
         together.compose(event, count)
     return together.get_epsilon(delta) * (1 + 1e-9) + 1e-12

@@ -1,0 +1,113 @@
+"""Models that compute in half precision are accepted, and those that mix records are refused."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+
+
+def make_private(net, x, mode=None):
+    dpb.PrivacyEngine().make_private(
+        module=net,
+        optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, torch.zeros(len(x))), batch_size=4),
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+    )
+
+
+class Autocast(nn.Module):
+    """As accelerate wraps a model: half precision inside, float32 outside."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.net(x).float()
+
+
+def perceptron(middle=None):
+    return nn.Sequential(
+        *(nn.Linear(6, 32), nn.ReLU(), middle or nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
+    )
+
+
+def convolutions():
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2)),
+        *(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)),
+    )
+
+
+MODELS = {"perceptron": (perceptron, (6,)), "convolutions": (convolutions, (3, 9, 9))}
+
+
+@pytest.mark.first_cases(4)
+@pytest.mark.parametrize("mode", [None, "hooks", "whole batches"])
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_inside_the_model_is_accepted(request, name, mode):
+    if mode == "whole batches":
+        request.getfixturevalue("whole_batches")
+        mode = None
+    make, shape = MODELS[name]
+    make_private(Autocast(make()), torch.randn(20, *shape), mode)
+
+
+def test_isolated_records_take_autocast_where_torch_can_map_it():
+    """Torch lacks the backward pass of a mapped convolution under autocast."""
+    make_private(Autocast(perceptron()), torch.randn(20, 6), "isolated")
+    with pytest.raises(ValueError, match="Leave it out for the default"):
+        make_private(Autocast(convolutions()), torch.randn(20, 3, 9, 9), "isolated")
+
+
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("mode", ["hooks", "isolated", None])
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_of_half_precision_are_accepted(name, mode):
+    make, shape = MODELS[name]
+    make_private(make().bfloat16(), torch.randn(20, *shape).bfloat16(), mode)
+
+
+class Changed(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, h):
+        return self.change(h)
+
+
+def mean_of_the_batch(h):
+    return h + 1e-3 * h.mean(0)
+
+
+def one_percent_more_in_large_batches(h):
+    return h * (1.01 if len(h) > 2 else 1.0)
+
+
+@pytest.mark.parametrize("is_autocast", [True, False])
+@pytest.mark.parametrize("mode", ["hooks", "whole batches"])
+def test_a_share_of_a_thousandth_is_refused(request, mode, is_autocast):
+    """Less than bfloat16 resolves."""
+    if mode == "whole batches":
+        request.getfixturevalue("whole_batches")
+        mode = None
+    net, x = perceptron(Changed(mean_of_the_batch)), torch.randn(20, 6)
+    with pytest.raises(ValueError, match="depend on another record"):
+        if is_autocast:
+            make_private(Autocast(net), x, mode)
+        else:
+            make_private(net.bfloat16(), x.bfloat16(), mode)
+
+
+def test_what_the_number_of_records_changes_by_a_hundredth_is_refused():
+    """Less than rounding to bfloat16 leaves room for."""
+    net = perceptron(Changed(one_percent_more_in_large_batches))
+    with pytest.raises(ValueError, match="the number of records in the batch"):
+        make_private(Autocast(net), torch.randn(20, 6), "hooks")
