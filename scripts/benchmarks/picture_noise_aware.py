@@ -1,25 +1,31 @@
 #!/usr/bin/env python3
-"""Two pictures of noise-aware posteriors: coverage of their intervals, from the table of
-``calibration_noise_aware.py``, and one posterior beside the non-private one as ε grows.
+"""Pictures of noise-aware posteriors: coverage of their intervals, from the table of
+``calibration_noise_aware.py``, and one posterior beside the non-private one as ε grows; and, in a
+second file, the same for a hierarchical model.
 
-    python scripts/benchmarks/picture_noise_aware.py results.csv picture.png
+    python scripts/benchmarks/picture_noise_aware.py results.csv picture.png groups.png
 
-The data are simulated, 20,000 records of a logistic regression with two weights.
+The data are simulated: 20,000 records of a logistic regression with two weights, and ten groups of
+50 to 10,000 records whose log odds have a common mean and scale.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pyro
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from torch_dpbayes import noise_aware
+from torch_dpbayes.noise_aware.sampling import CHAINS, Chains
 from torch_dpbayes.ops import GLM
 
 matplotlib.use("Agg")
@@ -27,6 +33,8 @@ from matplotlib import pyplot as plt
 
 EPSILONS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 RECORDS = 20_000
+SIZES = torch.logspace(math.log10(50), 4, 10).round().long()
+ONE, MEAN, SCALE = torch.ones((), dtype=torch.float64), -0.5, 0.8
 COLOURS = {
     "logistic": "tab:blue",
     "linear": "tab:orange",
@@ -103,18 +111,93 @@ def growing(axes: Any) -> None:
     axes.set_title("90 % intervals; bands: without privacy; dotted: truth", fontsize=10)
 
 
+def in_groups(group: Tensor, y: Tensor | None = None) -> None:
+    """A log odds for each group, around a common mean."""
+    mean = pyro.sample("mean", dist.Normal(0 * ONE, ONE))
+    scale = pyro.sample("scale", dist.HalfNormal(ONE))
+    with pyro.plate("groups", len(SIZES)):
+        log_odds = pyro.sample("log_odds", dist.Normal(mean, scale))
+    with pyro.plate("data", len(group)):
+        pyro.sample("y", dist.Bernoulli(logits=log_odds[group]), obs=y)
+
+
+def groups_without_privacy(positives: Tensor) -> Tensor:
+    """Draws of the groups' log odds and, last, of their scale, given the records' counts."""
+    count = len(SIZES)
+
+    def log_density(theta: Tensor) -> Tensor:
+        log_odds, mean, log_scale = theta[:, :count], theta[:, count], theta[:, count + 1]
+        scale = log_scale.exp().clamp_min(1e-3)
+        of_groups = torch.distributions.Normal(mean[:, None], scale[:, None]).log_prob(log_odds)
+        of_records = positives * log_odds - SIZES * torch.nn.functional.softplus(log_odds)
+        above = -mean.square() / 2 - scale.square() / 2 + log_scale
+        return (of_groups + of_records).sum(1) + above
+
+    observed = ((positives + 1) / (SIZES - positives + 1)).log()
+    start = torch.cat([observed, observed.mean()[None], observed.std().log()[None]])
+    each = (positives + 1) * (SIZES - positives + 1) / (SIZES + 2)
+    precision = torch.diag(torch.cat([each, torch.full((2,), float(count)).double()]))
+    draws = Chains(log_density, start.repeat(CHAINS, 1), precision).draws(4000)
+    return torch.cat([draws[:, :count], draws[:, count + 1 :].exp()], 1)
+
+
+def hierarchical(left: Any, right: Any) -> None:
+    """90 % intervals of the groups' log odds and of their scale, beside those without privacy."""
+    truth = MEAN + SCALE * torch.randn(len(SIZES), dtype=torch.float64)
+    group = torch.repeat_interleave(torch.arange(len(SIZES)), SIZES)
+    y = (torch.rand(len(group), dtype=torch.float64) < truth[group].sigmoid()).double()
+    positives = torch.zeros(len(SIZES), dtype=torch.float64).index_add(0, group, y)
+    every = {"without privacy": groups_without_privacy(positives)}
+    for epsilon in reversed(EPSILONS[1:]):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the budget is too small")
+            post = noise_aware.laplace(
+                in_groups, group, y, epsilon=epsilon, delta=1e-6, max_grad_norm=1.0
+            )
+        found = post.sample(4000)
+        every[f"ε = {epsilon:g}"] = torch.cat([found["log_odds"], found["scale"][:, None]], 1)
+    levels = torch.tensor([0.05, 0.5, 0.95], dtype=torch.float64)
+    colours = plt.get_cmap("viridis")
+    for k, (name, draws) in enumerate(every.items()):
+        low, middle, high = torch.quantile(draws.double(), levels, dim=0)
+        place = torch.arange(len(SIZES)) + (k - len(every) / 2 + 0.5) * 0.13
+        for axes, at, part in ((left, place, slice(-1)), (right, [k], slice(-1, None))):
+            axes.errorbar(
+                at,
+                middle[part],
+                [(middle - low)[part], (high - middle)[part]],
+                fmt="o",
+                color=colours(k / len(every)) if k else "black",
+                markersize=3,
+                label=name,
+            )
+    left.plot(torch.arange(len(SIZES)), truth, "rx", label="truth")
+    left.axhline(MEAN, color="red", linestyle=":", linewidth=1)
+    right.axhline(SCALE, color="red", linestyle=":", linewidth=1)
+    left.set_xticks(range(len(SIZES)), [f"{size:,}" for size in SIZES.tolist()])
+    left.set(xlabel="records in the group", ylabel="log odds of the group")
+    left.legend(fontsize=8, ncol=2)
+    right.set_xticks(range(len(every)), list(every), rotation=60, ha="right")
+    right.set(ylabel="scale of the groups")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("table", type=Path)
     parser.add_argument("picture", type=Path)
+    parser.add_argument("groups", type=Path)
     given = parser.parse_args()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
     coverage(left, given.table)
     growing(right)
     figure.tight_layout()
     figure.savefig(given.picture, dpi=110)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(4, 1))
+    hierarchical(left, right)
+    figure.tight_layout()
+    figure.savefig(given.groups, dpi=90)
 
 
 if __name__ == "__main__":

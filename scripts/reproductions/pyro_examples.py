@@ -13,7 +13,9 @@ are constants that were chosen from the models' formulas before any run.
 
 "error" is the largest of all coordinates' differences of means to NUTS, over the Monte Carlo
 standard error of the difference, all of it in unconstrained space; effective sizes are those of
-the worst coordinate; "expected" is what ``plan`` said before anything was spent.
+the worst coordinate; "expected" is what ``plan`` said before the chain spent anything; "warned",
+whether the noise-aware posterior, ``kernel_from`` or the end of the run said that something is
+wrong.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from torch import Tensor
 import torch_dpbayes as dpb
 
 DELTA, EPSILON, SHARE = 1e-6, 8.0, 0.25
-NUTS_WARMUP, NUTS_DRAWS, HMC_DRAWS, PENALTY_DRAWS, STEPS = 60, 160, 150, 3000, 3
+NUTS_WARMUP, NUTS_DRAWS, HMC_DRAWS, PENALTY_DRAWS, STEPS = 60, 400, 400, 3000, 3
+DRAWS = [NUTS_WARMUP, NUTS_DRAWS, HMC_DRAWS, PENALTY_DRAWS, STEPS]
 METHODS = ("NUTS", "no noise", "epsilon 8")
 RUNS = ("without privacy", "epsilon 8")  # the first has two methods
 Values = dict[str, Tensor]
@@ -242,8 +245,10 @@ def examples() -> dict[str, Example]:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def run(model: str, what: str, records: int) -> dict[str, Any]:
-    """Figures of one or two methods."""
+def run(model: str, what: str, records: int, draws: list[int]) -> dict[str, Any]:
+    """Figures of one or two methods. ``draws`` are this script's, so that other numbers are other
+    runs.
+    """
     example = examples()[model]
     with torch.random.fork_rng():
         torch.manual_seed(0)  # all methods get the same records
@@ -375,7 +380,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             left.plot([row["error"] for row in chosen], at, "o", color=colour)
     left.axvline(3, color="0.7", ls=":")
     right.axvline(100, color="0.7", ls=":")
-    left.set(xlabel="largest error, in Monte Carlo standard errors", xlim=(0, None))
+    left.set(xlabel="largest error, in Monte Carlo standard errors", xscale="log")
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     right.set(xlabel="effective samples, worst coordinate", xscale="log")
@@ -401,7 +406,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     jobs = [
-        {"model": model, "what": what, "records": options.records}
+        {"model": model, "what": what, "records": options.records, "draws": DRAWS}
         for model in options.only
         for what in RUNS
     ]

@@ -90,6 +90,7 @@ def test_a_start_of_the_user_goes_before():
     assert torch.equal(kernel.initial_params["mean"], start["mean"])
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("make", [penalty, exponential_family])
 def test_steps_of_the_random_walk_have_its_shape(make):
     target, given = Gaussian(2), draws()
@@ -120,6 +121,7 @@ def test_a_kernel_with_one_travels_to_other_processes(tmp_path):
     copy.setup(0, *Gaussian(2).args)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "given, message",
     [

@@ -657,6 +657,7 @@ def sequential_chain(path, told):
     told.put(kernel._spool.folder)
 
 
+@pytest.mark.thorough
 def test_a_process_of_the_users_is_left_as_it_was(tmp_path):
     """Its signals are its own, and the file for draws goes when it ends."""
     context = multiprocessing.get_context("fork")

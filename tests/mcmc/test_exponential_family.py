@@ -82,7 +82,7 @@ def test_a_record_whose_statistics_cannot_be_computed_counts_as_zero():
     torch.testing.assert_close(kernel._sum, torch.tensor([4.5, 0.0], dtype=torch.float64))
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "neighboring, num_data, std",
     [

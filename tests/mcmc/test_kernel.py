@@ -274,6 +274,7 @@ def test_no_noise_is_charged_as_not_private():
         MCMC(kernel, num_samples=2, warmup_steps=1, disable_progbar=True).run(*target.args)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -313,7 +314,7 @@ def test_an_interrupted_chain_keeps_the_samples(monkeypatch):
 # -- Pyro's contract -------------------------------------------------------------------------------
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2)], ids=["penalty", "HMC"])
 def test_pyros_runners_and_reports_work(make, capsys):
     target = Tosses()
@@ -331,6 +332,7 @@ def test_pyros_runners_and_reports_work(make, capsys):
     assert streaming.get_statistics()
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("make", [penalty, partial(hmc, num_steps=2)], ids=["penalty", "HMC"])
 def test_a_chain_starts_where_it_is_told_and_seeds_do_not_repeat_it(make):
     target, start = Gaussian(), {"mean": torch.tensor([7.0])}
@@ -450,6 +452,7 @@ def test_arguments_out_of_range_are_refused(make, options, message):
         make(Gaussian(), **options)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "make, options",
     [
@@ -507,7 +510,7 @@ def test_bad_models_are_refused_before_a_charge(make, model, message):
     assert counts(kernel.accountant) == {}
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "make", [penalty, partial(hmc, num_steps=2), family], ids=["penalty", "HMC", "family"]
 )

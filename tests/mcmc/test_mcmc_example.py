@@ -29,6 +29,7 @@ def spent(out):
     return [float(number) for number in re.findall(r"spent +epsilon <= ([\d.]+)", out)][-1]
 
 
+@pytest.mark.thorough
 def test_a_chain_spends_what_a_noise_aware_posterior_left(capsys):
     after = load(ROOT / "examples" / "chain_after_noise_aware.py")
     with warnings.catch_warnings():  # so few records and iterations cannot do it

@@ -37,6 +37,7 @@ from torch_dpbayes.mcmc import (
     hmc,
     penalty,
 )
+from torch_dpbayes.mcmc.many_owners import ManyOwners
 from torch_dpbayes.mcmc.process_group import Place
 
 LEVEL = 1e-3 / 8  # of each of the statistical comparisons here, for 0.1 % in all
@@ -428,6 +429,7 @@ def extremes(rank):
     return ratios
 
 
+@pytest.mark.thorough
 def test_where_noise_cannot_hide_a_sum_the_sum_is_not_sent(owners):
     for ratios in owners(2, extremes)[0]:
         assert ratios == [[0.0, 0.0, 1.0]] * 10
@@ -507,6 +509,7 @@ def sequential(rank):
     return one_after_another, side_by_side
 
 
+@pytest.mark.thorough
 def test_chains_run_one_after_another_and_not_side_by_side(owners, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for (draws, charges), (name, text, kept, count) in owners(2, in_folder, tmp_path, sequential):
@@ -654,7 +657,7 @@ def goes_missing(rank, how):
 
 
 @pytest.mark.first_cases(1)
-@pytest.mark.parametrize("how", ["dies", "stalls"])
+@pytest.mark.parametrize("how", ["stalls", "dies"])
 def test_an_owner_that_goes_missing_in_an_iteration(owners, how):
     results = owners(3, goes_missing, how)
     assert (results[1] is None) == (how == "dies")
@@ -771,7 +774,7 @@ def started_from_draws(rank, kind):
     return [value.numpy() for value in (given, start, step, run.get_samples()["mean"])]
 
 
-@pytest.mark.first_cases(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["penalty", "HMC"])
 def test_start_and_shape_are_those_of_the_first_owners_approximation(owners, kind):
     first, second = owners(2, started_from_draws, kind)
@@ -890,3 +893,24 @@ def test_the_example_under_a_wrong_number_of_processes(tmp_path):
         [sys.executable, *torchrun(1), *example], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode and "torchrun --nproc-per-node 3" in ran.stderr
+
+
+def test_a_budget_of_one_process_is_searched_a_few_times_and_a_shared_one_each_time(tmp_path):
+    event, searches = GaussianDpEvent(20.0), {}
+    for path in (None, tmp_path / "budget.db"):
+        owners = ManyOwners.__new__(ManyOwners)
+        owners._surely_paid = searches[path] = iterations = 0
+        accountant = dpb.PrivacyAccountant(3.0, 1e-5, path=path)
+        fitting, ask = accountant.remaining(event), accountant.remaining
+
+        def counted(asked, path=path, ask=ask):
+            searches[path] += 1
+            return ask(asked)
+
+        accountant.remaining = counted
+        while owners._can_pay([(event, 1)], accountant):
+            accountant.compose(event)
+            iterations += 1
+        accountant.close()
+        assert iterations == fitting > 50
+        assert searches[path] == fitting + 1 if path else 5 < searches[path] < 20

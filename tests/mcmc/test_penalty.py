@@ -20,6 +20,7 @@ from support.conjugate_chains import (
 
 from torch_dpbayes.accounting import events
 from torch_dpbayes.mcmc import DPPenalty
+from torch_dpbayes.mcmc.owners import SoleOwner
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -62,3 +63,23 @@ def test_the_noise_is_what_is_charged():
         ).pvalue
         > LEVEL
     )
+
+
+@pytest.mark.parametrize("ratio", [-1.0, 0.0, 0.7])
+def test_the_noise_of_a_ratio_is_paid_for_by_half_its_variance(ratio):
+    """Then a move is accepted with E min(1, e^(R + σξ − σ²/2)) = Φ(R/σ − σ/2) + e^R·Φ(−R/σ − σ/2),
+    e^R times as often as the move back (Ceperley and Dewing 1999).
+    """
+    bound, multiplier, rest, draws = 0.5, 3.0, 0.2, 200_000
+    std = multiplier * bound
+    accepted, _ = SoleOwner().accepts(
+        ratio - rest + std * torch.randn(draws), torch.rand(draws).log(), rest, bound, multiplier
+    )
+
+    def share(r):
+        return norm.cdf(r / std - std / 2) + math.exp(r) * norm.cdf(-r / std - std / 2)
+
+    assert share(ratio) == pytest.approx(math.exp(ratio) * share(-ratio))
+    expected = share(ratio)
+    error = float(accepted.double().mean()) - expected
+    assert abs(error) < norm.isf(LEVEL / 2) * math.sqrt(expected * (1 - expected) / draws)

@@ -156,7 +156,7 @@ def distance_moved(split, slope, norm, num_steps, dimension, budget, draws):
     return most
 
 
-@pytest.mark.first_cases(5)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("slope", [0.5, 3.0])
 @pytest.mark.parametrize("num_steps", [1, 6])
 @pytest.mark.parametrize("budget", [0.03, 3.0])

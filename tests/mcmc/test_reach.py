@@ -223,6 +223,7 @@ def test_on_a_banana_chains_are_simulated():
     assert found.expected_sample_size(draws.std(0)) > 2 * expected
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("shaped", [False, True])
 def test_simulated_chains_on_a_gaussian_are_worth_what_the_first_autocorrelation_says(

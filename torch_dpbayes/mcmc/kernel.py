@@ -108,6 +108,7 @@ class PrivateKernel(MCMCKernel):
         self._run_begin = 0
         self._run_ended = False
         self._judged = 0  # how many chains there were
+        self._is_streamed = False  # whether Pyro looks transforms up while a chain runs
         self._spool = Spool() if accountant.path is not None else None
         self._log_scale = 0.0
         self._begin()
@@ -201,16 +202,19 @@ class PrivateKernel(MCMCKernel):
     def transforms(self) -> dict[str, Any] | None:
         """By site, from the support of its distribution to unconstrained space. Pyro looks sites
         up in them when all chains of a run have ended: a warning then says if these have not mixed.
+        ``StreamingMCMC`` does so while a chain runs: it is warned as each chain ends.
         """
         if self._transforms is None:
             return None
         return ReadAtTheEnd(self._transforms, self._judge)
 
-    def _judge(self) -> None:
+    def _judge(self, run_ended: bool = True) -> None:
         chains_ever = len(self._chains) + (self._spool.num_chains if self._spool else 0)
+        self._is_streamed |= self._started
         if self._started or chains_ever == self._judged:
             return
-        self._judged, self._run_ended = chains_ever, True
+        self._judged = chains_ever
+        self._run_ended |= run_ended
         complaint = mixing_of(self._draws_of_last_run(), self._transforms).complaint()
         if complaint is not None:
             warnings.warn(complaint, stacklevel=3)  # in Pyro's run()
@@ -351,6 +355,9 @@ class PrivateKernel(MCMCKernel):
         self._owners.end_chain(self._iteration)
         self._forget()
         self._starts = {}
+        if self._is_streamed:
+            self._is_streamed = False
+            self._judge(run_ended=False)
         if self._spool is not None:
             self._accountant.close()
 

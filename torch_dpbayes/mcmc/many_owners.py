@@ -30,6 +30,7 @@ from .owners import ChainStart, SoleOwner
 from .process_group import CHARGED, Place, Ranks, SharedRandomness
 
 _COMPARED_ROWS = 5
+_LONGEST_RUN = 1000  # iterations, after which what is left of a budget is asked for again
 _DRAWS = 100
 
 
@@ -72,6 +73,7 @@ class ManyOwners(SoleOwner):
         self._name, self._noise, self.settings = name, noise, settings
         self._seed, self._iteration, self._tested = 0, 0, False
         self._made: RecordDensity | None = None
+        self._surely_paid = 0  # so many iterations more need not be priced before they are paid
         self.total_multiplier = math.nan
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class ManyOwners(SoleOwner):
             facts, density, self._made = self.facts(start, self._made), self._made, None
         except BaseException as error:
             problem, facts = error, {"failed": True}
-        self._iteration, ranks.live = 0, True
+        self._iteration, self._surely_paid, ranks.live = 0, 0, True
         with self._telling_the_others():
             everyone = self._read(ranks.texts(json.dumps({"owner": self._name, **facts})))
             if failed := [rank for rank, theirs in enumerate(everyone) if "failed" in theirs]:
@@ -273,7 +275,7 @@ class ManyOwners(SoleOwner):
         """The first rank's θ, which differs from this one's by round-off if their processors
         differ; once all can pay.
         """
-        if not _can_pay(charges(), accountant):
+        if not self._can_pay(charges(), accountant):
             self.ranks.leave(Place.NO_BUDGET, self._iteration)
             raise PrivacyBudgetExceeded(
                 f"the budget of this owner does not allow for iteration {self._iteration + 1}:"
@@ -288,6 +290,27 @@ class ManyOwners(SoleOwner):
                 f" other accept decisions: start all owners again. {CHARGED}"
             )
         return first[:-1].to(theta)
+
+    def _can_pay(
+        self, charges: list[tuple[events.DpEvent, int]], accountant: PrivacyAccountant
+    ) -> bool:
+        """How many iterations fit is a search, and takes as long as the rest of an iteration: it is
+        not repeated for half of those that it found, where no other process charges the budget.
+        """
+        if self._surely_paid:
+            self._surely_paid -= 1
+            return True
+        together = events.ComposedDpEvent(
+            [events.SelfComposedDpEvent(event, count) for event, count in charges]
+        )
+        fitting = accountant.remaining(together)
+        if fitting >= 1:
+            self._surely_paid = 0 if accountant.path else int(min(fitting, _LONGEST_RUN)) // 2
+            return True
+        # Of several events together, remaining() leaves out what a registered schedule covers.
+        return accountant.guarantee == "registered" and all(
+            accountant.remaining(event) >= count for event, count in charges
+        )
 
     def gradient_sum(self, own: Callable[[], Tensor], theta: Tensor) -> Tensor:
         """The sum of all owners' noisy gradients.
@@ -373,18 +396,6 @@ class ManyOwners(SoleOwner):
                 self._iteration,
             )
             raise
-
-
-def _can_pay(charges: list[tuple[events.DpEvent, int]], accountant: PrivacyAccountant) -> bool:
-    together = events.ComposedDpEvent(
-        [events.SelfComposedDpEvent(event, count) for event, count in charges]
-    )
-    if accountant.remaining(together) >= 1:
-        return True
-    # Of several events together, remaining() leaves out what a registered schedule covers.
-    return accountant.guarantee == "registered" and all(
-        accountant.remaining(event) >= count for event, count in charges
-    )
 
 
 def _nearly_equal(own: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -92,7 +92,7 @@ def test_a_private_number_of_records_decides_about_no_error_nor_its_text(which):
     assert len(texts) == 1
 
 
-@pytest.mark.first_cases(2)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 8, 19, 40])
 def test_any_private_number_of_records_will_do(count):
     x = torch.randn(count, 3)

@@ -29,6 +29,7 @@ def groups(y):
         pyro.sample("y", dist.Normal(group.sum(), 1.0), obs=y)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("centered", [0.0, 0.3])
 def test_a_location_and_scale_may_be_taken_out(centered):
     density = RecordDensity(poutine.reparam(groups, {"group": LocScaleReparam(centered)}), (Y,))
@@ -95,6 +96,7 @@ def test_records_that_a_factor_closes_over_are_refused(model):
         RecordDensity(model, (Y,))
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("model", [penalised, groups, scaled])
 def test_what_counts_as_prior_and_could_close_over_records_is_named(model, caplog):
     by_model = {groups: {"group": LocScaleReparam(0.3)}, scaled: {"mean": TransformReparam()}}

@@ -117,6 +117,7 @@ def test_where_a_record_picks_one_entry_its_zeros_are_left_out(name):
     assert used is None or any(piece.column is not None for piece in made) == used
 
 
+@pytest.mark.thorough
 def test_indices_may_count_from_the_end_and_records_without_an_entry_count_as_zero():
     model, make, term, _ = MODELS["picking"]
     group, x, y = make()

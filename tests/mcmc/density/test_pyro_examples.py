@@ -203,7 +203,7 @@ ACCEPTED = {
 }
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_density_and_gradient_are_pyros(name):
     model, made = ACCEPTED[name]
@@ -305,6 +305,7 @@ def collapsed_from_outside(y):
         collapsed(y)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("count_is_public", [True, False])
 @pytest.mark.parametrize(
     "model, made, name",
@@ -321,6 +322,7 @@ def test_what_no_kernel_can_run_with_is_refused_by_its_name(model, made, name, c
         RecordDensity(model, (made(),), count_is_public=count_is_public)
 
 
+@pytest.mark.thorough
 def test_pyros_handlers_are_as_before_afterwards():
     before = CollapseMessenger.__enter__, CollapseMessenger.__init__, ConjugateReparam.apply
     with pytest.raises(ValueError):

@@ -147,7 +147,10 @@ class Prior:
         """log p(θ) with the Jacobian terms of every row of ``thetas``, (rows,)."""
         # sites that do not count, like discrete ones in the data plate, are drawn all the same
         with torch.no_grad(), without_value_checks(), public_randomness():
-            values: Tensor = vmap(self._log_density, randomness="different")(thetas)
+            try:
+                values: Tensor = vmap(self._log_density, randomness="different")(thetas)
+            except RuntimeError:  # vmap lacks an operation of the model, whatever the values are
+                values = torch.stack([self._log_density(theta) for theta in thetas])
         return values
 
     def log_density_and_gradient(self, theta: Tensor) -> tuple[float, Tensor]:
@@ -159,7 +162,11 @@ class Prior:
     def log_densities_and_gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         """The same for every row of ``thetas``, (rows,) and (rows, d)."""
         with torch.no_grad():
-            gradients, values = vmap(self._gradient_program(thetas[0]))(thetas)
+            program = self._gradient_program(thetas[0])
+            try:
+                gradients, values = vmap(program)(thetas)
+            except RuntimeError:
+                gradients, values = map(torch.stack, zip(*map(program, thetas), strict=True))
         return values, gradients
 
     def _gradient_program(self, theta: Tensor) -> GraphModule:

@@ -84,6 +84,7 @@ class RecordDensity:
             together = math.ceil(expected_batch_size + 2 * math.sqrt(expected_batch_size))
         recorder = Recorder(self.made_up, self._dims, max(1, together), chunk_bytes)
         self._terms = recorder.terms()
+        self._few_rows = self.made_up.rows(self._terms.few_rows)
         # what cannot be recorded is refused before anything is charged
         self.prior.log_density(self.made_up.theta)
         if gradients:
@@ -126,7 +127,7 @@ class RecordDensity:
 
     def _of_made_up(self, program: Program, theta: Tensor) -> Tensor | None:
         """The program's results for made-up records, None where it cannot be run at θ."""
-        return program.of_few(theta, self.made_up.rows(program.few_rows))
+        return program.of_few(theta, self._few_rows)
 
     @torch.no_grad()
     def log_likelihoods(self, theta: Tensor) -> Tensor:
