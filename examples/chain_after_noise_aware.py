@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -49,6 +50,34 @@ def without_privacy(y: Tensor) -> dict[str, tuple[float, float]]:
     return {"a": moments(a), "b": moments(b)}
 
 
+def picture(
+    y: Tensor, chain: dict[str, Tensor], posterior: dpb.noise_aware.NoiseAwarePosterior, file: Path
+) -> None:
+    """The posterior of the records, the noise-aware one at one and two standard deviations, and the
+    chain.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    a, b = torch.meshgrid(torch.linspace(-3, 3, 200), torch.linspace(-3, 3, 200), indexing="ij")
+    log = -0.5 * (a**2 + b**2) - 0.5 * len(y) * (float(y.mean()) - a - b**2) ** 2 / NOISE**2
+    density = (log - log.max()).exp()
+    axes.contourf(a, b, density, levels=[0.05, 0.2, 0.5, 0.8, 1.01], cmap="Greys", alpha=0.6)
+    axes.plot(chain["a"], chain["b"], ".", color="tab:blue", markersize=2, label="the chain")
+    angle = torch.linspace(0, 2 * math.pi, 200)
+    for width in (1, 2):
+        axes.plot(
+            float(posterior.mean["a"]) + width * float(posterior.stddev["a"]) * angle.cos(),
+            float(posterior.mean["b"]) + width * float(posterior.stddev["b"]) * angle.sin(),
+            color="tab:orange",
+            label="noise-aware, 1 and 2 standard deviations" if width == 1 else None,
+        )
+    axes.set(xlabel="a", ylabel="b", xlim=(-3, 3), ylim=(-3, 3))
+    axes.legend(fontsize=8, loc="lower left")
+    figure.savefig(file, dpi=100)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -58,6 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--records", type=int, default=20_000, help="default: 20000")
     parser.add_argument("--epsilon", type=float, default=8.0, help="for everything; default: 8")
     parser.add_argument("--iterations", type=int, default=1500, help="default: 1500")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw all three")
     options = parser.parse_args(arguments)
 
     y = 1.0 + NOISE * torch.randn(options.records)
@@ -95,6 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
         f" {figures['R-hat']:.2f}, {figures['effective sample size']:.0f} effective samples"
     )
     print(accountant.summary())
+    if options.plot is not None:
+        picture(y, chain, posterior, options.plot)
 
 
 if __name__ == "__main__":

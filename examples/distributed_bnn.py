@@ -17,6 +17,7 @@ import os
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
         default=512,
         help="expected number of records in a batch, those of all ranks together",
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw how sure it was")
     options = parser.parse_args(arguments)
 
     rank, device = 0, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,8 +106,27 @@ def main(arguments: list[str] | None = None) -> None:
             f" {len(engine.accountant)} steps"
         )
         print(f"temperature           {optimizer.effective_temperature:.4g}")
+        if options.plot is not None:
+            picture(probabilities, y[test], options.plot)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def picture(probabilities: torch.Tensor, truth: torch.Tensor, file: Path) -> None:
+    """Entropy of the predictions that are right, and of those that are wrong."""
+    from matplotlib.figure import Figure
+
+    entropy = torch.special.entr(probabilities).sum(1)
+    is_right = probabilities.argmax(1) == truth
+    figure = Figure(figsize=(6, 2.6), layout="constrained")
+    axes = figure.subplots()
+    bins = [0.1 * k for k in range(24)]
+    for which, name, color in ((is_right, "right", "tab:blue"), (~is_right, "wrong", "tab:red")):
+        label = f"{name}, {int(which.sum())} pictures"
+        axes.hist(entropy[which].tolist(), bins, density=True, alpha=0.6, color=color, label=label)
+    axes.set(xlabel="entropy of the prediction (nats)", ylabel="density")
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=100)
 
 
 if __name__ == "__main__":

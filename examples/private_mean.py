@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 import torch
 
@@ -28,6 +29,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epsilon", type=float, default=0.5)
     parser.add_argument("--delta", type=float, default=1e-6)
     parser.add_argument("--records", type=int, default=5000)
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the made-up numbers and the interval"
+    )
     options = parser.parse_args(arguments)
 
     n, middle = options.records, (LOW + HIGH) / 2
@@ -48,6 +52,25 @@ def main(arguments: list[str] | None = None) -> None:
         f"private mean: {draw:.3f}, 95 % interval {draw - half:.3f} to {draw + half:.3f}; the"
         " numbers were made with mean 3.532"
     )
+    if options.plot is not None:
+        picture(values, draw, half, options.plot)
+
+
+def picture(values: torch.Tensor, draw: float, half: float, file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    numbers, mean = figure.subplots(1, 2)
+    numbers.hist(values.tolist(), bins=40, color="0.75")
+    numbers.axvline(draw, color="tab:blue")
+    numbers.set(xlabel="number", ylabel="records", title="the numbers")
+    mean.errorbar([draw], ["private"], xerr=half, fmt="o", color="tab:blue", capsize=4)
+    mean.plot([float(values.mean())], ["without privacy"], "o", color="0.4")
+    mean.axvline(3.532, color="tab:red", linestyle="--", label="they were made with")
+    mean.set(xlabel="mean", title="mean, 95 % interval")
+    mean.margins(y=0.6)
+    mean.legend(fontsize=8)
+    figure.savefig(file, dpi=100)
 
 
 if __name__ == "__main__":
