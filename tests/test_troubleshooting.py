@@ -1,7 +1,9 @@
-"""Errors of public names say which paragraph of the documentation explains them, and it exists."""
+"""Errors are short, and say which paragraph of the documentation explains them, which exists."""
 
+import ast
 import inspect
 import re
+import statistics
 from functools import partial
 from pathlib import Path
 
@@ -35,6 +37,38 @@ def test_every_file_that_raises_has_a_section():
         room = path.relative_to(package).parts[0].removesuffix(".py")
         if re.search(r"^\s+raise [A-Z]", path.read_text(), re.MULTILINE):
             assert room in (*troubleshooting.SECTIONS, "__init__"), path
+
+
+def texts_of(tree):
+    """The strings below ``tree`` in which a reader finds sentences, each value in them as one word;
+    docstrings are none, nor is what is split into words or sent to SQLite.
+    """
+    apart = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) or (isinstance(node, ast.Attribute) and node.attr == "split"):
+            apart.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
+            apart.update(node.values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) and node not in apart:
+            yield "".join(v.value if isinstance(v, ast.Constant) else "x" for v in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in apart:
+            if not node.value.startswith("CREATE TABLE"):
+                yield node.value
+
+
+def test_errors_are_short():
+    """At most 35 words, of whatever is said; half of the errors at most 18."""
+    raised = []
+    for path in (ROOT / "torch_dpbayes").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for text in texts_of(tree):
+            assert len(text.split()) <= 35, (path, text)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                raised += [max(map(len, map(str.split, texts_of(node.exc))), default=0)]
+    said = [words for words in raised if words > 3]  # the others take their words from elsewhere
+    assert len(said) > 500 and statistics.median(said) <= 18
 
 
 ROOMS = [getattr(dpb, name) for name in dpb.__all__ if inspect.ismodule(getattr(dpb, name))]

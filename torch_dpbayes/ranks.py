@@ -157,12 +157,9 @@ class Ranks:
             if different:
                 self._raise(
                     RankError(
-                        f"rank {rank} and rank 0 differ in {' and in '.join(different)}: all ranks"
-                        " must take the same steps with the same settings on the same model, each"
-                        " on its part of one draw. Nothing was charged for this step. Change"
-                        " settings, parameters and the accountant on all ranks alike, iterate all"
-                        " loaders alike, and load one checkpoint everywhere; make_private brings"
-                        " draws together again."
+                        f"rank {rank} and rank 0 differ in {' and in '.join(different)}; nothing"
+                        " was charged. All must take the same steps: change settings, parameters"
+                        " and the accountant alike, or load one checkpoint everywhere."
                     )
                 )
         return [row[2:] for row in rows]

@@ -80,7 +80,7 @@ def batches(who, number, stream):
 # -- every record independently with probability q -------------------------------------------------
 
 
-@pytest.mark.first_cases(3)
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "num_data, rate",
     [(4, 0.3), (5, 0.1), (1, 0.11), (3, 0.5), (7, 0.124), (2, 1e-2), (5, 0.45)],

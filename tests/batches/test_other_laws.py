@@ -115,6 +115,7 @@ def test_a_pass_gives_every_record_one_batch_each_independently():
     requires_law(in_a_row, {cell: 1 / 9 for cell in itertools.product(range(steps), repeat=2)})
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("rate, most", [(0.5, 2), (0.06, 1)])
 def test_cut_draws_have_the_law_that_is_charged(rate, most):
     """Every set of at most so many of four records, in two draws in a row."""
@@ -305,6 +306,7 @@ def test_what_does_not_go_together(options, says):
         private(**options)
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize(
     "options",
     [{"sampling": "random_allocation"}, {"max_batch_size": 8}, {"sampling": "fixed_size"}],

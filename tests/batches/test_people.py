@@ -81,6 +81,7 @@ def one(net, optimizer, batch):
 # -- the law of the draws --------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_people_join_independently_with_at_most_so_many_records(most):
     """The joint law of a batch, and of whether somebody is in two batches in a row."""
@@ -154,6 +155,7 @@ def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
 # -- what is charged -------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(2)
 @pytest.mark.parametrize("relation", ["add_or_remove_one", "replace_one"])
 @pytest.mark.parametrize("most", [1, 2])
 def test_the_charge_of_a_step(most, relation):
@@ -342,6 +344,18 @@ def test_a_loader_of_records_made_of_one_of_people_is_charged_to_records_only():
     assert len(accountant) == 0
 
 
+@pytest.mark.parametrize(("most", "rate"), [(1, 2 / 3), (2, 2 / 5), (3, 2 / 6)])
+def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
+    """Two records on average, of three people who have one, two and three."""
+    loader = private(accountant=dpb.PrivacyAccountant(unit="person"), records_per_person=most)[2]
+    assert loader.sample_rate == pytest.approx(rate)
+    of_records = private(people=None, data_loader=loader)[2]
+    assert of_records.sample_rate == pytest.approx(2 / 6)
+    accountant = dpb.PrivacyAccountant(unit="person")
+    again = private(accountant=accountant, data_loader=loader, records_per_person=2)[2]
+    assert again.sample_rate == pytest.approx(2 / 5)
+
+
 @pytest.mark.parametrize(
     "ids",
     [
@@ -350,6 +364,7 @@ def test_a_loader_of_records_made_of_one_of_people_is_charged_to_records_only():
         [1, "1", 2, 2, 3, 3],
         [True, False] * 3,
         [1, 2, 3],
+        np.ma.masked_equal([1, 2, 9, 1, 2, 3], 9),
         torch.zeros(6, 2, dtype=torch.int64),
     ],
 )

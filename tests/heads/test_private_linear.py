@@ -43,6 +43,7 @@ def test_five_lines(method, classes):
         assert (posterior.mutual_information(x[300:]) <= entropy + 1e-5).all()
 
 
+@pytest.mark.first_cases(1)
 @QUICK
 @pytest.mark.parametrize(
     "method",
@@ -72,6 +73,7 @@ def test_digits_are_learnt():
     assert dpb.metrics.accuracy(posterior.predict_with_mean(x[test]), y[test]) > 0.8
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:the run has not arrived:UserWarning")
 def test_with_little_noise_the_noise_aware_head_is_the_laplace_approximation():
     """Against the mode by Newton's method on the records themselves, and the curvature there."""
@@ -123,6 +125,7 @@ def test_no_record_can_raise(method):
     assert posterior.module.weight.isfinite().all()
 
 
+@pytest.mark.first_cases(1)
 @QUICK
 @pytest.mark.parametrize(
     "method",
@@ -235,6 +238,7 @@ def test_settings_that_do_not_fit_the_task():
     assert len(added) == 0
 
 
+@pytest.mark.first_cases(1)
 @QUICK
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_fits_share_one_budget(method):

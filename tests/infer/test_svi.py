@@ -269,6 +269,7 @@ def test_the_budget_cannot_be_overrun():
         assert torch.equal(p, before[name])
 
 
+@pytest.mark.thorough
 def test_the_guide_holds_the_average_and_serves_pyro():
     x = rows()
     svi = make()
@@ -489,6 +490,7 @@ def test_a_saved_state_stays_what_it_was():
     assert torch.equal(moments["exp_avg"], then["exp_avg"])
 
 
+@pytest.mark.thorough
 def test_a_state_goes_on_with_other_noise_but_is_not_mixed():
     x = rows()
     svi = make()
@@ -693,6 +695,7 @@ def test_other_data_than_at_the_first_step_are_refused():
     assert len(svi.transcript) == 2
 
 
+@pytest.mark.thorough
 def test_a_guide_of_another_model_is_refused():
     def other(x):
         pyro.sample("other", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
@@ -728,6 +731,7 @@ def test_bad_arguments(how, error, match):
         make(**how)
 
 
+@pytest.mark.thorough
 def test_a_batch_larger_than_the_data_is_refused_before_a_charge():
     svi = make(expected_batch_size=401)
     with pytest.raises(ValueError, match="expected_batch_size"):
@@ -757,6 +761,7 @@ def test_no_copies_no_loss_no_posterior_of_nothing():
         svi.posterior()
 
 
+@pytest.mark.thorough
 def test_a_run_that_has_not_arrived_is_refused():
     def saturated(y):  # far from quadratic on the way from 8 to 0
         log_rate = pyro.sample("r", dist.Normal(torch.zeros((), dtype=DOUBLE), 5.0))

@@ -87,7 +87,7 @@ def glm_of(family, **options):
     return ops.GLM(family, **{**extra, **options})
 
 
-@pytest.mark.first_cases(12)
+@pytest.mark.first_cases(8)
 @pytest.mark.parametrize("neighboring", RELATIONS)
 @pytest.mark.parametrize("family", ops.glm.FAMILIES)
 @pytest.mark.parametrize(
@@ -154,6 +154,7 @@ def test_strong_concavity_is_reached_by_straight_lines(neighboring):
     assert excess < 1e-5 and share > 0.99
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("neighboring", RELATIONS)
 def test_the_attack_succeeds_without_the_clips(neighboring):
     glm = glm_of("gaussian", prior_std=2.0)

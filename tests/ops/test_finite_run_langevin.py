@@ -297,6 +297,7 @@ def test_draws_of_a_conjugate_model_follow_the_posterior():
     assert stats.kstest(visible_scale(sample.size) * standard.ravel(), "norm").pvalue < SIGNIFICANCE
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("family", ["bernoulli", "poisson"])
 def test_draws_of_other_families_follow_the_exact_law_of_the_chain(family):
     glm, rho, t = glm_of(family, prior_std=1.5), 1.0, 60

@@ -14,7 +14,7 @@ from torch_dpbayes import ops
 BROKEN = [math.nan, math.inf, -math.inf, 1e300]
 
 
-@pytest.mark.first_cases(8)
+@pytest.mark.first_cases(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("family", ops.glm.FAMILIES)
 @pytest.mark.parametrize("where", ["features", "targets"])

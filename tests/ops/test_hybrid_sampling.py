@@ -62,7 +62,7 @@ def run_hybrid(**options):
     return ops.hybrid(options.pop("model", None) or ops.GLM(), x, y, **{**settings, **options})
 
 
-@pytest.mark.first_cases(4)
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("share", [0.2, 0.9, None])
 @pytest.mark.parametrize("optimizer", [dpb.optim.DPSGLD, dpb.optim.DPSGNHT])
 @pytest.mark.parametrize("neighboring", RELATIONS)
@@ -99,6 +99,7 @@ def test_a_chain_that_wants_more_noise_than_needed_leaves_the_rest_to_the_best_s
     assert chains[0] == chains[1]  # the chain's own noise decides either way
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 @pytest.mark.parametrize("budget", [(), (2.0, 1e-5)])
 def test_a_budget_for_a_noisy_chain_is_used_up(budget, method):
@@ -210,6 +211,7 @@ def test_hybrid_runs_of_every_family_are_private_and_predict(family, optimizer):
     assert "ASSUMED" not in run.guarantee
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("family", LAWS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300])
 def test_no_value_of_a_record_stops_a_hybrid_run(family, value):
@@ -244,6 +246,7 @@ def test_start_and_chain_are_charged_before_anything_is_drawn():
     assert len(ours) == 11 and ours.get_epsilon(1e-5) <= 2.0
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("share", [0.5, None])
 def test_a_charge_that_comes_in_between_stops_a_hybrid_run(share):
     drawn = []
@@ -324,6 +327,7 @@ def test_where_records_are_added_or_removed_their_number_changes_nothing_that_is
         run_hybrid(accountant=PrivacyAccountant())
 
 
+@pytest.mark.thorough
 def test_a_hybrid_run_in_a_file_leaves_its_charges_there(tmp_path):
     path = tmp_path / "budget.db"
     with PrivacyAccountant(5.0, 1e-5, neighboring="replace_one", path=path) as accountant:

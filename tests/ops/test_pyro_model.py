@@ -99,6 +99,7 @@ def test_no_record_decides_whether_the_gradients_of_the_others_count():
         assert float((first - second).norm()) <= 2.0
 
 
+@pytest.mark.first_cases(1)
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_under_add_or_remove_any_number_of_records_gives_a_draw(count):
     sampler = ops.OnePosteriorSample(

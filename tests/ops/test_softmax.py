@@ -87,6 +87,7 @@ def test_labels_of_a_narrow_type(kind, classes):
     assert usable(torch.eye(4), head, classes, 1.0).all()
 
 
+@pytest.mark.thorough
 def test_draws_have_the_posteriors_mean_and_spread():
     """Against the posterior of one weight a class by quadrature: three classes, one feature."""
     n = 60

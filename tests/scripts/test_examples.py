@@ -76,6 +76,7 @@ def test_demo_trains_on_digits_and_draws_the_picture(tmp_path):
     assert re.search(r"epoch 2/2, epsilon [23]\.\d+ spent, 0\.\d+ left: 100%", lines[-1]), lines[-1]
 
 
+@pytest.mark.thorough
 def test_regression_states_its_likelihood(private_bnn, capsys):
     private_bnn.main(["--task", "regression", "--epochs", "3"])
     out = capsys.readouterr().out

@@ -79,6 +79,8 @@ class People:
 
 def _numbered(ids: Iterable[Any], num_data: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     """A number from 0 on for each id, the same for equal ones."""
+    if np.ma.is_masked(ids):
+        raise TypeError(_IDS.format(num_data, "got a masked array in which some are missing"))
     values = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
     if values.shape != (num_data,):
         raise ValueError(_IDS.format(num_data, f"got ids of shape {tuple(values.shape)}"))
