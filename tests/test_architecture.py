@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "infer": {"accounting", "batches", "clipping", "mcmc", "noise_aware", "optim", "release"},
     "posterior": {"checks"},
     "frameworks": {"batches", "optim", "engine"},
-    "heads": {"accounting", "engine", "noise_aware", "ops", "optim", "posterior", "words"},
+    "heads": {"accounting", "engine", "noise", "noise_aware", "ops", "optim", "posterior", "words"},
     "engine": {
         "accounting",
         "noise",

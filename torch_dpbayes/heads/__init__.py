@@ -7,6 +7,7 @@ from .features import frozen_features, group_normalised
 from .methods import SGHMC, NoiseAware, OneDraw
 from .private_linear import HeadPosterior, PrivateLinear
 from .scattering import Scattering
+from .whitening import Whitening, private_whitening
 
 __all__ = [
     "SGHMC",
@@ -15,8 +16,10 @@ __all__ = [
     "OneDraw",
     "PrivateLinear",
     "Scattering",
+    "Whitening",
     "frozen_features",
     "group_normalised",
+    "private_whitening",
 ]
 
 
