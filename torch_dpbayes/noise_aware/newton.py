@@ -16,6 +16,7 @@ from .modes import mode
 from .planning import Plan
 from .priors import GaussianPrior
 from .response import (
+    MISFIT,
     LinearResponse,
     at_level,
     combined,
@@ -23,6 +24,7 @@ from .response import (
     levels,
     shape_kept,
 )
+from .step_control import StepControl
 from .surrogate import AnySurrogate, Surrogate, positive
 from .transcript import CurvatureRelease, GradientRelease, Transcript
 from .uncertain_level import UncertainLevel
@@ -122,33 +124,42 @@ def run_general(
         prior: a Gaussian one, or what a Gaussian says of another one; the steps alone use it.
         num_data: number of records, a public constant.
     """
-    mechanism = Mechanism(sums)
+    mechanism, control = Mechanism(sums), StepControl(prior)
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
     theta, raw_std = prior.mean, 0.0
     raw = torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64)
+
+    def fitted() -> Surrogate:
+        at, gradients = control.curvature, transcript.gradients
+        response = LinearResponse(at, misfit=MISFIT)
+        counted = control.agreeing(gradients, spread)
+        return Surrogate(gradients, response, at, spread, centre, counted)
+
     for step, multiplier in enumerate(plan.gradient_multipliers):
         transcript.gradients.append(mechanism.gradient(theta, multiplier))
+        best = control.note(transcript.gradients[-1])
+        centre = best.theta
         if step in multipliers:
-            release = mechanism.curvature(theta, multipliers[step])
+            release = mechanism.curvature(centre, multipliers[step])
             first = not transcript.curvatures
             transcript.curvatures.append(release)
             value, std = release.value, release.noise_std
             if sums.curvature_is_of_gradients:
-                value, std = _about_their_mean(release, transcript.gradients[-1], num_data)
+                value, std = _about_their_mean(release, best, num_data)
             raw, raw_std = (value, std) if first else combined(raw, raw_std, value, std)
             curvature, spread = denoised(raw, raw_std)
-        centre = theta
-        surrogate = Surrogate(
-            transcript.gradients, LinearResponse(curvature), curvature, spread, centre
-        )
-        theta = mode(surrogate, prior)
+            control.released(curvature)
+        theta = control.next_point(fitted())
         # the point before it is valid, and all between them are public or released
         while not sums.is_valid(theta):
             theta = (theta + centre) / 2
+    control.released(curvature)
+    surrogate = fitted()
     if _is_level_known(raw, raw_std):
         return surrogate, transcript
     spread = raw_std * math.sqrt(shape_kept(raw, raw_std))
+    counted = control.agreeing(transcript.gradients, spread)
     # the bounds as for a generalised linear model
     least = float(prior.precision.mean())
     most = max(num_data * sums.curvature_bound / prior.dimension, 2 * least)
@@ -157,7 +168,9 @@ def run_general(
         at = at_level(curvature, level)
         # without negative eigenvalues no shape is larger than the level
         response = LinearResponse(at)
-        parts.append(Surrogate(transcript.gradients, response, at, min(spread, level), centre))
+        parts.append(
+            Surrogate(transcript.gradients, response, at, min(spread, level), centre, counted)
+        )
     return UncertainLevel(parts, surrogate), transcript
 
 

@@ -18,6 +18,7 @@ from .scores import Target, interpolated, slope_curve, variances
 # The trapezoidal rule, whose error falls off exponentially for smooth functions. Gauss-Hermite
 # nodes lie too far apart where θ is large.
 _NODES, _REACH = 61, 6.0
+MISFIT = 0.3  # the share of a gradient's change on a way that a model of it may get wrong
 FLOOR_OF_NOISE, _ROUNDING = 0.1, 1e-9  # of a released matrix, and of its level
 _LEAST_VARIANCE, _LARGEST_VARIANCE = 1e-10, 400.0  # of the linear predictor
 # points of a table in asinh(σ), one of them below 0 (where a and c are the same as above)
@@ -28,6 +29,9 @@ _FIRST = -_LAST / (_POINTS - 2)
 
 class Response(Protocol):
     """r and its derivative."""
+
+    misfit: float
+    """The share of a difference of r that it may get wrong."""
 
     def value(self, theta: Tensor) -> Tensor:
         """r(θ) for ``theta`` ``[..., d]``."""
@@ -47,10 +51,11 @@ class LinearResponse:
     Args:
         curvature: F.
         variability: the covariance of the gradient sum over F.
+        misfit: the share of a difference of r that it may get wrong.
     """
 
-    def __init__(self, curvature: Tensor, variability: float = 1.0) -> None:
-        self.curvature, self._variability = curvature, variability
+    def __init__(self, curvature: Tensor, variability: float = 1.0, misfit: float = 0.0) -> None:
+        self.curvature, self._variability, self.misfit = curvature, variability, misfit
 
     def value(self, theta: Tensor) -> Tensor:
         """Fθ."""
@@ -82,6 +87,8 @@ class NormalFeatureResponse:
         gram: G = Σ x xᵀ, positive definite.
         num_data: n, public.
     """
+
+    misfit = MISFIT
 
     def __init__(self, target: Target, bound: Tensor, gram: Tensor, num_data: int) -> None:
         self._gram, self._num_data = gram, num_data

@@ -32,10 +32,7 @@ from torch import Tensor
 from .response import FLOOR_OF_NOISE, LinearResponse, Response, floored
 from .transcript import GradientRelease
 
-_HARMLESS = 0.1  # of the records' own variance
-# Of the way of a gradient to the centre, which a response that is not linear may get wrong. Where
-# there is little noise, releases from far away would otherwise outvote the last ones.
-_MISFIT = 0.3
+HARMLESS = 0.1  # of the records' own variance
 
 
 class AnySurrogate:
@@ -67,6 +64,7 @@ class AnySurrogate:
         # of the gradient sum itself, given θ: it is the curvature where nothing is clipped
         self._variability = response.variability(centre)
         self._releases = gradients
+        self._misfit = response.misfit
         self._points = self._straight.moved(torch.stack([g.theta for g in gradients]))
         self._values = torch.stack([g.value for g in gradients])
         self._noises = noise_covariances(gradients, self._variability * curvature)
@@ -105,9 +103,10 @@ class AnySurrogate:
         """How well the last half of the releases agree with the fitted curvature: the smaller of
         two tail probabilities, which are tiny where the run has not arrived.
 
-        The first is of the releases' residuals, in units of their noise; misfits far below the
-        records' own randomness do no harm and are let pass. The second is of the way from the last
-        point, around which everything was fitted, to the mode.
+        The first is of the releases' residuals, in units of their noise and of what the response
+        may get wrong; misfits far below the records' own randomness do no harm and are let pass.
+        The second is of the way from the last point, around which everything was fitted, to the
+        mode.
 
         Args:
             mode: of the posterior.
@@ -119,8 +118,10 @@ class AnySurrogate:
         weights = noise.reciprocal() / noise.reciprocal().sum()
         apart = points - weights @ points
         residuals = values - weights @ values - apart @ self.curvature
-        harmless = _HARMLESS * self.curvature.trace() / size
+        harmless = HARMLESS * self.curvature.trace() / size
         variances = noise + harmless + self._curvature_std**2 * apart.square().sum(-1)
+        wrong = self._misfit * (points - self.centre) @ self.curvature
+        variances += wrong.square().mean(-1)
         total = float((residuals.square().sum(-1) / variances).sum())
         step = mode - self.centre
         return min(
@@ -130,7 +131,11 @@ class AnySurrogate:
 
 
 class Surrogate(AnySurrogate):
-    """log p(transcript | θ), for Gaussian releases; arguments as in :class:`AnySurrogate`."""
+    """log p(transcript | θ), for Gaussian releases; arguments as in :class:`AnySurrogate`, and
+
+    Args:
+        counted: of which releases the average is, ``[releases]``. None: of all.
+    """
 
     def __init__(
         self,
@@ -139,11 +144,15 @@ class Surrogate(AnySurrogate):
         curvature: Tensor,
         curvature_std: float,
         centre: Tensor,
+        counted: Tensor | None = None,
     ) -> None:
         super().__init__(gradients, response, curvature, curvature_std, centre)
         away = self._points - centre
-        misfits = (0.0 if self._straight.is_linear else _MISFIT) * away @ curvature
+        # where there is little noise, releases from far away would otherwise outvote the last ones
+        misfits = self._misfit * away @ curvature
         weights = trust(self._noises, away, misfits, curvature_std)
+        if counted is not None:
+            weights = weights * counted / (weights * counted).sum()
         self._point = weights @ self._points
         self._mean = weights @ self._values - self._point @ curvature
         self.noise = torch.einsum("k,kij->ij", weights.square(), self._noises)
