@@ -364,7 +364,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     names = list(dict.fromkeys(row["model"] for row in rows))
     figure, (left, right) = pyplot.subplots(
@@ -386,6 +386,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     right.set(xlabel="effective samples, worst coordinate", xscale="log")
     right.legend(frameon=False)
     for axes in (left, right):
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
