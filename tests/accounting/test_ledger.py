@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dp_accounting.dp_event import LaplaceDpEvent
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
@@ -347,6 +348,35 @@ def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(wher
         pair = pairs.dominating_pair(charge.event, "add_or_remove_one")
         counts[pair] = counts.get(pair, 0) + charge.count
     assert 1.99 < bounds.upper_epsilon(counts, DELTA) <= 2.0
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+def test_a_refusal_names_the_release_as_a_person_writes_it(path, where):
+    """Not the pair of distributions that stands for it, and why the filter counts."""
+    weekly, network = GaussianDpEvent(60.0), PoissonSampledDpEvent(0.01, GaussianDpEvent(1.25))
+    accountant = PrivacyAccountant(4.0, 1e-6, path=path if where == "file" else None)
+    accountant.register([(weekly, 52), (network, 3000)])
+    accountant.compose(weekly, 20).compose(network, 3000)
+    with pytest.raises(
+        PrivacyBudgetExceeded,
+        match=r"^charging 100000 x Poisson q = 0\.01, Gaussian z = 1\.25 would pass the budget",
+    ) as refusal:
+        accountant.compose(network, 100_000)
+    assert str(refusal.value).endswith("which counts: what is not registered is adaptive.")
+    with pytest.raises(PrivacyBudgetExceeded, match=r"charging 2 x Gaussian z = 0\.5 would"):
+        accountant.compose(ComposedDpEvent([GaussianDpEvent(0.5), GaussianDpEvent(0.5)]))
+    accountant.close()
+
+
+def test_the_command_tells_laplace_noise_from_gaussian(path, capsys):
+    """It said "Gaussian z" of either."""
+    with PrivacyAccountant(3.0, DELTA, path=path) as accountant:
+        accountant.compose(PoissonSampledDpEvent(0.01, LaplaceDpEvent(5.0)), 3, label="sampled")
+        accountant.compose(LaplaceDpEvent(70.0), label="whole")
+    main([str(path)])
+    said = capsys.readouterr().out
+    assert "x Poisson q = 0.01, Laplace scale = 5  (sampled)" in said
+    assert "x Laplace scale = 70  (whole)" in said and "Gaussian z" not in said
 
 
 def test_a_refused_charge_changes_nothing(path):

@@ -62,7 +62,7 @@ def report(
             [
                 {
                     "label": label or None,
-                    "event": _short(event),
+                    "event": events.in_words(event),
                     "steps": _finite(accountant.remaining(event)),
                 }
                 for label, event in reversed(last.items())
@@ -74,7 +74,7 @@ def report(
             {
                 "time": row.time,
                 "label": row.label,
-                "event": _short(row.event),
+                "event": events.in_words(row.event),
                 "count": row.count,
                 "writer": row.writer.partition(" ")[2].partition(", up ")[0],
             }
@@ -193,17 +193,6 @@ def spent(
                 times.append(max(moment, times[-1]) if times else moment)
                 epsilons.append(epsilon)
     return times, epsilons
-
-
-def _short(event: events.DpEvent | None) -> str:
-    if isinstance(event, events.PoissonSampledDpEvent):
-        return (
-            f"Poisson q = {event.sampling_probability:.6g}, Gaussian z ="
-            f" {event.event.noise_multiplier:.6g}"
-        )
-    if isinstance(event, events.GaussianDpEvent):
-        return f"Gaussian z = {event.noise_multiplier:.6g}"
-    return str(event)
 
 
 def _finite(number: float) -> float | None:

@@ -212,7 +212,7 @@ class ChargingInMemory(Charging):
             committed = self.committed() if history.schedule else history.counts
             with limits.provisionally(rule, True, committed):
                 if limits.admission is not None and not limits.admission.admits(committed, need):
-                    limits.refuse(committed, need)
+                    limits.refuse(committed, rest)
         for part in registered:
             history.schedule_left[part.pair] -= part.times
             history.keep(part, label, "registered")

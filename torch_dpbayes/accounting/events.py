@@ -341,6 +341,17 @@ def _(event: ZCDpEvent, count: int) -> Parts:
         yield ZCDpEvent(rho, xi), count
 
 
+def in_words(event: DpEvent | None) -> str:
+    """An event as a person reads it, with the mechanism that its noise belongs to."""
+    if isinstance(event, PoissonSampledDpEvent):
+        return f"Poisson q = {event.sampling_probability:.6g}, {in_words(event.event)}"
+    if isinstance(event, GaussianDpEvent):
+        return f"Gaussian z = {event.noise_multiplier:.6g}"
+    if isinstance(event, LaplaceDpEvent):
+        return f"Laplace scale = {event.noise_multiplier:.6g}"
+    return str(event)
+
+
 @singledispatch
 def lowered(event: DpEvent, slack: float) -> DpEvent:
     """An elementary event that dominates ``event`` and all those with up to ``slack`` times less

@@ -235,7 +235,7 @@ class ChargingAtLedger(Charging):
                 parts = lower
             elif not (fit := admission.room(counts, reserved, need, SHARE * size)):
                 if not others:
-                    self.limits.refuse(self.committed(), need)
+                    self.limits.refuse(self.committed(), parts)
                 finished += others
         return _blocks_of(parts, max(1, min(size, fit // SHARE)), label, flag)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from .admission import Admission
+from .events import in_words
 from .failures import without_delta
 from .filters import Budget, Filter
 from .history import History, Part, PrivacyBudgetExceeded, needed
@@ -53,10 +54,11 @@ class Limits:
             admission = self._under(self._filter_of_budget(), committed)
         return None if admission is None else admission.remaining(committed, need)
 
-    def refuse(self, committed: Counts, need: Counts) -> NoReturn:
-        """Says why ``need`` does not fit."""
+    def refuse(self, committed: Counts, parts: list[Part]) -> NoReturn:
+        """Says why ``parts`` do not fit."""
         assert self.budget is not None and self.admission is not None
         rule, (epsilon, delta) = self._history.filter, self.budget
+        need = needed(parts)
         if any(isinstance(pair, NonPrivate) for pair in need):
             raise PrivacyBudgetExceeded(
                 "a release without noise (z = 0) has no finite epsilon and fits no budget: use a"
@@ -75,13 +77,17 @@ class Limits:
         if times > 1:
             left = self.admission.remaining(committed, dict.fromkeys(need, 1))
             fit = f"{left} of these would still fit"
+        events = " and ".join(dict.fromkeys(in_words(part.event) for part in parts))
         under = ""
         if rule is not None:
-            why = "the charges were declared adaptive" if self._history.declared else _LATER
+            if self._history.schedule:
+                why = "what is not registered is adaptive"
+            else:
+                why = "the charges were declared adaptive" if self._history.declared else _LATER
             used = self.used_share(committed)
             under = f" {used:.1%} of {rule.describe()} is used, which counts: {why}."
         raise PrivacyBudgetExceeded(
-            f"charging {times} x {', '.join(map(str, need))} would pass the budget epsilon ="
+            f"charging {times} x {events} would pass the budget epsilon ="
             f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan fewer steps or"
             f" more noise (get_noise_multiplier).{under}"
         )
