@@ -26,7 +26,9 @@ ITERATIONS, NARROW, WIDTH = 1500, 0.7, 0.28
 
 
 def autoregressive(chains: int, draws: int, dimension: int, worth: float) -> Tensor:
-    """Stationary chains, (chains, draws, dimension)."""
+    """Stationary chains that are together worth ``worth`` independent draws, (chains, draws,
+    dimension).
+    """
     share = worth / (chains * draws)
     phi = (1 - share) / (1 + share)
     state, found = torch.randn(chains, dimension), []

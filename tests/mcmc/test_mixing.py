@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from mixing_warnings import autoregressive
 from pyro.infer import MCMC
 from pyro.infer.mcmc.api import StreamingMCMC
 from support.conjugate_chains import Gaussian, hmc, penalty
@@ -18,21 +19,10 @@ from torch_dpbayes.mcmc.mixing import mixing_of
 pytestmark = pytest.mark.usefixtures("double")
 
 
-def autoregressive(chains, draws, dimension, worth):
-    """Stationary chains that are together worth ``worth`` independent draws."""
-    share = worth / (chains * draws)
-    phi = (1 - share) / (1 + share)
-    state, found = torch.randn(chains, dimension), []
-    for _ in range(draws):
-        state = phi * state + math.sqrt(1 - phi**2) * torch.randn(chains, dimension)
-        found.append(state)
-    return [{"x": chain} for chain in torch.stack(found, 1)]
-
-
 @pytest.mark.thorough
 def test_200_well_mixed_runs_are_passed_in_silence():
     for k in range(200):
-        chains = autoregressive(1 + k % 3, 300, 1 + k % 4, 300)
+        chains = [{"x": chain} for chain in autoregressive(1 + k % 3, 300, 1 + k % 4, 300)]
         found = mixing_of(chains, None)
         assert found.complaint() is None, found
 
@@ -61,7 +51,7 @@ def test_the_path_of_a_walk_is_six_times_its_spread():
 
 
 def test_split_r_hat_and_effective_size_by_their_formulas():
-    chains = autoregressive(3, 100, 1, 60)
+    chains = [{"x": chain} for chain in autoregressive(3, 100, 1, 60)]
     x = torch.stack([chain["x"][:, 0] for chain in chains])
 
     def r_hat(values):
