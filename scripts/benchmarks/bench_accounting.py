@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Epsilon, seconds and memory of this library's accountant beside other people's.
 
-    python bench_accounting.py [--plot cost.png] [--others] [--charging] [--limit SECONDS]
+    python bench_accounting.py [--plot cost.png] [--others] [--charging] [--scattered]
+                               [--limit SECONDS]
 
 Everything runs on one core. ``--charging`` measures only what a charge against a budget costs in a
-loop. ``--others`` also runs dp_accounting (PLD and RDP), Opacus (RDP and PRV) and, if it is
-installed, prv-accountant; some of these take minutes. ``--limit`` stops any one of them after so
-many seconds.
+loop, ``--scattered`` only schedules in which noise and rate scatter, against the integral over
+their cumulant (``random_compositions.py``). ``--others`` also runs dp_accounting (PLD and RDP),
+Opacus (RDP and PRV) and, if it is installed, prv-accountant; some of these take minutes.
+``--limit`` stops any one of them after so many seconds.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -300,6 +303,62 @@ def charging() -> None:
             )
 
 
+def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> float:
+    """By how much ``epsilon`` at DELTA is above the true one, relative.
+
+    A release's cumulant is smooth in the logarithms of noise and rate: that of all is their
+    interpolation from so many Chebyshev points.
+    """
+    import numpy as np
+    from random_compositions import of_poisson, truth
+
+    def interpolated(values: Any, number: int) -> tuple[Any, Any]:
+        low, high = np.log(values.min()), np.log(values.max())
+        angle = np.pi * (np.arange(number) + 0.5) / number
+        u = (2 * np.log(values) - low - high) / (high - low)
+        k = np.arange(number)
+        of_nodes = np.cos(np.outer(k, angle)) * np.where(k, 2.0, 1.0)[:, None] / number
+        basis = np.cos(np.outer(np.arccos(np.clip(u, -1, 1)), k))
+        return np.exp((np.cos(angle) * (high - low) + low + high) / 2), basis @ of_nodes
+
+    noises, of_noise = interpolated(noise, 16)
+    rates, of_rate = interpolated(rate, 12)
+    weights = of_noise.T @ of_rate
+    laws = [
+        (partial(of_poisson, float(q), float(z), replace), float(weights[i, j]))
+        for i, z in enumerate(noises)
+        for j, q in enumerate(rates)
+    ]
+    delta, slope, _ = truth(laws, 0.0, epsilon)
+    return math.log(DELTA / delta) / slope / epsilon
+
+
+def scattered(number: int, replace: bool) -> None:
+    """So many releases, all different."""
+    import numpy as np
+
+    from torch_dpbayes.accounting import PrivacyAccountant
+    from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+
+    rng = np.random.default_rng()
+    noise = np.exp(rng.uniform(math.log(0.6), math.log(4), number))
+    rate = np.exp(rng.uniform(math.log(1e-3), math.log(0.03), number))
+    neighboring = "replace_one" if replace else "add_or_remove_one"
+    accountant = PrivacyAccountant(neighboring=neighboring)  # type: ignore[arg-type]
+    clocks = time.perf_counter(), time.process_time()
+    for z, q in zip(noise.tolist(), rate.tolist(), strict=True):
+        accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(z)))
+    charged = time.process_time() - clocks[1]
+    epsilon = accountant.get_epsilon(DELTA)
+    wall, busy = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+    excess = scattered_truth(noise, rate, replace, epsilon)
+    print(
+        f"{number:7} pairs, {neighboring:18} epsilon {epsilon:9.4f}  excess {excess:7.3%} "
+        f" {busy:6.1f} s of a processor ({charged:.1f} of them charging), {wall:6.1f} s",
+        flush=True,
+    )
+
+
 def schedule(levels: int, steps: int = 10_000) -> list[float]:
     """As many different multipliers as ``levels``, between the ends of theory's schedule z_t
     = sqrt(1 + t / 1000).
@@ -351,6 +410,9 @@ def main() -> None:
         "--charging", action="store_true", help="only the cost of charging in a loop"
     )
     parser.add_argument(
+        "--scattered", action="store_true", help="only schedules of scattered noise and rate"
+    )
+    parser.add_argument(
         "--limit", type=float, default=180.0, help="seconds after which one run is stopped"
     )
     parser.add_argument(
@@ -359,6 +421,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.charging:
         charging()
+        return
+    if arguments.scattered:
+        for number in (2_000, 10_000, 100_000):
+            for replace in (False, True):
+                scattered(number, replace)
         return
     others = OTHERS if arguments.others else ()
     for name, noise, rate, steps, neighboring, reference in HOMOGENEOUS:

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import special, stats
@@ -90,6 +91,24 @@ def test_one_sampled_release_at_tiny_deltas(count):
         )
         truth = q * math.exp(tails[0]) * -math.expm1(tails[1] - tails[0])
     assert truth * (1 - 1e-8) <= delta <= truth * 1.01
+
+
+def test_delta_at_epsilon_0_of_rare_releases_with_little_noise():
+    """Most of a release's loss is of the size of q, and the largest one is 100,000 times that: the
+    grid has to be fine beside the former.
+    """
+    q = 1e-4
+    z = float(np.random.default_rng(torch.initial_seed()).uniform(0.45, 0.6))
+    x = np.linspace(-12 * z, 1 + 12 * z, 400_001)
+    one = 1 + q * np.expm1((2 * x - 1) / (2 * z**2))
+    # E (w w' - 1)_+ = E w H(1 / w), H the divergence of the other release, in closed form
+    least = (1 / one - 1 + q) / q
+    start = 0.5 + z**2 * np.log(np.maximum(least, 1e-300))
+    divergence = (1 - q - 1 / one) * special.ndtr(-start / z) + q * special.ndtr((1 - start) / z)
+    divergence = np.where(least > 0, divergence, 1 - 1 / one)
+    truth = float((one * divergence * stats.norm.pdf(x, scale=z)).sum() * (x[1] - x[0]))
+    found = bounds.upper_delta({Sampled("directed", q, z): 2}, 0.0)
+    assert truth * (1 - 1e-6) <= found <= truth * 1.001
 
 
 def test_tiny_deltas_are_answered_and_smaller_ones_refused():

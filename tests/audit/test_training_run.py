@@ -337,6 +337,26 @@ def test_guesses_are_not_independent_where_batches_are_drawn_otherwise(options):
     assert len(accountant) == 0
 
 
+def test_runs_over_batches_of_people_are_refused():
+    """Before the first step, whether the loader or the accountant is the one that is of people."""
+    ids = [i // 2 for i in range(len(records()))]
+    of_people = dpb.PrivacyAccountant(unit="person")
+    for accountant, options in (
+        (None, {"people": ids, "records_per_person": 2}),
+        (of_people, {"people": ids, "records_per_person": 2}),
+        (of_people, {}),
+    ):
+        with pytest.raises(ValueError, match=r"shows nothing of the ε of people.*without people="):
+            one_run(
+                partial(train, **options),
+                records(),
+                num_canaries=20,
+                delta=1e-5,
+                accountant=accountant,
+            )
+    assert len(of_people) == 0
+
+
 @pytest.mark.parametrize(
     "value, target, message",
     [

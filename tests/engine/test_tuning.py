@@ -171,3 +171,22 @@ def test_scores_that_are_no_numbers_lose_and_candidates_are_drawn_afresh(monkeyp
     )  # fmt: skip
     # each is missed with probability (2 / 3)^60 = 3e-11
     assert set(tried) == {0, 1, 2} and best.candidate == 1
+
+
+def test_the_generator_does_not_tell_how_many_runs_there_were(monkeypatch):
+    """It is what it was, and no run has drawn the numbers that come next, nor another run's."""
+    drawn = []
+
+    def train(engine, candidate):
+        drawn.append(float(torch.rand(())))
+        return charge(engine, candidate)
+
+    state = torch.get_rng_state()
+    for number in (1, 3):
+        fixed_number(monkeypatch, number)
+        best_of_runs(
+            train, [1.0], schedule=SCHEDULE, accountant=accountant(), delta=1e-6, mean_runs=2.0
+        )
+        assert torch.equal(torch.get_rng_state(), state)
+    drawn.append(float(torch.rand(())))
+    assert len(set(drawn)) == 5

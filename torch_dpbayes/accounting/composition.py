@@ -40,6 +40,9 @@ _ATTEMPTS = 4
 _SMALLEST = 1e-40  # delta, below which an answer may be loose
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
+_OF_LOSS = (
+    0.05  # of a step's mean absolute loss, at which epsilons that are no larger are looked at
+)
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
 CORNERS = 1000  # of the grid between which many different levels are placed
 _MOST_KEPT = 2**24  # of the numbers in their spectra
@@ -89,6 +92,7 @@ def choose_window(
     interval: float | None = None,
 ) -> Window:
     """The window for what is asked at ``epsilon``, or at ``log_delta``."""
+    asked = epsilon
     total = sum(levels.values())
     sampled, others = scattered_of(levels)
     if sampled:
@@ -132,6 +136,11 @@ def choose_window(
         scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
         scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
         interval = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), 2e-4 * scale)
+        # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
+        # if rounding is all that blurs a step's loss.
+        size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in nodes)
+        if (epsilon if asked is None else asked) < size:
+            interval = min(interval, _OF_LOSS * size / total)
         interval = max(interval, 4 * widest / _LARGEST_WINDOW, 1e-12)
         atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
         if len(atoms) == 1 and (atom := atoms.pop()) > interval:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from .pairs import Array, Sampled
+from .pairs import Array, Sampled, SampledKind
 
 _FINEST = 0.05  # spacing of the grid, in logarithms
 _COARSER, _COARSEST = 1.1, 1e3
@@ -50,13 +50,15 @@ def lotteries(sampled: list[tuple[Sampled, int]], most: int) -> Lotteries | None
     """Lotteries among at most ``most`` corners, or ``None`` where the releases themselves are no
     more than the corners.
     """
+    columns = [_columns(sampled, kind) for kind in sorted({pair.kind for pair, _ in sampled})]
     spacing = _FINEST
     while True:
-        found = [_of_kind(sampled, kind, spacing) for kind in sorted({p.kind for p, _ in sampled})]
+        found = [_placed(*of_kind, spacing) for of_kind in columns]
         total = sum(len(part.corners) for part in found)
         if total <= most or spacing > _COARSEST:
             break
-        spacing *= _COARSER
+        # halving the number of rates and of noises leaves a quarter of the corners, or more
+        spacing *= max(_COARSER, 0.95 * math.sqrt(total / most))
     if total >= len(sampled) <= most:
         return None
     starts = np.cumsum([0, *(len(part.corners) for part in found)])
@@ -68,9 +70,18 @@ def lotteries(sampled: list[tuple[Sampled, int]], most: int) -> Lotteries | None
     )
 
 
-def _of_kind(sampled: list[tuple[Sampled, int]], kind: Any, spacing: float) -> Lotteries:
+def _columns(
+    sampled: list[tuple[Sampled, int]], kind: SampledKind
+) -> tuple[SampledKind, Array, Array, NDArray[np.int64]]:
+    """Rates, noises and counts of the releases of one kind."""
     chosen = [(pair.rate, pair.noise, count) for pair, count in sampled if pair.kind == kind]
     rate, noise, count = (np.array(column) for column in zip(*chosen, strict=True))
+    return kind, rate, noise, count.astype(np.int64)
+
+
+def _placed(
+    kind: SampledKind, rate: Array, noise: Array, count: NDArray[np.int64], spacing: float
+) -> Lotteries:
     sensitivity = 2.0 if kind == "antipodal" else 1.0
     shift = sensitivity / noise
     # spaced as the logarithm of what a release adds at the tilts that decide
@@ -99,7 +110,7 @@ def _of_kind(sampled: list[tuple[Sampled, int]], kind: Any, spacing: float) -> L
         Sampled(kind, float(rates[cell // step]), float(sensitivity / shifts[cell % step]) * _DOWN)
         for cell in used.tolist()
     ]
-    return Lotteries(corners, index.reshape(-1, 4), weights, count.astype(np.int64))
+    return Lotteries(corners, index.reshape(-1, 4), weights, count)
 
 
 def _grid(values: Array, spacing: float) -> Array:

@@ -38,15 +38,20 @@ class AuditedEngine(PrivacyEngine):
 
     def make_private(self, **options: Any) -> Any:
         """As :meth:`~torch_dpbayes.PrivacyEngine.make_private`, once."""
-        self._require_unused()
+        self._require_auditable(options)
         return self._audited(*super().make_private(**options))
 
     def make_private_with_epsilon(self, **options: Any) -> Any:
         """As :meth:`~torch_dpbayes.PrivacyEngine.make_private_with_epsilon`, once."""
-        self._require_unused()
+        self._require_auditable(options)
         return self._audited(*super().make_private_with_epsilon(**options))
 
-    def _require_unused(self) -> None:
+    def _require_auditable(self, options: dict[str, Any]) -> None:
+        if options.get("people") is not None or self.accountant.unit == "person":
+            raise ValueError(
+                "a canary is one record, which shows nothing of the ε of people: audit the run"
+                " without people=, charged to an accountant of records"
+            )
         if self.is_used:
             raise ValueError(
                 "train called make_private twice, and one audit is of one run: audit each alone"

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant
@@ -70,7 +71,10 @@ def best_of_runs(
     **Privacy.** The best run is released, and charged as (epsilon, delta)-private by
     :func:`torch_dpbayes.accounting.selection.selection_epsilon`, whatever the number of candidates.
     How many runs there were must stay hidden: it is neither returned nor kept, but the time that
-    this call takes shows it to whoever watches. ``summary()`` states what it rests on.
+    this call takes shows it to whoever watches. torch's global generators are afterwards what they
+    were, and each run begins with a seed of the operating system's; other generators that ``train``
+    draws from (Python's, NumPy's) would tell the number of runs. ``summary()`` states what it rests
+    on.
     """
     choices = list(candidates)
     if not choices:
@@ -86,20 +90,23 @@ def best_of_runs(
     source = random.SystemRandom()
     best: BestRun[Candidate, Result] | None = None
     seen: list[Any] = []
-    for _ in range(repetitions.draw()):
-        candidate = source.choice(choices)
-        own = PrivacyAccountant(price, delta, neighboring=relation, unit=unit).register(planned)
-        result, score = train(PrivacyEngine(own), candidate)
-        if not len(own) or own.guarantee != "registered":
-            raise RuntimeError(
-                "a run has to release something, by the engine that train() is given, and no more"
-                " than schedule=: nothing is returned."
-            )
-        _require_fresh(result, seen)
-        number = float(score)
-        number = -math.inf if math.isnan(number) else number
-        if best is None or number > best.score:
-            best = BestRun(candidate, result, number)
+    # torch's generators would tell afterwards how many runs there were
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        for _ in range(repetitions.draw()):
+            torch.manual_seed(source.randrange(2**63))
+            candidate = source.choice(choices)
+            own = PrivacyAccountant(price, delta, neighboring=relation, unit=unit).register(planned)
+            result, score = train(PrivacyEngine(own), candidate)
+            if not len(own) or own.guarantee != "registered":
+                raise RuntimeError(
+                    "a run has to release something, by the engine that train() is given, and no"
+                    " more than schedule=: nothing is returned."
+                )
+            _require_fresh(result, seen)
+            number = float(score)
+            number = -math.inf if math.isnan(number) else number
+            if best is None or number > best.score:
+                best = BestRun(candidate, result, number)
     assert best is not None
     return best
 
