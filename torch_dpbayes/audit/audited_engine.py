@@ -47,7 +47,8 @@ class AuditedEngine(PrivacyEngine):
         return self._audited(*super().make_private_with_epsilon(**options))
 
     def _require_auditable(self, options: dict[str, Any]) -> None:
-        if options.get("people") is not None or self.accountant.unit == "person":
+        own = self._accountant
+        if options.get("people") is not None or (own is not None and own.unit == "person"):
             raise ValueError(
                 "a canary is one record, which shows nothing of the ε of people: audit the run"
                 " without people=, charged to an accountant of records"
