@@ -60,7 +60,9 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        is_optimizer = name.startswith("DP") and hasattr(import_module(".optim", __name__), name)
+        where = f": write {__name__}.optim.{name}" if is_optimizer else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
     home = _HOME[name]
     value = (
         getattr(import_module(f".{home}", __name__), name)

@@ -351,6 +351,25 @@ class SortedInside(nn.Module):
         return self.last(torch.tanh(self.frozen(x[order]))[order.argsort()])
 
 
+class SortedPastTheCounter(nn.Module):
+    """Rows change places in the tensor that the layer before gave, whose version stays."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x):
+        h = self.first(x)
+        order = x[:, 0].argsort()
+        h.data.copy_(h.data[order])
+        return self.last(self.second(h)[order.argsort()])
+
+
+def test_rows_that_change_places_past_the_version_counter_are_found():
+    with pytest.raises(ValueError, match="module 'second' sees rows in another order"):
+        make_private(SortedPastTheCounter(), FLAT)
+
+
 class Packed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -130,6 +130,13 @@ SLIPS = {
         lambda: made(Attending(), **SEQUENCES, grad_sample_mode="hooks"),
         "ModuleValidator.fix",
     ),
+    "an activation in place under hooks": (
+        lambda: made(
+            nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+            grad_sample_mode="hooks",
+        ),
+        "inplace=False",
+    ),
     "DPSGLD(parameters)": (
         lambda: dpb.optim.DPSGLD(nn.Linear(4, 3).parameters(), lr=0.1),
         "PrivacyEngine().make_private",
@@ -222,6 +229,13 @@ def test_the_answer_names_the_line_to_write(name):
     assert SLIPS[name][1] in said
     assert len(said.split()) <= 35
     assert not any(text in said for text in OPACUS_SAYS)
+
+
+def test_an_optimizer_that_is_looked_for_at_the_top_is_found():
+    with pytest.raises(AttributeError, match=r"write torch_dpbayes\.optim\.DPSGLD$"):
+        _ = dpb.DPSGLD
+    with pytest.raises(AttributeError, match=r"no attribute 'DPNothing'$"):
+        _ = dpb.DPNothing
 
 
 def test_the_answers_are_short():

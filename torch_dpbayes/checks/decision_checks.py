@@ -113,8 +113,15 @@ def _observed(tried: TriedModel, arguments: tuple[Any, ...], decisions: Decision
         for t in (*outputs, *gradients)
         if t is not None and len(t) == rows
     ]
-    finite = [t.isfinite().all(1).cpu() for t in by_record[len(outputs) :]]
+    finite = [_are_finite(t).cpu() for t in by_record[len(outputs) :]]
     return by_record, torch.stack([torch.ones(rows, dtype=torch.bool), *finite]).all(0)
+
+
+def _are_finite(t: Tensor) -> Tensor:
+    """Whose numbers are, found by the extremes of each record, which takes a fifth of the time."""
+    if t.is_complex() or t.numel() == 0:
+        return t.isfinite().all(1)
+    return torch.stack([t.amax(1), t.amin(1)]).isfinite().all(0)
 
 
 def _seen(tried: TriedModel, forced: _Forced) -> Decisions:

@@ -13,6 +13,12 @@ OF_NUMBER = "the number of records in the batch, or on its place among them"
 
 _SECONDS = 0.4  # of processor time, for the trials of a check that come after the first
 
+_HOOKED = "Output 0 of BackwardHookFunction"  # of torch's text, 75 words, where hooks are attached
+_IN_PLACE = (
+    "an activation changes in place what Opacus' hooks see. Build it with inplace=False, or leave"
+    " out grad_sample_mode="
+)
+
 _Trial = TypeVar("_Trial")
 
 
@@ -32,7 +38,8 @@ def failing_as(message: str) -> Iterator[None]:
     except MixedRecordsError:
         raise
     except Exception as error:
-        raise ValueError(message.format(error)) from error
+        is_in_place = _HOOKED in str(error)
+        raise ValueError(message.format(_IN_PLACE if is_in_place else error)) from error
 
 
 class MayFail(AbstractContextManager["MayFail"]):

@@ -37,8 +37,11 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for v in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from tensors_in(v)
+    elif isinstance(value, Mapping):
+        for v in value.values():
             yield from tensors_in(v)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
