@@ -240,7 +240,7 @@ def origin(runs: Iterable[Run], arguments: Sequence[str] | None = None) -> str:
     command = " ".join(
         [
             "python",
-            f"scripts/{Path(sys.argv[0]).name}",
+            f"scripts/reproductions/{Path(sys.argv[0]).name}",
             *(sys.argv[1:] if arguments is None else arguments),
         ]
     )

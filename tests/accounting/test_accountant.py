@@ -331,7 +331,7 @@ def test_refused_first_adaptive_charge_leaves_no_filter():
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_state_round_trip(adaptive, tmp_path):
     accountant = PrivacyAccountant(4.0, DELTA, neighboring="replace_one", method="rdp")
-    for name in set(EXAMPLES) - {"NonPrivateDpEvent", "NoOpDpEvent", *OF_ADDED_RECORDS}:
+    for name in sorted(set(EXAMPLES) - {"NonPrivateDpEvent", "NoOpDpEvent", *OF_ADDED_RECORDS}):
         accountant.compose(
             SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(3.0)), 2),
             adaptive=adaptive,
