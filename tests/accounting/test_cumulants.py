@@ -53,7 +53,9 @@ def test_epsilon_and_delta_agree_with_each_other(history, delta):
     counts = dict(history)
     epsilon = bounds.upper_epsilon(counts, delta)
     assume(0 < epsilon < 1000)
-    largest = math.fsum(n * p.epsilon for p, n in history if isinstance(p, Pure | BoundedRange))
+    largest = math.fsum(
+        n * p.epsilon for p, n in counts.items() if isinstance(p, Pure | BoundedRange)
+    )
     bounded = all(isinstance(pair, Pure | BoundedRange) for pair in counts)
     assume(not bounded or epsilon < 0.999 * largest)  # at the very end delta falls as it likes
     back = bounds.upper_delta(counts, epsilon)

@@ -73,7 +73,7 @@ class Limits:
         if why := without_delta(added(committed, need), delta):
             raise PrivacyBudgetExceeded(f"{why} {_NOTHING}")
         times = sum(need.values())
-        fit = "not one more fits"
+        fit = "none fits"
         if times > 1:
             left = self.admission.remaining(committed, dict.fromkeys(need, 1))
             fit = f"{left} of these would still fit"
@@ -88,7 +88,7 @@ class Limits:
             under = f" {used:.1%} of {rule.describe()} is used, which counts: {why}."
         raise PrivacyBudgetExceeded(
             f"charging {times} x {events} would pass the budget epsilon ="
-            f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan fewer steps or"
+            f" {epsilon:g} at delta = {delta:g}; {fit}. {_NOTHING} Plan fewer, or"
             f" more noise (get_noise_multiplier).{under}"
         )
 
