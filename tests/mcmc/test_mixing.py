@@ -73,6 +73,10 @@ def test_of_a_few_draws_nothing_is_said():
     assert mixing_of([], None).complaint() is None
 
 
+# Walks below are in two dimensions: one of 60 draws in a single dimension looks mixed in one run of
+# 700, by the chance that it turns round.
+
+
 def run(kernel, target, **options):
     runner = MCMC(
         kernel, **{"num_samples": 60, "warmup_steps": 0, "disable_progbar": True, **options}
@@ -82,7 +86,7 @@ def run(kernel, target, **options):
 
 
 def test_a_run_that_has_not_mixed_ends_with_a_warning_and_one_of_two_chains_with_one():
-    target = Gaussian()
+    target = Gaussian(2)
     kernel = penalty(target, proposal_scale=1e-4)
     with pytest.warns(UserWarning, match="have not mixed: R-hat") as caught:
         run(kernel, target)
@@ -100,11 +104,11 @@ def test_a_run_that_has_not_mixed_ends_with_a_warning_and_one_of_two_chains_with
 @pytest.mark.parametrize("chains", [1, 2])
 @pytest.mark.parametrize("mixes", [False, True])
 def test_streamed_chains_are_judged_as_each_of_them_ends(monkeypatch, chains, mixes):
-    target = Gaussian()
+    target = Gaussian(2)
     kernel = penalty(target, proposal_scale=1e-4)
 
     def independent(params):
-        theta = torch.randn(1)
+        theta = torch.randn(2)
         kernel._theta, kernel._started = theta, True
         kernel._record(type("Outcome", (), {"accepted": True, "log_ratio": 0.0})())
         return {"mean": theta}
@@ -128,7 +132,7 @@ def test_every_run_of_one_mcmc_is_judged_and_on_its_own(by_name):
     """Pyro asks for the transforms in the first run only; keyword arguments are the same objects in
     all of them.
     """
-    target = Gaussian()
+    target = Gaussian(2)
     kernel = penalty(target, proposal_scale=1e-4)
     runner = MCMC(kernel, num_samples=60, warmup_steps=0, disable_progbar=True)
     data = target.args[0]

@@ -223,10 +223,10 @@ def _joined(tried: TriedModel) -> Iterator[tuple[tuple[Any, ...], list[tuple[Any
         yield whole, [given(whole, last), given(whole, *others)]
     plain = tried.neighbours(rows, "given", 0)[0]
     others = list(range(rows - 1))
-    for first in (None, *_EXTREMES):
-        there = _with_record(plain, 0, first)
-        for last_number in _EXTREMES:
-            yield _with_record(there, rows - 1, last_number), [given(there, *others)]
+    scaled = (_scaled(plain, factor) for factor in _FACTORS)
+    for there in (plain, *scaled, *(_with_record(plain, 0, number) for number in _EXTREMES)):
+        for number in _EXTREMES:
+            yield _with_record(there, rows - 1, number), [given(there, *others)]
 
 
 def _scaled(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
@@ -234,11 +234,11 @@ def _scaled(arguments: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
     return map_rows(lambda t: t * factor if t.is_floating_point() else t, arguments)
 
 
-def _with_record(arguments: tuple[Any, ...], place: int, number: float | None) -> tuple[Any, ...]:
+def _with_record(arguments: tuple[Any, ...], place: int, number: float) -> tuple[Any, ...]:
     """One record's real numbers are all ``number``."""
 
     def changed(t: Tensor) -> Tensor:
-        if number is None or not t.is_floating_point():
+        if not t.is_floating_point():
             return t
         found, largest = t.clone(), torch.finfo(t.dtype).max
         is_finite = math.isfinite(number)
