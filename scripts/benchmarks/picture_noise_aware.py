@@ -64,9 +64,9 @@ def coverage(axes: Any, table: Path) -> None:
                 linewidth=0.8,
                 label=model.replace("_", "-") if level == "50" else None,
             )
-    axes.set(xscale="log", ylim=(0.3, 1.0), xlabel="ε", ylabel="share of parameters inside")
+    axes.set(xscale="log", ylim=(0.25, 1.03), xlabel="ε", ylabel="share of parameters inside")
     axes.set_title("central 50 % (o) and 90 % (□) intervals")
-    axes.legend(fontsize=8, loc="center", bbox_to_anchor=(0.5, 0.56), ncol=3)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=5, frameon=False)
 
 
 def without_privacy(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,9 @@ def hierarchical(left: Any, right: Any) -> None:
     right.axhline(SCALE, color="red", linestyle=":", linewidth=1)
     left.set_xticks(range(len(SIZES)), [f"{size:,}" for size in SIZES.tolist()])
     left.set(xlabel="records in the group", ylabel="log odds of the group")
-    left.legend(fontsize=8, ncol=2)
+    left.legend(
+        fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=7, frameon=False
+    )
     right.set_xticks(range(len(every)), list(every), rotation=60, ha="right")
     right.set(ylabel="scale of the groups")
 

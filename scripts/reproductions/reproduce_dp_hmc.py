@@ -1026,7 +1026,7 @@ def _draw_limits(
             ylabel="MMD",
             ylim=(0, None),
         )
-        axis.legend(fontsize="x-small")
+        axis.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
     for algorithm in (HMC, PENALTY):
         found = sorted(
             (row for row in rows if row["figure"] == "dimension" and row["algorithm"] == algorithm),
