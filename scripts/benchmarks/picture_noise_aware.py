@@ -176,9 +176,7 @@ def hierarchical(left: Any, right: Any) -> None:
     right.axhline(SCALE, color="red", linestyle=":", linewidth=1)
     left.set_xticks(range(len(SIZES)), [f"{size:,}" for size in SIZES.tolist()])
     left.set(xlabel="records in the group", ylabel="log odds of the group")
-    left.legend(
-        fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=7, frameon=False
-    )
+    left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncol=7, frameon=False)
     right.set_xticks(range(len(every)), list(every), rotation=60, ha="right")
     right.set(ylabel="scale of the groups")
 

@@ -47,7 +47,7 @@ from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEve
 
 EPSILON, DELTA, RECORDS = 3.0, 1e-5, 6_000
 PIXEL_MEAN, PIXEL_STD = 0.2860, 0.3530  # published
-LR, LRS = 2.0, (1.0, 2.0, 4.0)
+LR, LRS = 4.0, (1.0, 2.0, 4.0, 8.0)
 BASE = {"batch_size": 256, "epochs": 10, "lr": LR, "clip": 1.0}
 DECAY, BLOCKS, SHARE_NOISE, AIM = 0.99, 5, 10.0, 0.5
 TRICKS: dict[str, dict[str, Any]] = {
