@@ -22,7 +22,9 @@ class DPHMC(PrivateKernel):
 
     .. math::
         \tilde g(\theta) = -\sum_i \mathrm{clip}_b\big(\nabla\log p(x_i|\theta)\big) + z_g b\,\zeta
-        - \nabla\log p(\theta), \qquad
+        - \nabla\log p(\theta)
+
+    .. math::
         p \leftarrow p - \tfrac\eta2 \tilde g, \quad
         \theta \leftarrow \theta + \eta M^{-1}p, \quad p \leftarrow p - \tfrac\eta2 \tilde g
 

@@ -22,7 +22,9 @@ class Softmax:
 
     .. math::
         \ell_i(W) = \log \sum_k e^{u_{ik}} - u_{i y_i}, \qquad
-        \nabla \ell_i = (p_i - e_{y_i}) x_i^\top, \qquad
+        \nabla \ell_i = (p_i - e_{y_i}) x_i^\top
+
+    .. math::
         \nabla^2 \ell_i = (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes x_i x_i^\top, \qquad
         r(W) = \|W\|^2 / (2\,\text{prior\_std}^2)
 

@@ -27,7 +27,9 @@ class DPSGNHT(PrivateOptimizer):
 
     .. math::
         S = \sum_{i \in \mathrm{batch}} g_i \min(1, C / \|g_i\|) + z C \xi, \qquad
-        \hat g = S / B + \nabla r(\theta) / N, \qquad
+        \hat g = S / B + \nabla r(\theta) / N
+
+    .. math::
         v' = (1 - \alpha) v - \eta \hat g, \qquad \theta \leftarrow \theta + v', \qquad
         \alpha \leftarrow \alpha + \mathrm{gain} \cdot
         \Bigl( \frac{N}{n \eta T} \Bigl\|\frac{v + v'}{2}\Bigr\|^2 - 1 \Bigr)
