@@ -462,11 +462,9 @@ def main(arguments: list[str] | None = None) -> None:
         options.folder / "runs.jsonl",
         jobs(options.data, options.repeats, options.methods),
     )
-    if options.stored:
-        stored = reproduction.stored_runs(results)
-        runs = [stored[k] for k in map(reproduction.key, wanted) if k in stored]
-    else:
-        runs = reproduction.run_jobs(partial(run, options.data_root), wanted, results)
+    runs = reproduction.runs_of(
+        partial(run, options.data_root), wanted, results, stored=options.stored
+    )
     rows = summary(runs)
     reproduction.write_csv(rows, options.folder / "rows.csv")
     for data in options.data:

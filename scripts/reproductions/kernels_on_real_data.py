@@ -15,13 +15,11 @@ one at its end, that it has not mixed.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import time
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import compare_posteriors as posteriors
@@ -115,17 +113,11 @@ def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = reproduction.parser_of(__doc__, "kernels_on_real_data")
     parser.add_argument("--data-root", required=True, help="folder with abalone/ and adult/")
     parser.add_argument("--repeats", type=reproduction.positive, default=5)
     parser.add_argument("--iterations", type=reproduction.positive, default=ITERATIONS)
     parser.add_argument("--data", nargs="*", choices=DATA, default=DATA)
-    parser.add_argument("--stored", action="store_true", help="the finished runs, no others")
-    results = reproduction.ROOT / "runs" / "kernels_on_real_data.jsonl"
-    parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
-    parser.add_argument("--csv", type=Path, help="write all rows here")
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     jobs = [
@@ -134,11 +126,9 @@ def main(arguments: list[str] | None = None) -> None:
         for data in options.data
         for epsilon in posteriors.EPSILONS
     ]
-    if options.stored:
-        stored = reproduction.stored_runs(options.results)
-        runs = [stored[k] for k in map(reproduction.key, jobs) if k in stored]
-    else:
-        runs = reproduction.run_jobs(partial(run, options.data_root), jobs, options.results)
+    runs = reproduction.runs_of(
+        partial(run, options.data_root), jobs, options.results, stored=options.stored
+    )
     rows = summary(runs)
     if options.csv:
         reproduction.write_csv(rows, options.csv)

@@ -25,7 +25,6 @@ the share of ones, in ten parts of the test records by that probability.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import subprocess
@@ -327,30 +326,20 @@ METHODS = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = reproduction.parser_of(__doc__, "na_dpvi")
     parser.add_argument("setting", choices=list(METHODS))
     parser.add_argument("--repeats", type=reproduction.positive, default=40)
     parser.add_argument("--data-root", help="folder with adult/")
     parser.add_argument("--theirs", help="a clone of their repository")
     parser.add_argument("--python", default="python", help="an interpreter with what it requires")
-    parser.add_argument("--stored", action="store_true", help="tables of the finished runs alone")
-    results = reproduction.ROOT / "runs" / "na_dpvi.jsonl"
-    parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
-    parser.add_argument("--csv", type=Path, help="write the table here")
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     methods = METHODS[options.setting]
     if options.theirs is None and not options.stored:
         methods = tuple(method for method in methods if method != "NA-DPVI")
     wanted = jobs(options.setting, options.repeats, methods)
-    if options.stored:
-        stored = reproduction.stored_runs(options.results)
-        runs = [stored[key] for key in map(reproduction.key, wanted) if key in stored]
-    else:
-        function = partial(run, options.data_root, options.theirs, options.python)
-        runs = reproduction.run_jobs(function, wanted, options.results)
+    function = partial(run, options.data_root, options.theirs, options.python)
+    runs = reproduction.runs_of(function, wanted, options.results, stored=options.stored)
     rows = summary(runs)
     if options.csv:
         reproduction.write_csv(rows, options.csv)

@@ -20,7 +20,6 @@ wrong.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import time
@@ -396,15 +395,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = reproduction.parser_of(__doc__, "pyro_examples")
     parser.add_argument("--records", type=reproduction.positive, default=100_000)
     parser.add_argument("--only", nargs="*", choices=list(examples()), default=list(examples()))
-    parser.add_argument("--stored", action="store_true", help="the finished runs, no others")
-    results = reproduction.ROOT / "runs" / "pyro_examples.jsonl"
-    parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
-    parser.add_argument("--csv", type=Path, help="write all rows here")
     parser.add_argument("--picture", type=Path, help="draw the picture here")
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
@@ -413,11 +406,7 @@ def main(arguments: list[str] | None = None) -> None:
         for model in options.only
         for what in RUNS
     ]
-    if options.stored:
-        stored = reproduction.stored_runs(options.results)
-        runs = [stored[k] for k in map(reproduction.key, jobs) if k in stored]
-    else:
-        runs = reproduction.run_jobs(run, jobs, options.results)
+    runs = reproduction.runs_of(run, jobs, options.results, stored=options.stored)
     rows = summary(runs)
     if options.csv:
         reproduction.write_csv(rows, options.csv)

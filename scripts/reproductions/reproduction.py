@@ -144,6 +144,34 @@ def stored_runs(results: Path) -> dict[str, Run]:
     return found
 
 
+def parser_of(description: str | None, script: str) -> argparse.ArgumentParser:
+    """With ``--stored``, ``--results`` and ``--csv``, of a script whose runs are in
+    ``runs/<script>.jsonl``.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stored", action="store_true", help="the finished runs, no others")
+    results = ROOT / "runs" / f"{script}.jsonl"
+    parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
+    parser.add_argument("--csv", type=Path, help="write all rows here")
+    return parser
+
+
+def runs_of(
+    function: Callable[..., dict[str, Any]],
+    jobs: Sequence[Mapping[str, Any]],
+    results: Path,
+    *,
+    stored: bool,
+) -> list[Run]:
+    """:func:`run_jobs`, or those of the jobs alone that are ``stored``."""
+    if not stored:
+        return run_jobs(function, jobs, results)
+    found = stored_runs(results)
+    return [found[k] for k in map(key, jobs) if k in found]
+
+
 def key(job: Mapping[str, Any]) -> str:
     return json.dumps(job, sort_keys=True)
 

@@ -22,14 +22,12 @@ the noise in the weights as it is.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import reproduction
@@ -271,17 +269,11 @@ def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = reproduction.parser_of(__doc__, "tricks_alone")
     parser.add_argument("--data-root", required=True, help="folder with FashionMNIST/raw")
     parser.add_argument("--repeats", type=reproduction.positive, default=3)
     parser.add_argument("--tricks", nargs="*", choices=TRICKS, default=list(TRICKS))
     parser.add_argument("--choose", action="store_true", help="the base over a grid of lr")
-    parser.add_argument("--stored", action="store_true", help="the finished runs, no others")
-    results = reproduction.ROOT / "runs" / "tricks_alone.jsonl"
-    parser.add_argument("--results", type=Path, default=results, help="default: %(default)s")
-    parser.add_argument("--csv", type=Path, help="write all rows here")
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     if options.choose:
@@ -293,11 +285,9 @@ def main(arguments: list[str] | None = None) -> None:
         for repeat in range(options.repeats)
         for trick, changed in settings
     ]
-    if options.stored:
-        stored = reproduction.stored_runs(options.results)
-        runs = [stored[k] for k in map(reproduction.key, jobs) if k in stored]
-    else:
-        runs = reproduction.run_jobs(partial(run, options.data_root), jobs, options.results)
+    runs = reproduction.runs_of(
+        partial(run, options.data_root), jobs, options.results, stored=options.stored
+    )
     rows = summary(runs)
     if options.csv:
         reproduction.write_csv(rows, options.csv)

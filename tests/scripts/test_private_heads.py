@@ -1,35 +1,21 @@
 """The rows of the private head's table, on made-up pictures in torchvision's layout."""
 
 import csv
-import struct
 import sys
 
 import pytest
-import torch
+from support import pictures
 
 pytest.importorskip("torchvision")
 
 import private_heads
 
 
-def write(folder, part, count):
-    labels = torch.arange(count, dtype=torch.uint8) % 10
-    pictures = torch.randint(0, 50, (count, 28, 28), dtype=torch.uint8)
-    for picture, label in zip(pictures, labels.tolist(), strict=True):
-        picture[2 * label : 2 * label + 4] += 200
-    raw = folder / "raw"
-    raw.mkdir(parents=True, exist_ok=True)
-    head = struct.pack(">iiii", 2051, count, 28, 28)
-    (raw / f"{part}-images-idx3-ubyte").write_bytes(head + pictures.numpy().tobytes())
-    head = struct.pack(">ii", 2049, count)
-    (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.numpy().tobytes())
-
-
 @pytest.mark.thorough
 def test_a_row_on_made_up_pictures(tmp_path, monkeypatch):
     for name in ("MNIST", "FashionMNIST"):
-        write(tmp_path / name, "train", 400)
-        write(tmp_path / name, "t10k", 50)
+        pictures.write(tmp_path / name, "train", 400)
+        pictures.write(tmp_path / name, "t10k", 50)
     output = tmp_path / "rows.csv"
     arguments = f"mnist --epsilon 50 --data-root {tmp_path} --runs 1 --epochs 30 --lr 4"
     arguments += f" --batch-size 400 --warm-up 5 --output {output}"

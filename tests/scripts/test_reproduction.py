@@ -34,6 +34,22 @@ def test_runs_are_stored_one_by_one_and_made_once(tmp_path):
     )
 
 
+def test_stored_runs_are_read_and_no_others_made(tmp_path):
+    options = reproduction.parser_of("what it does", "some_script").parse_args(
+        ["--stored", "--results", str(tmp_path / "runs.jsonl")]
+    )
+    jobs = [{"x": x} for x in (1, 2, 3)]
+    reproduction.run_jobs(lambda x: {"value": x}, jobs[:2], options.results)
+
+    def never(x):
+        raise AssertionError(x)
+
+    runs = reproduction.runs_of(never, jobs[1:], options.results, stored=options.stored)
+    assert [run.result["value"] for run in runs] == [2]
+    with pytest.raises(AssertionError):
+        reproduction.runs_of(never, jobs, options.results, stored=False)
+
+
 @pytest.mark.slow
 def test_worker_processes_store_the_same(tmp_path):
     runs = reproduction.run_jobs(
