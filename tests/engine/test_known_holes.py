@@ -114,8 +114,8 @@ def test_isolated_records_do_without_it(middle):
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("middle", [plain, Identity.apply])
 def test_mixing_before_the_model_is_not_seen_and_the_summary_says_so(middle):
-    """One record moves the sum by more than C, as docs/sharp_edges says: a NumPy generator of its own
-    hides what a collate function does, which is refused without it.
+    """One record moves the sum by more than C, as docs/sharp_edges says: a NumPy generator of
+    its own hides what a collate function does, which is refused without it.
     """
     own = np.random.default_rng()
 
