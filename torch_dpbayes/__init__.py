@@ -31,6 +31,7 @@ _HOME = {
     "get_num_steps": "engine.unknown_arguments",
     "PrivacyEngine": "engine.privacy_engine",
     "PosteriorSamples": "posterior",
+    "TarShards": "batches.shards",
     "best_of_runs": "engine.tuning",
     "private_clipped_fraction": "engine.clip_norm",
     "simulate_gradient_norms": "engine.clip_norm",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from . import optim as optim
     from .accounting.accountant import PrivacyAccountant as PrivacyAccountant
     from .accounting.accountant import PrivacyBudgetExceeded as PrivacyBudgetExceeded
+    from .batches.shards import TarShards as TarShards
     from .engine.clip_norm import private_clipped_fraction as private_clipped_fraction
     from .engine.clip_norm import simulate_gradient_norms as simulate_gradient_norms
     from .engine.privacy_engine import PrivacyEngine as PrivacyEngine

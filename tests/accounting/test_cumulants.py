@@ -2,6 +2,7 @@
 
 import math
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -13,6 +14,7 @@ from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import bounds
+from torch_dpbayes.accounting.composition import compose
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure, Sampled
 
@@ -111,6 +113,38 @@ def test_delta_at_epsilon_0_of_rare_releases_with_little_noise():
     truth = float((one * divergence * stats.norm.pdf(x, scale=z)).sum() * (x[1] - x[0]))
     found = bounds.upper_delta({Sampled("directed", q, z): 2}, 0.0)
     assert truth * (1 - 1e-6) <= found <= truth * 1.001
+
+
+def of_one_release(q, z, epsilon, added):
+    """delta, in 60 digits, of one Poisson release with a removed or an added record."""
+    with mpmath.workdps(60):
+        q, z, epsilon = (mpmath.mpf(number) for number in (q, z, epsilon))
+        level = mpmath.expm1(-epsilon if added else epsilon) / q
+        if level <= -1:
+            return 0.0 if added else float(-mpmath.expm1(epsilon))
+        x = z**2 * mpmath.log1p(level) + mpmath.mpf(1) / 2
+        with_record, without = mpmath.ncdf((1 - x) / z), mpmath.ncdf(-x / z)
+        delta = (1 - q) * without + q * with_record - mpmath.exp(epsilon) * without
+        if added:  # H(Q, P) at epsilon = 1 - e^epsilon + e^epsilon H(P, Q) at -epsilon
+            delta = (1 - q) * without + q * with_record - mpmath.exp(-epsilon) * without
+            delta = 1 - mpmath.exp(epsilon) + mpmath.exp(epsilon) * delta
+        return float(delta)
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["removed", "added"])
+def test_losses_of_billionths(added):
+    """Tilts far above a million are the ones that decide; where the window ends, mass counts as
+    delta, of which the losses themselves are only billionths.
+    """
+    rng = np.random.default_rng(torch.initial_seed())
+    q, z = 10 ** rng.uniform(-11, -7), rng.uniform(1.0, 20.0)
+    counts = {Sampled("directed", q, z): 1}
+    for epsilon in (0.0, 0.3 * q / z):
+        truth = of_one_release(q, z, epsilon, added)
+        (found,) = compose(counts, epsilon=epsilon, reverse=added)
+        assert truth * (1 - 1e-8) <= found.upper_delta(epsilon) <= truth * 1.001
+    (found,) = compose(counts, delta=truth, reverse=added)
+    assert epsilon * (1 - 1e-7) <= found.upper_epsilon(truth) <= epsilon * 1.01
 
 
 def test_tiny_deltas_are_answered_and_smaller_ones_refused():

@@ -15,10 +15,11 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
 )
 from torch_dpbayes.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
+from torch_dpbayes.accounting.trade_off import Profile, TradeOff
 from torch_dpbayes.audit.bounds import (
     GaussianCurves,
     Guesses,
-    Profile,
+    StatedCurve,
     best_number,
     epsilon_lower_bound,
     expected_guesses,
@@ -26,7 +27,7 @@ from torch_dpbayes.audit.bounds import (
     mu_lower_bound,
     refuted,
 )
-from torch_dpbayes.audit.result import Pricing, stated_profile
+from torch_dpbayes.audit.result import Pricing
 
 DELTA = 1e-5
 
@@ -34,6 +35,12 @@ DELTA = 1e-5
 def fresh():
     """A generator of NumPy's that the test's seed decides."""
     return np.random.default_rng(torch.randint(2**62, ()).item())
+
+
+def curve_of(epsilons, deltas):
+    """All of (ε_k, δ_k) hold, in both directions."""
+    profile = Profile(np.asarray(epsilons), np.asarray(deltas))
+    return StatedCurve([TradeOff.of_profiles(profile, profile)])
 
 
 @cache
@@ -111,7 +118,7 @@ def test_no_mechanism_of_few_canaries_guesses_better(seed):
         probability = (likely * (right >= correct)).sum() / 2**canaries
         guesses = Guesses(canaries, made, correct)
         confidence = 1 - probability + 1e-9
-        assert not refuted(Profile(epsilons, deltas), guesses, confidence).any()
+        assert not refuted(curve_of(epsilons, deltas), guesses, confidence).any()
         for k in (0, 40, 100):
             assert epsilon_lower_bound(guesses, deltas[k], confidence) <= epsilons[k] + 1e-9
 
@@ -129,7 +136,7 @@ def test_the_recursion_is_the_linear_program(epsilon, delta):
             right[j] - np.exp(-epsilon) * wrong[j - 1],
         ]
         limits += [delta, 1 - np.exp(-epsilon) * (1 - delta)]
-    hypothesis = Profile(np.array([epsilon]), np.array([delta]))
+    hypothesis = curve_of([epsilon], [delta])
     for correct in range(made // 2 + 1, made + 1):
         best = -optimize.linprog(
             -(np.arange(made + 1) >= correct).astype(float),
@@ -260,12 +267,12 @@ def test_an_accountants_whole_curve_is_tested(event, is_gaussian):
     accountant = PrivacyAccountant()
     accountant.compose(event, 40 if isinstance(event, PoissonSampledDpEvent) else 1)
     epsilon = accountant.get_epsilon(DELTA)
-    mu, profile = gaussian_mu(epsilon, DELTA), stated_profile(accountant, epsilon)
+    mu = gaussian_mu(epsilon, DELTA)
     best = (1 + accountant.get_delta(0.0)) / 2  # accuracy of one guess
     for kind, number in (("gaussian", 250), ("independent", 1000)):
         pricing = Pricing(kind, DELTA, 0.95)
         by_mu = first_of(number, lambda guesses, price=pricing: price(guesses) > epsilon)
-        by_curve = first_of(number, partial(pricing.refutes, profile))
+        by_curve = first_of(number, partial(pricing.refutes, accountant))
         if is_gaussian:
             assert abs(by_mu - by_curve) <= 1
         elif best > special.ndtr(mu / 2):
@@ -289,8 +296,40 @@ def test_a_curve_is_the_envelope_of_its_points():
     epsilons = np.linspace(0, 12, 2000)
     deltas = np.array([gaussian_delta(mu, e) for e in epsilons])
     y = np.linspace(1e-6, 1 - 1e-6, 200)
-    profile = Profile(epsilons, deltas)
-    envelope = np.array([profile.least(np.array([one]))[0] for one in y])
+    stated = curve_of(epsilons, deltas)
+    envelope = np.array([stated.least(np.array([one]))[0] for one in y])
     curve = GaussianCurves(np.array([mu])).least(y)
     assert np.all(envelope <= curve + 1e-12)
     assert envelope == pytest.approx(curve, abs=1e-5)
+
+
+def test_a_stated_curve_is_that_of_the_worse_direction():
+    """What is wrong with this probability is right with that one at most, under either data set."""
+    accountant = PrivacyAccountant()
+    accountant.compose(PoissonSampledDpEvent(0.2, GaussianDpEvent(0.7)), 3)
+    curves = accountant.risk(delta=DELTA).curves
+    assert len(curves) == 2
+    right = np.linspace(0.05, 0.95, 50)
+    wrong = StatedCurve(curves).least(right)
+    assert np.max([curve(wrong) for curve in curves], axis=0) == pytest.approx(right, rel=1e-9)
+    sure = TradeOff.of_lines(np.array([4.0, 0.0]), np.array([0.1, 1.0]))
+    assert StatedCurve([sure]).least(np.array([0.05, 0.5, 1.0, 1.1])) == pytest.approx(
+        [0.0, 0.1, 0.225, 0.225]
+    )
+
+
+@pytest.mark.parametrize(
+    "canaries, made, correct, of_basic, of_gaussian",
+    [
+        (100, 25, 22, 0.9347, 1.6350),
+        (1000, 250, 225, 1.8395, 3.0267),
+        (1000, 1000, 700, 0.7317, 1.3720),
+        (10_000, 2500, 1750, 0.7737, 1.1213),
+        (10_000, 10_000, 10_000, 7.8343, 16.1110),
+    ],
+)
+def test_figures_of_jax_privacy(canaries, made, correct, of_basic, of_gaussian):
+    """``_epsilon_one_run`` and ``_epsilon_one_run_fdp`` of JAX Privacy, commit 8967688."""
+    guesses = Guesses(canaries, made, correct)
+    assert basic(guesses) == pytest.approx(of_basic, abs=3e-4)
+    assert gaussian_epsilon(gaussian(guesses), DELTA) == pytest.approx(of_gaussian, abs=3e-4)

@@ -1,6 +1,7 @@
 """The commonest slips are answered in one sentence with the line to write."""
 
 import copy
+import gc
 import io
 import statistics
 import time
@@ -292,3 +293,41 @@ def test_a_long_check_says_what_takes_so_long(is_terminal, is_said, monkeypatch)
     with redirect_stderr(Stream()) as seen:
         made(Slow(4, 3))
     assert ("checking Slow on made-up records" in seen.getvalue()) is is_said
+
+
+def trained_on(net, accountant, steps=1):
+    """The accountant of a training that begins with ``net`` as it is."""
+    _, optimizer, loader = dpb.PrivacyEngine(accountant).make_private(
+        module=net, optimizer=SAMPLER, data_loader=loader_of(4), max_grad_norm=1.0
+    )
+    for batch, _ in zip(loader, range(steps), strict=False):
+        step(net, optimizer, batch)
+    return optimizer.accountant
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_model_that_goes_on_under_a_new_accountant_says_so(caplog, is_kept):
+    net = nn.Linear(4, 3)
+    kept = [trained_on(net, dpb.PrivacyAccountant())]
+    if not is_kept:
+        kept.clear()
+        gc.collect()
+    caplog.clear()
+    later = trained_on(net, dpb.PrivacyAccountant())
+    assert caplog.text.count("made private on another accountant before") == 1
+    assert any("another accountant before" in note for note in later.notes)
+
+
+def test_nothing_is_said_where_one_accountant_holds_both(caplog, tmp_path):
+    net, accountant = nn.Linear(4, 3), dpb.PrivacyAccountant()
+    first = trained_on(net, dpb.PrivacyAccountant(), steps=0)  # made private, and never trained
+    for _ in range(2):
+        trained_on(net, accountant)
+    other = nn.Linear(4, 3)
+    for _ in range(2):
+        ledger = dpb.PrivacyAccountant(100.0, 1e-5, path=tmp_path / "budget.db")
+        trained_on(other, ledger)
+        ledger.close()
+    assert "another accountant before" not in caplog.text
+    assert len(first) == 0
+    assert not any("another accountant before" in note for note in accountant.notes)

@@ -30,19 +30,20 @@ from .loss_grid import BEYOND, grid_masses, loss_nodes
 from .pairs import Array, Pair, Pure, Sampled, has_two_directions
 from .scatter import Lotteries, lotteries, representatives
 
-_TILTS = np.geomspace(1e-4, 1e6, 104)
+# the last ones for losses of billionths
+_TILTS = np.append(np.geomspace(1e-4, 1e6, 104), np.geomspace(3e6, 3e16, 21))
 _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
-_OUTSIDE = 1e-9  # tilted mass that the window may miss
+_OUTSIDE = 1e-9  # tilted mass that the window may miss, at ordinary tilts
 _LARGEST_WINDOW = 2**22
+_LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floats
 _ROUGH_SIZE = 2**16  # of a window, if a wider one is asked for before delta is known
 # at a wider window, if the first was too narrow; after that the bound holds, but is loose
 _ATTEMPTS = 4
 _SMALLEST = 1e-40  # delta, below which an answer may be loose
 _STEP_ERROR = 1e-12  # relative error of one level's masses and of one multiplication of spectra
 ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
-_OF_LOSS = (
-    0.05  # of a step's mean absolute loss, at which epsilons that are no larger are looked at
-)
+# of a step's mean absolute loss, at which epsilons that are no larger are looked at
+_OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
 CORNERS = 1000  # of the grid between which many different levels are placed
 _MOST_KEPT = 2**24  # of the numbers in their spectra
@@ -116,7 +117,7 @@ def choose_window(
             losses, log_masses = -losses, log_masses - losses
         nodes.append((losses, log_masses, sum(pairs[i][1] for i in chunk)))
     cumulant, mean, variance = _cumulants(nodes, _TILTS)
-    conversion = _TILTS * np.log(_TILTS) - (1 + _TILTS) * np.log1p(_TILTS)
+    conversion = -_TILTS * np.log1p(1 / _TILTS) - np.log1p(_TILTS)
     # Tangent point of the bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath,
     # Steinke 2020), interpolated, so that the result changes smoothly with the levels.
     if log_delta is not None:
@@ -127,6 +128,7 @@ def choose_window(
         )
     else:
         assert epsilon is not None
+        epsilon = min(epsilon, _LARGEST_EPSILON)
         log_delta = min(float(np.min(cumulant - _TILTS * epsilon + conversion)), 0.0)
         tangent = np.maximum.accumulate(mean - np.log1p(1 / _TILTS))
         tilt = float(np.exp(np.interp(epsilon, tangent, np.log(_TILTS))))
@@ -141,7 +143,7 @@ def choose_window(
         size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in nodes)
         if (epsilon if asked is None else asked) < size:
             interval = min(interval, _OF_LOSS * size / total)
-        interval = max(interval, 4 * widest / _LARGEST_WINDOW, 1e-12)
+        interval = max(interval, 4 * widest / _LARGEST_WINDOW, _LEAST_INTERVAL)
         atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
         if len(atoms) == 1 and (atom := atoms.pop()) > interval:
             interval = atom / math.ceil(atom / interval)  # both its losses on the grid
@@ -152,7 +154,7 @@ def choose_window(
     tilts = np.concatenate([tilt + steps, tilt - steps])
     outer, _, _ = _cumulants(nodes, tilts)
     outer += total * interval**2 / 8 * (tilts + tilts**2 - tilt - tilt**2)
-    excess = (outer - center - math.log(_OUTSIDE)) / np.concatenate([steps, steps])
+    excess = (outer - center - _log_outside(tilt)) / np.concatenate([steps, steps])
     above, below = excess[: len(steps)], excess[len(steps) :]
     top, bottom = int(np.argmin(above)), int(np.argmin(below))
     upper, lower = float(above[top]), -float(below[bottom])
@@ -175,6 +177,13 @@ def choose_window(
         log_delta=log_delta,
         wanted_interval=interval,
     )
+
+
+def _log_outside(tilt: float) -> float:
+    """Logarithm of the tilted mass that the window may miss. It counts as delta, of which tilted
+    mass at the losses that decide is about 1 / tilt.
+    """
+    return math.log(_OUTSIDE / (1 + 1e-4 * tilt))
 
 
 def _log(masses: Array) -> Array:
@@ -401,8 +410,8 @@ class Composition:
         """The window with the window that the moments measured on the grid ask for."""
         window = self.window
         upper, lower, center = (float(moment) for moment in self.transform.log_moments)
-        end = (upper - center - math.log(_OUTSIDE)) / (window.upper_tilt - window.tilt)
-        start = (lower - center - math.log(_OUTSIDE)) / (window.lower_tilt - window.tilt)
+        end = (upper - center - _log_outside(window.tilt)) / (window.upper_tilt - window.tilt)
+        start = (lower - center - _log_outside(window.tilt)) / (window.lower_tilt - window.tilt)
         width = window.upper - window.lower
         if end - start > 3 * width:
             # The outer tilts lie where moments explode: closer ones bound the tails better.
@@ -419,14 +428,18 @@ class Composition:
         return window._replace(lower=start, upper=end, interval=interval)
 
     def _profile(self, tilted: Array) -> tuple[Array, Array]:
-        """Mass at or above each loss l, and sum of mass * exp(l - loss) over the same;
-        delta(l) is their difference.
+        """Mass at or above each loss, and delta there.
+
+        delta at a loss is exp(-h) times that at the next one, and (1 - exp(-h)) times the mass from
+        there on: a sum of positive terms, in which no digits are lost.
         """
         # What underflows is far below any delta; what is cut off lies where delta is far above 1 in
         # any case.
         mass = tilted * np.exp(np.minimum(self.log_scale - self.window.tilt * self.losses, 300.0))
-        discounted = signal.lfilter([1.0], [1.0, -math.exp(-self.interval)], mass[::-1])[::-1]
-        return np.cumsum(mass[::-1])[::-1], discounted
+        mass = np.cumsum(mass[::-1])
+        share = -math.expm1(-self.interval)
+        delta = signal.lfilter([0.0, share], [1.0, -math.exp(-self.interval)], mass)
+        return mass[::-1], delta[::-1]
 
     def upper_delta(self, epsilon: float) -> float:
         tilted = np.maximum(self.tilted, 0.0) + self.round_off
@@ -441,15 +454,12 @@ class Composition:
         delta is linear in exp(epsilon).
         """
         tilted = (np.maximum(self.tilted, 0.0) + self.round_off) * (1 + self.relative_error)
-        mass, discounted = self._profile(tilted)
+        mass, delta = self._profile(tilted)
         cell = np.searchsorted(self.losses, epsilons, "right")
         inside = np.minimum(cell, len(mass) - 1)
-        found = (
-            mass[inside]
-            - np.exp(np.minimum(epsilons - self.losses[inside], 0.0)) * discounted[inside]
-        )
-        # the sums are of positive terms, and their difference has their round-off
-        found = np.maximum(found, 0.0) + 8 * self._size * float(np.finfo(float).eps) * mass[inside]
+        nearer = np.minimum(epsilons - self.losses[inside], 0.0)
+        found = -np.expm1(nearer) * mass[inside] + np.exp(nearer) * delta[inside]
+        found *= 1 + 8 * self._size * float(np.finfo(float).eps)
         found[cell == len(mass)] = 0.0
         found[epsilons < self.losses[0]] = 1.0  # of losses below the window nothing is known
         return np.asarray(np.minimum(found + self.transform.infinity + self.above, 1.0))
@@ -459,20 +469,16 @@ class Composition:
         if rest <= 0:
             return math.inf
         tilted = (np.maximum(self.tilted, 0.0) + self.round_off) * (1 + self.relative_error)
-        mass, discounted = self._profile(tilted)
-        # delta falls, so the first grid point that meets the target ends the cell of the solution.
-        met = mass - discounted <= rest
-        cell = int(np.argmax(met)) if met[-1] else len(met) - 1
-        if cell == 0:
-            return max(float(self.losses[0]), 0.0)
-        if mass[cell] <= rest:
-            return max(float(self.losses[cell - 1]), 0.0)
-        solution = max(
-            float(self.losses[cell]) + math.log((mass[cell] - rest) / discounted[cell]), 0.0
-        )
-        # The difference above loses digits where the tilt is large; the sum of positive terms in
-        # upper_delta does not.
-        margin = 1e-10 * solution + 1e-14
+        mass, found = self._profile(tilted)
+        # delta falls, so the first grid point that meets the target ends the cell of the solution,
+        # in which it is linear in exp(epsilon).
+        cell = int(np.argmax(found <= rest))
+        solution = float(self.losses[cell])
+        if cell > 0 and mass[cell] > rest:
+            solution -= math.log1p((rest - found[cell]) / (mass[cell] - rest))
+            solution = max(solution, float(self.losses[cell - 1]))
+        solution = max(solution, 0.0)
+        margin = 1e-10 * solution + 1e-6 * self.interval
         while self.upper_delta(solution) > delta:
             solution, margin = solution + margin, 2 * margin
         return solution
@@ -481,7 +487,7 @@ class Composition:
         # probability with which the discretisation may have moved the loss further than ``shift``
         slip = delta / 50
         shift = self._shift(slip)
-        mass, discounted = self._profile(
+        _, found = self._profile(
             np.maximum(self.tilted - self.round_off, 0.0) * (1 - self.relative_error)
         )
         foreign = (
@@ -489,8 +495,7 @@ class Composition:
             * self.wrapped
         )
         enough = np.flatnonzero(
-            mass * (1 - 1e-9) - discounted - foreign
-            >= delta + slip + 2 * self.tail * self.transform.count
+            found * (1 - 1e-8) - foreign >= delta + slip + 2 * self.tail * self.transform.count
         )
         return max(float(self.losses[enough[-1]]) - shift, 0.0) if len(enough) else 0.0
 
@@ -557,7 +562,7 @@ def compose(
                 break
             wanted, tail = found, tail_of(found, total)
         for _ in range(_ATTEMPTS):
-            if composition.wrapped <= 100 * _OUTSIDE:
+            if composition.wrapped <= 100 * math.exp(_log_outside(composition.window.tilt)):
                 break
             composition = Composition(composition.wider_window(), levels, direction, tail, corners)
         compositions.append(composition)

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special, stats
+
+from ..accounting.trade_off import TradeOff
 
 Array = npt.NDArray[np.float64]
 Refuted = npt.NDArray[np.bool_]
@@ -82,27 +84,24 @@ class GaussianCurves(Curves):
         return wrong
 
 
-class Profile(Curves):
-    """One hypothesis: all of (ε_k, δ_k) hold.
+class StatedCurve(Curves):
+    """One hypothesis: what an attack on either of two neighbours can do at most.
 
     Args:
-        epsilons, deltas: of equal length; ε below 700, whose exponential is a number.
+        curves: upper bounds on its true-positive rate at each false-positive rate.
     """
 
-    def __init__(self, epsilons: Array, deltas: Array) -> None:
-        self._epsilons, self._deltas = epsilons, deltas
-
-    @property
-    def best_accuracy(self) -> float:
-        """How probably a guess of one coin is right, at most: (e^ε + δ)/(e^ε + 1)."""
-        likely = np.exp(self._epsilons)
-        return float(((likely + self._deltas) / (likely + 1)).min())
+    def __init__(self, curves: Sequence[TradeOff]) -> None:
+        self._vertices = []
+        for curve in curves:
+            rates, powers = curve.vertices
+            rising = np.append(True, np.diff(powers) > 0)  # from 1 on it says nothing
+            self._vertices.append((powers[rising], rates[rising]))
 
     def least(self, right: Array) -> Array:
         right = np.minimum(right, 1.0)
-        common = (right - self._deltas) * np.exp(-self._epsilons)
-        rare = 1.0 - self._deltas - (1.0 - right) * np.exp(self._epsilons)
-        return np.array([max(0.0, common.max(), rare.max())])
+        wrong: Array = np.min([np.interp(right, *inverse) for inverse in self._vertices], axis=0)
+        return wrong
 
 
 def refuted(curves: Curves, guesses: Guesses, confidence: float) -> Refuted:
@@ -118,9 +117,11 @@ def refuted(curves: Curves, guesses: Guesses, confidence: float) -> Refuted:
     return result
 
 
-def independent_refuted(profile: Profile, guesses: Guesses, confidence: float) -> bool:
-    """The same for independent guesses, none of them left out."""
-    return _least_accuracy(guesses, confidence) > profile.best_accuracy
+def independent_refuted(best_guess: float, guesses: Guesses, confidence: float) -> bool:
+    """The same for independent guesses, none of them left out, each of which is right with
+    probability ``best_guess`` at most.
+    """
+    return _least_accuracy(guesses, confidence) > best_guess
 
 
 def epsilon_lower_bound(guesses: Guesses, delta: float, confidence: float = 0.95) -> float:

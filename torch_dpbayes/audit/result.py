@@ -7,13 +7,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.gaussian import gaussian_epsilon, gaussian_mu
 from .bounds import (
     Guesses,
-    Profile,
+    StatedCurve,
     best_number,
     epsilon_lower_bound,
     expected_guesses,
@@ -26,8 +24,6 @@ from .bounds import (
 
 _LARGEST_EPSILON = 50.0  # an audit of more than that is planned for this
 _SMALLEST_DELTA = 1e-12
-_FARTHEST, _POINTS = 2.0, 25  # of ε: where a curve is looked at
-_LARGEST_LOSS = 500.0  # whose exponential is a number
 
 
 @dataclass(frozen=True)
@@ -152,11 +148,14 @@ class Pricing:
         mu = of_mu(guesses, self.confidence)
         return gaussian_epsilon(mu, self.delta) if mu > 0 else 0.0
 
-    def refutes(self, profile: Profile, guesses: Guesses) -> bool:
-        """Whether so many right guesses are less probable than 1 − confidence."""
+    def refutes(self, accountant: PrivacyAccountant, guesses: Guesses) -> bool:
+        """Whether the trade-off curves that it states allow so many right guesses with a
+        probability below 1 − confidence.
+        """
+        risk = accountant.risk(prior=0.5, delta=self.delta)  # a coin
         if self._has_independent_guesses:
-            return independent_refuted(profile, guesses, self.confidence)
-        return bool(refuted(profile, guesses, self.confidence).all())
+            return independent_refuted(risk.best_guess, guesses, self.confidence)
+        return bool(refuted(StatedCurve(risk.curves), guesses, self.confidence).all())
 
     @property
     def _has_independent_guesses(self) -> bool:
@@ -177,10 +176,3 @@ class Pricing:
 
     def _mu(self, epsilon: float) -> float:
         return gaussian_mu(min(epsilon, _LARGEST_EPSILON), max(self.delta, _SMALLEST_DELTA))
-
-
-def stated_profile(accountant: PrivacyAccountant, epsilon: float) -> Profile:
-    """Pairs (ε, δ) that the accountant states, about the ε that it states at the audit's δ."""
-    farthest = min(_FARTHEST * epsilon, _LARGEST_LOSS)
-    epsilons = np.append(np.linspace(0.0, farthest, _POINTS), min(epsilon, farthest))
-    return Profile(epsilons, np.array([accountant.get_delta(each) for each in epsilons]))

@@ -14,7 +14,7 @@ from ..accounting.allocation import RandomAllocationDpEvent
 from ..accounting.events import SampledWithoutReplacementDpEvent
 from .bounds import Guesses
 from .coin import auditor, toss
-from .result import AuditResult, Pricing, stated_profile
+from .result import AuditResult, Pricing
 from .scores import guess
 
 _DRAWN_TOGETHER = (
@@ -177,6 +177,6 @@ def _result(
         refutes_curve=(
             None
             if accountant is None or pricing.bound == "basic"
-            else pricing.refutes(stated_profile(accountant, epsilon), guesses)
+            else pricing.refutes(accountant, guesses)
         ),
     )

@@ -27,6 +27,8 @@ from ..batches.other_laws import (
 )
 from ..batches.people import People, PeopleSampler
 from ..batches.poisson_loader import PoissonLoader
+from ..batches.repeated_records import require_each_once
+from ..checks.collate_check import check_collate
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks
@@ -143,6 +145,12 @@ def private_loader(
             " at random, and amplification by sampling does not hold. Use a map-style data set"
             " (__len__ and __getitem__)."
         )
+    if batches.people is None:
+        require_each_once(data_loader.dataset)
+    collate_fn: Any = data_loader.collate_fn
+    while hasattr(collate_fn, "wrapped_collator_fn"):  # of a loader that was private before
+        collate_fn = collate_fn.wrapped_collator_fn
+    check_collate(data_loader.dataset, collate_fn)
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         records: Any = data_loader.dataset
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -38,6 +39,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"  # Opacus' names
 
 _log = logging.getLogger("torch_dpbayes")
+
+# where a model's steps were charged last
+_accountants: WeakKeyDictionary[nn.Module, ref[PrivacyAccountant]] = WeakKeyDictionary()
+_CHARGED_ELSEWHERE = (
+    "the model was made private on another accountant before: epsilon of records that both"
+    " trainings read is that of both together"
+)
 
 
 class PrivacyEngine:
@@ -588,9 +596,17 @@ class PrivacyEngine:
             is_alone=self._is_alone,
         )
         self._accountant = optimizer.accountant
-        if not isinstance(data_loader, PoissonLoader) and (
-            self._ranks is None or self._ranks.rank == 0
-        ):
+        is_first = self._ranks is None or self._ranks.rank == 0
+        if _was_charged_elsewhere(module, optimizer.accountant):
+            optimizer.accountant.note(_CHARGED_ELSEWHERE)
+            if is_first:
+                _log.warning(
+                    "%s. Go on with that accountant, PrivacyEngine(accountant), or begin with a"
+                    " new model.",
+                    _CHARGED_ELSEWHERE,
+                )
+        _accountants[module] = ref(optimizer.accountant)
+        if not isinstance(data_loader, PoissonLoader) and is_first:
             _log.warning(
                 "the data loader now draws %s: each of %d %s joins a batch with"
                 " probability %.6g, %d batches a pass%s",
@@ -601,6 +617,16 @@ class PrivacyEngine:
                 "" if self._ranks is None else f", divided among {self._ranks.size} ranks",
             )
         return module, optimizer, loader
+
+
+def _was_charged_elsewhere(module: nn.Module, accountant: PrivacyAccountant) -> bool:
+    """Whether the model may have been trained on an accountant that this new one does not hold."""
+    if module not in _accountants or len(accountant):
+        return False
+    before = _accountants[module]()
+    return before is None or (
+        before is not accountant and (before.path is not None or len(before) > 0)
+    )
 
 
 def _to_device_of(module: nn.Module, inputs: Any) -> Any:

@@ -65,7 +65,7 @@ class NoiseAwarePosterior:
         precision, product = likelihood.precision(self._mode)
         self._precision = precision + torch.diag(gaussian.precision)
         if agreement is not None:
-            self._note_agreement(agreement(self._mode, self._precision))
+            self._note_agreement(agreement(self._mode, precision))
         if len(self._mode) <= _LARGEST_CHAIN:
             self._note_prior(*told_and_surprise(precision, product, gaussian))
         self._draws = WeightedDraws(self._log_density, self._mode, self._precision)

@@ -106,11 +106,12 @@ class AnySurrogate:
         The first is of the releases' residuals, in units of their noise and of what the response
         may get wrong; misfits far below the records' own randomness do no harm and are let pass.
         The second is of the way from the last point, around which everything was fitted, to the
-        mode.
+        mode, as far as the releases tell the two apart: where they hardly do, the posterior is the
+        prior, wherever the run ended.
 
         Args:
             mode: of the posterior.
-            precision: of the posterior there.
+            precision: of the likelihood there.
         """
         size, first = len(self.curvature), len(self._releases) // 2
         points, values = self._points[first:], self._values[first:]
