@@ -1,5 +1,5 @@
 """Audits of Pyro kernels, of one posterior sample, and of noise-aware posteriors: nothing that they
-state is refuted, and what kernels show is above a third of it.
+state is refuted, and nearly all show more than a third of it.
 """
 
 import math
@@ -271,34 +271,45 @@ def test_noisy_sufficient_statistics():
     check(result)
 
 
+NORMAL = ops.GLM("gaussian", prior_std=1.0, noise_std=1.0)
+NOISE_AWARE = {  # what is asked of laplace, and of which model
+    "Gram matrices": (lambda x, weight: (NORMAL, weight[:, None], x), {}),
+    "curvatures": (lambda x, weight: (model, x, weight), {}),
+    "diagonals": (lambda x, weight: (model, x, weight), {"curvature": "diagonal"}),
+}
+
+
+def shown_by(transcript):
+    """The logarithm of the likelihood ratio: the record moves each gradient of −log p by −1, and
+    each matrix by 1.
+    """
+    shape = transcript.feature_map
+    sign = 1.0 if shape is None else float(shape.sign())
+    matrices = [*transcript.grams, *transcript.curvatures, *transcript.diagonals]
+    seen = [(-sign * float(g.value), g.noise_std) for g in transcript.gradients]
+    seen += [(float(matrix.value), matrix.noise_std) for matrix in matrices]
+    return sum((moved - 0.5) / std**2 for moved, std in seen)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the budget is too small:UserWarning")
-def test_noise_aware_posterior():
-    """Its transcript of gradients and of Gram matrices, with and without one record. This record
-    shows little: how much is not asserted.
+@pytest.mark.filterwarnings("ignore:the run has not arrived:UserWarning")
+@pytest.mark.parametrize("kind", NOISE_AWARE)
+def test_noise_aware_posterior(kind):
+    """Transcripts with and without a record whose gradient and features are as long as they may be:
+    at μ = 2, 84 % of 300 guesses are right, and a third of ε is shown by 72 %.
     """
-    x, y = torch.zeros(20, 1, dtype=torch.float64), torch.zeros(20, dtype=torch.float64)
-    one = (torch.cat([x, x.new_ones(1, 1)]), torch.cat([y, y.new_ones(1)]))
-    accountants = []
+    arguments, options = NOISE_AWARE[kind]
 
     def release(is_in):
-        accountants.append(dpb.PrivacyAccountant(epsilon=8.0, delta=DELTA))
-        posterior = dpb.noise_aware.laplace(
-            ops.GLM("bernoulli", prior_std=1.0),
-            *(one if is_in else (x, y)),
-            accountant=accountants[-1],
-            num_data=20,
+        return shown_by(
+            dpb.noise_aware.laplace(
+                *arguments(*data(is_in)),
+                accountant=dpb.PrivacyAccountant(epsilon=10.0, delta=DELTA),
+                num_data=20,
+                max_grad_norm=1.0,
+                **options,
+            ).transcript
         )
-        transcript = posterior.transcript
-        total = 0.0
-        for seen in transcript.gradients:
-            moved = -float(torch.sigmoid(-seen.theta))  # of −log p
-            total += (float(seen.value) * moved - moved**2 / 2) / seen.noise_std**2
-        assert transcript.feature_map is None  # all are of the features as they are
-        for gram in transcript.grams:
-            total += (float(gram.value) - 0.5) / gram.noise_std**2
-        return total
 
-    result = repeated(release, epsilon=8.0, delta=DELTA, repeats=60, confidence=0.99)
-    surely = Pricing("gaussian", DELTA, 1 - 1e-7, is_independent=True)(result.guesses)
-    assert surely <= accountants[0].get_epsilon(DELTA)
+    check(repeated(release, epsilon=10.0, delta=DELTA, repeats=300, confidence=0.99))
