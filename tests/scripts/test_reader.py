@@ -299,7 +299,8 @@ for epoch in range(first, 4):
         engine.save_checkpoint("checkpoint.pt", module=net, optimizer=opt)
         open("epoch", "w").write(str(epoch + 1))
     torch.distributed.barrier()
-print("RANK", first, net.weight.sum().item(), flush=True)
+# one write: the ranks share a pipe, and parts of their lines would mix
+print(f"RANK {{first}} {{net.weight.sum().item()}}\\n", end="", flush=True)
 torch.distributed.destroy_process_group()
 """)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
