@@ -176,6 +176,17 @@ def test_the_profile_of_a_replaced_record_is_never_below_the_exact_one():
     assert np.all(deltas[likely] <= truths[likely] * 1.005)
 
 
+def test_the_profile_of_a_replaced_record_is_tight_far_out():
+    """Between the epsilons at which it is computed, too."""
+    noise = random.uniform(0.9, 2.0)
+    losses, masses, _ = loss_grid.loss_nodes(Allocated("antipodal", 2, noise), 1e-20)
+    for epsilon in np.linspace(0.0, 12.0, 60):
+        truth = exact_divergence(noise, epsilon)
+        if truth > 1e-10:
+            claimed = float(masses @ np.maximum(-np.expm1(epsilon - losses), 0.0))
+            assert truth * (1 - 1e-9) <= claimed <= truth * 1.01
+
+
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_one_step_is_the_gaussian(neighboring):
     noise = random.uniform(0.5, 5.0)

@@ -34,7 +34,7 @@ Chua et al. 2024 (balls and bins) and Feldman, Shenfeld 2025, 2026 give the firs
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import attr
 import numpy as np
@@ -44,7 +44,7 @@ from . import events, loss_grid, pairs, renyi
 from .events import DpEvent, GaussianDpEvent, Parts
 from .pairs import Allocated, Array, Gaussian, Pair
 
-_EXCESS = 4e-4  # of the variance of W - 1 that the grids may add, relative to it
+_EXCESS = 2e-4  # of the variance of W - 1 that the grids may add, relative to it
 _COARSEST = 0.01  # ratio of neighbouring values on a grid, less 1
 _MOST_VALUES = 2**13  # on a grid; of more steps than about a million the grids are coarser for it
 # Beyond these a record is taken to be in every batch. With less noise W is beyond floats, and one
@@ -53,7 +53,8 @@ _LEAST_NOISE, _LARGEST_NOISE = 0.1, 1e4
 _LEAST_REPLACED = 1e-12  # divergence of a replaced record that is looked at closely
 _NO_NODE = 1e-20  # share of the mean of Y that no node stands for
 _LARGEST_EXPONENT = 600.0
-_EPSILONS = 128  # at so many points
+_FEW_EPSILONS, _EPSILONS = 16, 250  # at so many points, first to see where the others belong
+_SHARES = 1.0, 0.4, 0.16, 0.06, 0.02, 0.007, 0.002  # of a value's largest size that are tried
 _WINDOW = 2**15  # values of a sum
 _MOMENTS = 256  # highest order whose moment is computed
 _UNSEEN = 1e-60  # probability of values of W that its negative moments leave out
@@ -273,15 +274,35 @@ def _replaced(steps: int, noise: float) -> tuple[Array, Array]:
     order = np.argsort(rough.losses)
     shares = np.cumsum(rough.masses[order][::-1])[::-1]
     largest = float(rough.losses[order][int(np.searchsorted(-shares, -_LEAST_REPLACED))])
-    epsilons = np.linspace(0.0, min(max(largest, 1e-9), _LARGEST_EXPONENT), _EPSILONS)
-    return epsilons, np.array([_of_replaced(steps, noise, epsilon) for epsilon in epsilons])
+    few = np.linspace(0.0, min(max(largest, 1e-9), _LARGEST_EXPONENT), _FEW_EPSILONS)
+    found = [_least_of_replaced(steps, noise, epsilon) for epsilon in few.tolist()]
+    bounds, share = (np.array(column) for column in zip(*found, strict=True))
+    # a chord's excess is about (step * (1/2 - slope of log delta))^2 / 8 of delta: the points are
+    # even in the function whose slope that is
+    bounds = np.minimum(bounds, np.maximum(_profile(rough, few), _NO_NODE))
+    place = np.maximum.accumulate(few / 2 - np.log(bounds))
+    epsilons = np.interp(np.linspace(place[0], place[-1], _EPSILONS), place, few)
+    epsilons = np.unique(np.concatenate([few, epsilons]))
+    near = np.searchsorted(few, epsilons)
+    deltas = [
+        _of_replaced(steps, noise, epsilon, share[i])
+        for epsilon, i in zip(epsilons.tolist(), near.tolist(), strict=True)
+    ]
+    return epsilons, np.array(deltas)
 
 
-def _of_replaced(steps: int, noise: float, epsilon: float) -> float:
+def _least_of_replaced(steps: int, noise: float, epsilon: float) -> tuple[float, float]:
+    """The least bound, and the share at which it is attained."""
+    return min((_of_replaced(steps, noise, epsilon, share), share) for share in _SHARES)
+
+
+def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> float:
     """E (sum of f)_+ / t for f = Y(x) - exp(epsilon) Y(-x) of each step.
 
     Values below -M count as -M, and where one is above M it is added to the others: f + R + (M +
-    R)_-, R their sum. Between, values are spread on a grid, which keeps their mean, so that no
+    R)_-, R their sum. That holds for any M; ``share`` says how small it is, beside one that hardly
+    any value passes. Of few steps with little noise a smaller one is tighter far out, where values
+    near 0 decide: the grid is finer. Between, values are spread on a grid, which keeps their mean, so that no
     convex function of the sum has a smaller expectation; the quadrature's pieces are cut at that
     grid, for it is exact only where what it integrates has no kink. The sum's law is an FFT's of
     the tilted masses. What leaves the window above is bounded by Chernoff; below, it only adds.
@@ -304,11 +325,12 @@ def _of_replaced(steps: int, noise: float, epsilon: float) -> float:
         mean = float(mass @ kept)
         spread = math.sqrt(steps * float(mass @ (kept - mean) ** 2))
         largest = 2 * steps * abs(mean) + 20 * spread
+    largest *= share
     size, reach = _WINDOW, 3 * largest
     h = 2 * reach / size
     cuts = np.append(h * np.arange(-(size // 6), size // 6 + 1), [-largest, largest])
     places_of_cuts = (epsilon / 2 + np.arcsinh(cuts * math.exp((s**2 + epsilon) / 2) / 2)) / s
-    f, mass = nodes(np.union1d(edges, np.clip(places_of_cuts, -end, end)))
+    f, mass = nodes(np.sort(np.append(edges, np.clip(places_of_cuts, -end, end)), kind="stable"))
     rest = (steps - 1) * float(mass @ np.maximum(f, -largest))
     kept = np.clip(f, -largest, largest)
     mean = float(mass @ kept)
@@ -328,15 +350,23 @@ def _of_replaced(steps: int, noise: float, epsilon: float) -> float:
     places, logs = first + filled, np.log(masses[filled])
     values = h * places
 
-    def log_moment(theta: float) -> float:
-        exponent = theta * values + logs
+    # where a tilt is best is seen on a coarser grid
+    starts = np.arange(0, len(filled), 16)
+    sums = np.add.reduceat(masses[filled], starts)
+    coarse = np.add.reduceat(masses[filled] * values, starts) / sums, np.log(sums)
+
+    def log_moment(theta: float, law: tuple[Array, Array] = (values, logs)) -> float:
+        exponent = theta * law[0] + law[1]
         peak = float(exponent.max())
         return peak + math.log(float(np.exp(exponent - peak).sum()))
 
-    found = optimize.minimize_scalar(
-        log_moment, bounds=(0.0, 60.0 / largest), method="bounded", options={"xatol": 0.1 / reach}
+    search = optimize.minimize_scalar(
+        partial(log_moment, law=coarse),
+        bounds=(0.0, 60.0 / largest),
+        method="bounded",
+        options={"xatol": 0.1 / reach},
     )
-    theta = float(found.x)
+    theta = float(search.x)
     scale = log_moment(theta)
     placed = np.zeros(size)
     placed[places % size] = np.exp(theta * values + logs - scale)
@@ -352,8 +382,9 @@ def _of_replaced(steps: int, noise: float, epsilon: float) -> float:
     exponent = np.minimum(steps * scale - theta * sums, _LARGEST_EXPONENT)
     inside = float(np.sum((np.maximum(total, 0.0) + error) * np.exp(exponent) * sums))
     # (s)_+ <= reach exp(theta (s - reach)) beyond it, if theta is at least 1 / reach
-    tilts = theta + np.geomspace(1.0, 300.0, 12) / reach
-    beyond = min(steps * log_moment(tilt) - tilt * reach for tilt in tilts.tolist())
+    tilts = (theta + np.geomspace(1.0, 300.0, 12) / reach).tolist()
+    tilt = min(tilts, key=lambda tilt: steps * log_moment(tilt, coarse) - tilt * reach)
+    beyond = steps * log_moment(tilt) - tilt * reach
     outside = reach * math.exp(min(beyond, 0.0))
     bound = (inside + outside) * (1 + 1e-9) / steps + alone * (1 + 1e-9)
     # the units, and values of x that no node stands for
@@ -364,18 +395,12 @@ def _read_off(nodes: loss_grid.Nodes, epsilons: Array, deltas: Array) -> loss_gr
     """The losses of the smaller of two profiles, of the greatest convex function below both: the
     one that ``nodes`` have, and ``deltas`` at ``epsilons``.
     """
-    order = np.argsort(nodes.losses)
-    losses, masses = nodes.losses[order], nodes.masses[order]
-    if losses[-1] > _LARGEST_EXPONENT:
+    largest = float(nodes.losses.max())
+    if largest > _LARGEST_EXPONENT:
         return nodes
-    above = np.cumsum(masses[::-1])[::-1]
-    # in units of exp(-loss), which no large loss takes beyond floats
-    other = np.cumsum((masses * np.exp(-losses))[::-1])[::-1]
-    ends = np.linspace(epsilons[-1], max(float(losses[-1]), epsilons[-1] * (1 + 1e-9)), 300)
+    ends = np.linspace(epsilons[-1], max(largest, epsilons[-1] * (1 + 1e-9)), 300)
     at = np.concatenate([epsilons, ends[1:]])
-    place = np.minimum(np.searchsorted(losses, at), len(losses) - 1)
-    found = np.maximum(above[place] - np.exp(at) * other[place], 0.0)
-    found[at >= losses[-1]] = 0.0
+    found = _profile(nodes, at)
     found[: len(deltas)] = np.minimum(found[: len(deltas)], deltas)
     kept = _lower_hull(np.exp(at), found)
     ratio, delta = np.exp(at[kept]), found[kept]
@@ -387,6 +412,18 @@ def _read_off(nodes: loss_grid.Nodes, epsilons: Array, deltas: Array) -> loss_gr
         np.concatenate([-loss[::-1], [0.0], loss]),
         np.concatenate([without[::-1], [middle], without * ratio[1:]]),
     )
+
+
+def _profile(nodes: loss_grid.Nodes, epsilons: Array) -> Array:
+    order = np.argsort(nodes.losses)
+    losses, masses = nodes.losses[order], nodes.masses[order]
+    above = np.cumsum(masses[::-1])[::-1]
+    # in units of exp(-loss), which no large loss takes beyond floats
+    other = np.cumsum((masses * np.exp(-losses))[::-1])[::-1]
+    place = np.minimum(np.searchsorted(losses, epsilons), len(losses) - 1)
+    found = np.maximum(above[place] - np.exp(epsilons) * other[place], 0.0)
+    found[epsilons >= losses[-1]] = 0.0
+    return np.asarray(found)
 
 
 def _lower_hull(x: Array, y: Array) -> list[int]:
