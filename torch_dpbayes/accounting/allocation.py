@@ -34,7 +34,7 @@ Chua et al. 2024 (balls and bins) and Feldman, Shenfeld 2025, 2026 give the firs
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import attr
 import numpy as np
@@ -302,10 +302,11 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
     Values below -M count as -M, and where one is above M it is added to the others: f + R + (M +
     R)_-, R their sum. That holds for any M; ``share`` says how small it is, beside one that hardly
     any value passes. Of few steps with little noise a smaller one is tighter far out, where values
-    near 0 decide: the grid is finer. Between, values are spread on a grid, which keeps their mean, so that no
-    convex function of the sum has a smaller expectation; the quadrature's pieces are cut at that
-    grid, for it is exact only where what it integrates has no kink. The sum's law is an FFT's of
-    the tilted masses. What leaves the window above is bounded by Chernoff; below, it only adds.
+    near 0 decide: the grid is finer. Between, values are spread on a grid, which keeps their mean,
+    so that no convex function of the sum has a smaller expectation; the quadrature's pieces are cut
+    at that grid, for it is exact only where what it integrates has no kink. The sum's law is an
+    FFT's of the tilted masses. What leaves the window above is bounded by Chernoff; below, it only
+    adds.
     """
     s = 1 / noise
     end = s - float(special.ndtri(_NO_NODE))
@@ -348,20 +349,20 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
     masses = np.bincount(index, mass[~over] - up, number) + np.bincount(index + 1, up, number)
     filled = np.flatnonzero(masses)
     places, logs = first + filled, np.log(masses[filled])
-    values = h * places
+    values = np.asarray(h * places, dtype=np.float64)
 
     # where a tilt is best is seen on a coarser grid
     starts = np.arange(0, len(filled), 16)
     sums = np.add.reduceat(masses[filled], starts)
     coarse = np.add.reduceat(masses[filled] * values, starts) / sums, np.log(sums)
 
-    def log_moment(theta: float, law: tuple[Array, Array] = (values, logs)) -> float:
-        exponent = theta * law[0] + law[1]
+    def log_moment(theta: float, values: Array = values, logs: Array = logs) -> float:
+        exponent = theta * values + logs
         peak = float(exponent.max())
         return peak + math.log(float(np.exp(exponent - peak).sum()))
 
     search = optimize.minimize_scalar(
-        partial(log_moment, law=coarse),
+        lambda theta: log_moment(theta, *coarse),
         bounds=(0.0, 60.0 / largest),
         method="bounded",
         options={"xatol": 0.1 / reach},
@@ -383,7 +384,7 @@ def _of_replaced(steps: int, noise: float, epsilon: float, share: float) -> floa
     inside = float(np.sum((np.maximum(total, 0.0) + error) * np.exp(exponent) * sums))
     # (s)_+ <= reach exp(theta (s - reach)) beyond it, if theta is at least 1 / reach
     tilts = (theta + np.geomspace(1.0, 300.0, 12) / reach).tolist()
-    tilt = min(tilts, key=lambda tilt: steps * log_moment(tilt, coarse) - tilt * reach)
+    tilt = min(tilts, key=lambda tilt: steps * log_moment(tilt, *coarse) - tilt * reach)
     beyond = steps * log_moment(tilt) - tilt * reach
     outside = reach * math.exp(min(beyond, 0.0))
     bound = (inside + outside) * (1 + 1e-9) / steps + alone * (1 + 1e-9)
