@@ -1,6 +1,7 @@
 """Renyi curves against dp_accounting, quadrature and the tight bound."""
 
 import math
+import random
 
 import dp_accounting as dpa
 import numpy as np
@@ -110,3 +111,39 @@ def test_filter_order_is_the_best_for_a_gaussian(epsilon, delta):
     for other in (1.01 * (order - 1) + 1, 0.99 * (order - 1) + 1):
         assert renyi.allowed(epsilon, delta, [other])[0] / other <= limit * (1 + 1e-4)
     assert renyi.epsilon(np.array([limit * order]), delta, [order]) == pytest.approx(epsilon)
+
+
+def scattered(number, steps):
+    """Different Poisson batches of Gaussian sums, of no pattern."""
+    noise = [random.uniform(0.7, 4.0) for _ in range(number)]
+    rate = [10 ** random.uniform(-3.5, -0.7) for _ in range(number)]
+    return {Sampled("directed", q, z): steps for q, z in zip(rate, noise, strict=True)}
+
+
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("steps", [1, 20])
+@pytest.mark.parametrize("number", [60, 120])
+def test_many_different_releases_cost_no_more_than_by_dp_accounting(number, steps):
+    """Its orders are among ours, so that the best of all orders is no worse than its best. The
+    order that is found by a search is the best of all.
+    """
+    counts = scattered(number, steps)
+    theirs = dpa.rdp.RdpAccountant(orders=[a for a in renyi.ORDERS if a % 1 == 0])
+    for pair, count in counts.items():
+        gaussian = dpa.GaussianDpEvent(pair.noise)
+        theirs.compose(dpa.PoissonSampledDpEvent(pair.rate, gaussian), count)
+    of_orders = sum(n * renyi._curve(pair, renyi.ORDERS) for pair, n in counts.items())
+    for delta in (1e-10, 1e-5, 1e-2):
+        found = renyi.upper_epsilon(counts, delta)
+        assert found <= theirs.get_epsilon(delta) * (1 + 1e-6)
+        assert found == pytest.approx(renyi.epsilon(of_orders, delta), rel=1e-9)
+        exact = renyi.delta(of_orders, found)
+        assert renyi.upper_delta(counts, found) == pytest.approx(exact, rel=1e-9)
+
+
+def test_very_many_different_releases_cost_at_least_what_they_cost_one_by_one(monkeypatch):
+    counts = scattered(100, 3)
+    exact = renyi.upper_epsilon(counts, 1e-5)
+    monkeypatch.setattr(renyi, "_MOST_EXACT", 99)
+    merged = renyi.upper_epsilon(counts, 1e-5)
+    assert exact < merged < 1.03 * exact

@@ -10,15 +10,15 @@ fixed in advance stays below a limit fixed in advance (Feldman, Zrnic 2021).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache, singledispatch
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, lru_cache, singledispatch
 
 import numpy as np
 from scipy import special
 
 from .bounded import least_delta, least_epsilon
 from .failures import beside_failures, with_failures
-from .levels import merge
+from .levels import EXACT_LEVELS, merge
 from .loss_grid import log_mixture, pieces
 from .pairs import Array, BoundedRange, Concentrated, Gaussian, Pair, Pure, Sampled
 
@@ -31,6 +31,8 @@ ORDERS: tuple[float, ...] = (
 # brings.
 _LARGEST_QUADRATURE_ORDER = 256
 _RATIO = 1.005
+_MOST_EXACT = 20_000  # different releases that are composed as they are
+_STRIDE = 16  # between the orders that are looked at first, a power of 2
 _MARGIN = 1e-9  # relative error of the quadrature, by far
 
 
@@ -79,6 +81,11 @@ def _(pair: Sampled, alpha: Array) -> Array:
     # as well.
     found = np.array([_sampled(pair, order) for order in alpha.tolist()])
     return found * (1 + _MARGIN) + 2e-15 * (1 + alpha) / (alpha - 1)
+
+
+@lru_cache(maxsize=2**18)
+def _divergence(pair: Pair, order: float) -> float:
+    return float(divergences(pair, np.array([order], dtype=np.float64))[0])
 
 
 @lru_cache(maxsize=4096)
@@ -145,8 +152,11 @@ def curve(counts: Mapping[Pair, int], orders: Sequence[float] = ORDERS) -> Array
 
 def epsilon(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> float:
     """Epsilon at ``delta``: Canonne, Kamath, Steinke 2020, Proposition 12, at the best order."""
-    alpha = np.asarray(orders, dtype=np.float64)
-    return max(0.0, float(np.min(of_orders - _conversion(alpha, delta))))
+    return max(0.0, float(np.min(_epsilons(of_orders, delta, orders))))
+
+
+def _epsilons(of_orders: Array, delta: float, orders: Sequence[float]) -> Array:
+    return of_orders - _conversion(np.asarray(orders, dtype=np.float64), delta)
 
 
 def best_order(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS) -> int:
@@ -156,9 +166,39 @@ def best_order(of_orders: Array, delta: float, orders: Sequence[float] = ORDERS)
 
 def delta(of_orders: Array, epsilon: float, orders: Sequence[float] = ORDERS) -> float:
     """Delta at ``epsilon``, by the same bound."""
+    return math.exp(min(0.0, float(np.min(_log_deltas(of_orders, epsilon, orders)))))
+
+
+def _log_deltas(of_orders: Array, epsilon: float, orders: Sequence[float]) -> Array:
     alpha = np.asarray(orders, dtype=np.float64)
-    log_delta = (alpha - 1) * (of_orders - epsilon + np.log1p(-1 / alpha)) - np.log(alpha)
-    return math.exp(min(0.0, float(np.min(log_delta))))
+    found = (alpha - 1) * (of_orders - epsilon + np.log1p(-1 / alpha)) - np.log(alpha)
+    return np.asarray(found)
+
+
+def _least(
+    counts: Mapping[Pair, int], at_orders: Callable[[Array, Sequence[float]], Array]
+) -> float:
+    """The least of ``at_orders(curve, orders)`` over orders, each of which gives a bound.
+
+    Of many different releases the best order is searched for, from afar to near, with each release
+    as it is; of very many, close ones are merged first.
+    """
+    levels = merge(counts, concentrated=True)
+    if not EXACT_LEVELS < len(levels) <= _MOST_EXACT:
+        return float(np.min(at_orders(curve(counts), ORDERS)))
+
+    @cache
+    def at(place: int) -> float:
+        order = ORDERS[place]
+        total = sum(count * _divergence(pair, order) for pair, count in levels.items())
+        return float(at_orders(np.array([total]), [order])[0])
+
+    best, stride = min(range(0, len(ORDERS), _STRIDE), key=at), _STRIDE
+    while stride > 1:
+        stride //= 2
+        near = (best - stride, best, best + stride)
+        best = min((place for place in near if 0 <= place < len(ORDERS)), key=at)
+    return at(best)
 
 
 def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
@@ -168,15 +208,19 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     return beside_failures(
         counts,
         delta,
-        lambda others, left: least_epsilon(others, lambda c: epsilon(curve(c), left)),
+        lambda others, left: least_epsilon(
+            others, lambda c: max(0.0, _least(c, lambda r, at: _epsilons(r, left, at)))
+        ),
     )
 
 
 def upper_delta(counts: Mapping[Pair, int], epsilon: float) -> float:
     """Delta at ``epsilon``, likewise."""
-    return with_failures(
-        counts, lambda others: least_delta(others, epsilon, lambda c, e: delta(curve(c), e))
-    )
+
+    def price(c: Mapping[Pair, int], largest: float) -> float:
+        return math.exp(min(0.0, _least(c, lambda r, at: _log_deltas(r, largest, at))))
+
+    return with_failures(counts, lambda others: least_delta(others, epsilon, price))
 
 
 def allowed(epsilon: float, delta: float, orders: Sequence[float] = ORDERS) -> Array:
