@@ -36,7 +36,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes.accounting import events
 
 RECORDS = [10**k for k in range(4, 10)]
-PARAMETERS = [10**k for k in range(2, 8)]
+PARAMETERS = [10**k for k in range(2, 9)]
 RANKS = [1, 2, 4]
 STEPS = [10**k for k in range(1, 10, 2)]
 SETTINGS = [1, 10, 100, 1000]
