@@ -68,7 +68,7 @@ def terminated(path, how, after):
     if how == "ignored":
         time.sleep(0.3)
         program.kill()
-    rest, _ = program.communicate(timeout=60)
+    rest, _ = program.communicate(timeout=300)
     return program.returncode, said + rest
 
 

@@ -157,7 +157,7 @@ def audited(folder, kind, is_faulty):
     torch.multiprocessing.spawn(
         _rank, (str(folder), kind, torch.seed() % 2**31, is_faulty, out), nprocs=2
     )
-    found = [out.get(timeout=60) for _ in range(2)]
+    found = [out.get(timeout=300) for _ in range(2)]
     return sorted(found, key=lambda one: isinstance(one, float))
 
 

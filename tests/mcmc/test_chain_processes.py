@@ -341,7 +341,7 @@ def test_ctrl_c_keeps_the_samples_and_says_what_they_cost(chains, context, tmp_p
         time.sleep(0.3)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
         try:
-            out, _ = process.communicate(timeout=60)
+            out, _ = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise
@@ -517,7 +517,7 @@ def test_what_a_chain_starts_may_be_ended_without_it(accountant):
 
     told = multiprocessing.get_context("fork").Queue()
     process = started(start_and_end_others, accountant, told)
-    assert [told.get(timeout=30) for _ in range(3)] == [-signal.SIGTERM, [1, 2], "went on"]
+    assert [told.get(timeout=300) for _ in range(3)] == [-signal.SIGTERM, [1, 2], "went on"]
     process.terminate()
     assert_gave_back(process, accountant)
 
@@ -533,7 +533,7 @@ def test_workers_end_with_their_parent(accountant):
     told = multiprocessing.get_context("fork").Queue()
     process = multiprocessing.get_context("fork").Process(target=parent, args=(told,))
     process.start()
-    workers = [told.get(timeout=60) for _ in range(3)]
+    workers = [told.get(timeout=300) for _ in range(3)]
     process.kill()
     process.join()
     end = time.monotonic() + 30
@@ -559,7 +559,7 @@ def test_a_worker_that_is_still_being_set_up_ends_with_its_parent(accountant, mo
         target=lambda: parallel(make("penalty", accountant), 2).run(DATA)
     )
     process.start()
-    workers = [told.get(timeout=60) for _ in range(2)]
+    workers = [told.get(timeout=300) for _ in range(2)]
     process.kill()
     process.join()
     assert_end(workers)
@@ -586,7 +586,7 @@ def test_a_worker_whose_parent_ended_before_it_looked_ends_too(accountant):
 
     process = context.Process(target=parent)
     process.start()
-    started = dict(told.get(timeout=60) for _ in range(2))
+    started = dict(told.get(timeout=300) for _ in range(2))
     process.kill()
     process.join()
     try:
@@ -622,7 +622,7 @@ def test_ctrl_c_is_heard_in_the_middle_of_a_fork(moment):
     told = multiprocessing.get_context("fork").Queue()
     process = multiprocessing.get_context("fork").Process(target=program, args=(told,))
     process.start()
-    assert told.get(timeout=60) == (0, True)
+    assert told.get(timeout=300) == (0, True)
     process.join()
 
 
@@ -664,7 +664,7 @@ def test_a_process_of_the_users_is_left_as_it_was(tmp_path):
     told = context.Queue()
     process = context.Process(target=sequential_chain, args=(tmp_path / "budget.db", told))
     process.start()
-    folder = told.get(timeout=60)
+    folder = told.get(timeout=300)
     process.join(60)
     assert process.exitcode == 0 and not os.path.exists(folder)
 

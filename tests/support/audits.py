@@ -235,4 +235,4 @@ def audited_on_two_ranks(folder, numbers, *, is_faulty=False, **options):
     torch.multiprocessing.spawn(
         _rank, (2, str(folder), torch.seed() % 2**31, numbers, is_faulty, options, out), nprocs=2
     )
-    return [out.get(timeout=60) for _ in numbers]
+    return [out.get(timeout=300) for _ in numbers]
