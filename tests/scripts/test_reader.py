@@ -197,6 +197,7 @@ def test_samples_are_exported_to_arviz():
     assert accountant.get_epsilon() <= 2
 
 
+@pytest.mark.filterwarnings("ignore:the budget is too small")  # some networks' features
 def test_the_last_layer_only():
     """how_to/last_layer.md, with BatchNorm in what is frozen, both ways"""
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
