@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from bench_clipping import model_and_batch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,26 +27,9 @@ import torch_dpbayes as dpb
 DELTA = 1e-5
 
 
-def lenet() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 5, padding=2),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(400, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, 10),
-    )
-
-
 def train(dataset: Any, engine: dpb.PrivacyEngine, rate: float, epochs: int) -> nn.Module:
     net, optimizer, loader = engine.make_private_with_epsilon(
-        module=lenet(),
+        module=model_and_batch("cnn", 1)[0],  # LeNet-5
         optimizer=partial(dpb.optim.DPSGLD, lr=0.01, temperature=0.0),
         data_loader=DataLoader(dataset, batch_size=round(rate * len(dataset))),
         max_grad_norm=1.0,

@@ -196,5 +196,5 @@ def test_shards_that_cannot_be_read_are_refused(tmp_path):
     write(tmp_path / "0.tar", {"a": {"x": b"1"}})
     with tarfile.open(tmp_path / "0.tar", "a") as tar:
         tar.addfile(tarfile.TarInfo("a.x"))
-    with pytest.raises(ValueError, match=r"holds a\.x twice"):
+    with pytest.raises(ValueError, match="two files of one extension"):
         dpb.TarShards(write_index(tmp_path, {"0.tar": 1}), dict)

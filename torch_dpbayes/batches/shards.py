@@ -152,8 +152,9 @@ def _starts(path: str) -> _Starts:
                 name, extensions = found[1], set()
                 starts.append(member.offset)
             if found[2] in extensions:
-                raise ValueError(
-                    f"{path} holds {member.name} twice in a row: give each record a name of its own"
+                raise ValueError(  # names are data
+                    f"a record in {path} has two files of one extension: give each record a name of"
+                    " its own."
                 )
             extensions.add(found[2])
             end = tar.offset
