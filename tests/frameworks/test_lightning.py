@@ -7,15 +7,13 @@ from functools import partial
 
 import pytest
 import torch
+from support.frameworks import LIGHTNING_WARNS
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # Lightning's, of workers, loggers and its own imports
-]
+pytestmark = [pytest.mark.slow, *LIGHTNING_WARNS]
 RECORDS, BATCH, EPOCHS, DELTA = 60, 10, 2, 1e-4
 
 

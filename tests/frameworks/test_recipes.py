@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from support.frameworks import LIGHTNING_WARNS
 from test_transformers import classifier, sentences
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torch_dpbayes as dpb
 
 PAGE = Path(__file__).parents[2] / "docs/how_to/frameworks.md"
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, *LIGHTNING_WARNS]
 
 
 @pytest.mark.parametrize("place", range(3), ids=["Lightning", "accelerate", "Trainer"])
