@@ -250,6 +250,18 @@ def test_spawned_chains_charge_one_file_and_draw_different_noise(kind, tmp_path)
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    "context, words", [("fork", "by other transforms than"), ("spawn", "in spawned processes")]
+)
+def test_transforms_are_looked_at_in_parallel_chains_too(context, words, tmp_path):
+    accountant = dpb.PrivacyAccountant(8.0, 1e-5, path=tmp_path / "budget.db")
+    kernel = make("penalty", accountant)
+    with pytest.raises(ValueError, match=rf"MCMC\(transforms=.*{words}"):
+        parallel(kernel, 2, context, transforms={}).run(DATA)
+    assert counts(accountant) == {} and kernel.get_samples() == {}
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_an_accountant_in_memory_refuses_parallel_chains(context):
     kernel = make("penalty", dpb.PrivacyAccountant())

@@ -7,6 +7,7 @@ This is all that is known here of how Pyro starts its workers, and of signals.
 from __future__ import annotations
 
 import _thread
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyro.infer.mcmc.api import AbstractMCMC
 from torch import Tensor
 
 from ..accounting.accountant import PrivacyAccountant
@@ -105,6 +107,20 @@ def chain_number() -> int | None:
     target = getattr(multiprocessing.current_process(), "_target", None)
     worker = getattr(target, "__self__", None)
     return getattr(worker, "chain_id", None) if type(worker).__module__ == _PYROS_RUNNERS else None
+
+
+def runner_of(kernel: object) -> AbstractMCMC | None:
+    """Pyro's ``MCMC`` in whose ``run`` we are, if it runs ``kernel``. Pyro does not tell a kernel
+    what else it was given.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _PYROS_RUNNERS:
+            runner = frame.f_locals.get("self")
+            if isinstance(runner, AbstractMCMC) and runner.kernel is kernel:
+                return runner
+        frame = frame.f_back
+    return None
 
 
 def is_next_chains_start(params: Start, last: Start) -> bool:

@@ -35,6 +35,7 @@ from .chain_processes import (
     chain_number,
     give_back_when_terminated,
     is_next_chains_start,
+    runner_of,
 )
 from .density import Model, Prior, UnfitModel
 from .mixing import ReadAtTheEnd, mixing_of
@@ -247,6 +248,7 @@ class PrivateKernel(MCMCKernel):
                 f"save_params names {unknown}, the model's latents are {sorted(prior.transforms)}."
             )
         self._prior, self._transforms = prior, prior.transforms
+        self._check_transforms_of_runner(prior)
         self._noise, self._public = GaussianNoise(), GaussianNoise()
         settings = {
             "target_accept_prob": self._target,
@@ -261,6 +263,21 @@ class PrivateKernel(MCMCKernel):
         theta = self._first_point(prior, draws)
         is_given = self._initial is not None
         return ChainStart(prior, theta, is_given, self._can_start, settings, covariance)
+
+    def _check_transforms_of_runner(self, prior: Prior) -> None:
+        """``MCMC(transforms=...)`` maps the draws of a chain that does not know of it. What maps
+        them as the kernel would is replaced by the kernel's own.
+        """
+        runner = runner_of(self)
+        if runner is None or isinstance(runner.transforms, ReadAtTheEnd | None):
+            return  # there are none, or the kernel's of an earlier run
+        if strange := prior.mapped_otherwise_by(runner.transforms):
+            raise ValueError(
+                f"MCMC(transforms=...) would map the draws of {strange} by other transforms than"
+                " the kernel's, which are those of the sites' supports: leave it out. For another"
+                " space give the site a distribution there, and pyro.deterministic its value."
+            )
+        runner.transforms = self.transforms
 
     def _first_point(self, prior: Prior, draws: Tensor | None) -> Tensor:
         if self._initial is not None:
@@ -417,6 +434,12 @@ class PrivateKernel(MCMCKernel):
         for name in (*_OF_THIS_PROCESS, *self._private_state()):
             state[name] = None
         if get_spawning_popen() is not None:
+            runner = runner_of(self)
+            if runner is not None and not isinstance(runner.transforms, ReadAtTheEnd | None):
+                raise ValueError(
+                    "MCMC(transforms=...) cannot be compared with the kernel's own transforms in"
+                    " spawned processes: leave it out."
+                )
             return {**state, "_arguments": (), "_chains": []}
         return {**state, "_arguments": (), "_chains": self._draws(), "_spool": None}
 

@@ -29,6 +29,7 @@ from .recording import recorded
 from .refusals import branching_reparam
 
 _DRAWS = 100
+_POINTS = 5  # at which transforms are compared
 
 
 class Prior:
@@ -133,6 +134,24 @@ class Prior:
         return {
             name: self.transforms[name].inv(value) for name, value in self.unflatten(theta).items()
         }
+
+    def mapped_otherwise_by(self, transforms: Mapping[str, Any]) -> list[str]:
+        """Sites that other transforms, by site, take elsewhere in their supports. What they lack is
+        left as it is.
+        """
+        found = []
+        with public_randomness():
+            points = [self.unflatten(torch.randn(self.dimension)) for _ in range(_POINTS)]
+        for name, own in self.transforms.items():
+            for point in points:
+                value = point[name].to(self.device, self.dtype)
+                expected, got = own.inv(value), value
+                if name in transforms:
+                    got = transforms[name].inv(value)
+                if got.shape != expected.shape or not torch.allclose(got, expected):
+                    found.append(name)
+                    break
+        return found
 
     # -- density -----------------------------------------------------------------------------------
 
