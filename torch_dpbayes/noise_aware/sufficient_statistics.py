@@ -20,10 +20,10 @@ from .arguments import public_num_data
 from .families import ExponentialFamily, LinearRegression
 from .mechanism import matrix_event, noisy_matrix
 from .modes import mode
+from .noisy_gram import NoisyGram, estimated
 from .planning import matrix_multiplier, total_multiplier
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import GaussianPrior, PyroPrior
-from .response import denoised
 from .summaries import Summary
 
 _LABEL = "noise_aware.sufficient_statistics"
@@ -164,8 +164,8 @@ def _linear_regression(
     accountant.compose(ComposedDpEvent(parts), label=_LABEL)
 
     std = of_gram * model.max_feature_norm**2
-    gram, gram_std = denoised(
-        noisy_matrix(records.gram(), std, _normal(size * size).reshape(size, size)), std
+    gram = estimated(
+        noisy_matrix(records.gram(), std, _normal(size * size).reshape(size, size)), std, count
     )
 
     def round_of(w: Tensor, limit: float, vector: float, square: float) -> Summary:
@@ -176,7 +176,7 @@ def _linear_regression(
         products = records.weighted_sum(r).to(_CPU) + stds[0] * _normal(size)
         squares = (r.square() - limit**2 / 2).sum(dtype=torch.float64).to(_CPU)
         squares = squares + stds[1] * _normal(1) + count * limit**2 / 2
-        moments = partial(_moments, prior, gram, gram_std, count, w, stds)
+        moments = partial(_moments, prior, gram, count, w, stds)
         return Summary(torch.cat([products, squares]), moments, gaussian.mean)
 
     origin = torch.zeros(size, dtype=torch.float64)
@@ -197,8 +197,7 @@ def _linear_regression(
 
 def _moments(
     prior: Prior,
-    gram: Tensor,
-    gram_std: float,
+    gram: NoisyGram,
     count: int,
     origin: Tensor,
     stds: tuple[float, float],
@@ -210,20 +209,16 @@ def _moments(
     values = prior.constrain(theta)
     apart, variance = values["weights"] - origin, values["noise_std"].square()
     eye = torch.eye(len(apart), dtype=torch.float64)
-    moved, length = gram @ apart, apart.square().sum()
+    moved, error = gram.matrix @ apart, gram.error_covariance(apart)
     explained = apart @ moved
-    of_products = (
-        variance * gram
-        + stds[0] ** 2 * eye
-        + gram_std**2 / 2 * (length * eye + torch.outer(apart, apart))
-    )
+    of_products = variance * gram.matrix + stds[0] ** 2 * eye + error
     of_squares = (
         stds[1] ** 2
         + 2 * count * variance.square()
         + 4 * variance * explained
-        + gram_std**2 * length.square()
+        + apart @ error @ apart
     )
-    both = (2 * variance * moved + gram_std**2 * length * apart)[:, None]
+    both = (2 * variance * moved + error @ apart)[:, None]
     covariance = torch.cat(
         [torch.cat([of_products, both], 1), torch.cat([both.T, of_squares.reshape(1, 1)], 1)]
     )

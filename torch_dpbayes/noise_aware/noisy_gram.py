@@ -1,0 +1,82 @@
+r"""A Gram matrix that was released with noise: how much of its shape is the noise's, and what is
+left of that.
+
+A symmetric Gaussian matrix E, of standard deviation v on the diagonal and v/√2 off it, is a
+multiple of I with the variance v²/d and, independent of that, a matrix of trace 0:
+
+.. math::
+    \mathrm{Cov}(E\Delta) = \tfrac{v^2}{d}\Delta\Delta^\top + \Big(\tfrac{v^2}{2}(\|\Delta\|^2 I +
+    \Delta\Delta^\top) - \tfrac{v^2}{d}\Delta\Delta^\top\Big)
+
+Of the shape of the exact matrix, what tells it from λI, entries are taken for normal with a
+standard deviation τ, and then κ = τ²/(τ² + v²) of the released shape is the exact one's and the
+second part of the covariance shrinks to κ of itself. τ is a scale, p(τ) ∝ 1/τ, between λ/√n, the
+randomness of n records with independent features, and the largest shape that a positive
+semi-definite matrix with the mean eigenvalue λ has. Derived in this project.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .response import FLOOR_OF_NOISE, floored
+
+_ROUNDING = 1e-9  # of the level
+_GRID = 2000
+
+
+class NoisyGram(NamedTuple):
+    """What a noisy release tells of a Gram matrix."""
+
+    matrix: Tensor
+    """Its estimate ``[d, d]``, positive definite."""
+    noise_std: float
+    """v."""
+    kept: float
+    """κ, by which the released shape was multiplied: 0 where the noise explains it."""
+
+    def error_covariance(self, delta: Tensor) -> Tensor:
+        """Of what the estimate gets wrong, times ``delta``."""
+        variance, outer = self.noise_std**2, torch.outer(delta, delta)
+        level = variance / len(delta) * outer
+        eye = torch.eye(len(delta), dtype=delta.dtype)
+        whole = variance / 2 * (delta.square().sum() * eye + outer)
+        return level + self.kept * (whole - level)
+
+
+def estimated(released: Tensor, noise_std: float, num_data: int) -> NoisyGram:
+    """The Gram matrix behind a release, and the noise left in it.
+
+    Args:
+        released: the noisy matrix.
+        noise_std: v.
+        num_data: n.
+    """
+    size = len(released)
+    eye = torch.eye(size, dtype=released.dtype)
+    # the level's own noise has the standard deviation v/√d
+    found = max(float(released.trace()) / size, 1e-3 * noise_std)
+    level = found**3 / (found**2 + noise_std**2 / size)
+    shape = released - released.trace() / size * eye
+    kept = part_kept(float(shape.square().sum()), size, noise_std, found, num_data)
+    # no more is known of eigenvalues below a tenth of the noise
+    least = max(FLOOR_OF_NOISE * noise_std * math.sqrt(kept), _ROUNDING * level)
+    return NoisyGram(floored(level * eye + kept * shape, least), noise_std, kept)
+
+
+def part_kept(square: float, size: int, noise_std: float, level: float, num_data: int) -> float:
+    """The posterior mean of κ, given the sum of squares of the d(d+1)/2 − 1 numbers that make a
+    released shape.
+    """
+    count = size * (size + 1) / 2 - 1
+    if not count:
+        return 0.0  # a number has no shape
+    least, most = level**2 / num_data, size * (size - 1) * level**2 / count
+    own = torch.linspace(math.log(least), math.log(most), _GRID, dtype=torch.float64).exp()
+    total = own + noise_std**2
+    likely = (-(count * total.log() + square / total) / 2).softmax(0)
+    return float(likely @ (own / total))
