@@ -152,11 +152,10 @@ def _normal_(vector: Tensor, std: float, stream: torch.Generator) -> Tensor:
     there, by the inverse of the distribution function in double precision, which ends at 9.8.
     """
     vector.normal_(0.0, std, generator=stream)
-    if (
-        vector.dtype == torch.float64
-        or not len(vector)
-        or max(float(end.abs()) for end in torch.aminmax(vector)) <= _TAIL * std
-    ):
+    if vector.dtype == torch.float64 or not vector.numel():
+        return vector
+    lowest, highest = torch.aminmax(vector)
+    if max(-float(lowest), float(highest)) <= _TAIL * std:
         return vector
     (beyond,) = torch.where(vector.abs() > _TAIL * std)
     # in (0, 1]

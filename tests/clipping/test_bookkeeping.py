@@ -422,10 +422,11 @@ def test_a_record_that_is_not_finite_contributes_nothing(name, broken):
         torch.testing.assert_close(found, without, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("exponents", [(-23, 18), (-30, 25), (18, -23)])
-def test_a_norm_does_not_underflow_where_its_product_counts(exponents):
+def test_a_norm_does_not_underflow_where_its_product_counts(exponents, bias):
     """|a|² underflows in float32 where |a|·|g| is above the clip norm."""
-    net = nn.Linear(4, 3, bias=False)
+    net = nn.Linear(4, 3, bias=bias)
     source = BookkeepingGradientSource(net)
     a, g = (10.0**e for e in exponents)
     out, _ = clipped(source, net, torch.full((1, 4), a), torch.full((1, 3), g), 1e-12)

@@ -20,6 +20,10 @@ from opacus.optimizers import DPOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
@@ -550,6 +554,24 @@ def test_closures_hooks_schedulers_and_frozen_parameters():
     assert seen == ["before", "after"]
     assert torch.equal(net[0].weight, frozen)
     assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_profiler_and_hooks_of_all_optimizers_see_steps():
+    _, net, optimizer, loader = private()
+    seen = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    try:
+        train(net, optimizer, loader, 1)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == ["before", "after"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(net, optimizer, loader, 1)
+    assert [e.name for e in profile.events()].count("Optimizer.step#DPSGLD.step") == 1
 
 
 def test_zero_grad_between_forward_and_backward():

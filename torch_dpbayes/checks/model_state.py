@@ -190,7 +190,8 @@ class ModelAsChecked:
     def _is_copy(self, home: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
         if len(home) == len(before):
             return home == before
-        return {k: v for k, v in home.items() if not self._is_passing(k)} == before
+        more = home.keys() - before.keys()
+        return before.items() <= home.items() and all(map(self._is_passing, more))
 
     def _is_passing(self, name: str | int) -> bool:
         return name in self._passing or (isinstance(name, str) and name.startswith(_OURS))

@@ -180,9 +180,10 @@ class BookkeepingGradientSource(GradientSource):
                     second_moment,
                 )
             norm = self._norm(contributions, max_grad_norm)
-            factor = norm.reciprocal().mul_(max_grad_norm).clamp_(max=1.0)
-            # 0·inf is nan: a record that is not finite has to be cut out, not scaled away
-            if not math.isfinite(norm.sum()):
+            factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
+            # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. Squares
+            # may overflow where norms do not; then no record is found to be cut out.
+            if not math.isfinite(norm.dot(norm)):
                 finite = torch.isfinite(norm)
                 factor = torch.where(finite, factor, 0.0)
                 for contribution in contributions:
@@ -348,9 +349,10 @@ class BookkeepingGradientSource(GradientSource):
                     " the step, or into copies."
                 )
         contributions = self._merged()
-        found = {p for contribution in contributions for p in contribution.parameters}
+        # tensors are slow to hash
+        found = {id(p) for contribution in contributions for p in contribution.parameters}
         for name, p in named_parameters:
-            if p not in found:
+            if id(p) not in found:
                 raise RuntimeError(UNUSED.format(name))
         if len({contribution.records for contribution in contributions}) > 1:
             raise RuntimeError(DISAGREE)
@@ -484,11 +486,12 @@ class _Layer(ReplacedForward):
         ]
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
-        if any(len(call.backprops) == 0 for call in calls):
+        records = {call.backprops.shape[0] for call in calls}
+        if 0 in records:
             return PerRecord(
                 {p: p.new_zeros(0, p.numel()) for _, _, p in self.known if p.requires_grad}
             )
-        if len({len(call.backprops) for call in calls}) > 1:
+        if len(records) > 1:
             raise RuntimeError(PACKED if isinstance(self.module, RNNLinear) else DISAGREE)
         try:
             return self.kernel(self.module, calls, self.way)
@@ -692,6 +695,8 @@ _PRODUCTS = {
     "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")),
     "cuda": (("cuda", "matmul"), ("cuda", "conv")),
 }
+_FULL = frozenset(("ieee", "none"))
+_AS_IT_IS = nullcontext()
 if hasattr(torch._C, "_get_fp32_precision_getter"):
     _precision_of: Callable[[str, str], Any] = torch._C._get_fp32_precision_getter
     _set_precision_of: Callable[[str, str, Any], Any] = torch._C._set_fp32_precision_setter
@@ -709,26 +714,22 @@ else:  # torch before 2.9
 
 def _full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
-    reduced = [
-        (*of, before)
-        for of in _PRODUCTS.get(device.type, ())
-        if (before := _precision_of(*of)) not in ("ieee", "none")
-    ]
-    is_autocast = torch.is_autocast_enabled(device.type)
-    return (
-        _raised_precision(device, reduced, is_autocast) if reduced or is_autocast else nullcontext()
-    )
+    kind = device.type
+    products = _PRODUCTS.get(kind, ())
+    for of in products:
+        if _precision_of(*of) not in _FULL:
+            return _raised_precision(kind, products)
+    return _raised_precision(kind, ()) if torch.is_autocast_enabled(kind) else _AS_IT_IS
 
 
 @contextmanager
-def _raised_precision(
-    device: torch.device, reduced: Sequence[tuple[str, str, str]], is_autocast: bool
-) -> Iterator[None]:
-    for backend, operation, _ in reduced:
-        _set_precision_of(backend, operation, "ieee")
+def _raised_precision(kind: str, products: Sequence[tuple[str, str]]) -> Iterator[None]:
+    before = [_precision_of(*of) for of in products]
+    for of in products:
+        _set_precision_of(*of, "ieee")
     try:
-        with torch.autocast(device.type, enabled=False) if is_autocast else nullcontext():
+        with torch.autocast(kind, enabled=False):
             yield
     finally:
-        for backend, operation, before in reduced:
-            _set_precision_of(backend, operation, before)
+        for of, precision in zip(products, before, strict=True):
+            _set_precision_of(*of, precision)

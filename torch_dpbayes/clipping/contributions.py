@@ -94,7 +94,7 @@ class Product(Contribution):
 
     def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
         self.inputs, self.backprops = inputs, backprops
-        self.records = len(backprops)
+        self.records = backprops.shape[0]
         self._apart: tuple[Tensor, PerRecord] | None = None
         self._norm: Tensor
         self._size: Tensor | None
@@ -178,8 +178,11 @@ class Outer(Product):
         g = _norm_above(self.backprops)
         if self.weight is None:
             return g
-        a = _norm_above(self.inputs)
-        return g.mul_(a if self.bias is None else a.square_().add_(1.0).sqrt_())
+        if self.bias is None:
+            return g.mul_(_norm_above(self.inputs))
+        # inputs whose squares underflow are nothing beside the bias' 1
+        a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
+        return a.mul_(g).hypot_(g)
 
     def _gram_norm(self) -> tuple[Tensor, Tensor]:
         """In float64: where positions cancel, the square of the norm is small beside the
@@ -204,8 +207,10 @@ class Outer(Product):
         return torch.cat(norms).to(dtype), torch.cat(sizes).to(dtype)
 
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        g = weighted(self.backprops, factor, out).flatten(0, -2)
-        self._add(g, self.inputs.reshape(len(g), -1).to(g.dtype), out)
+        g, a = weighted(self.backprops, factor, out), self.inputs
+        if g.dim() > 2:
+            g, a = g.flatten(0, -2), a.flatten(0, -2)
+        self._add(g, a.to(g.dtype), out)
 
     def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.backprops.dim() > 2:
@@ -216,7 +221,7 @@ class Outer(Product):
 
     def _add(self, g: Tensor, a: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight is not None and self.weight in out:
-            out[self.weight].view(self.weight.shape).addmm_(g.T, a)
+            out[self.weight].view(self.weight.shape).addmm_(g.t(), a)
         if self.bias is not None and self.bias in out:
             out[self.bias].add_(g.sum(0))
 

@@ -51,7 +51,7 @@ def linear(module: nn.Module, calls: Sequence[Call], way: str | None) -> Contrib
             raise ValueError("the input has no dimension of records")
         g = g.flatten(1, -2) if g.dim() > 3 else g
         a = inputs.to(g.dtype)
-        pieces.append((a.reshape(*g.shape[:-1], a.shape[-1]), g))
+        pieces.append((a if a.dim() == g.dim() else a.reshape(*g.shape[:-1], a.shape[-1]), g))
     if len(pieces) == 1:
         a, g = pieces[0]
     else:

@@ -419,7 +419,7 @@ class DPSVI:
         group.noise_multiplier = float(self._noise_multiplier)
         try:
             query.draw()
-            self._release.take(self._layout, {"num_data": self._num_data}, 0.0)
+            self._release.take(self._layout, lambda: {"num_data": self._num_data}, 0.0)
             # S/B, and here is the sum over all records: S/q = N·S/B
             value = self._num_data * self._layout.gradient
         finally:

@@ -16,6 +16,7 @@ equal noise.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from abc import abstractmethod
@@ -25,7 +26,9 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from .. import words
 from ..accounting import events
@@ -142,6 +145,7 @@ class PrivateOptimizer(Optimizer):
             label=type(self).__name__,
         )
         self._layout: Layout | None = None
+        self._layout_made_for: list[Any] = []
         # by group, and how many steps in a row had them
         self._last_numbers: tuple[list[tuple[float, ...]], int] = ([], 0)
         self.defaults = defaults  # which the free lr is a function of
@@ -302,7 +306,6 @@ class PrivateOptimizer(Optimizer):
 
     # -- the private step --------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Charge one release to the accountant, draw it, and move the parameters.
 
@@ -321,8 +324,29 @@ class PrivateOptimizer(Optimizer):
             FloatingPointError: the step took a parameter beyond its dtype; parameters and state are
                 as before, the charge is kept.
         """
-        with self.release.turn:
+        with self.release.turn, torch.no_grad():
             return self._whole_step(closure)
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch puts around :meth:`step`, only where it does something: its note to a profiler
+        takes a twentieth of a small step.
+        """
+        watched = Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: PrivateOptimizer, *args: Any, **options: Any) -> Any:
+            if (
+                _profiler_enabled()
+                or self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks
+                or _global_optimizer_post_hooks
+            ):
+                return watched(self, *args, **options)
+            return func(self, *args, **options)
+
+        return step
 
     def _whole_step(self, closure: Callable[[], float] | None) -> float | None:
         loss = None
@@ -359,7 +383,7 @@ class PrivateOptimizer(Optimizer):
             part.noise_multiplier = self._multiplier(part.group)
         prior_gradients = priors.gradients(self._log_prior, layout)
         undo = finite_steps.Undo(self, layout, self._constants, largest, prior_gradients)
-        if not self.release.take(layout, self._settings(), largest):
+        if not self.release.take(layout, self._settings, largest):
             return
         priors.add(prior_gradients, layout, self.num_data)
         self._update(layout.groups)
@@ -493,6 +517,21 @@ class PrivateOptimizer(Optimizer):
             )
 
     def _current_layout(self) -> Layout:
+        is_shared = self.release.ranks is not None
+        made_for = [
+            is_shared,
+            *[
+                (id(group), id(p), p.requires_grad, p.dtype, p.device)
+                for group in self.param_groups
+                for p in group["params"]
+            ],
+        ]
+        if self._layout is None or self._layout_made_for != made_for:
+            self._layout = self._new_layout(is_shared)
+            self._layout_made_for = made_for
+        return self._layout
+
+    def _new_layout(self, is_shared: bool) -> Layout:
         members: list[Member] = []
         for i, group in enumerate(self.param_groups):
             given = group.get(
@@ -505,16 +544,13 @@ class PrivateOptimizer(Optimizer):
                 members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
         if not members:
             raise RuntimeError("every parameter is frozen: there is nothing to sample")
-        is_shared = self.release.ranks is not None
-        if self._layout is not None and self._layout.holds(members, is_shared=is_shared):
-            return self._layout
         parameters = [p for _, _, trainables in members for p in trainables]
         if len({p.device for p in parameters}) > 1:
             raise RuntimeError(
                 "the parameters live on several devices; one norm per record needs them on one"
             )
         self.release.forget_parts()
-        self._layout = Layout(
+        layout = Layout(
             members,
             self.release.query.numbers_beside(
                 sum(p.numel() for p in parameters), parameters[0].device
@@ -523,7 +559,7 @@ class PrivateOptimizer(Optimizer):
             is_shared=is_shared,
         )
         self.release.layout_changed()
-        return self._layout
+        return layout
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

@@ -21,8 +21,8 @@ def require_finite(layout: Layout) -> float:
     Raises:
         ValueError: a parameter is not finite.
     """
-    is_plain = all(p.dtype is layout.dtype for p in layout.parameters)
-    norms = torch._foreach_norm(layout.parameters, 2, dtype=None if is_plain else layout.dtype)
+    dtype = None if layout.is_plain else layout.dtype
+    norms = torch._foreach_norm(layout.parameters, 2, dtype=dtype)
     # NaN if any is
     largest = sum(map(float, norms)) if len(norms) <= 4 else float(torch.stack(norms).sum())
     if not math.isfinite(largest) and (broken := _not_finite(layout)):
@@ -110,7 +110,9 @@ def _cannot_overflow(
         pull = steepest if prior_gradients is not None else largest / part.group["prior_std"] ** 2
         lr = part.group["lr"]
         bound = max(bound, scale, lr * scale, lr, pull, lr * pull)
-    return bound < _ORDINARY and all(p.dtype is not torch.float16 for p in layout.parameters)
+    return bound < _ORDINARY and (
+        layout.is_plain or all(p.dtype is not torch.float16 for p in layout.parameters)
+    )
 
 
 def _not_finite(layout: Layout) -> str:

@@ -49,6 +49,9 @@ class Layout:
         numbers_beside: how many numbers are released beside the gradient.
         records: expected number of records in a sum, which decides its precision.
         is_shared: whether several ranks add up their buffers.
+
+    Attributes:
+        is_plain: whether all parameters have the type of the sum.
     """
 
     def __init__(
@@ -57,8 +60,8 @@ class Layout:
         self.parameters = [p for _, _, parameters in members for p in parameters]
         self.names = [name for _, names, _ in members for name in names]
         self.named = list(zip(self.names, self.parameters, strict=True))
-        self._records = records
         self.dtype, self.device = _sum_dtype(self.parameters, records), self.parameters[0].device
+        self.is_plain = all(p.dtype is self.dtype for p in self.parameters)
         sizes = [p.numel() for p in self.parameters]
         self.description = repr((self.names, sizes, self.dtype))
         self.buffer = torch.zeros(
@@ -80,17 +83,6 @@ class Layout:
     def smallest_noise_multiplier(self) -> float:
         """z that the release is charged for; infinite where nothing is taken from the data."""
         return min(group.noise_multiplier for group in self.groups)
-
-    def holds(self, members: list[Member], *, is_shared: bool) -> bool:
-        """Whether it was made for these parameters, as they are now."""
-        current = self.parameters[0].device, _sum_dtype(self.parameters, self._records)
-        if current != (self.device, self.dtype) or bool(len(self.failed)) != is_shared:
-            return False
-        return len(self.groups) == len(members) and all(
-            known.group is group
-            and [id(p) for p in known.parameters] == [id(p) for p in parameters]
-            for known, (group, _, parameters) in zip(self.groups, members, strict=True)
-        )
 
 
 def _sum_dtype(parameters: list[Tensor], records: float) -> torch.dtype:

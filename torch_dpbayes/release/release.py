@@ -87,7 +87,7 @@ class Release:
         """Forget what belongs to steps that came before."""
         self.forget_parts()
         self._pending_records, self._pending_draw = 0, -1
-        self._last_event: tuple[Any, events.DpEvent] | None = None
+        self._last_event: tuple[Any, tuple[events.DpEvent, float]] | None = None
         self._stated = ""  # on what the accountant was told that independence of records rests
         self._compared_pass = -1  # of the loader, in which the ranks compared their histories
         self._warned = False
@@ -153,12 +153,12 @@ class Release:
 
     # -- the step ----------------------------------------------------------------------------------
 
-    def take(self, layout: Layout, settings: Mapping[str, Any], norm: float) -> bool:
+    def take(self, layout: Layout, settings: Callable[[], Mapping[str, Any]], norm: float) -> bool:
         """Collect the batch, charge, and leave S/B in ``layout``.
 
         Args:
             layout: with the noise multiplier of every group.
-            settings: on which the law of the release depends.
+            settings: gives those on which the law of the release depends.
             norm: that of the parameters, on which ranks must agree.
 
         Returns:
@@ -251,7 +251,7 @@ class Release:
     # -- several ranks -----------------------------------------------------------------------------
 
     def _agree(
-        self, layout: Layout, settings: Mapping[str, Any], norm: float, ranks: Ranks
+        self, layout: Layout, settings: Callable[[], Mapping[str, Any]], norm: float, ranks: Ranks
     ) -> list[str]:
         """See that all ranks take the same step; what the noise has to hide of the others, if
         it comes from a generator of the caller's.
@@ -259,7 +259,7 @@ class Release:
         assert self.draws is not None
         facts = (
             layout.description,
-            settings,
+            settings(),
             [(*options_of(group.group), group.noise_multiplier) for group in layout.groups],
         )
         numbers = {
@@ -283,7 +283,7 @@ class Release:
     def _take_together(
         self,
         layout: Layout,
-        settings: Mapping[str, Any],
+        settings: Callable[[], Mapping[str, Any]],
         smallest: float,
         others: list[str],
         ranks: Ranks,
@@ -383,11 +383,11 @@ class Release:
         """Charge the step, unless that was done with an earlier one of its pass, or, where it is
         not ``is_mine``, by another rank.
         """
-        cost = self._equivalent(noise_multiplier, self.sampling)
+        event, cost = self._event_of(noise_multiplier)
         if self.draws is not None and self.draws.is_paid(cost):
             return
         if is_mine:
-            self.accountant.compose(self._event_of(noise_multiplier), label=self.label)
+            self.accountant.compose(event, label=self.label)
         if self.draws is not None:
             self.draws.paid(cost)
 
@@ -399,19 +399,22 @@ class Release:
             neighboring=self.accountant.neighboring,
         )
 
-    def _event_of(self, noise_multiplier: float) -> events.DpEvent:
-        """:meth:`event` of these steps, made once for as long as nothing changes."""
-        key = (noise_multiplier, self.sampling)
-        if self._last_event is None or self._last_event[0] != key:
-            self._last_event = (key, self.event(noise_multiplier, self.sampling, self.draws))
-            is_dear = isinstance(self._last_event[1], events.UnspecifiedBatchGaussianDpEvent)
-            if is_dear and not self._warned:
+    def _event_of(self, noise_multiplier: float) -> tuple[events.DpEvent, float]:
+        """:meth:`event` of these steps, and the noise multiplier that it has for a clipped sum
+        alone; worked out once for as long as nothing changes.
+        """
+        made_for = (noise_multiplier, self.sampling)
+        if self._last_event is None or self._last_event[0] != made_for:
+            event = self.event(noise_multiplier, self.sampling, self.draws)
+            cost = self._equivalent(noise_multiplier, self.sampling)
+            self._last_event = made_for, (event, cost)
+            if isinstance(event, events.UnspecifiedBatchGaussianDpEvent) and not self._warned:
                 self._warned = True
                 warnings.warn(
                     "steps are charged at sensitivity 2C, without amplification: nothing is known"
                     " of how batches are drawn, except that no record is in one twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=10,
+                    stacklevel=9,
                 )
         return self._last_event[1]
 
@@ -421,9 +424,9 @@ def options_of(group: dict[str, Any]) -> list[Any]:
     return [group.get(name) for name in ("lr", "prior_std", "prior_mean", "momentum")]
 
 
-def _hidden(layout: Layout, settings: Mapping[str, Any]) -> Iterator[Tensor | str]:
+def _hidden(layout: Layout, settings: Callable[[], Mapping[str, Any]]) -> Iterator[Tensor | str]:
     """All that a release is made of."""
-    yield repr((settings, [group.noise_multiplier for group in layout.groups]))
+    yield repr((settings(), [group.noise_multiplier for group in layout.groups]))
     yield layout.buffer
     yield from layout.parameters
 
