@@ -6,7 +6,8 @@ First autoregressive chains that are worth so many independent draws; then walks
 noise on a posterior that is bent: a, b ~ N(0, 1), a + b² observed as 1 ± 0.28. Of these, one chain
 begins in the middle of one arm, or four share the iterations and begin at draws of a Gaussian with
 the posterior's mean and covariance, as ``noise_aware.kernel_from(..., num_chains=4)`` begins. A run
-is too narrow if a coordinate's standard deviation is below .7 of the posterior's.
+is too narrow if a coordinate's standard deviation is below .7 of the posterior's; "worth" is what
+its iterations are worth in chains from draws of the posterior.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import math
 
 import torch
+from pyro.ops.stats import effective_sample_size
 from torch import Tensor
 
 from torch_dpbayes.mcmc.mixing import mixing_of
@@ -23,6 +25,7 @@ WORTHS = (5, 10, 20, 50, 100)
 CHAINS = ((1, 100, 1), (1, 100, 10), (4, 50, 10), (4, 200, 1))
 WALKS = ((0.06, 8.0), (0.1, 4.0), (0.15, 0.0), (0.2, 0.0), (0.4, 0.0))
 ITERATIONS, NARROW, WIDTH = 1500, 0.7, 0.28
+_LONG = 64  # chains that say what a walk is worth
 
 
 def autoregressive(chains: int, draws: int, dimension: int, worth: float) -> Tensor:
@@ -62,6 +65,15 @@ def walks(start: Tensor, scale: float, noise: float, iterations: int) -> Tensor:
     return torch.stack(path, 1)
 
 
+def worth(scale: float, noise: float, draws: Tensor) -> float:
+    """Of all iterations in the worst coordinate or distance from the median, by long chains that
+    begin at draws of the posterior.
+    """
+    found = walks(draws[:_LONG], scale, noise, 3 * ITERATIONS)
+    both = torch.cat([found, (found - draws.median(0).values).abs()], 2)
+    return float(effective_sample_size(both, 0, 1).min()) / (3 * _LONG)
+
+
 def is_said(chains: Tensor) -> bool:
     return mixing_of([{"x": chain} for chain in chains], None).complaint() is not None
 
@@ -88,7 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
     draws = of_the_posterior(100_000)
     stddev, mean, factor = draws.std(0), draws.mean(0), torch.linalg.cholesky(draws.T.cov())
     print(
-        "step, noise | " + " | ".join(f"{n}: too narrow, warned of these, of others" for n in "14")
+        "step, noise | worth | "
+        + " | ".join(f"{n}: too narrow, warned of these, of others" for n in "14")
     )
     for scale, noise in WALKS:
         cells = []
@@ -105,7 +118,10 @@ def main(arguments: list[str] | None = None) -> None:
                 for kind in (narrow, ~narrow)
             )
             cells.append(f"{float(narrow.double().mean()):.0%}, {of_these}, {of_others}")
-        print(f"{scale}, {noise:g} | " + " | ".join(cells), flush=True)
+        print(
+            f"{scale}, {noise:g} | {worth(scale, noise, draws):.2g} | " + " | ".join(cells),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
