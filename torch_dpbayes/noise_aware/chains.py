@@ -31,8 +31,9 @@ def kernel_from(
 
     The posterior given what was released is wider than that of the records by what the noise hides.
     A chain has the records' own posterior as its law, if the budget lets it arrive: a warning says
-    if it will not. Its number of samples is that of a Gaussian posterior of this width: one that is
-    bent is worth several times fewer.
+    if it will not. Its number of samples is that of a Gaussian posterior of this width, an upper
+    bound: one that is bent is worth up to eleven times fewer (measured on bananas), which nothing
+    that was released tells. A rehearsal on made-up records does.
 
     Args:
         posterior: of the same latents, whose run was charged to ``accountant`` or to one of its
