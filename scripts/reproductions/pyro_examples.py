@@ -385,7 +385,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
     right.set(xlabel="effective samples, worst coordinate", xscale="log")
-    right.legend(frameon=False)
+    figure.legend(*right.get_legend_handles_labels(), loc="outside upper right", ncols=3)
     for axes in (left, right):
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
         axes.xaxis.set_major_formatter("{x:g}")
