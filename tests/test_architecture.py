@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "noise_aware": {"accounting", "noise", "mcmc", "ops", "optim", "posterior", "words"},
     "infer": {"accounting", "batches", "clipping", "mcmc", "noise_aware", "optim", "release"},
     "posterior": {"checks"},
-    "frameworks": {"batches", "optim", "engine"},
+    "frameworks": {"batches", "clipping", "optim", "engine"},
     "heads": {"accounting", "engine", "noise", "noise_aware", "ops", "optim", "posterior", "words"},
     "engine": {
         "accounting",

@@ -4,6 +4,7 @@ import io
 import re
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,7 @@ def test_engine_optimizer_and_loader():
     spent = f"epsilon = {epsilon:.4g} of 3 spent at delta = 1e-05"
     assert repr(engine).endswith(spent) and "releases=2" in repr(engine)
     for number in (
+        "lr=0.5,",
         f"noise_multiplier={optimizer.effective_noise_multiplier:.6g}",
         f"temperature={optimizer.effective_temperature:.6g}",
         "sampling='poisson'",
@@ -81,6 +83,7 @@ def test_what_cannot_be_read_is_said_and_no_error(tmp_path):
 def test_one_posterior_sample_and_kernels():
     sample = dpb.ops.OnePosteriorSample(MODEL, epsilon=1.0, delta=1e-5)
     assert "FiniteRunLangevin" in repr(sample) and "0 of 1 spent" in repr(sample)
+    assert "width:0.0%" in sample._repr_html_()
     kernel = dpb.mcmc.DPPenalty(
         lambda x: None,
         proposal_scale=0.1,
@@ -89,6 +92,11 @@ def test_one_posterior_sample_and_kernels():
         accountant=dpb.PrivacyAccountant(2.0, 1e-5),
     )
     assert "noise_multiplier=7" in repr(kernel) and "0 of 2 spent" in repr(kernel)
+    assert "width:0.0%" in kernel._repr_html_()
+
+
+def test_the_module_of_samples_shows_public_names():
+    assert dir(import_module("torch_dpbayes.posterior")) == ["PosteriorSamples", "softmax"]
 
 
 def test_a_plan_is_said_once():

@@ -62,8 +62,10 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        is_optimizer = name.startswith("DP") and hasattr(import_module(".optim", __name__), name)
-        where = f": write {__name__}.optim.{name}" if is_optimizer else ""
+        rooms = [room for room, home in _HOME.items() if not home] if name[:1].isupper() else []
+        found = (r for r in rooms if name in dir(import_module(f".{r}", __name__)))
+        room = next(found, None)
+        where = f": write {__name__}.{room}.{name}" if room else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
     home = _HOME[name]
     value = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from importlib import import_module, metadata
 
@@ -35,7 +36,8 @@ def main() -> None:
             lines.append(f"  dpb.{name}: {', '.join(dir(import_module(value.__name__)))}")
         elif name != "__version__":
             first = (value.__doc__ or "").strip().partition(".")[0]
-            lines.append(f"  dpb.{name}: {' '.join(first.split())}")
+            plain = re.sub(r" ?:math:`[^`]*`|``", "", " ".join(first.split()))
+            lines.append(f"  dpb.{name}: {plain}")
     lines += [
         "",
         "documentation README.md and docs/ of the source; help(dpb.PrivacyEngine) and alike",

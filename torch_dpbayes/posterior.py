@@ -679,6 +679,11 @@ def _batches(x: Inputs) -> Iterable[Any]:
             "x is a private loader, which draws records at random for one step each: pass"
             " DataLoader(dataset, batch_size=256)."
         )
+    if isinstance(x, np.ndarray) or hasattr(x, "to_numpy"):
+        raise TypeError(
+            f"x is a {type(x).__name__}: pass torch.as_tensor(numpy.asarray(x),"
+            " dtype=torch.float32), of the model's type"
+        )
     if isinstance(x, (Tensor, Mapping)) or not isinstance(x, Iterable):
         raise TypeError(_NO_BATCHES)
     return x
@@ -766,3 +771,7 @@ def _difference(before: dict[str, torch.Size], now: dict[str, torch.Size]) -> st
     for name in [name for name in before if name in now and before[name] != now[name]][:3]:
         parts.append(f"{name} was {list(before[name])} and is {list(now[name])}")
     return "; ".join(parts)
+
+
+def __dir__() -> list[str]:
+    return ["PosteriorSamples", "softmax"]

@@ -52,7 +52,7 @@ EXPLAINED = (
     "no new batch came from the private loader since the last step",
     "two passes over one private loader at a time",
     "the loss is multiplied by",
-    "is not private: pass partial(torch_dpbayes.optim.DPSGLD",
+    "is not private: pass partial(torch_dpbayes.optim.",
     "the optimizer must have exactly the model's trainable parameters",
     "an iterable data set hands out records in its own order",
     "this loader reads a data set that was made private",

@@ -24,20 +24,25 @@ def shown(steps: Iterable[Step], what: str) -> Iterable[Step]:
 
 def one_line(of: object, numbers: Mapping[str, object], accountant: PrivacyAccountant) -> str:
     """A ``repr``: the class, its numbers, and what is spent."""
-    shown = [
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value!r}"
-        for name, value in numbers.items()
-    ]
+    shown = [f"{name}={_rounded(value)}" for name, value in numbers.items()]
     return f"{type(of).__name__}({', '.join(shown)}): {spent_in_words(accountant)}"
 
 
 def html(of: object, numbers: Mapping[str, object], accountant: PrivacyAccountant) -> str:
     """The same for a notebook, with ε as a bar where there is a budget."""
     rows = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>"
+        f"<tr><td>{escape(name)}</td><td>{escape(_rounded(value).strip(chr(39)))}</td></tr>"
         for name, value in numbers.items()
     )
     return (
         f"<b>{escape(type(of).__name__)}</b><br>{escape(spent_in_words(accountant))}{bar(accountant)}"
         f"<table>{rows}</table>"
     )
+
+
+def _rounded(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_rounded, value))}]"
+    return repr(value)

@@ -22,7 +22,7 @@ from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.clipping.gradient_source import HooksGradientSource
 from torch_dpbayes.clipping.isolated import IsolatedGradientSource
 from torch_dpbayes.clipping.nested import Nested
-from torch_dpbayes.clipping.record_map import CannotBeMapped, RecordMap
+from torch_dpbayes.clipping.record_map import CannotBeMapped, RecordMap, one_record_only
 
 
 class Call(nn.Module):
@@ -1507,3 +1507,27 @@ def test_a_private_run_on_a_gpu(mode):
         F.cross_entropy(net(a.cuda()), b.cuda()).backward()
         optimizer.step()
     assert len(optimizer.accountant) == 1
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("form", ["rows", "offsets", "all offsets"])
+def test_bags_of_one_record_are_those_of_torch(mode, is_padded, form):
+    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    options = {"mode": mode, "padding_idx": -2 if is_padded else None}
+    indices = torch.randint(7, (4, 5) if form == "rows" else (20,))
+    if is_padded:
+        indices.flatten()[:5] = 5  # a bag with nothing in it
+    if form != "rows":
+        options["include_last_offset"] = form == "all offsets"
+        last = [20] if form == "all offsets" else []
+        options["offsets"] = torch.tensor([0, 5, 6, 6, 17, *last])
+    if mode == "sum":
+        options["per_sample_weights"] = torch.randn(indices.shape, dtype=torch.float64)
+    expected = F.embedding_bag(indices, weight, **options)
+    factor = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad((expected * factor).sum(), weight)
+    with one_record_only():
+        found = F.embedding_bag(indices, weight, **options)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad((found * factor).sum(), weight)[0], gradient)

@@ -4,11 +4,15 @@ import copy
 import gc
 import io
 import statistics
+import tempfile
 import time
 from contextlib import redirect_stderr
 from functools import partial
+from pathlib import Path
 
+import numpy
 import opacus
+import pandas
 import pytest
 import torch
 from opacus.optimizers import DPOptimizer
@@ -16,7 +20,8 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators import ModuleValidator
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchvision.ops import StochasticDepth
 
 import torch_dpbayes as dpb
 from torch_dpbayes.engine import gradient_sources
@@ -34,8 +39,12 @@ def made(net, optimizer=SAMPLER, shape=(4,), **options):
     return dpb.PrivacyEngine().make_private(
         module=net,
         optimizer=optimizer,
-        data_loader=loader_of(*shape),
-        **{"max_grad_norm": 1.0, "noise_multiplier": 1.0, **options},
+        **{
+            "data_loader": loader_of(*shape),
+            "max_grad_norm": 1.0,
+            "noise_multiplier": 1.0,
+            **options,
+        },
     )
 
 
@@ -99,6 +108,69 @@ def scheduled(sampler, schedule, options):
     schedule(optimizer, **options)
 
 
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        out = self.body(x)
+        out += x
+        return self.head(out)
+
+
+class Skipping(Sum):
+    """Leaves a layer out by chance."""
+
+    def forward(self, x):
+        return self.head(x if torch.rand(()) < 2 else self.body(x))
+
+
+def switched_on_again():
+    net, optimizer, loader = made(
+        convolutions(nn.BatchNorm2d(32), is_frozen=True, evaluates=True), **IMAGES
+    )
+    net.eval()
+    net.train()
+    step(net, optimizer, next(iter(loader)))
+
+
+class Fields(Dataset):
+    """Records as mappings."""
+
+    def __init__(self, **more):
+        self.more = more
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, place):
+        return {"x": [0.1 * place, 1.0, 2.0, 3.0], "y": 0, **self.more}
+
+
+def loaded(text, **options):
+    engine = dpb.PrivacyEngine()
+    net, optimizer, _ = engine.make_private(
+        module=nn.Linear(4, 3), optimizer=SAMPLER, data_loader=loader_of(4), max_grad_norm=1.0
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.pt"
+        path.write_text(text)
+        engine.load_checkpoint(path, **{"module": net, "optimizer": optimizer, **options})
+
+
+def predicted(x):
+    samples, net = dpb.PosteriorSamples(), nn.Linear(4, 3)
+    samples.collect(net)
+    samples.predict(net, x)
+
+
+def drawn_from(**columns):
+    frame = pandas.DataFrame({"a": [0.1, 0.2], **columns})
+    model = dpb.ops.GLM("gaussian", prior_std=1.0, max_feature_norm=1.0, noise_std=1.0)
+    dpb.ops.OnePosteriorSample(model, epsilon=1.0, delta=1e-5).sample(frame, numpy.ones(2))
+
+
 IMAGES, SEQUENCES = {"shape": (3, 8, 8)}, {"shape": (5, 4)}
 NOISE = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.01}
 SLIPS = {
@@ -113,6 +185,7 @@ SLIPS = {
         lambda: made(convolutions(nn.BatchNorm2d(32), is_frozen=True).eval(), **IMAGES),
         EVAL_LINE,
     ),
+    "frozen BatchNorm after model.train()": (switched_on_again, EVAL_LINE),
     "BatchNorm": (lambda: made(convolutions(nn.BatchNorm2d(32)), **IMAGES), "ModuleValidator.fix"),
     "SyncBatchNorm": (
         lambda: made(convolutions(nn.SyncBatchNorm(32)), **IMAGES),
@@ -138,6 +211,25 @@ SLIPS = {
         ),
         "inplace=False",
     ),
+    "a sum in place under hooks": (
+        lambda: made(Sum(), grad_sample_mode="hooks"),
+        "x = x + y",
+    ),
+    "a layer skipped by chance": (lambda: made(Skipping()), "factor of 0"),
+    "stochastic depth in isolated mode": (
+        lambda: made(
+            nn.Sequential(StochasticDepth(0.3, "row"), nn.Linear(4, 3)), grad_sample_mode="isolated"
+        ),
+        "torch.rand(...) < p",
+    ),
+    "a field of text": (
+        lambda: made(nn.Linear(4, 3), data_loader=DataLoader(Fields(name="Ann"), 10)),
+        "'name' is text",
+    ),
+    "fields that are lists": (
+        lambda: made(nn.Linear(4, 3), data_loader=DataLoader(Fields(), 10)),
+        'dataset.with_format("torch")',
+    ),
     "DPSGLD(parameters)": (
         lambda: dpb.optim.DPSGLD(nn.Linear(4, 3).parameters(), lr=0.1),
         "PrivacyEngine().make_private",
@@ -153,6 +245,26 @@ SLIPS = {
         "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
     ),
     "Adam": (lambda: made(nn.Linear(4, 3), torch.optim.Adam), "torch_dpbayes.optim.DPSGLD"),
+    "a built Adam": (
+        lambda: made(nn.Linear(4, 3), torch.optim.Adam(nn.Linear(4, 3).parameters(), lr=1e-3)),
+        'partial(torch_dpbayes.optim.DPSGLD, lr="free")',
+    ),
+    "SGD with momentum": (
+        lambda: made(nn.Linear(4, 3), partial(torch.optim.SGD, lr=0.5, momentum=0.9)),
+        "partial(torch_dpbayes.optim.DPSGHMC, lr=0.5, momentum=0.9)",
+    ),
+    "weight_decay=": (
+        lambda: made(nn.Linear(4, 3), partial(SAMPLER, weight_decay=1e-4)),
+        "prior_std=, which is 1 / sqrt(weight_decay * num_data)",
+    ),
+    "momentum= of DPSGLD": (
+        lambda: made(nn.Linear(4, 3), partial(SAMPLER, momentum=0.9)),
+        "take DPSGHMC",
+    ),
+    "betas=": (
+        lambda: made(nn.Linear(4, 3), partial(dpb.optim.DPSGHMC, lr=0.1, betas=(0.9, 0.99))),
+        "momentum=",
+    ),
     "a built SGD": (
         lambda: made(nn.Linear(4, 3), torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.5)),
         "partial(torch_dpbayes.optim.DPSGLD, lr=0.5)",
@@ -189,6 +301,21 @@ SLIPS = {
         lambda: dpb.PrivacyEngine(accountant="rdp"),
         'PrivacyAccountant(method="rdp")',
     ),
+    "an accountant of Opacus": (
+        lambda: dpb.PrivacyEngine(opacus.accountants.RDPAccountant()),
+        "torch_dpbayes.PrivacyAccountant()",
+    ),
+    **{
+        f"grad_sample_mode={mode!r}": (
+            partial(made, nn.Linear(4, 3), grad_sample_mode=mode),
+            f"which is {ours}",
+        )
+        for mode, ours in (
+            ("ghost", '"bookkeeping", the default'),
+            ("functorch", '"isolated"'),
+            ("ew", '"hooks"'),
+        )
+    },
     "secure_mode=": (lambda: dpb.PrivacyEngine(secure_mode=True), "leave it out"),
     "secure_mode= of make_private": (
         lambda: made(nn.Linear(4, 3), secure_mode=True),
@@ -205,6 +332,22 @@ SLIPS = {
         lambda: dpb.PrivacyEngine().make_private(nn.Linear(4, 3), SAMPLER, loader_of(4)),
         "make_private(module=..., optimizer=..., data_loader=...)",
     ),
+    "noise multipliers without names": (
+        lambda: dpb.get_noise_multiplier(1.0, 1e-5, 0.01, 100),
+        "get_noise_multiplier(target_epsilon=..., sample_rate=..., steps=...)",
+    ),
+    "a checkpoint of something else": (lambda: loaded("no checkpoint"), "save_checkpoint"),
+    "a checkpoint without optimizer": (
+        lambda: loaded("", optimizer=None),
+        "pass the module and optimizer that make_private returned",
+    ),
+    "torch_load_kwargs=": (lambda: loaded("", torch_load_kwargs={}), "leave it out"),
+    "predictions of an array": (lambda: predicted(numpy.ones((3, 4))), "torch.as_tensor("),
+    "predictions of a frame": (
+        lambda: predicted(pandas.DataFrame([[1.0] * 4])),
+        "torch.as_tensor(",
+    ),
+    "a column of text": (lambda: drawn_from(city=["Bonn", "Kiel"]), "'city' of the DataFrame"),
     "epochs= of noise multipliers": (
         lambda: dpb.get_noise_multiplier(**NOISE, epochs=3),
         "steps = epochs * len(loader)",
@@ -235,6 +378,8 @@ def test_the_answer_names_the_line_to_write(name):
 def test_an_optimizer_that_is_looked_for_at_the_top_is_found():
     with pytest.raises(AttributeError, match=r"write torch_dpbayes\.optim\.DPSGLD$"):
         _ = dpb.DPSGLD
+    with pytest.raises(AttributeError, match=r"write torch_dpbayes\.ops\.GLM$"):
+        _ = dpb.GLM
     with pytest.raises(AttributeError, match=r"no attribute 'DPNothing'$"):
         _ = dpb.DPNothing
 

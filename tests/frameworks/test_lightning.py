@@ -151,3 +151,39 @@ def test_what_is_replaced_ends_in_an_error(name, has_callback, mode, tmp_path):
     # without the private optimizer there is no gradient, and nothing moves
     assert all(torch.equal(a, b) for a, b in zip(start, net.parameters()))
     assert len(engine.accountant) == 0
+
+
+def test_a_callback_says_what_it_needs_before_anything_is_spent(tmp_path):
+    from torch_dpbayes.frameworks.lightning import PrivacyCallback
+
+    engine, net, optimizer, loader = made()
+    with pytest.raises(TypeError, match="takes the engine"):
+        PrivacyCallback(engine.accountant)
+    with pytest.raises(ValueError, match=r"PrivacyCallback\(engine, delta=1e-5\)"):
+        trainer_of(tmp_path, PrivacyCallback(engine)).fit(module_of(net, optimizer), loader)
+    assert len(engine.accountant) == 0
+
+
+def test_a_lightning_module_that_was_made_private_itself_is_refused(tmp_path):
+    import lightning.pytorch as lightning
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.net(x)
+
+        def training_step(self, batch, _index):
+            x, y = batch
+            return nn.functional.cross_entropy(self(x), y)
+
+        def configure_optimizers(self):
+            return chosen[0]
+
+    engine, module, optimizer, loader = made(module=Classifier())
+    chosen = [optimizer]
+    with pytest.raises(RuntimeError, match=r"make_private\(module=self\.net, \.\.\.\)"):
+        trainer_of(tmp_path, callback_of(engine)).fit(module, loader)
+    assert len(engine.accountant) == 0

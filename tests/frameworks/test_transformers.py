@@ -157,3 +157,23 @@ def test_what_is_replaced_ends_in_an_error(name, has_callback, mode, tmp_path):
     # without the private optimizer there is no gradient, and nothing moves
     assert all(torch.equal(a, b) for a, b in zip(start, net.parameters()))
     assert len(engine.accountant) == 0
+
+
+def test_a_callback_says_what_it_needs_before_anything_is_spent(tmp_path):
+    from torch_dpbayes.frameworks.transformers import PrivacyCallback
+
+    data = sentences()
+    engine, net, optimizer, loader = made(data)
+    with pytest.raises(TypeError, match="takes the engine"):
+        PrivacyCallback(engine.accountant)
+    trainer = trainer_of(
+        tmp_path,
+        net,
+        data,
+        loader,
+        optimizers=(optimizer, None),
+        callbacks=[PrivacyCallback(engine)],
+    )
+    with pytest.raises(ValueError, match=r"PrivacyCallback\(engine, delta=1e-5\)"):
+        trainer.train()
+    assert len(engine.accountant) == 0

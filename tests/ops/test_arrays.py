@@ -39,6 +39,6 @@ def test_draws_and_posteriors_of_arrays_and_frames():
 def test_columns_of_text_are_refused_by_their_type():
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"a": ["secret", "1"], "b": [1.0, 2.0]})
-    with pytest.raises(ValueError, match="array or frame of numbers") as caught:
+    with pytest.raises(ValueError, match="'a' of the DataFrame is not numeric") as caught:
         MODEL.prepare((table, np.zeros(2)))
     assert "secret" not in str(caught.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -96,10 +96,14 @@ class PoissonLoader(DPDataLoader):
         try:
             collate_fn([])
         except Exception as error:
+            record = dataset[0]
+            fields = record.items() if isinstance(record, Mapping) else ()
+            texts = [repr(name) for name, value in fields if isinstance(value, (str, bytes))]
+            what = f"{', '.join(texts)} is text" if texts else str(error).partition(". ")[0]
             raise ValueError(
                 "no empty batch can be made of these records, which Poisson sampling delivers now"
-                f" and then: {error}. Records are tensors and numbers, in tuples, lists or dicts;"
-                " leave names and paths out of them."
+                f" and then: {what}. Records are tensors and numbers, in tuples, lists or dicts;"
+                " leave names and paths out."
             ) from error
         generator = data_loader.generator
         if (

@@ -15,8 +15,8 @@ _SECONDS = 0.4  # of processor time, for the trials of a check that come after t
 
 _HOOKED = "Output 0 of BackwardHookFunction"  # of torch's text, 75 words, where hooks are attached
 _IN_PLACE = (
-    "an activation changes in place what Opacus' hooks see. Build it with inplace=False, or leave"
-    " out grad_sample_mode="
+    "an activation or x += y changes what Opacus' hooks see: write inplace=False, x = x + y, or"
+    " leave out grad_sample_mode="
 )
 
 _Trial = TypeVar("_Trial")

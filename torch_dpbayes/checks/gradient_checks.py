@@ -44,6 +44,7 @@ _NOT_USED = (
     "parameter {!r} is not used by the forward pass: it would be given noise only. Use it, or"
     " freeze it with requires_grad_(False)."
 )
+_BY_CHANCE = " Skip it by chance by a factor of 0, not by an if."
 
 
 def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
@@ -86,7 +87,8 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
             " grad_sample_mode=, or give a parameter beside layers (a class token) its own module."
         )
     ):
-        with draws():
+        drawn = draws()
+        with drawn:
             each, shared = losses(tried.inputs, slice(None))
         total = (each.sum() if source.loss_reduction == "sum" else each.mean()) + shared
         if not total.requires_grad:
@@ -98,7 +100,9 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
     differences: list[tuple[float, float]] = []  # from the true gradients, and how long those are
     parts: list[Tensor] = []
     for (name, p), true in zip(
-        tried.named, _gradients_of_two([alone(k) for k in range(2)], tried), strict=True
+        tried.named,
+        _gradients_of_two([alone(k) for k in range(2)], tried, drawn.is_random),
+        strict=True,
     ):
         with draws():  # a source may run the records again
             records = source.per_record_gradients(p)
@@ -132,7 +136,7 @@ def check_gradients(tried: TriedModel, *, is_mapped: bool) -> bool:
 
 
 def _gradients_of_two(
-    losses: Sequence[Tensor], tried: TriedModel
+    losses: Sequence[Tensor], tried: TriedModel, is_random: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """For each parameter the gradients of the losses of two records, which of large models take
     the most memory: one piece of the parameters after the other.
@@ -163,7 +167,7 @@ def _gradients_of_two(
             )
         for (name, _), of_one, of_other in zip(piece, first, second, strict=True):
             if of_one is None and of_other is None:
-                raise ValueError(_NOT_USED.format(name))
+                raise ValueError(_NOT_USED.format(name) + (_BY_CHANCE if is_random else ""))
         for _, parameter in piece:
             yield _dense(parameter, first.pop(0)), _dense(parameter, second.pop(0))
 
@@ -315,7 +319,12 @@ def check_clipped_sum(tried: TriedModel, norms: Tensor, recorded: Iterable[Tenso
     clip = max(float(norms.max()) / 2, 1e-12)
     dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
     factor = (clip / norms).clamp(max=1.0)
-    out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
+    sizes = [p.numel() for _, p in named]
+    if len({p.device for _, p in named}) == 1:  # in one piece, which is given back as one
+        whole = torch.zeros(sum(sizes), dtype=dtype, device=named[0][1].device)
+        out = list(whole.split(sizes))
+    else:
+        out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
     for _, p in named:
         p.grad = None  # hooks leave an ordinary gradient, and an unhooked use was found before
     found = source.norms(named).double()

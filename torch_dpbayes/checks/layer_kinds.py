@@ -12,7 +12,7 @@ FIX = (
     " opacus.validators.ModuleValidator.fix(model) turns BatchNorm into GroupNorm and untracks"
     " InstanceNorm."
 )
-_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
+BATCH_NORM_TO_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
 
 
 def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
@@ -31,7 +31,7 @@ def check_layers(module: nn.Module, *, is_mapped: bool = False) -> None:
         raise ValueError(
             "the model is in eval mode, in which no per-record gradients are recorded: call"
             " model.train() first"
-            + (f", and keep frozen BatchNorm in eval mode by {_EVAL}" if norms else "")
+            + (f", and keep frozen BatchNorm in eval mode by {BATCH_NORM_TO_EVAL}" if norms else "")
         )
     for name, layer in module.named_modules():
         if any(type(hook) is WeightNorm for hook in layer._forward_pre_hooks.values()):
@@ -74,7 +74,7 @@ def _reason(layer: nn.Module, is_mapped: bool) -> str | None:
     ):
         return (
             "is frozen, but in training mode, in which its statistics follow the records. After"
-            f" model.train() write {_EVAL}"
+            f" model.train() write {BATCH_NORM_TO_EVAL}"
         )
     if issubclass(kind, _InstanceNorm) and is_trained and layer.track_running_stats:
         return (

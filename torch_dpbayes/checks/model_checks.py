@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..clipping.gradient_source import GradientSource
 from ..clipping.nested import Nested
@@ -215,7 +215,7 @@ def _tried(
     require_different(inputs)
     devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
     tensors = [*module.named_buffers(), *module.named_parameters()]
-    before = {name: t.detach().clone() for name, t in tensors}
+    before = _copies([t for _, t in tensors])
     grads = [(p, p.grad) for p in module.parameters()]
     try:
         with generators_left_as_found(list(devices)):
@@ -228,8 +228,26 @@ def _tried(
         for p, grad in grads:
             p.grad = grad
         with torch.no_grad():
-            for name, t in tensors:
-                t.copy_(before[name])
+            for (_, t), copy in zip(tensors, before, strict=True):
+                t.copy_(copy)
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in one piece of memory for each type and device: many small ones would be left over
+    between what the check needs for a short time, which would then not fit there again.
+    """
+    copies: list[Tensor] = [torch.empty(0)] * len(tensors)
+    alike: dict[Any, list[int]] = {}
+    for place, t in enumerate(tensors):
+        if t.layout is torch.strided and not t.is_quantized:
+            alike.setdefault((t.dtype, t.device), []).append(place)
+        else:
+            copies[place] = t.detach().clone()
+    for places in alike.values():
+        whole = torch.cat([tensors[k].detach().reshape(-1) for k in places])
+        for k, part in zip(places, whole.split([tensors[k].numel() for k in places]), strict=True):
+            copies[k] = part.view(tensors[k].shape)
+    return copies
 
 
 def _vary(module: nn.Module, seed: int) -> None:

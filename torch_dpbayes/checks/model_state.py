@@ -24,8 +24,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .fixed_tensors import same_values
+from .layer_kinds import BATCH_NORM_TO_EVAL
 
 _What = tuple[Any, ...]  # words, what they are about, and what that belongs to
 
@@ -77,7 +79,7 @@ KEPT = (
 )
 SWITCHED = (
     "module {!r} was in {} mode when the model was checked and is in {} mode now, where it may mix "
-    "records: put it back after every model.train(), or call make_private again."
+    "records: after every model.train() write {}"
 )
 
 
@@ -165,7 +167,14 @@ class ModelAsChecked:
                 continue
             if layer.training or not type(layer).__module__.startswith("torch."):
                 modes = ("training", "eval") if was_training else ("eval", "training")
-                raise RuntimeError(SWITCHED.format(name, *modes))
+                has_norms = not was_training and any(
+                    isinstance(part, _BatchNorm) for part in layer.modules()
+                )
+                back = "train" if was_training else "eval"
+                line = (
+                    BATCH_NORM_TO_EVAL if has_norms else f"model.get_submodule({name!r}).{back}()"
+                )
+                raise RuntimeError(SWITCHED.format(name, *modes, line))
         self._require_same()
 
     def _require_same(self) -> None:

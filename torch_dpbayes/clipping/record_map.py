@@ -74,6 +74,10 @@ _TORCHS_WORDS = {
         "it changes its input in place, or another tensor from outside: write x = x * 2 instead of"
         " x *= 2"
     ),
+    "different inplace randomness": (
+        "it draws random numbers into a tensor of its own (bernoulli_, normal_), which is one for"
+        " all records: write torch.rand(...) < p, or alike"
+    ),
     "requires_grad_() outside": (
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
     ),
@@ -348,6 +352,53 @@ def one_record_only() -> Iterator[None]:
         yield
 
 
+def _plain_bag(
+    indices: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Callable[[], Tensor] | None:
+    """``F.embedding_bag`` by operations that vmap has rules for: torch's own would run for one
+    record after another, with a warning at each call. None where its options are refused anyway.
+    """
+    if max_norm is not None or scale_grad_by_freq or indices.numel() == 0:
+        return None
+
+    def bags() -> Tensor:
+        found = F.embedding(indices, weight)  # (bags, places, numbers)
+        if per_sample_weights is not None:
+            found = found * per_sample_weights.unsqueeze(-1)
+        is_there: Tensor | None = None
+        if padding_idx is not None:
+            is_there = indices != padding_idx % len(weight)
+        if offsets is not None:  # one list of places, cut at these
+            ends = torch.cat([offsets[1:], torch.full_like(offsets[:1], len(indices))])
+            starts, ends = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, ends)
+            place = torch.arange(len(indices), device=indices.device)
+            is_inside = (place >= starts.unsqueeze(1)) & (place < ends.unsqueeze(1))
+            is_there = is_inside if is_there is None else is_inside & is_there
+            found = found.unsqueeze(0)
+        if is_there is None:
+            if mode == "max":
+                return found.max(1).values
+            return found.mean(1) if mode == "mean" else found.sum(1)
+        counts = is_there.sum(1).unsqueeze(-1)
+        if mode == "max":
+            largest = torch.where(is_there.unsqueeze(-1), found, -math.inf).max(1).values
+            return torch.where(counts > 0, largest, 0.0)
+        total = torch.where(is_there.unsqueeze(-1), found, 0.0).sum(1)
+        return total / counts.clamp(min=1) if mode == "mean" else total
+
+    return bags
+
+
 class _OfOneRecord(TorchFunctionMode):
     """What torch functions do inside the map where vmap by itself would be slow, or unsafe.
 
@@ -392,6 +443,9 @@ class _OfOneRecord(TorchFunctionMode):
             raise CannotBeMapped(
                 f"it puts a hook on a tensor ({func.__name__}), which would not run"
             )
+        if func is F.embedding_bag and (plain := _plain_bag(*args, **kwargs)) is not None:
+            with self:
+                return plain()
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):

@@ -25,6 +25,11 @@ from ..clipping.mapped_forward import Loss
 from ..clipping.record_map import CannotBeMapped
 
 _SOON = 0.5  # seconds after which it is said what takes so long
+_OPACUS_MODES = {
+    "ghost": '"bookkeeping", the default',
+    "functorch": '"isolated"',
+    "ew": '"hooks"',
+}
 
 _log = logging.getLogger("torch_dpbayes")
 
@@ -52,8 +57,10 @@ def checked_source(
             " inside, module=model._module"
         )
     if mode not in (None, "bookkeeping", "isolated", "hooks"):
+        ours = _OPACUS_MODES.get(str(mode))
         raise ValueError(
             f'grad_sample_mode must be "bookkeeping", "isolated" or "hooks", got {mode!r}'
+            + (f", which is {ours} here" if ours else "")
         )
     if clipping_kernels and mode in ("isolated", "hooks"):
         raise ValueError('clipping_kernels are those of grad_sample_mode="bookkeeping"')

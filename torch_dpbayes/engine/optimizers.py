@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
@@ -46,11 +46,10 @@ def build(
             )
     else:
         if isinstance(optimizer, Optimizer):
-            lr = optimizer.param_groups[0]["lr"]
-            raise TypeError(
-                f"{type(optimizer).__name__} is not private: pass"
-                f" partial(torch_dpbayes.optim.DPSGLD, lr={lr})"
-            )
+            inner: Any = optimizer
+            while isinstance(getattr(inner, "optimizer", None), Optimizer):  # of a framework
+                inner = inner.optimizer
+            raise TypeError(_not_private(type(optimizer), type(inner), inner.param_groups[0]))
         _require_private(optimizer)
         if accountant is None:
             accountant = PrivacyAccountant()
@@ -110,10 +109,18 @@ def _require_private(factory: Any) -> None:
         )
     if isinstance(made, type) and issubclass(made, Optimizer):
         if not issubclass(made, PrivateOptimizer):
-            lr = options.get("lr", '"free"')
-            raise TypeError(
-                f"{made.__name__} is not private: pass partial(torch_dpbayes.optim.DPSGLD, lr={lr})"
-            )
+            raise TypeError(_not_private(made, made, options))
+
+
+def _not_private(kind: type, inner: type, options: Mapping[str, Any]) -> str:
+    """What to write for an optimizer of torch; only SGD's lr is of the same units."""
+    is_sgd = inner is SGD or getattr(inner, "__name__", "") == "DPOptimizer"
+    lr = options.get("lr", '"free"') if is_sgd else '"free"'
+    if inner is SGD and (momentum := options.get("momentum")):
+        private = f"DPSGHMC, lr={lr}, momentum={momentum}"
+    else:
+        private = f"DPSGLD, lr={lr}"
+    return f"{kind.__name__} is not private: pass partial(torch_dpbayes.optim.{private})"
 
 
 def build_calibrated(

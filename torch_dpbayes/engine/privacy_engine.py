@@ -80,6 +80,11 @@ class PrivacyEngine:
                 f'accountant={accountant!r}: pass PrivacyAccountant(method="rdp") for Rényi'
                 " divergences, or leave it out for privacy loss distributions, which are tighter"
             )
+        if not isinstance(accountant, PrivacyAccountant | None):
+            raise TypeError(
+                f"the accountant is a {type(accountant).__name__}: pass"
+                " torch_dpbayes.PrivacyAccountant(), or leave it out"
+            )
         self._accountant = accountant
         self._is_alone = (
             process_group is not None and torch.distributed.get_world_size(process_group) == 1
@@ -119,6 +124,7 @@ class PrivacyEngine:
         """ε of everything that was charged, at ``delta``; None takes the budget's."""
         return self.accountant.get_epsilon(delta)
 
+    @answered(OPACUS)
     def save_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -153,6 +159,7 @@ class PrivacyEngine:
         finally:
             temporary.unlink(missing_ok=True)
 
+    @answered(OPACUS)
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -173,7 +180,17 @@ class PrivacyEngine:
             ValueError: the file holds something else or another network, or the accountant does
                 not hold what the saved run was charged; nothing is changed then.
         """
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(optimizer, PrivateOptimizer):
+            raise TypeError(
+                f"the optimizer is a {type(optimizer).__name__}: make the run private first, and"
+                " pass the module and optimizer that make_private returned"
+            )
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except OSError:
+            raise
+        except Exception:  # whatever a file of something else makes of torch's reader
+            state = None
         if not isinstance(state, dict) or not {_MODULE, _OPTIMIZER} <= state.keys():
             raise ValueError(f"{os.fspath(path)} was not written by PrivacyEngine.save_checkpoint")
         of_module = state.pop(_MODULE)
@@ -575,7 +592,16 @@ class PrivacyEngine:
             inputs = first_that_runs(module, ways)
         else:
             inputs = (Keywords(examples),) if isinstance(examples, Mapping) else examples
-        source = checked_source(module, recording, inputs, loader.expected_batch_size)
+        try:
+            source = checked_source(module, recording, inputs, loader.expected_batch_size)
+        except ValueError as error:
+            if examples is not None or not (names := _lists_in(loader.dataset[0])):
+                raise
+            raise ValueError(
+                f"the model fails on records in which {names} are lists, of which torch's collate"
+                " function makes a tensor for each place: return tensors, as"
+                ' dataset.with_format("torch") of Hugging Face does'
+            ) from error
         try:
             if self._ranks is not None:
                 compare(self._ranks, module, optimizer, loader, recording.loss_reduction)
@@ -626,6 +652,16 @@ def _was_charged_elsewhere(module: nn.Module, accountant: PrivacyAccountant) -> 
     before = _accountants[module]()
     return before is None or (
         before is not accountant and (before.path is not None or len(before) > 0)
+    )
+
+
+def _lists_in(record: Any) -> str:
+    """The names of what is a list of numbers in a record that is a mapping."""
+    fields = record.items() if isinstance(record, Mapping) else ()
+    return ", ".join(
+        repr(name)
+        for name, value in fields
+        if isinstance(value, list) and value and isinstance(value[0], (int, float))
     )
 
 

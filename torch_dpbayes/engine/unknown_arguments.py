@@ -23,6 +23,10 @@ OPACUS = {
     "noise_generator": "pass generator= in the optimizer factory",
     "total_steps": "pass epochs=",
     "normalize_clipping": "max_grad_norm is in the units of the gradient; leave it out",
+    "module_state_dict_kwargs": "leave it out",
+    "optimizer_state_dict_kwargs": "leave it out",
+    "torch_save_kwargs": "leave it out",
+    "torch_load_kwargs": "no code in the file is run; leave it out",
     "secure_mode": (
         "noise is seeded with the operating system's entropy, in floating point, and there is no"
         " other mode; leave it out"
@@ -60,7 +64,8 @@ def answered(answers: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[
                 by_name = [
                     p.name
                     for p in signature.parameters.values()
-                    if p.kind is p.KEYWORD_ONLY and p.default is p.empty
+                    if p.kind is p.KEYWORD_ONLY
+                    and (p.default is p.empty or p.name == "target_epsilon")
                 ]
                 if "positional" in str(error) and by_name:
                     raise TypeError(

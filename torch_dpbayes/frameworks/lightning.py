@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from ..clipping.gradient_source import GradientSource
 from ..engine.privacy_engine import PrivacyEngine
-from .stays_private import require_private
+from .stays_private import checked_engine, require_private
 
 
 class PrivacyCallback(Callback):
@@ -23,19 +24,26 @@ class PrivacyCallback(Callback):
 
     Raises:
         RuntimeError: when training starts: the loader or the optimizer is not the private one.
+        ValueError: when training starts: there is no δ.
 
     **Privacy.** ε is a function of public constants. The training loss that a module logs is
     made of the records, without noise.
     """
 
     def __init__(self, engine: PrivacyEngine, delta: float | None = None) -> None:
-        self._engine, self._delta = engine, delta
+        self._engine, self._delta = checked_engine(engine), delta
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raise unless loader and optimizer are the private ones."""
+        if GradientSource.attached_to(pl_module) is not None:
+            raise RuntimeError(
+                "the LightningModule itself was made private, on which Lightning writes while it"
+                " trains: pass the network inside it, as make_private(module=self.net, ...)"
+            )
         require_private(
             self._engine,
             "Lightning",
+            delta=self._delta,
             loader=trainer.train_dataloader,
             pass_loader="pass the loader of make_private to trainer.fit, on one device",
             optimizers=list(trainer.optimizers),

@@ -9,10 +9,21 @@ from ..engine.privacy_engine import PrivacyEngine
 from ..optim.base import PrivateOptimizer
 
 
+def checked_engine(engine: PrivacyEngine) -> PrivacyEngine:
+    """The engine, or an error that says what a callback is given."""
+    if not isinstance(engine, PrivacyEngine):
+        raise TypeError(
+            f"PrivacyCallback takes the engine whose make_private was called, got"
+            f" {type(engine).__name__}"
+        )
+    return engine
+
+
 def require_private(
     engine: PrivacyEngine,
     framework: str,
     *,
+    delta: float | None,
     loader: Any,
     pass_loader: str,
     optimizers: list[Any],
@@ -26,6 +37,7 @@ def require_private(
     Args:
         engine: where the steps are to be charged.
         framework: its name.
+        delta: of the ε that is shown; None takes the budget's.
         loader: the one that it takes training batches from.
         pass_loader: what to write for the private loader to be that.
         optimizers: those that it steps with, its own wrappers taken off.
@@ -33,7 +45,13 @@ def require_private(
 
     Raises:
         RuntimeError: which of them was replaced, by what.
+        ValueError: there is no δ.
     """
+    if delta is None and engine.accountant.delta is None:
+        raise ValueError(
+            "the accountant has no budget to take delta from: write PrivacyCallback(engine,"
+            " delta=1e-5)"
+        )
     strangers = [o for o in optimizers if not isinstance(o, PrivateOptimizer)]
     if strangers or not optimizers:
         what = type(strangers[0]).__name__ if strangers else "no optimizer"

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..engine.privacy_engine import PrivacyEngine
-from .stays_private import require_private
+from .stays_private import checked_engine, require_private
 
 
 class PrivacyCallback(TrainerCallback):
@@ -25,13 +25,14 @@ class PrivacyCallback(TrainerCallback):
 
     Raises:
         RuntimeError: when training starts: the loader or the optimizer is not the private one.
+        ValueError: when training starts: there is no δ.
 
     **Privacy.** ε is a function of public constants. The training loss in the same log is made of
     the records, without noise.
     """
 
     def __init__(self, engine: PrivacyEngine, delta: float | None = None) -> None:
-        self._engine, self._delta = engine, delta
+        self._engine, self._delta = checked_engine(engine), delta
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -41,6 +42,7 @@ class PrivacyCallback(TrainerCallback):
         require_private(
             self._engine,
             "Trainer",
+            delta=self._delta,
             loader=kwargs.get("train_dataloader"),
             pass_loader="return the loader of make_private from get_train_dataloader of a subclass",
             optimizers=[getattr(optimizer, "optimizer", optimizer)],  # in accelerate's wrapper

@@ -127,9 +127,15 @@ class PrivateKernel(MCMCKernel):
         self._theta: Tensor | None = None
         self._log_prior, self._started = 0.0, False
 
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        return {argument: getattr(self, kept) for argument, kept in self._told}
+
     def __repr__(self) -> str:
-        numbers = {argument: getattr(self, kept) for argument, kept in self._told}
-        return words.one_line(self, numbers, self._accountant)
+        return words.one_line(self, self._numbers, self._accountant)
+
+    def _repr_html_(self) -> str:
+        return words.html(self, self._numbers, self._accountant)
 
     # -- what an algorithm's file provides ---------------------------------------------------------
 

@@ -73,6 +73,9 @@ class NoiseAwarePosterior:
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._warn_of_little_learnt()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._mode)} parameters): guarantee() says what it is"
+
     # --- draws ------------------------------------------------------------------------------------
 
     @property

@@ -504,9 +504,16 @@ def _as_tensor(value: Any) -> Any:
     Whether it can be one is decided by types of columns, never by what stands in a record.
     """
     if hasattr(value, "to_numpy"):
-        kinds = {dtype.kind for dtype in np.atleast_1d(value.dtypes)}
-        if kinds <= set("biuf"):
-            value = value.to_numpy(dtype="float64", na_value=math.nan)
+        kinds = [dtype.kind for dtype in np.atleast_1d(value.dtypes)]
+        others = [k for k, kind in enumerate(kinds) if kind not in "biuf"]
+        if others:
+            names = [repr(value.columns[k]) for k in others] if hasattr(value, "columns") else []
+            what = f"{', '.join(names)} of the " if names else "the "
+            raise ValueError(
+                f"{what}{type(value).__name__} is not numeric: code categories as numbers by a list"
+                " that is fixed beforehand, or leave them out"
+            )
+        value = value.to_numpy(dtype="float64", na_value=math.nan)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return torch.tensor(value)  # a copy: arrays of frames are not writable
     return value

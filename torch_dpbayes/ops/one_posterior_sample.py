@@ -161,10 +161,17 @@ class OnePosteriorSample:
             model, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve
         )
 
-    def __repr__(self) -> str:
+    @property
+    def _numbers(self) -> dict[str, Any]:
         numbers = {"model": self._model, "certificate": self._certificate}
         target = {} if self._epsilon is None else {"epsilon": self._epsilon, "delta": self._delta}
-        return words.one_line(self, {**numbers, **target}, self._accountant)
+        return {**numbers, **target}
+
+    def __repr__(self) -> str:
+        return words.one_line(self, self._numbers, self._accountant)
+
+    def _repr_html_(self) -> str:
+        return words.html(self, self._numbers, self._accountant)
 
     # --- known without the data -------------------------------------------------------------------
 

@@ -49,6 +49,11 @@ from .settings import (
     require_positive,
 )
 
+_ELSEWHERE = {  # arguments of other optimizers
+    "weight_decay": "weight_decay=: pass prior_std=, which is 1 / sqrt(weight_decay * num_data)",
+    "momentum": "momentum=: take DPSGHMC, which has it",
+    "betas": "betas=: DPSGHMC has momentum=, the first of them",
+}
 _NEEDED = ("lr", "num_data", "expected_batch_size", "max_grad_norm")
 _OPTIONS_OF_NO_GROUP = frozenset(("weight_decay", "momentum", *SETTINGS))
 
@@ -93,6 +98,9 @@ class PrivateOptimizer(Optimizer):
             signature = inspect.signature(cls.__init__)
             given = {*signature.bind_partial(None, *args, **options).arguments, *options}
         except TypeError as error:
+            instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
+            if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
+                raise TypeError(f"{cls.__name__} has no {line}") from None
             raise TypeError(f"{cls.__name__}: {error}") from None
         # a subclass that hands on what it is given has no names for it
         missing = [name for name in _NEEDED if name not in given and name in signature.parameters]
@@ -276,8 +284,9 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def _numbers(self) -> dict[str, Any]:
+        lrs = [float(group["lr"]) for group in self.param_groups]
         return {
-            "lr": [float(group["lr"]) for group in self.param_groups],
+            "lr": lrs[0] if len(lrs) == 1 else lrs,
             "noise_multiplier": self.effective_noise_multiplier,
             "temperature": self.effective_temperature,
             "max_grad_norm": self.max_grad_norm,
