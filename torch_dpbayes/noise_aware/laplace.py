@@ -126,7 +126,8 @@ def laplace(
         if transcript.feature_map is not None:
             statement.append(
                 "  coordinates after the first Gram matrix features are Ax, weighted to norm 1 at"
-                " most, with the noise for that: transcript.feature_map"
+                " most, with the noise for that: transcript.feature_map. Where the model is not"
+                " quite right, the weights move what fits best"
             )
         return NoiseAwarePosterior(
             surrogate,
