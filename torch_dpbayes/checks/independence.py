@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ def check_independence(tried: TriedModel) -> ModelAsChecked:
         The model's state after its first pass, which may have filled caches.
     """
     module, inputs = tried.module, tried.inputs
-    before = noted(tried.tensors())
+    before = {name: t.detach().clone() for name, t in tried.tensors().items()}
     versions = [t._version for t in tensors_in(inputs)]
     with tried.source.paused():
         with failing_as(CANNOT_BE_RUN.format([list(t.shape) for t in tensors_in(inputs)])):
@@ -82,25 +80,10 @@ def check_independence(tried: TriedModel) -> ModelAsChecked:
     return as_checked
 
 
-def noted(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What is to stay: a digest of each, which takes no memory where a copy would take as much as
-    the model.
-    """
-    return {name: _digest(t) for name, t in tensors.items()}
-
-
-def _digest(t: Tensor) -> Any:
-    kind = (t.shape, t.dtype, t.layout)
-    if t.layout is not torch.strided or t.is_quantized:
-        return (*kind, t.detach().to_dense().tolist())
-    numbers = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return (*kind, hashlib.sha256(numbers.data).digest())
-
-
-def require_unchanged(module: nn.Module, before: Mapping[str, Any]) -> None:
-    """Raise if a forward pass wrote into buffers or parameters, since they were :func:`noted`."""
+def require_unchanged(module: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Raise if a forward pass wrote into buffers or parameters."""
     for name, t in [*module.named_buffers(), *module.named_parameters()]:
-        if name in before and _digest(t) == before[name]:
+        if name in before and torch.equal(t, before[name]):
             continue
         owner = name.rpartition(".")[0]
         what = (

@@ -14,7 +14,7 @@ from ..clipping.nested import Nested, tensors_in
 from ..clipping.record_map import CannotBeMapped, KeptTensors, in_plain_words
 from .findings import MayFail, affordable, failing_as
 from .forward_runs import ALONE, are_finite, same_outputs
-from .independence import CANNOT_BE_RUN, NOT_FINITE, check_independence, noted, require_unchanged
+from .independence import CANNOT_BE_RUN, NOT_FINITE, check_independence, require_unchanged
 from .made_up_records import output_of, repeated
 from .model_state import ModelAsChecked
 from .seeded_draws import FIRST_DIMENSION, SeededDraws
@@ -39,7 +39,7 @@ def check_map(tried: TriedModel) -> ModelAsChecked:
     """
     module, source, inputs = tried.module, tried.source, tried.inputs
     as_checked: ModelAsChecked | None = None
-    before = noted(tried.tensors())
+    before = {name: t.detach().clone() for name, t in tried.tensors().items()}
     cannot_be_run = CANNOT_BE_RUN.format([list(t.shape) for t in tensors_in(inputs)])
     trials = [(True, rows, repeated(inputs, rows)) for rows in (1, *tried.sizes)]
     for seed, kind in enumerate(_OTHER_KINDS):
