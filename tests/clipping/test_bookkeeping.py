@@ -1458,3 +1458,27 @@ def test_a_compiled_model_runs(backend, first):
         assert source.add_clipped_sum(named, 1.0, out) == 40
         source.discard([p for _, p in named])
         assert_same(expected, (torch.cat(out), norms))
+
+
+@pytest.mark.parametrize("kind", [BookkeepingGradientSource, HooksGradientSource])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "record", "slope", "positions", "clip"),
+    [
+        (torch.float32, 1.5e19, 1.33e19, 1, 1e-6),  # C/norm is subnormal: it was rounded up, 1.12 C
+        (torch.float32, 1e17, 1.2e16, 1, 1e-12),  # 1.68 C
+        (torch.float32, 1e6, 1e12, 1, 1e-22),
+        (torch.float64, 1e153, 1e-162, 2, 1e-12),  # the squares of one underflow: it was 2000 C
+        (torch.float64, 1e-162, 1e153, 2, 1e-12),
+    ],
+)
+def test_no_record_passes_the_bound_where_numbers_end(
+    kind, has_bias, dtype, record, slope, positions, clip
+):
+    net = nn.Linear(1, 1, bias=has_bias).to(dtype)
+    source = kind(net, loss_reduction="sum")
+    shape = (1, 1) if positions == 1 else (1, positions, 1)
+    net(torch.full(shape, record, dtype=dtype)).backward(torch.full(shape, slope, dtype=dtype))
+    out = [torch.zeros(1, dtype=dtype) for _ in net.parameters()]
+    source.add_clipped_sum(list(net.named_parameters()), clip, out)
+    assert math.hypot(*map(float, out)) <= clip * (1 + 1e-6)

@@ -24,7 +24,6 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .fixed_tensors import same_values
 from .layer_kinds import BATCH_NORM_TO_EVAL
@@ -167,13 +166,10 @@ class ModelAsChecked:
                 continue
             if layer.training or not type(layer).__module__.startswith("torch."):
                 modes = ("training", "eval") if was_training else ("eval", "training")
-                has_norms = not was_training and any(
-                    isinstance(part, _BatchNorm) for part in layer.modules()
-                )
                 back = "train" if was_training else "eval"
-                line = (
-                    BATCH_NORM_TO_EVAL if has_norms else f"model.get_submodule({name!r}).{back}()"
-                )
+                # the others of a frozen network are put back by the same line
+                is_norm = not was_training and "BatchNorm" in type(layer).__name__
+                line = BATCH_NORM_TO_EVAL if is_norm else f"model.get_submodule({name!r}).{back}()"
                 raise RuntimeError(SWITCHED.format(name, *modes, line))
         self._require_same()
 

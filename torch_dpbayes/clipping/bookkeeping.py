@@ -181,13 +181,14 @@ class BookkeepingGradientSource(GradientSource):
                 )
             norm = self._norm(contributions, max_grad_norm)
             factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
-            # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. Squares
-            # may overflow where norms do not; then no record is found to be cut out.
-            if not math.isfinite(norm.dot(norm)):
-                finite = torch.isfinite(norm)
-                factor = torch.where(finite, factor, 0.0)
+            # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has
+            # one so large that a subnormal factor is rounded up. Squares overflow before either;
+            # where only they do, no record is found to be cut out.
+            if max_grad_norm < _SMALL_BOUND or not math.isfinite(norm.dot(norm)):
+                kept = factor >= torch.finfo(factor.dtype).tiny
+                factor = torch.where(kept, factor, 0.0)
                 for contribution in contributions:
-                    contribution.keep_only(finite)
+                    contribution.keep_only(kept)
             into = {p: o for (_, p), o in zip(named_parameters, out, strict=True)}
             for contribution in contributions:
                 contribution.add_sum(factor, into)
@@ -696,6 +697,7 @@ _PRODUCTS = {
     "cuda": (("cuda", "matmul"), ("cuda", "conv")),
 }
 _FULL = frozenset(("ieee", "none"))
+_SMALL_BOUND = 1e-18  # below it factors of norms whose squares do not overflow may be subnormal
 _AS_IT_IS = nullcontext()
 if hasattr(torch._C, "_get_fp32_precision_getter"):
     _precision_of: Callable[[str, str], Any] = torch._C._get_fp32_precision_getter

@@ -194,15 +194,20 @@ class Outer(Product):
             g = self.backprops[part].double()
             gram = torch.bmm(g, g.transpose(1, 2))
             size = gram.diagonal(dim1=1, dim2=2)
+            lost: Tensor | float = 0.0  # where squares underflow and the other factor is huge
             if self.weight is not None:
                 a = self.inputs[part].double()
                 other = torch.bmm(a, a.transpose(1, 2))
                 if self.bias is not None:
                     other.add_(1.0)
-                size = size * other.diagonal(dim1=1, dim2=2)
+                of_inputs = other.diagonal(dim1=1, dim2=2)
+                if self.backprops.dtype == torch.float64:
+                    lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
+                    lost += _lost_in_squares(a) * size.sqrt().sum(1)
+                size = size * of_inputs
                 gram.mul_(other)
             sizes.append(size.clamp(min=0.0).sqrt().sum(1))
-            norms.append(gram.sum((1, 2)).clamp_(min=0.0).sqrt_())
+            norms.append(gram.sum((1, 2)).clamp_(min=0.0).sqrt_().add_(lost))
         dtype = wide(self.backprops)
         return torch.cat(norms).to(dtype), torch.cat(sizes).to(dtype)
 
@@ -338,11 +343,13 @@ def _norm_above(t: Tensor) -> Tensor:
     """Row norms, plus at most what is lost where squares underflow: a product with a huge
     number must not hide it.
     """
-    if t.dtype == torch.float64:
-        return torch.linalg.vector_norm(t, dim=1).add_(math.sqrt(t.shape[1]) * 1.5e-154)
-    return torch.linalg.vector_norm(t, dim=1, dtype=torch.float32).add_(
-        math.sqrt(t.shape[1]) * 1.1e-19
-    )
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    return torch.linalg.vector_norm(t, dim=1, dtype=dtype).add_(_lost_in_squares(t))
+
+
+def _lost_in_squares(t: Tensor) -> float:
+    """At most the length of a row of ``t`` whose squares underflow."""
+    return math.sqrt(t.shape[-1]) * (1.5e-154 if t.dtype == torch.float64 else 1.1e-19)
 
 
 def weighted(rows: Tensor, factor: Tensor, out: Mapping[Tensor, Tensor]) -> Tensor:

@@ -587,11 +587,13 @@ def add_clipped(
     if scale is not None:
         gradients = _rescaled(gradients, scale)
     norm = joint_norms(gradients)
-    finite = torch.isfinite(norm)
     # 0/0 does not occur: C/0 = inf, clamped
-    factor = torch.where(finite, (max_grad_norm / norm).clamp(max=1.0), 0.0)
-    if not finite.all():  # 0·inf is nan: such a record has to be cut out, not scaled away
-        gradients = [torch.where(finite[:, None], g, 0.0) for g in gradients]
+    factor = (max_grad_norm / norm).clamp(max=1.0)
+    # not of a norm that is not finite, nor of one so large that a subnormal factor is rounded up
+    kept = factor >= torch.finfo(factor.dtype).tiny
+    factor = torch.where(kept, factor, 0.0)
+    if not kept.all():  # 0·inf is nan: such a record has to be cut out, not scaled away
+        gradients = [torch.where(kept[:, None], g, 0.0) for g in gradients]
     for g, o in zip(gradients, out, strict=True):
         o.addmv_(g.to(o.dtype).T, factor.to(o.dtype))
     if second_moment is not None:

@@ -368,6 +368,9 @@ def _plain_bag(
     """``F.embedding_bag`` by operations that vmap has rules for: torch's own would run for one
     record after another, with a warning at each call. None where its options are refused anyway.
     """
+    has_wrong_weights = per_sample_weights is not None and mode != "sum"
+    if mode not in ("sum", "mean", "max") or has_wrong_weights:
+        return None
     if max_norm is not None or scale_grad_by_freq or indices.numel() == 0:
         return None
 

@@ -37,6 +37,7 @@ from .unknown_arguments import OPACUS, answered
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _MODULE, _OPTIMIZER = "module_state_dict", "optimizer_state_dict"  # Opacus' names
+_NOT_OURS = "{} was not written by PrivacyEngine.save_checkpoint"
 
 _log = logging.getLogger("torch_dpbayes")
 
@@ -189,10 +190,10 @@ class PrivacyEngine:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except OSError:
             raise
-        except Exception:  # whatever a file of something else makes of torch's reader
-            state = None
+        except Exception as error:  # whatever a file of something else makes of torch's reader
+            raise ValueError(_NOT_OURS.format(os.fspath(path))) from error
         if not isinstance(state, dict) or not {_MODULE, _OPTIMIZER} <= state.keys():
-            raise ValueError(f"{os.fspath(path)} was not written by PrivacyEngine.save_checkpoint")
+            raise ValueError(_NOT_OURS.format(os.fspath(path)))
         of_module = state.pop(_MODULE)
         _require_same_tensors(of_module, module)  # before charges are taken over
         optimizer.load_state_dict(state.pop(_OPTIMIZER))
