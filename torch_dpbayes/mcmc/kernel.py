@@ -280,7 +280,7 @@ class PrivateKernel(MCMCKernel):
         if strange := prior.mapped_otherwise_by(runner.transforms):
             raise ValueError(
                 f"MCMC(transforms=...) would map the draws of {strange} by other transforms than"
-                " the kernel's, which are those of the sites' supports: leave it out. For another"
+                " the kernel's, those of the sites' supports: leave it out. For another"
                 " space give the site a distribution there, and pyro.deterministic its value."
             )
         runner.transforms = self.transforms
