@@ -196,6 +196,7 @@ def test_more_parameters_than_a_full_curvature_allows():
     draws = post.sample(3)
     assert draws["0.weight"].shape == (3, 1, 4100)
     assert post.method == "mixture"
+    assert repr(post).startswith("DiagonalPosterior(")
     assert "off the diagonal" in post.guarantee()
     assert bool(post.stddev["0.weight"].isfinite().all())
     assert math.isfinite(post.log_density(post.mean))

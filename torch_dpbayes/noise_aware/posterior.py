@@ -302,6 +302,7 @@ class DiagonalPosterior(NoiseAwarePosterior):
         transcript: Any,
     ) -> None:
         self._mixture, self._prior, self._coordinates = mixture, prior, coordinates
+        self._mode = mixture.mean
         self._statement, self.transcript = list(statement), transcript
         self._moments = None
         self._note_agreement(mixture.agreement())
