@@ -363,3 +363,55 @@ def test_a_prior_that_the_records_contradict_is_named():
     ]
     assert all("of 3 directions the releases tell 3 better" in one for one in said)
     assert ["the releases contradict the prior" in one for one in said] == [True, False]
+
+
+# -- hierarchical models -----------------------------------------------------------------------
+
+
+def groups(group, y=None):
+    scale = pyro.sample("scale", dist.HalfNormal(torch.ones((), dtype=DOUBLE)))
+    mean = pyro.sample("mean", dist.Normal(torch.zeros((), dtype=DOUBLE), 1.0))
+    with pyro.plate("groups", 6):
+        effect = pyro.sample("effect", dist.Normal(mean, scale))
+    with pyro.plate("data", len(group)):
+        pyro.sample("y", dist.Bernoulli(logits=effect[group]), obs=y)
+
+
+def grouped_data(count=4000):
+    group = torch.randint(0, 6, (count,))
+    effect = torch.linspace(-1.5, 1.0, 6, dtype=DOUBLE)
+    return group, torch.bernoulli(effect[group].sigmoid())
+
+
+@pytest.mark.filterwarnings("ignore:the budget is too small")
+def test_without_a_budget_a_hierarchical_posterior_is_its_prior():
+    """Of the scale, into whose narrow part candidates around a mode do not come, and of the mean;
+    draws of 64 chains are autocorrelated, and one in eight is taken.
+    """
+    post = laplace(groups, *grouped_data(200), epsilon=1e-3, delta=1e-5, max_grad_norm=1.0)
+    assert post.method == "hamiltonian"
+    draws = post.sample(1000)
+    assert kstest(draws["scale"][::8], "halfnorm").pvalue > 1e-6
+    assert kstest(draws["mean"][::8], "norm").pvalue > 1e-6
+    ratio = (draws["effect"] - draws["mean"][:, None]) / draws["scale"][:, None]
+    assert kstest(ratio[::8].flatten(), "norm").pvalue > 1e-6
+
+
+def test_with_a_huge_budget_a_hierarchical_posterior_is_that_of_the_data():
+    """Groups of some 660 records: their log odds, and their widths from the second derivative."""
+    group, y = grouped_data()
+    post = laplace(groups, group, y, epsilon=500.0, delta=1e-5, max_grad_norm=1.0)
+    share = torch.stack([y[group == g].mean() for g in range(6)])
+    count = torch.bincount(group, minlength=6)
+    stddev = (count * share * (1 - share)).rsqrt()
+    apart = (post.mean["effect"] - share.logit()) / stddev
+    assert bool((apart.abs() < 0.5).all())  # the prior and the bend of the likelihood
+    torch.testing.assert_close(post.stddev["effect"], stddev, rtol=0.2, atol=0.0)
+
+
+def test_only_what_records_depend_on_is_released():
+    post = laplace(groups, *grouped_data(), epsilon=5.0, delta=1e-5, max_grad_norm=1.0)
+    assert all(len(g.value) == 6 for g in post.transcript.gradients)
+    assert all(c.value.shape == (6, 6) for c in post.transcript.curvatures)
+    assert "for the 6 of 8 unconstrained coordinates that records depend on" in post.guarantee()
+    assert post.sample(10)["scale"].shape == (10,)

@@ -1,10 +1,16 @@
 """Draws from data-free densities against densities whose moments are known."""
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from scipy.stats import kstest
 
+from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.noise_aware.priors import PyroPrior
 from torch_dpbayes.noise_aware.sampling import Chains, WeightedDraws
 
+ONE = torch.ones((), dtype=torch.float64)
 EYE = torch.eye(2, dtype=torch.float64)
 TRIGAMMA_9 = float(torch.special.polygamma(1, torch.tensor(9.0, dtype=torch.float64)))
 DIGAMMA_9 = float(torch.special.digamma(torch.tensor(9.0, dtype=torch.float64)))
@@ -57,3 +63,31 @@ def test_chains_that_disagree_are_told():
     chains = Chains(two, 40 * torch.randn(64, 2).double(), EYE)
     chains.draws(100)
     assert chains.r_hat > 2
+
+
+def funnel():
+    scale = pyro.sample("scale", dist.HalfNormal(ONE))
+    with pyro.plate("groups", 12):
+        pyro.sample("effect", dist.Normal(0 * ONE, scale))
+
+
+def log_scales(frames):
+    """Of chains on the prior, which start where the scale is near 1."""
+    prior = PyroPrior(Prior(funnel))
+    starts = torch.cat([torch.randn(64, 12), 0.1 * torch.randn(64, 1)], 1).double()
+    precision = torch.eye(13, dtype=torch.float64)
+    chains = Chains(prior.log_density, starts, precision, prior.frames if frames else ())
+    return chains.draws(640)[:, 12].exp(), chains.r_hat
+
+
+def test_chains_get_into_a_funnel_and_out_again():
+    """Draws are autocorrelated: one in ten of them is taken for independent."""
+    scales, r_hat = log_scales(frames=True)
+    assert r_hat < 1.3
+    assert kstest(scales[::10], "halfnorm").pvalue > 1e-6
+
+
+@pytest.mark.thorough
+def test_without_the_other_coordinates_they_do_not():
+    scales, _ = log_scales(frames=False)
+    assert kstest(scales[::10], "halfnorm").pvalue < 1e-2 or float(scales.min()) > 0.01

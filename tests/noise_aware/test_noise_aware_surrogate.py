@@ -16,8 +16,9 @@ from torch_dpbayes.noise_aware.modes import mode
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.response import LinearResponse, NormalFeatureResponse, denoised
 from torch_dpbayes.noise_aware.scores import Bernoulli, Poisson
-from torch_dpbayes.noise_aware.surrogate import Surrogate, positive
+from torch_dpbayes.noise_aware.surrogate import AnySurrogate, Surrogate, positive
 from torch_dpbayes.noise_aware.transcript import GradientRelease
+from torch_dpbayes.noise_aware.uncertain_level import UncertainLevel
 
 DIMENSION = 4
 SIGNIFICANCE = 1e-6
@@ -238,3 +239,46 @@ def test_releases_from_far_away_do_not_outvote_the_last_ones():
     alone = Surrogate([last], response, slope, 0.0, last.theta)
     prior = GaussianPrior(torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64))
     torch.testing.assert_close(mode(both, prior), mode(alone, prior), rtol=0.0, atol=1e-3)
+
+
+def with_error_in_units(units):
+    releases = [
+        GradientRelease(torch.randn(DIMENSION).double(), 5 * torch.randn(DIMENSION).double(), 3.0)
+        for _ in range(3)
+    ]
+    return Surrogate(
+        releases, LinearResponse(CURVATURE), CURVATURE, 2.0, releases[-1].theta, None, units
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_change_of_rank_one_is_the_dense_formula(factor):
+    """The constant as well, which weighs surrogates of different levels against each other."""
+    found = with_error_in_units(factor * torch.tensor([1.0, 0.5, 0.2, 0.9], dtype=torch.float64))
+    theta = torch.randn(7, DIMENSION, dtype=torch.float64)
+    torch.testing.assert_close(
+        found.log_likelihood(theta), AnySurrogate.log_likelihood(found, theta)
+    )
+    torch.testing.assert_close(found.log_likelihood(theta[0]), found.log_likelihood(theta)[0])
+
+
+def test_surrogates_of_several_levels_are_evaluated_together():
+    parts = [with_error_in_units(torch.full((DIMENSION,), u).double()) for u in (1.0, 0.5)]
+    found, theta = UncertainLevel(parts, parts[0]), torch.randn(5, DIMENSION, dtype=torch.float64)
+    alone = torch.stack([part.log_likelihood(theta) for part in parts]).logsumexp(0)
+    torch.testing.assert_close(found.log_likelihood(theta), alone)
+    torch.testing.assert_close(found.log_likelihood(theta[0]), alone[0])
+
+
+def test_the_error_in_units_has_the_covariance_that_is_stated():
+    """Of S E S Δ for the symmetric noise E; six standard errors of each entry."""
+    units, repeats = torch.tensor([1.0, 0.5, 0.2, 0.9], dtype=torch.float64), 40_000
+    found = with_error_in_units(units)
+    theta = torch.randn(DIMENSION, dtype=torch.float64)
+    noise = torch.randn(repeats, DIMENSION, DIMENSION, dtype=torch.float64)
+    errors = 2.0 * units[:, None] * (noise + noise.mT) / 2 * units
+    moved = errors @ (found._point - theta)
+    products = moved[:, :, None] * moved[:, None, :]
+    limit = 6 * products.std(0) / math.sqrt(repeats)
+    stated = found._of_curvature_error(theta)
+    assert bool(((products.mean(0) - stated).abs() < limit).all())

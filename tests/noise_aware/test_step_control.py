@@ -141,6 +141,7 @@ class Records:
 
     def __init__(self, dimension, num_records, bound):
         self.dimension, self.num_records = dimension, num_records
+        self.site = torch.zeros(dimension, dtype=torch.int64)
         self.gradient_bound, self.curvature_bound = bound, bound**2
 
     def gradients(self, theta):
@@ -189,6 +190,7 @@ class Groups(Records):
 
     def __init__(self, truth, count):
         super().__init__(len(truth), count, 1.0)
+        self.site = torch.tensor([0, 1] + 5 * [2])
         self._group = torch.randint(2, len(truth), (count,))
         self._y = torch.bernoulli(truth[self._group].sigmoid())
 
@@ -200,6 +202,8 @@ class Groups(Records):
 
 class GroupsPrior:
     """mean ~ N(0, 1), log scale ~ N(−0.5, 0.4²), log odds ~ N(mean, scale²)."""
+
+    frames = ()
 
     def sample(self):
         theta = torch.randn(7, dtype=DOUBLE)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from pyro.nn import PyroModule
-from torch import nn
+from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
 from ..mcmc.checks import check_clip_bound
@@ -31,6 +31,7 @@ from .posterior import (
 )
 from .priors import GaussianPrior, LatentPrior, PyroPrior
 from .records import DensitySums, GLMSums, SoftmaxSums
+from .some_coordinates import OfSome
 
 Curvature = Literal["full", "diagonal"]
 _LARGEST_DIMENSION = 4000
@@ -273,8 +274,10 @@ def _of_density(
     num_data: int | None,
     is_diagonal: bool,
 ) -> NoiseAwarePosterior:
-    sums = DensitySums(density, max_grad_norm)
-    if not sums.is_valid(gaussian.mean):
+    # the noise of sums that are 0 in any case would be taken for something that the records say
+    told = density.read if not is_diagonal and not density.read.all() else None
+    sums = DensitySums(density, max_grad_norm, None if told is None else gaussian.mean, told)
+    if not sums.is_valid(gaussian.mean if told is None else gaussian.mean[told]):
         raise ValueError(
             "the model cannot be evaluated at the median of its prior, where the run starts: use a"
             " prior that suits the likelihood."
@@ -298,6 +301,7 @@ def _of_density(
         delta,
         accountant,
         num_data,
+        told,
     )
 
 
@@ -310,26 +314,34 @@ def _general(
     delta: float | None,
     accountant: PrivacyAccountant,
     num_data: int | None,
+    told: Tensor | None = None,
 ) -> NoiseAwarePosterior:
     count = public_num_data(num_data, sums.num_records, accountant)
     plan = general_plan(
         total_multiplier(accountant, epsilon, delta), sums.dimension, count, accountant.neighboring
     )
     charge(accountant, plan, _LABEL)
-    surrogate, transcript = run_general(sums, plan, gaussian, count)
+    some = gaussian if told is None else gaussian.of(told)
+    surrogate, transcript = run_general(sums, plan, some, count)
+    likelihood = surrogate if told is None else OfSome(surrogate, told, gaussian.mean)
     statement = _statement(
         accountant,
         plan,
         sums,
         "the log likelihood is taken as quadratic around the last points of the run",
     )
+    if told is not None:
+        statement.append(
+            f"  released    for the {int(told.sum())} of {len(told)} unconstrained coordinates that"
+            " records depend on; the others follow from them by the prior"
+        )
     return NoiseAwarePosterior(
-        surrogate,
+        likelihood,
         prior,
         coordinates,
         statement,
         transcript=transcript,
-        agreement=surrogate.agreement,
+        agreement=likelihood.agreement,
     )
 
 

@@ -47,13 +47,17 @@ class GeneralSums(PrivateSums, Protocol):
     """The same for any model."""
 
     num_records: int
-
+    site: Tensor
+    """The number of each parameter's site, ``[d]``, from 0 without gaps."""
     curvature_is_of_gradients: bool
     """Whether :meth:`curvature_sum` is Σ c cᵀ of the clipped gradients."""
 
 
-class DiagonalSums(GeneralSums, Protocol):
+class DiagonalSums(PrivateSums, Protocol):
     """The same for the diagonal form."""
+
+    num_records: int
+    curvature_is_of_gradients: bool
 
     def curvature_diagonal(self, theta: Tensor) -> Tensor:
         """The diagonal of what :meth:`curvature_sum` is, without the rest; ``[d]`` in float64. What

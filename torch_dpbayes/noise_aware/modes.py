@@ -38,8 +38,8 @@ def mode(likelihood: Likelihood, prior: GaussianPrior, start: Tensor | None = No
     value = objective(theta)
     for _ in range(_ITERATIONS):
         precision, product = likelihood.precision(theta)
-        total = precision + torch.diag(prior.precision)
-        step = torch.linalg.solve(total, product + prior.precision * prior.mean) - theta
+        total = precision + prior.matrix
+        step = torch.linalg.solve(total, product + prior.matrix @ prior.mean) - theta
         scale, gain = 1.0, -1.0
         while scale > 1e-3 and not (gain := objective(theta + scale * step) - value) > 0:
             scale /= 2

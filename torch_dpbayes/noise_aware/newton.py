@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from .block_levels import BlockLevels
 from .feature_shape import InShape, feature_map
 from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
 from .mechanism import GeneralSums, Mechanism, PrivateGram
@@ -31,6 +32,7 @@ from .uncertain_level import UncertainLevel
 
 # of the level of a curvature; above it the level's distribution counts and not its deviation alone
 _HARMLESS_NOISE = 0.1
+_SURE_LEVEL = 0.02  # where their distribution is in any case no more than a few evaluations
 _LEVELS = 12
 
 
@@ -124,13 +126,17 @@ def run_general(
         prior: a Gaussian one, or what a Gaussian says of another one; the steps alone use it.
         num_data: number of records, a public constant.
     """
-    mechanism, control = Mechanism(sums), StepControl(prior)
+    mechanism, control, blocks = (
+        Mechanism(sums),
+        StepControl(prior),
+        BlockLevels(sums.site, num_data),
+    )
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
-    theta, raw_std = prior.mean, 0.0
+    theta, variances = prior.mean, blocks.variances(0.0)
     raw = torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64)
 
-    def fitted() -> Surrogate:
+    def fitted(spread: float) -> Surrogate:
         at, gradients = control.curvature, transcript.gradients
         response = LinearResponse(at, misfit=MISFIT)
         counted = control.agreeing(gradients, spread)
@@ -147,30 +153,28 @@ def run_general(
             value, std = release.value, release.noise_std
             if sums.curvature_is_of_gradients:
                 value, std = _about_their_mean(release, best, num_data)
-            raw, raw_std = (value, std) if first else combined(raw, raw_std, value, std)
-            curvature, spread = denoised(raw, raw_std)
+            own = blocks.variances(std)
+            raw, variances = (value, own) if first else blocks.combined(raw, variances, value, own)
+            curvature, spread = blocks.denoised(raw, variances)
             control.released(curvature)
-        theta = control.next_point(fitted())
+        theta = control.next_point(fitted(spread))
         # the point before it is valid, and all between them are public or released
         while not sums.is_valid(theta):
             theta = (theta + centre) / 2
     control.released(curvature)
-    surrogate = fitted()
-    if _is_level_known(raw, raw_std):
+    spread = blocks.left(raw, variances)
+    surrogate = fitted(spread)
+    if blocks.are_known(raw, variances, _SURE_LEVEL):
         return surrogate, transcript
-    spread = raw_std * math.sqrt(shape_kept(raw, raw_std))
     counted = control.agreeing(transcript.gradients, spread)
     # the bounds as for a generalised linear model
-    least = float(prior.precision.mean())
-    most = max(num_data * sums.curvature_bound / prior.dimension, 2 * least)
+    least, most = float(prior.precision.mean()), num_data * sums.curvature_bound
     parts: list[AnySurrogate] = []
-    for level in map(float, levels(raw, raw_std, least, most, _LEVELS)):
-        at = at_level(curvature, level)
-        # without negative eigenvalues no shape is larger than the level
+    for drawn in blocks.likely(raw, variances, least, most, _LEVELS):
+        at = blocks.at(curvature, drawn)
+        units = blocks.shape_scales(drawn, spread)
         response = LinearResponse(at)
-        parts.append(
-            Surrogate(transcript.gradients, response, at, min(spread, level), centre, counted)
-        )
+        parts.append(Surrogate(transcript.gradients, response, at, spread, centre, counted, units))
     return UncertainLevel(parts, surrogate), transcript
 
 

@@ -75,8 +75,21 @@ def part_kept(square: float, size: int, noise_std: float, level: float, num_data
     count = size * (size + 1) / 2 - 1
     if not count:
         return 0.0  # a number has no shape
-    least, most = level**2 / num_data, size * (size - 1) * level**2 / count
+    most = size * (size - 1) * level**2 / count
+    return mean_part(square, count, noise_std**2, level**2 / num_data, most)
+
+
+def mean_part(square: float, count: float, noise: float, least: float, most: float) -> float:
+    """The posterior mean of τ²/(τ² + v²), given the sum of squares of so many normal numbers of
+    that variance.
+
+    Args:
+        square: the sum.
+        count: how many.
+        noise: v².
+        least, most: between which τ² lies.
+    """
     own = torch.linspace(math.log(least), math.log(most), _GRID, dtype=torch.float64).exp()
-    total = own + noise_std**2
+    total = own + noise
     likely = (-(count * total.log() + square / total) / 2).softmax(0)
     return float(likely @ (own / total))

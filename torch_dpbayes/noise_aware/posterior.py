@@ -24,6 +24,7 @@ _LARGEST_CHAIN_UNDER_A_GAUSSIAN_PRIOR = 50
 _NUMBERS = 2**24  # of draws held at once
 _LITTLE_LEARNT = 0.95  # the posterior's standard deviations over the prior's
 _LEAST_AGREEMENT = 1e-5
+_LARGEST_R_HAT = 1.3  # of chains; above, draws are worth less than two for each
 
 
 class Coordinates(Protocol):
@@ -63,7 +64,7 @@ class NoiseAwarePosterior:
         gaussian = prior.gaussian()
         self._mode = mode(likelihood, gaussian)
         precision, product = likelihood.precision(self._mode)
-        self._precision = precision + torch.diag(gaussian.precision)
+        self._precision = precision + gaussian.matrix
         if agreement is not None:
             self._note_agreement(agreement(self._mode, precision))
         if len(self._mode) <= _LARGEST_CHAIN:
@@ -83,7 +84,8 @@ class NoiseAwarePosterior:
         """How draws are made: ``"importance"``, ``"hamiltonian"``, or ``"gaussian"`` where the
         dimension is too high for either.
         """
-        if self._draws.are_good:
+        # candidates cannot tell that they miss the narrow part of a hierarchical prior
+        if self._draws.are_good and not self._prior.frames:
             return "importance"
         limit = (
             _LARGEST_CHAIN_UNDER_A_GAUSSIAN_PRIOR
@@ -233,8 +235,15 @@ class NoiseAwarePosterior:
             starts = (
                 self._draws.starts(CHAINS) if self._draws.worth else self._mode.repeat(CHAINS, 1)
             )
-            self._chains = Chains(self._log_density, starts, self._precision)
+            self._chains = Chains(self._log_density, starts, self._precision, self._prior.frames)
             self._chains.draws(_CHAIN)
+            if self._chains.r_hat > _LARGEST_R_HAT:
+                warnings.warn(
+                    f"the chains that draw from this posterior do not agree (R-hat ="
+                    f" {self._chains.r_hat:.2f}): its means and widths may be wrong. Give the model"
+                    " priors with fewer modes, or centre its hierarchy otherwise.",
+                    stacklevel=2,
+                )
         return self._chains
 
     def _constrained(self, draws: Tensor) -> dict[str, Tensor]:

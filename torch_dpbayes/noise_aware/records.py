@@ -174,6 +174,7 @@ class SoftmaxSums:
         self._records = model.records(*model.prepare((features, labels)))
         self.gradient_bound, self.curvature_bound = model.lipschitz, model.record_smoothness
         self.dimension = model.num_classes * features.shape[1]
+        self.site = torch.zeros(self.dimension, dtype=torch.int64)
         self.num_records = len(features)
         precision = torch.full((self.dimension,), model.prior_std**-2, dtype=torch.float64)
         self.prior = GaussianPrior(torch.zeros_like(precision), precision)
@@ -199,33 +200,48 @@ class DensitySums:
     Args:
         density: the model on its data.
         max_grad_norm: clip bound of a record's gradient in unconstrained space.
+        place: a vector of all latents ``[D]``, in which ``told`` are replaced.
+        told: the d coordinates that sums are over, ``[D]``; gradients of the others have to be 0.
+            None: all.
     """
 
     curvature_is_of_gradients = True
 
-    def __init__(self, density: RecordDensity, max_grad_norm: float) -> None:
-        self._density = density
-        self.dimension = density.prior.dimension
+    def __init__(
+        self,
+        density: RecordDensity,
+        max_grad_norm: float,
+        place: Tensor | None = None,
+        told: Tensor | None = None,
+    ) -> None:
+        self._density, self._place = density, place
+        self._told = slice(None) if told is None else told
+        self.dimension = density.prior.dimension if told is None else int(told.sum())
         self.num_records = density.num_records
+        self.site = density.sites[self._told].unique(return_inverse=True)[1]
         self.gradient_bound = float(max_grad_norm)
         self.curvature_bound = self.gradient_bound**2
         self._clip = (1 - _ROUNDING) * self.gradient_bound
 
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ clip(−∇ log p(x_i | θ)). Private data."""
-        return -self._density.clipped_gradient_sum(self._own(theta), self._clip)
+        return -self._density.clipped_gradient_sum(self._own(theta), self._clip)[self._told]
 
     def curvature_sum(self, theta: Tensor) -> Tensor:
         """Σ c cᵀ. Private data."""
-        return self._density.clipped_outer_sum(self._own(theta), self._clip)
+        found = self._density.clipped_outer_sum(self._own(theta), self._clip)
+        return found[self._told][:, self._told]
 
     def curvature_diagonal(self, theta: Tensor) -> Tensor:
         """Σ c∘c. Private data."""
-        return self._density.clipped_square_sum(self._own(theta), self._clip)
+        return self._density.clipped_square_sum(self._own(theta), self._clip)[self._told]
 
     def is_valid(self, theta: Tensor) -> bool:
         """Whether gradients can be computed at θ, whatever the records are."""
         return self._density.has_gradients(self._own(theta))
 
     def _own(self, theta: Tensor) -> Tensor:
+        if self._place is not None:
+            theta, told = self._place.to(theta).clone(), theta
+            theta[self._told] = told
         return theta.to(self._density.prior.device, self._density.prior.dtype)

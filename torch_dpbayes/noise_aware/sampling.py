@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 import torch
 from torch import Tensor
 
 from ..words import shown
+from .priors import Frame
 
 LogDensity = Callable[[Tensor], Tensor]
 
@@ -24,7 +25,8 @@ _ROUNDS, _MOST_ADAPTED = 6, 50  # of adaptation, and dimensions
 _LEAST_SHARE = 0.1  # of the candidates, that weighted ones have to be worth
 _DEGREES = (8.0, math.inf)  # of freedom: heavy tails are safe, but too far out in many dimensions
 CHAINS = 64
-_WARMUP, _LEAST_KEPT = 160, 16  # iterations of every chain
+_WARMUP, _LEAST_KEPT, _MOST_KEPT = 160, 16, 256  # iterations of every chain
+_AGREED = 1.1  # R-hat, at which draws are worth about five for each chain
 _MOST_STEPS, _ACCEPTANCE = 32, 0.8
 _NUMBERS_AT_ONCE = 2**22
 
@@ -136,42 +138,51 @@ def _proposals(
 
 
 class Chains:
-    """Hamiltonian Monte Carlo, many chains at once, in coordinates in which a Gaussian
-    approximation is standard normal.
+    """Hamiltonian Monte Carlo, many chains at once.
 
-    The number of leapfrog steps is uniform up to half of the Gaussian's period, the same for all
-    chains. Each chain's step size is a random part of a common one: small steps get a chain out of
-    where the density is narrow. In warm-up the common one is adapted to the mean acceptance, and
-    the coordinates once to the covariance of all chains.
+    Every chain moves by turns in θ and in each of the ``frames``, as one kind of coordinates suits
+    where the data tell much and the other where they tell little (Yu and Meng 2011). Draws are kept
+    when the chains agree, or after the longest run that is worth its time: ``r_hat`` says which.
 
     Source: Neal (2011), "MCMC using Hamiltonian dynamics".
 
     Args:
         log_density: of the target, up to a constant, over ``[m, d]``, differentiable.
         starts: of the chains, ``[chains, d]``.
-        precision: of the Gaussian approximation, ``[d, d]``.
+        precision: of a Gaussian approximation, ``[d, d]``.
+        frames: further coordinates, in which the prior is about standard normal.
     """
 
-    def __init__(self, log_density: LogDensity, starts: Tensor, precision: Tensor) -> None:
-        self._log_density = log_density
-        self._root = torch.linalg.inv(torch.linalg.cholesky(precision))
-        self._step = 0.5
-        self._kept: list[Tensor] = []
-        self._state = self._evaluated(starts)
+    def __init__(
+        self,
+        log_density: LogDensity,
+        starts: Tensor,
+        precision: Tensor,
+        frames: Sequence[Frame] = (),
+    ) -> None:
+        root = torch.linalg.inv(torch.linalg.cholesky(precision))
+        self._walks = [_Walk(log_density, root, None)]
+        self._walks += [_Walk(log_density, torch.eye(len(root)).to(root), f) for f in frames]
+        self._theta, self._kept = starts, [starts][:0]
         half_way = _WARMUP // 2
         warmup = iter(shown(range(2 * half_way), "adapting chains to the posterior"))
         states = [self._iterate(1 / math.sqrt(1 + k)) for k in islice(warmup, half_way)]
         half = torch.cat(states[len(states) // 2 :])
-        spread = torch.cov(half.T) + 1e-9 * torch.diag(half.var(0) + 1e-12)
-        self._root = torch.linalg.cholesky(spread).T
+        for walk in self._walks:
+            walk.adapt_to(half)
         for k in warmup:
             self._iterate(1 / math.sqrt(1 + k - half_way))
 
     def draws(self, count: int) -> Tensor:
         """``count`` states in any order, ``[count, d]``."""
-        needed = max(_LEAST_KEPT, math.ceil(count / len(self._state[1])))
-        missing = range(len(self._kept), needed)
-        self._kept += [self._iterate(0.0) for _ in shown(missing, "drawing from the posterior")]
+        needed = max(_LEAST_KEPT, math.ceil(count / len(self._theta)))
+        if len(self._kept) < needed:
+            self._keep(needed - len(self._kept))
+        while self.r_hat > _AGREED and len(self._kept) < _MOST_KEPT:
+            # what the chains did before they agreed counts as warm-up
+            longer = 2 * len(self._kept)
+            self._kept = []
+            self._keep(longer)
         states = torch.cat(self._kept)
         return states[torch.randperm(len(states))[:count]]
 
@@ -185,31 +196,76 @@ class Chains:
         between = states.mean(0).var(0)
         return float((((len(states) - 1) / len(states) * within + between) / within).sqrt().max())
 
+    def _keep(self, count: int) -> None:
+        self._kept += [
+            self._iterate(0.0) for _ in shown(range(count), "drawing from the posterior")
+        ]
+
     def _iterate(self, learning_rate: float) -> Tensor:
-        theta, value, gradient = self._state
-        momentum = torch.randn_like(theta)
+        for walk in self._walks:
+            self._theta = walk.moved(self._theta, learning_rate)
+        return self._theta
+
+
+class _Walk:
+    """Moves of all chains in one kind of coordinates, in which ``root`` makes a Gaussian
+    approximation standard normal.
+
+    The number of leapfrog steps is uniform up to half of the Gaussian's period, the same for all
+    chains. Each chain's step size is a random part of a common one: small steps get a chain out of
+    where the density is narrow. In warm-up the common one is adapted to the mean acceptance, and
+    the root once to the covariance of all chains.
+    """
+
+    def __init__(self, log_density: LogDensity, root: Tensor, frame: Frame | None) -> None:
+        self._log_density, self._root, self._frame = log_density, root, frame
+        self._step = 0.5
+        self._theta: Tensor | None = None
+        self._state: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def adapt_to(self, states: Tensor) -> None:
+        """Takes over the covariance of ``states``, ``[m, d]``."""
+        if self._frame is not None:
+            states = self._frame.inner(states)
+        spread = torch.cov(states.T) + 1e-9 * torch.diag(states.var(0) + 1e-12)
+        self._root, self._theta = torch.linalg.cholesky(spread).T, None
+
+    def moved(self, theta: Tensor, learning_rate: float) -> Tensor:
+        """The next states of chains at ``theta``."""
+        if theta is not self._theta:
+            xi = theta if self._frame is None else self._frame.inner(theta)
+            self._state = self._evaluated(xi)
+        xi, theta, value, gradient = self._state
+        momentum = torch.randn_like(xi)
         energy = value - momentum.square().sum(-1) / 2
         longest = max(2, min(_MOST_STEPS, math.ceil(math.pi / self._step)))
         step = self._step * torch.rand_like(value)[:, None].sqrt()
         for _ in range(int(torch.randint(1, longest + 1, ()))):
             momentum = momentum + step / 2 * gradient
-            theta, value, gradient = self._evaluated(theta + step * momentum @ self._root)
+            xi, theta, value, gradient = self._evaluated(xi + step * momentum @ self._root)
             momentum = momentum + step / 2 * gradient
         change = (value - momentum.square().sum(-1) / 2 - energy).nan_to_num(-math.inf)
         accepted = torch.rand_like(change).log() < change
         mean_acceptance = float(change.clamp(max=0.0).exp().mean())
         self._step *= math.exp(learning_rate * (mean_acceptance - _ACCEPTANCE))
         self._state = (
-            torch.where(accepted[:, None], theta, self._state[0]),
-            torch.where(accepted, value, self._state[1]),
-            torch.where(accepted[:, None], gradient, self._state[2]),
+            torch.where(accepted[:, None], xi, self._state[0]),
+            torch.where(accepted[:, None], theta, self._state[1]),
+            torch.where(accepted, value, self._state[2]),
+            torch.where(accepted[:, None], gradient, self._state[3]),
         )
-        return self._state[0]
+        self._theta = self._state[1]
+        return self._theta
 
-    def _evaluated(self, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """θ, its log density, and the gradient of that in whitened coordinates."""
+    def _evaluated(self, xi: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """ξ, θ, the log density of ξ, and the gradient of that in whitened coordinates."""
         with torch.enable_grad():
-            point = theta.detach().requires_grad_()
-            value = self._log_density(point)
+            point = xi.detach().requires_grad_()
+            if self._frame is None:
+                theta, value = point, self._log_density(point)
+            else:
+                theta, log_jacobian = self._frame.outer(point)
+                value = self._log_density(theta) + log_jacobian
             (gradient,) = torch.autograd.grad(value.sum(), point)
-        return theta, value.detach(), (gradient @ self._root.T).nan_to_num(0.0, 0.0, 0.0)
+        whitened = (gradient @ self._root.T).nan_to_num(0.0, 0.0, 0.0)
+        return xi, theta.detach(), value.detach(), whitened

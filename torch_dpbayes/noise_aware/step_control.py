@@ -107,9 +107,9 @@ class StepControl:
         noise = float(step.norm()) * self.best.noise_std
         if not self._was_cut and float(slope @ step) < _STANDS_OUT * noise:
             return here + step
-        unit = self._prior.precision.rsqrt()
-        values, vectors = torch.linalg.eigh(unit[:, None] * self.curvature * unit)
-        values, slopes = values.clamp_min(0.0) + 1, vectors.T @ (unit * slope)
+        root = self._prior.root
+        values, vectors = torch.linalg.eigh(root.T @ self.curvature @ root)
+        values, slopes = values.clamp_min(0.0) + 1, vectors.T @ (root.T @ slope)
         # with a multiple of its length² added, which is none if the least is near enough
         added, most = 0.0, float(slopes.norm()) / self._length
         self._was_cut = float((slopes / values).norm()) > self._length
@@ -117,7 +117,7 @@ class StepControl:
             middle = (added + most) / 2
             is_long = float((slopes / (values + middle)).norm()) > self._length
             added, most = (middle, most) if is_long else (added, middle)
-        return here - unit * (vectors @ (slopes / (values + added)))
+        return here - root @ (vectors @ (slopes / (values + added)))
 
     def agreeing(self, gradients: Sequence[GradientRelease], curvature_std: float) -> Tensor:
         """Which releases do not contradict that at the best point under the curvature,
@@ -134,10 +134,10 @@ class StepControl:
         return apart.square().sum(-1) / variances < float(chi2.isf(_CONTRADICTS, size))
 
     def _deviations(self, step: Tensor) -> float:
-        return float((self._prior.precision * step.square()).sum().sqrt())
+        return float((step @ self._prior.matrix @ step).sqrt())
 
     def _of_posterior(self, release: GradientRelease) -> Tensor:
-        return release.value + self._prior.precision * (release.theta - self._prior.mean)
+        return release.value + self._prior.matrix @ (release.theta - self._prior.mean)
 
     def _learn(self, step: Tensor, change: Tensor, noise: float) -> None:
         along = float(step @ change)

@@ -24,6 +24,7 @@ formulas are derived in this project.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from scipy.stats import chi2
@@ -72,6 +73,10 @@ class AnySurrogate:
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
         """The part of M that the error of F̂ has, at φ(θ) = ``moved``."""
         raise NotImplementedError
+
+    def change_of_rank_one(self) -> ChangesOfRankOne | None:
+        """None where the likelihood has no such form."""
+        return None
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
@@ -136,6 +141,7 @@ class Surrogate(AnySurrogate):
 
     Args:
         counted: of which releases the average is, ``[releases]``. None: of all.
+        units: s, where the error of entry ij has the deviation s_i·s_j·v and not v, ``[d]``.
     """
 
     def __init__(
@@ -146,8 +152,10 @@ class Surrogate(AnySurrogate):
         curvature_std: float,
         centre: Tensor,
         counted: Tensor | None = None,
+        units: Tensor | None = None,
     ) -> None:
         super().__init__(gradients, response, curvature, curvature_std, centre)
+        self._units = torch.ones_like(centre) if units is None else units
         away = self._points - centre
         # where there is little noise, releases from far away would otherwise outvote the last ones
         misfits = self._misfit * away @ curvature
@@ -158,33 +166,99 @@ class Surrogate(AnySurrogate):
         self._mean = weights @ self._values - self._point @ curvature
         self.noise = torch.einsum("k,kij->ij", weights.square(), self._noises)
         self._eye = torch.eye(len(curvature), dtype=curvature.dtype)
+        self._linear: ChangesOfRankOne | None = None
         if self._straight.is_linear:
-            # then M differs between points by a multiple of I and one more vector
-            own = self._variability * curvature
-            self._eigenvalues, self._vectors = torch.linalg.eigh(own + self.noise)
+            self._linear = ChangesOfRankOne.of(
+                self._point,
+                self._mean,
+                curvature,
+                self._variability * curvature + self.noise,
+                self._units,
+                curvature_std,
+            )
 
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
-        delta = self._point - moved
+        delta = self._units * (self._point - moved)
         square = delta.square().sum(-1)[..., None, None]
+        units = self._units[:, None] * self._units
         return (
             0.5
             * self._curvature_std**2
+            * units
             * (square * self._eye + delta[..., :, None] * delta[..., None, :])
         )
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
-        """As of any surrogate; of a linear response M = Q(Λ + s)Qᵀ + ½v²ΔΔᵀ, by the formulas for
-        a change of rank one.
-        """
-        if not self._straight.is_linear:
+        """As of any surrogate; of a linear response by a change of rank one."""
+        if self._linear is None:
             return super().log_likelihood(theta)
-        delta, residual = self._point - theta, self._mean + theta @ self.curvature
-        half = 0.5 * self._curvature_std**2
-        values = self._eigenvalues + half * delta.square().sum(-1)[..., None]
-        a, b = residual @ self._vectors, delta @ self._vectors
+        rows = theta.reshape(-1, theta.shape[-1])
+        return self._linear.log_likelihood(rows).reshape(theta.shape[:-1])
+
+    def change_of_rank_one(self) -> ChangesOfRankOne | None:
+        """The form that a linear response gives the likelihood."""
+        return self._linear
+
+
+class ChangesOfRankOne(NamedTuple):
+    """Likelihoods of linear responses, K of them at once: M = S(Q(Λ + c)Qᵀ + ½v²SΔΔᵀS)S, which
+    differs between points by c = ½v²‖SΔ‖² and one vector, S = diag(s).
+    """
+
+    point: Tensor
+    """Where the mean release was, ``[K, 1, d]``."""
+    mean: Tensor
+    """m of the residual m + F̂θ, ``[K, 1, d]``."""
+    curvature: Tensor
+    """F̂, ``[K, d, d]``."""
+    units: Tensor
+    """s, ``[K, 1, d]``."""
+    eigenvalues: Tensor
+    """Λ, ``[K, 1, d]``."""
+    vectors: Tensor
+    """Q, ``[K, d, d]``."""
+    half: Tensor
+    """½v², ``[K, 1]``."""
+
+    @staticmethod
+    def of(
+        point: Tensor,
+        mean: Tensor,
+        curvature: Tensor,
+        covariance: Tensor,
+        units: Tensor,
+        curvature_std: float,
+    ) -> ChangesOfRankOne:
+        """One likelihood, whose M is ``covariance`` without the part of the curvature's error."""
+        values, vectors = torch.linalg.eigh(covariance / torch.outer(units, units))
+        half = torch.tensor([[0.5 * curvature_std**2]], dtype=point.dtype)
+        return ChangesOfRankOne(
+            point[None, None],
+            mean[None, None],
+            curvature[None],
+            units[None, None],
+            values[None, None],
+            vectors[None],
+            half,
+        )
+
+    @staticmethod
+    def stacked(forms: Sequence[ChangesOfRankOne]) -> ChangesOfRankOne:
+        """All of them."""
+        return ChangesOfRankOne(*(torch.cat(parts) for parts in zip(*forms, strict=True)))
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """log p(transcript | θ) up to a constant, ``[K, m]`` for θ ``[m, d]``; differentiable."""
+        delta = self.units * (self.point - theta)
+        residual = (self.mean + theta @ self.curvature) / self.units
+        values = self.eigenvalues + self.half[..., None] * delta.square().sum(-1, keepdim=True)
+        a, b = residual @ self.vectors, delta @ self.vectors
         aa, ab, bb = ((x * y / values).sum(-1) for x, y in ((a, a), (a, b), (b, b)))
-        return -0.5 * (aa - half * ab**2 / (1 + half * bb)) - 0.5 * (
-            values.log().sum(-1) + torch.log1p(half * bb)
+        half, scale = self.half, self.units.log().sum(-1)
+        return (
+            -0.5 * (aa - half * ab**2 / (1 + half * bb))
+            - 0.5 * (values.log().sum(-1) + torch.log1p(half * bb))
+            - scale
         )
 
 

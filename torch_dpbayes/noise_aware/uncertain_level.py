@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .surrogate import AnySurrogate
+from .surrogate import AnySurrogate, ChangesOfRankOne
 
 
 class UncertainLevel:
@@ -32,22 +32,31 @@ class UncertainLevel:
     ) -> None:
         self._parts, self._middle = parts, middle
         self.centre = middle.centre
+        forms = [part.change_of_rank_one() for part in parts]
+        self._together: ChangesOfRankOne | None = None
+        if all(form is not None for form in forms):
+            self._together = ChangesOfRankOne.stacked([form for form in forms if form is not None])
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
-        return torch.stack([part.log_likelihood(theta) for part in self._parts]).logsumexp(0)
+        return self._each(theta).logsumexp(0)
 
     def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """H and Hθ̂ of a Gaussian likelihood: the means of the surrogates', by how likely each is
         at ``theta``.
         """
-        values = torch.stack([part.log_likelihood(theta) for part in self._parts])
-        weights = values.softmax(0)
+        weights = self._each(theta).softmax(0)
         tangents = [part.precision(theta) for part in self._parts]
         return (
             torch.einsum("k,kij->ij", weights, torch.stack([h for h, _ in tangents])),
             torch.einsum("k,ki->i", weights, torch.stack([b for _, b in tangents])),
         )
+
+    def _each(self, theta: Tensor) -> Tensor:
+        if self._together is not None:
+            rows = theta.reshape(-1, theta.shape[-1])
+            return self._together.log_likelihood(rows).reshape(-1, *theta.shape[:-1])
+        return torch.stack([part.log_likelihood(theta) for part in self._parts])
 
     def agreement(self, mode: Tensor, precision: Tensor) -> float:
         """See :meth:`AnySurrogate.agreement`."""

@@ -11,6 +11,7 @@ ORDER = [
     "pieces",
     "recording",
     "prior",
+    "noncentred",
     "arguments",
     "structure",
     "record_terms",

@@ -378,3 +378,27 @@ def test_a_sum_over_a_million_records_moves_by_no_more_than_the_bound():
 def test_pickles_find_the_classes_where_they_lay_before(name):
     pickled = f"ctorch_dpbayes.mcmc.record_density\n{name}\n.".encode()
     assert pickle.loads(pickled) is getattr(torch_dpbayes.mcmc.density, name)
+
+
+def test_a_site_that_records_do_not_read_is_known():
+    def model(x, group):
+        scale = pyro.sample("scale", dist.HalfNormal(torch.ones(())))
+        noise = pyro.sample("noise", dist.HalfNormal(torch.ones(())))
+        with pyro.plate("groups", 3):
+            effect = pyro.sample("effect", dist.Normal(0.0, scale))
+        shifted = pyro.deterministic("shifted", effect + 1.0)
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(shifted[group], noise), obs=x)
+
+    density = RecordDensity(model, (torch.randn(9), torch.randint(0, 3, (9,))))
+    assert density.read.tolist() == 3 * [True] + [True, False]
+    assert density.sites.tolist() == [0, 0, 0, 1, 2]
+
+
+def test_a_model_of_one_site_reads_it():
+    def model(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(w.sum(), 1.0), obs=x)
+
+    assert RecordDensity(model, (torch.randn(4),)).read.tolist() == [True, True]

@@ -60,7 +60,7 @@ class Prior:
         self.transforms: dict[str, Any] = {}
         self._shapes: dict[str, torch.Size] = {}
         with public_randomness(), without_value_checks():
-            first, second = self._trace(), self._trace()
+            first, second = self.trace(), self.trace()
         latents = continuous_latents(first)
         if not latents:
             raise UnfitModel(
@@ -261,13 +261,17 @@ class Prior:
 
     def _draws(self, count: int) -> Tensor:
         with public_randomness(), without_value_checks():
-            sites = [self._trace().nodes for _ in range(count)]
+            sites = [self.trace().nodes for _ in range(count)]
         return torch.stack(
             [
                 self.flatten({n: self.transforms[n](drawn[n]["value"]) for n in self._shapes})
                 for drawn in sites
             ]
         )
+
+    def run(self) -> Any:
+        """Runs the model under the handlers of the caller."""
+        return self._model(*self._args, **self._kwargs)
 
     def _log_density(self, theta: Tensor) -> Tensor:
         return self.log_density_with(theta, self._args, self._kwargs)
@@ -286,7 +290,12 @@ class Prior:
                 " z[..., None] == torch.arange(K)) and custom autograd functions."
             ) from error
 
-    def _trace(self) -> Trace:
+    def trace(self) -> Trace:
+        """One run of the model.
+
+        Raises:
+            ValueError: nothing can be drawn from it.
+        """
         with poutine.block():
             try:
                 return poutine.trace(self._model).get_trace(*self._args, **self._kwargs)

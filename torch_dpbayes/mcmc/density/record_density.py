@@ -96,6 +96,24 @@ class RecordDensity:
         """Number of rows: under add-or-remove-one not a public number."""
         return self._arguments.num_records
 
+    @property
+    def sites(self) -> Tensor:
+        """The number of the site that each coordinate of θ belongs to, ``[dimension]``."""
+        sizes = torch.tensor(self._site_sizes)
+        return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+    @property
+    def read(self) -> Tensor:
+        """Whether the records' terms depend on a coordinate of θ, ``[dimension]``: True for all of
+        a site's, or False. Where False, gradients are exactly 0, whatever the records are: such a
+        site is a parent of others alone.
+        """
+        return torch.tensor(self._terms.parts_read(self._site_sizes))[self.sites]
+
+    @property
+    def _site_sizes(self) -> list[int]:
+        return [value.numel() for value in self.prior.unflatten(self.made_up.theta).values()]
+
     def made_up_call(self) -> Call:
         """The model's arguments with made-up rows in place of the data."""
         return self._arguments.with_rows(self.made_up.few())

@@ -1,0 +1,166 @@
+r"""Noisy curvatures of parameters that belong to several sites: each site has a level of its own.
+
+An intercept that all records have and an effect of one group in twenty differ in their curvature by
+a factor of twenty, which everybody knows beforehand and which the noise of single entries hides.
+The means of the diagonal over a site's coordinates hide it much less, so a matrix is shrunk to a
+multiple of I for each site, and not to one for all. Of what is left the noise explains a part
+(empirical Bayes), which is found for each pair of sites, and for the diagonal: that the effects of
+different groups have no second derivative in common does not hide that one group has more records.
+
+Derived in this project.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .noisy_gram import mean_part
+from .response import FLOOR_OF_NOISE, floored, level_quantiles
+
+_ROUNDING = 1e-9  # of a level
+_SMALLEST_PART = 0.05  # of a site's level, that a direction of its coordinates has
+_STRIDE = 7  # has no factor in common with the number of draws
+
+
+class BlockLevels:
+    """Which coordinates make up each site, and which entries of a matrix are alike: the diagonal of
+    a site, and what is off the diagonal between two sites, or in one. Variances of an error are
+    stated for every such class, as those of a diagonal entry: off the diagonal they are half.
+
+    Args:
+        site: number of each coordinate's site, ``[d]``, from 0 without gaps.
+        num_data: n, public: entries are known to be no more alike than those of n records.
+    """
+
+    def __init__(self, site: Tensor, num_data: int) -> None:
+        self._site, self._num_data = site, num_data
+        self._sizes = torch.bincount(site).to(torch.float64)
+        sites = len(self._sizes)
+        low, high = torch.minimum(site[:, None], site), torch.maximum(site[:, None], site)
+        self._class = (sites + low * sites + high).fill_diagonal_(0) + torch.diag(site)
+        counts = torch.bincount(self._class.flatten(), minlength=sites * (1 + sites))
+        self._counts = counts.to(torch.float64)
+        self._counts[sites:] /= 2  # entries off the diagonal are there twice
+
+    def variances(self, noise_std: float) -> Tensor:
+        """Those of a matrix whose entries all have the same noise."""
+        return torch.full_like(self._counts, noise_std**2)
+
+    def means(self, matrix: Tensor) -> Tensor:
+        """Of a matrix' diagonal, for each site."""
+        zeros = torch.zeros_like(self._sizes)
+        return zeros.index_add_(0, self._site, matrix.diagonal().to(zeros)) / self._sizes
+
+    def are_known(self, released: Tensor, variances: Tensor, share: float) -> bool:
+        """Whether the error of each level is less than that share of it."""
+        own = (variances[: len(self._sizes)] / self._sizes).sqrt()
+        return bool((own < share * self.means(released)).all())
+
+    def left(self, released: Tensor, variances: Tensor) -> float:
+        """Standard deviation of the error that is left when entries are multiplied by what of them
+        it does not explain; the mean over all entries.
+        """
+        return self._root_mean(variances * self._kept(released, variances))
+
+    def denoised(self, released: Tensor, variances: Tensor) -> tuple[Tensor, float]:
+        """A positive definite estimate of what was released, and the standard deviation of what is
+        left of its error, of which eigenvalues are at least a tenth.
+        """
+        means, of_level = self.means(released), variances[: len(self._sizes)] / self._sizes
+        found = torch.maximum(means, 1e-3 * variances[: len(means)].sqrt())
+        level = found**3 / (found**2 + of_level)
+        kept = self._kept(released, variances)
+        share = 2 * len(means) / len(released)  # the levels' errors move all eigenvalues together
+        std = self._root_mean(variances * (kept + share).clamp(max=1.0))
+        matrix = torch.diag(level[self._site])
+        matrix += kept[self._class] * (released - torch.diag(means[self._site]))
+        least = max(FLOOR_OF_NOISE * std, _ROUNDING * float(level.max()))
+        return floored(matrix, least), std
+
+    def combined(
+        self, earlier: Tensor, earlier_variances: Tensor, later: Tensor, later_variances: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Two releases averaged by their variances, for the point of the later one.
+
+        How much the curvature changed between their points is told by how far they are apart,
+        beyond what noise explains.
+        """
+        apart = self._squares(later - earlier) / self._counts.clamp_min(1.0)
+        earlier_variances = torch.maximum(earlier_variances, apart - later_variances)
+        weight = earlier_variances / (earlier_variances + later_variances)
+        return earlier + weight[self._class] * (later - earlier), weight * later_variances
+
+    def _kept(self, released: Tensor, variances: Tensor) -> Tensor:
+        """The part of what tells a released matrix from its sites' levels that its error does not
+        explain, between 0 and 1, for each class: as of a
+        :class:`~torch_dpbayes.noise_aware.noisy_gram.NoisyGram`, with bounds on a class's entries.
+        """
+        sites = len(self._sizes)
+        means = self.means(released)
+        squares = self._squares(released - torch.diag(means[self._site]))
+        levels = torch.maximum(means, 1e-3 * variances[:sites].sqrt())
+        # of a site's sum one coordinate has it all; and no entry is larger than the two on the
+        # diagonal beside it
+        most = torch.cat([self._sizes * levels**2, 2 * torch.outer(levels, levels).flatten()])
+        free = self._counts.clone()
+        free[:sites] -= 1
+        kept = torch.zeros_like(free)
+        for k in (free > 0).nonzero().flatten().tolist():
+            noise, highest = float(variances[k]), float(most[k])
+            if noise:
+                square, count = float(squares[k]), float(free[k])
+                kept[k] = mean_part(square, count, noise, highest / self._num_data, highest)
+            else:
+                kept[k] = 1.0
+        return kept
+
+    def _squares(self, matrix: Tensor) -> Tensor:
+        """Sums over each class, of as many numbers as ``_counts`` says."""
+        return torch.zeros_like(self._counts).index_add_(
+            0, self._class.flatten(), matrix.square().flatten()
+        )
+
+    def _root_mean(self, variances: Tensor) -> float:
+        return math.sqrt(float((self._counts * variances).sum() / self._counts.sum()))
+
+    def likely(
+        self, released: Tensor, variances: Tensor, least: float, most: float, count: int
+    ) -> list[Tensor]:
+        """``count`` equally likely levels of each site, given the means of a released diagonal and
+        p(λ) ∝ 1/λ: a lattice of their quantiles.
+
+        Args:
+            released: the noisy matrix.
+            variances: of its errors.
+            least: no level is lower.
+            most: of the sum over the diagonal.
+            count: how many.
+        """
+        columns, order = [], torch.arange(count)
+        of_level = (variances[: len(self._sizes)] / self._sizes).sqrt()
+        for mean, size, std in zip(self.means(released), self._sizes, of_level, strict=True):
+            highest = max(most / float(size), 2 * least)
+            columns.append(level_quantiles(float(mean), float(std), least, highest, count)[order])
+            order = order * _STRIDE % count
+        return list(torch.stack(columns, 1))
+
+    def at(self, matrix: Tensor, levels: Tensor) -> Tensor:
+        """``matrix`` moved to where ``levels`` are the means of its diagonal over each site, and
+        no eigenvalue is far below them.
+        """
+        unit = levels[self._site].sqrt()
+        moved = matrix + torch.diag((levels - self.means(matrix))[self._site])
+        bounded = unit[:, None] * floored(moved / torch.outer(unit, unit), _SMALLEST_PART) * unit
+        scale = (levels / self.means(bounded)).sqrt()[self._site]
+        return scale[:, None] * bounded * scale
+
+    def shape_scales(self, levels: Tensor, spread: float) -> Tensor:
+        """How much of a curvature's error of standard deviation ``spread`` each coordinate can
+        have: without negative eigenvalues no entry is larger than the levels of its two sites.
+        """
+        if spread <= 0:
+            return torch.ones(len(self._site), dtype=levels.dtype)
+        return (levels / spread).sqrt().clamp(max=1.0)[self._site]
