@@ -17,8 +17,10 @@ from .priors import PyroPrior
 from .transcript import GradientRelease, Transcript
 
 _RELEASES_PER_PARAMETER = 4
+_DEVIATIONS = 3.0  # by which a curvature may be larger than estimated, where noise grows with it
 _ROUNDS = 3  # between the curvature and the noise of sampling, which is a multiple of it
 _SURELY = 1e-6  # probability that a run which has arrived is refused
+_MOST_ROUNDS = 8
 # posterior standard deviations by which a likelihood that is not quite quadratic may move the mean
 _LITTLE = 0.3
 _QUARTERS = 4
@@ -91,22 +93,30 @@ def regression(releases: Sequence[GradientRelease]) -> NormalForm:
     subsampling = (1 - rate) / rate
     each = own * torch.eye(size, dtype=torch.float64)
     for _ in range(_ROUNDS):
-        half, inverse = roots(each)
-        slope, shape = _symmetric_slope(x @ half, y @ inverse)
-        curvature, shape, std = sure_part(half @ slope @ half, half @ shape @ half, 1.0)
+        curvature, shape, std = sure_part(*_symmetric_slope(x, y, each), 1.0)
         each = own * torch.eye(size, dtype=torch.float64) + subsampling * curvature
     found = NormalForm(point, gradient, each / count, curvature, shape, std)
-    _require_agreement(points, values, each, found)
+    # A small estimate makes the noise of sampling small, and with it its own error. So that such a
+    # run is not refused, the noise is taken for what it would be at the largest curvature.
+    largest = each
+    for _ in range(_MOST_ROUNDS if subsampling else 0):
+        _slope, shape = _symmetric_slope(x, y, largest)
+        most = curvature + _DEVIATIONS * shape
+        largest = own * torch.eye(size, dtype=torch.float64) + subsampling * most
+    _require_agreement(points, values, largest, found)
     return found
 
 
-def _symmetric_slope(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """F̂' and A^{-1/2}."""
+def _symmetric_slope(x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """F̂ and R for centred points and gradients, whose noise has the covariance W."""
+    half, inverse = roots(noise)
+    x, y = x @ half, y @ inverse
     scatter, vectors = torch.linalg.eigh(x.T @ x)
     scatter = scatter.clamp_min(1e-12 * float(scatter[-1]))
     both = vectors.T @ (x.T @ y + y.T @ x) @ vectors
     slope = vectors @ (both / (scatter[:, None] + scatter)) @ vectors.T
-    return slope, (vectors / scatter.sqrt()) @ vectors.T
+    shape = (vectors / scatter.sqrt()) @ vectors.T
+    return half @ slope @ half, half @ shape @ half
 
 
 def _require_agreement(points: Tensor, values: Tensor, each: Tensor, found: NormalForm) -> None:
