@@ -16,6 +16,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import laplace, laplace_for_module, planning
 from torch_dpbayes.noise_aware.posterior import NoiseAwarePosterior, told_and_surprise
 from torch_dpbayes.noise_aware.priors import GaussianPrior
+from torch_dpbayes.noise_aware.sampling import Chains
 from torch_dpbayes.ops import GLM
 
 DOUBLE = torch.float64
@@ -415,3 +416,10 @@ def test_only_what_records_depend_on_is_released():
     assert all(c.value.shape == (6, 6) for c in post.transcript.curvatures)
     assert "for the 6 of 8 unconstrained coordinates that records depend on" in post.guarantee()
     assert post.sample(10)["scale"].shape == (10,)
+
+
+def test_chains_that_do_not_agree_are_told(monkeypatch):
+    post = laplace(groups, *grouped_data(), epsilon=5.0, delta=1e-5, max_grad_norm=1.0)
+    monkeypatch.setattr(Chains, "r_hat", property(lambda self: 2.0))
+    with pytest.warns(UserWarning, match="do not agree \\(R-hat = 2.00\\)"):
+        post.sample(10)
