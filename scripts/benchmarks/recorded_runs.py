@@ -576,7 +576,8 @@ def _cases() -> dict[str, Case]:
     def train(name: str, sampler: str, **options: Any) -> None:
         add(f"training: {name}", trained, name, sampler, **options)
         # no draw decides who joins: these differ only where something else than the draws does
-        add(f"all records: {name}", trained, name, sampler, batch_size=RECORDS, **options)
+        everybody = f"all records: {name}"
+        add(everybody, trained, everybody, sampler, batch_size=RECORDS, **options)
 
     for sampler in SAMPLERS:
         train(sampler, sampler)
