@@ -16,6 +16,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes import mcmc, ops
 from torch_dpbayes.audit import from_scores, repeated
 from torch_dpbayes.audit.result import Pricing
+from torch_dpbayes.noise_aware.feature_lengths import EDGES
 from torch_dpbayes.noise_aware.summaries import Summary
 
 DELTA = 1e-5
@@ -280,14 +281,17 @@ NOISE_AWARE = {  # what is asked of laplace, and of which model
 
 
 def shown_by(transcript):
-    """The logarithm of the likelihood ratio: the record moves each gradient of −log p by −1, and
-    each matrix by 1.
+    """The logarithm of the likelihood ratio: the record moves each gradient of −log p by −1, each
+    matrix by 1, and one bin of lengths by 1.
     """
     shape = transcript.feature_map
     sign = 1.0 if shape is None else float(shape.sign())
     matrices = [*transcript.grams, *transcript.curvatures, *transcript.diagonals]
     seen = [(-sign * float(g.value), g.noise_std) for g in transcript.gradients]
     seen += [(float(matrix.value), matrix.noise_std) for matrix in matrices]
+    for lengths in transcript.lengths:  # its features are 1
+        bin_of_it = int((lengths.feature_map.square() > torch.tensor(EDGES)).sum())
+        seen.append((float(lengths.value[bin_of_it]), lengths.noise_std))
     return sum((moved - 0.5) / std**2 for moved, std in seen)
 
 

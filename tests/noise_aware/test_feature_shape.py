@@ -11,7 +11,7 @@ from torch_dpbayes.noise_aware import laplace
 from torch_dpbayes.noise_aware.feature_shape import (
     InShape,
     _best_scales,
-    feature_map,
+    feature_shape,
 )
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.records import GLMSums
@@ -101,23 +101,39 @@ def test_the_choice_is_the_best_one_under_its_bound():
         assert float(learnt(other)) <= float(learnt(scales)) + 1e-6
 
 
-def test_it_takes_other_coordinates_where_features_are_correlated_and_there_alone():
+def test_the_coordinates_are_those_of_the_prior_and_of_half_a_mean_square():
     prior = GaussianPrior(torch.zeros(3, dtype=DOUBLE), torch.tensor([0.1, 0.2, 1.0], dtype=DOUBLE))
-    alike = 300 * torch.eye(3, dtype=DOUBLE)
     root = torch.linalg.qr(torch.randn(3, 3, dtype=DOUBLE))[0]
     unlike = root @ torch.diag(torch.tensor([880.0, 5.0, 2.0], dtype=DOUBLE)) @ root.T
-    numbers = (prior, 3.0, 1000, 1.0)
-    assert feature_map(alike, 4.0, alike / 4, *numbers) is None
-    shape = feature_map(unlike, 2.0, unlike / 4, *numbers)
-    assert shape is not None
-    wide = GaussianPrior(prior.mean, torch.full((3,), 1e-100, dtype=DOUBLE))
-    found = feature_map(unlike, 2.0, unlike / 4, wide, *numbers[1:])
-    assert found is None or bool(found.isfinite().all())
+    shape = feature_shape(unlike, 2.0, unlike / 4, prior, 3.0, 1000, 1.0).matrix
     precision = shape @ torch.diag(prior.precision) @ shape.T
     torch.testing.assert_close(precision, torch.diag(precision.diagonal()))
     # half of the bound's square on average, and no more where eigenvalues are below their noise
     mean_square = float((shape @ unlike @ shape.T).trace()) / 1000
     assert 0.3 < mean_square <= 0.5 + 1e-9
+
+
+def test_variances_of_the_features_as_they_are_and_in_a_multiple_of_their_coordinates():
+    """With a Gram matrix that is known, and noise only of the gradients, both are those of the
+    normal form.
+    """
+    prior = GaussianPrior(torch.zeros(3, dtype=DOUBLE), torch.tensor([0.5, 1.0, 2.0], dtype=DOUBLE))
+    gram = torch.diag(torch.tensor([300.0, 20.0, 4.0], dtype=DOUBLE))
+    noise, length, norm = 5.0, 3.0, 2.0
+    shape = feature_shape(gram, 1e-9, gram / 4, prior, noise, 1000, norm)
+
+    def variances(features, std):
+        """Of θ, of the posterior from gradients of these features."""
+        information = gram.diagonal() / 4 * features.square()
+        told = information.square() / (information + std**2)
+        return 1 / (prior.precision + told / features.square())
+
+    expected = variances(torch.ones(3, dtype=DOUBLE), noise) * prior.precision
+    torch.testing.assert_close(shape.today.sort().values, expected.sort().values)
+    squares = (math.sqrt(length) * shape.matrix).square().sum(0).sqrt()
+    expected = variances(squares, noise / norm) * prior.precision
+    found = shape.variances(length, 1.0)
+    torch.testing.assert_close(found.sort().values, expected.sort().values)
 
 
 def test_a_likelihood_is_the_same_in_other_coordinates():

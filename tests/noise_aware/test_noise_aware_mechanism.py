@@ -13,6 +13,7 @@ from scipy.stats import chi2
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.mcmc.density import RecordDensity
+from torch_dpbayes.noise_aware.feature_lengths import EDGES
 from torch_dpbayes.noise_aware.mechanism import Mechanism
 from torch_dpbayes.noise_aware.planning import general_plan, glm_plan, total_multiplier
 from torch_dpbayes.noise_aware.records import DensitySums, GLMSums
@@ -58,7 +59,7 @@ def test_the_charge_is_that_of_the_noise_that_was_added(neighboring, scales):
     events = [event for charge in accountant.history for event in [charge.event] * charge.count]
     assert all(type(event) is GaussianDpEvent for event in events)
     sums, transcript = GLMSums(glm, x, y, None), post.transcript
-    assert len(events) == len(transcript.gradients) + len(transcript.curvatures) + 2
+    assert len(events) == len(transcript.gradients) + len(transcript.curvatures) + 3
     if min(scales) == 1.0:  # and with the others hardly ever
         assert transcript.feature_map is None
     later, length = sums, 2.0
@@ -87,6 +88,11 @@ def test_the_charge_is_that_of_the_noise_that_was_added(neighboring, scales):
         # in Frobenius norm every one of the 10 directions has the same variance
         total += float(noise.square().sum())
         count += 10
+    (lengths,) = transcript.lengths
+    assert round(cheaper * lengths.noise_std, 9) in stated
+    seen = sums.length_counts(lengths.feature_map, EDGES)
+    total += float(((lengths.value - seen) / lengths.noise_std).square().sum())
+    count += len(seen)
     assert is_chi_squared(total, count)
 
 
@@ -103,6 +109,12 @@ def test_noise_is_new_in_every_release_and_the_same_in_all_directions():
     matrices = (
         torch.stack([mechanism.gram(sums, 3.0).value - sums.gram_sum() for _ in range(500)]) / 3.0
     )
+    eye = torch.eye(4, dtype=torch.float64)
+    exact = sums.length_counts(eye, EDGES)
+    releases = [mechanism.length_counts(sums, eye, EDGES, 3.0) for _ in range(500)]
+    counts = torch.stack([release.value - exact for release in releases]) / releases[0].noise_std
+    assert releases[0].noise_std == 3.0
+    assert is_chi_squared(float(counts.square().sum()), counts.numel())
     above = torch.triu_indices(4, 4, 1)
     assert is_chi_squared(float(vectors.square().sum()), 2000)
     assert is_chi_squared(float(matrices.diagonal(dim1=1, dim2=2).square().sum()), 2000)
@@ -175,6 +187,7 @@ def test_plans_spend_the_budget_and_no_more(neighboring, epsilon):
         matrices = [
             *plan.curvature_multipliers,
             *plan.gram_multipliers,
+            *plan.length_multipliers,
         ]
         spent = sum(z**-2 for z in plan.gradient_multipliers) + sum(
             (cheaper * z) ** -2 for z in matrices

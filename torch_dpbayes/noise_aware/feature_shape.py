@@ -18,7 +18,9 @@ parameters in units of their prior and G = U diag(λ) Uᵀ there, A = diag(√a)
 the part of a bound's square that a record has on average; b is the slope of gradients at the
 prior's mean, and σ the noise of all gradients together. Of normal features in many directions few
 records have weights below 1 then; of features with heavy tails one in six. Scores keep mean zero if
-the model is right; if it is not, weights move the parameters that fit best.
+the model is right; if it is not, weights move the parameters that fit best. So the lengths are
+chosen once more when it is known how they are distributed:
+:mod:`~torch_dpbayes.noise_aware.feature_lengths`.
 
 Derived in this project; weights that depend on features alone: Mallows (1975), "On some topics in
 robustness".
@@ -27,6 +29,7 @@ robustness".
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,12 +39,35 @@ from .surrogate import AnySurrogate
 from .uncertain_level import UncertainLevel
 
 _MEAN_SQUARE = 0.5  # of ‖x'‖
-_LEAST_GAIN = 0.1  # of log standard deviation for each parameter; below, R is good enough
 _LEAST_SHARE = 0.01  # of what a direction has if all have the same part of the bound
 _ITERATIONS = 60
 
 
-def feature_map(
+class FeatureShape(NamedTuple):
+    """A, and what is known of each of its directions, all in units of the prior there."""
+
+    matrix: Tensor
+    told: Tensor
+    """F."""
+    scales: Tensor
+    """a."""
+    noise: float
+    """σ²."""
+    noise_of_curvature: float
+    """Standard deviation, for features of norm 1."""
+    today: Tensor
+    """Variances of the posterior for the features as they are."""
+
+    def variances(self, length: float, kept: float) -> Tensor:
+        """Of the posterior for the features √length·Ax, of whose Gram matrix the weights leave the
+        share ``kept``.
+        """
+        scales = length * self.scales
+        told, of_curvature = kept * self.told, self.noise_of_curvature / scales
+        return _variances(told, self.noise / scales, of_curvature, scales.reciprocal())
+
+
+def feature_shape(
     gram: Tensor,
     gram_std: float,
     slope: Tensor,
@@ -49,8 +75,8 @@ def feature_map(
     noise_std: float,
     num_data: int,
     feature_norm: float,
-) -> Tensor | None:
-    """A, or None where it would gain too little.
+) -> FeatureShape:
+    """A of the mean square ½.
 
     Args:
         gram: G without its noise, as far as that is possible.
@@ -70,18 +96,18 @@ def feature_map(
     variance = (noise_std / feature_norm) ** 2
     scales = _best_scales(values / num_data, told, variance)
     of_curvature = factor * gram_std
-    today = _learnt(told, noise_std**2 * units, of_curvature * units, units)
-    found = _learnt(
-        told, variance / scales, of_curvature / feature_norm**2 / scales, scales.reciprocal()
+    return FeatureShape(
+        scales.sqrt()[:, None] * vectors.T * unit,
+        told,
+        scales,
+        variance,
+        of_curvature / feature_norm**2,
+        _variances(told, noise_std**2 * units, of_curvature * units, units),
     )
-    # nor where numbers are too large to tell
-    if not found - today >= _LEAST_GAIN * len(gram):
-        return None
-    return scales.sqrt()[:, None] * vectors.T * unit
 
 
-def _learnt(told: Tensor, noise: Tensor, of_curvature: Tensor, units: Tensor) -> float:
-    """log of prior over posterior standard deviations, summed.
+def _variances(told: Tensor, noise: Tensor, of_curvature: Tensor, units: Tensor) -> Tensor:
+    """Of the posterior, in units of the prior's.
 
     Args:
         told: F of the parameters in units of the prior.
@@ -91,7 +117,7 @@ def _learnt(told: Tensor, noise: Tensor, of_curvature: Tensor, units: Tensor) ->
     """
     way = (units / (1 + told.square() / (told + noise))).sum()
     more = of_curvature.square() / units * way / 2
-    return float(torch.log1p(told.square() / (told + noise + more)).sum()) / 2
+    return 1 / (1 + told.square() / (told + noise + more))
 
 
 def _best_scales(squares: Tensor, told: Tensor, variance: float) -> Tensor:

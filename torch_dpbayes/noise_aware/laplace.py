@@ -91,7 +91,9 @@ def laplace(
     bound: ‖c∘c‖² = Σ e_j⁴ ≤ (Σ e_j²)² ≤ C⁴ for the entries e_j of c, and √2·C² when a record is
     replaced, as no entry of c∘c is negative. A run of a GLM in other coordinates of the features
     (:mod:`~torch_dpbayes.noise_aware.feature_shape`) weights rows to norm 1 at most there: the
-    bounds are then C/R_x, 1 and max b'', under the same noise multipliers.
+    bounds are then C/R_x, 1 and max b'', under the same noise multipliers. A histogram of the rows'
+    lengths there is charged for too: a record is in one bin, and one that is replaced moves it by
+    √2.
     """
     is_diagonal = _is_diagonal(curvature)
     if accountant is None:
@@ -393,11 +395,12 @@ def _statement(
     kind: str = "matrices",
 ) -> list[str]:
     matrices = len(plan.curvature_multipliers) + len(plan.gram_multipliers)
+    lengths = ", and a noisy histogram of lengths" if plan.length_multipliers else ""
     delta = 1e-5 if accountant.delta is None else accountant.delta
     return [
         (
             f"Noise-aware posterior from {len(plan.gradient_multipliers)} noisy gradients and"
-            f" {matrices} noisy {kind}"
+            f" {matrices} noisy {kind}{lengths}"
         ),
         (
             "  charged     before the first release; the accountant now holds epsilon ="

@@ -5,6 +5,7 @@ beforehand.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from ..noise import GaussianNoise
 from .planning import Plan
 from .priors import GaussianPrior
 from .response import Response
-from .transcript import CurvatureRelease, DiagonalRelease, GradientRelease
+from .transcript import CurvatureRelease, DiagonalRelease, GradientRelease, LengthRelease
 
 _CPU = torch.device("cpu")
 
@@ -80,6 +81,11 @@ class PrivateGram(PrivateSums, Protocol):
     def response(self, gram: Tensor, num_data: int) -> Response:
         """How gradients change with θ if the Gram matrix is ``gram``."""
 
+    def length_counts(self, shape: Tensor, edges: Sequence[float]) -> Tensor:
+        """How many records have ‖Ax‖² below the first edge, between two edges each, and above the
+        last one, in float64. Private data.
+        """
+
     def in_shape(self, shape: Tensor) -> PrivateGram:
         """The sums for the features Ax, with weights that bound them by 1."""
 
@@ -111,6 +117,14 @@ class Mechanism:
     def gram(self, sums: PrivateGram, multiplier: float) -> CurvatureRelease:
         """The noisy Gram matrix of the features."""
         return self._matrix(sums.gram_sum(), None, multiplier * sums.gram_bound)
+
+    def length_counts(
+        self, sums: PrivateGram, shape: Tensor, edges: Sequence[float], multiplier: float
+    ) -> LengthRelease:
+        """The noisy histogram of the lengths of Ax."""
+        exact = sums.length_counts(shape, edges).to(_CPU)
+        noise = multiplier * self._standard_normal(len(exact))
+        return LengthRelease(shape, exact + noise, multiplier)
 
     def curvature_diagonal(
         self, sums: DiagonalSums, theta: Tensor, multiplier: float
@@ -160,6 +174,7 @@ def charge(accountant: PrivacyAccountant, plan: Plan, label: str) -> None:
     matrices = [
         *plan.curvature_multipliers,
         *plan.gram_multipliers,
+        *plan.length_multipliers,
     ]
     parts: list[DpEvent] = [GaussianDpEvent(z) for z in plan.gradient_multipliers]
     accountant.compose(

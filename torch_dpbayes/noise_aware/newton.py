@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from .block_levels import BlockLevels
-from .feature_shape import InShape, feature_map
+from .feature_lengths import EDGES, best_length
+from .feature_shape import InShape, feature_shape
 from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
 from .mechanism import GeneralSums, Mechanism, PrivateGram
 from .modes import mode
@@ -46,10 +47,11 @@ def run_glm(
         plan: the noise, charged already.
         num_data: number of records, a public constant.
     """
-    first = Mechanism(sums).gram(sums, plan.gram_multipliers[0])
+    mechanism = Mechanism(sums)
+    first = mechanism.gram(sums, plan.gram_multipliers[0])
     features, features_std = denoised(first.value, first.noise_std)
     response = sums.response(features, num_data)
-    shape = feature_map(
+    found = feature_shape(
         features,
         features_std,
         response.slope(sums.prior.mean),
@@ -58,13 +60,16 @@ def run_glm(
         num_data,
         math.sqrt(sums.gram_bound),
     )
-    transcript = Transcript(grams=[first], feature_map=shape)
+    lengths = mechanism.length_counts(sums, found.matrix, EDGES, plan.length_multipliers[0])
+    length = best_length(lengths, num_data, found)
+    shape = None if length is None else math.sqrt(length) * found.matrix
+    transcript = Transcript(grams=[first], lengths=[lengths], feature_map=shape)
     if shape is not None:
         shaped = sums.in_shape(shape)
         transcript.grams.append(Mechanism(shaped).gram(shaped, plan.gram_multipliers[1]))
-        found = _run_glm(shaped, plan, transcript, transcript.grams[1], num_data)
-        return InShape(found, shape), transcript
-    second = Mechanism(sums).gram(sums, plan.gram_multipliers[1])
+        surrogate = _run_glm(shaped, plan, transcript, transcript.grams[1], num_data)
+        return InShape(surrogate, shape), transcript
+    second = mechanism.gram(sums, plan.gram_multipliers[1])
     transcript.grams.append(second)
     both = CurvatureRelease(None, (first.value + second.value) / 2, first.noise_std / math.sqrt(2))
     return _run_glm(sums, plan, transcript, both, num_data), transcript

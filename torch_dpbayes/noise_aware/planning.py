@@ -15,6 +15,7 @@ _STEPS = 16
 # of the gradients' shares from one step to the next: the first ones only serve to arrive
 _GROWTH = 1.4
 _DIAGONAL = 0.15  # of the budget
+_LENGTHS = 0.01
 _CURVATURES = 3  # releases of a general model's curvature, which changes on the way
 
 
@@ -30,6 +31,8 @@ class Plan:
     curvature_multipliers: tuple[float, ...] = ()
     gram_multipliers: tuple[float, ...] = ()
     """Of the Gram matrix of the features as they are, and as the run then takes them."""
+    length_multipliers: tuple[float, ...] = ()
+    """Of the histogram of the features' lengths."""
     curvature_steps: tuple[int, ...] = ()
     """Steps at which a curvature is released, after the gradient and at the same point."""
 
@@ -81,9 +84,10 @@ def glm_plan(
     hessian = 0.0 if quadratic or gain < 20 else _within(1.5 / math.sqrt(gain), 0.04, 0.15)
     hessians = [matrix_multiplier(multiplier, hessian, neighboring)] if hessian else []
     return Plan(
-        _gradients(multiplier, 1 - gram - hessian),
+        _gradients(multiplier, 1 - gram - hessian - _LENGTHS),
         tuple(hessians),
         (matrix_multiplier(multiplier, gram / 2, neighboring),) * 2,
+        (matrix_multiplier(multiplier, _LENGTHS, neighboring),),
         (_STEPS - 1,) if hessian else (),
     )
 
@@ -98,7 +102,7 @@ def general_plan(
     share = _within(4 / math.sqrt(gain), 0.10, 0.40)
     weights = [0.15, 0.25, 0.60]
     matrices = tuple(matrix_multiplier(multiplier, share * w, neighboring) for w in weights)
-    return Plan(_gradients(multiplier, 1 - share), matrices, (), (0, _STEPS // 2, _STEPS - 2))
+    return Plan(_gradients(multiplier, 1 - share), matrices, (), (), (0, _STEPS // 2, _STEPS - 2))
 
 
 def diagonal_plan(multiplier: float, neighboring: Neighboring) -> Plan:
@@ -110,6 +114,7 @@ def diagonal_plan(multiplier: float, neighboring: Neighboring) -> Plan:
     return Plan(
         _gradients(multiplier, 1 - _DIAGONAL),
         diagonals,
+        (),
         (),
         (0, _STEPS // 4, _STEPS // 2, _STEPS - 2),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -96,6 +97,12 @@ class GLMSums:
         """Σ x xᵀ. Private data."""
         return self._records.outer_sum(self._weights)
 
+    def length_counts(self, shape: Tensor, edges: Sequence[float]) -> Tensor:
+        """Of ‖Ax‖²: each record is in one bin. Private data."""
+        squares = self._in_shape(shape).square().sum(1)
+        bins = torch.bucketize(squares, torch.tensor(edges).to(squares))
+        return torch.bincount(bins, minlength=len(edges) + 1).to(torch.float64)
+
     def in_shape(self, shape: Tensor) -> GLMSums:
         """The sums for the features Ax, whose rows have norm n_i, with weights w_i = min(1, 1/n_i²)
         and residuals clipped to C/(R w_i n_i): no record adds more than C/R to a gradient, than 1
@@ -107,7 +114,7 @@ class GLMSums:
         return found
 
     def _stretch(self, shape: Tensor) -> None:
-        features = self._records.x.to(torch.float64) @ shape.T.to(self._records.x.device)
+        features = self._in_shape(shape)
         norms = torch.linalg.vector_norm(features, dim=1)
         self._records = dataclasses.replace(self._records, x=features)
         self._weights = (1 - _ROUNDING) / norms.square().clamp_min(1.0)
@@ -120,6 +127,9 @@ class GLMSums:
         self.prior = GaussianPrior(
             torch.zeros_like(self.prior.mean), shape.square() @ self.prior.precision
         )
+
+    def _in_shape(self, shape: Tensor) -> Tensor:
+        return self._records.x.to(torch.float64) @ shape.T.to(self._records.x.device)
 
     def response(self, gram: Tensor, num_data: int) -> Response:
         """How gradients change with θ if the Gram matrix is ``gram``."""

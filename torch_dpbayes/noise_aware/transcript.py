@@ -44,6 +44,15 @@ class DiagonalRelease:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class LengthRelease:
+    """Numbers of records by ‖Ax‖², A the ``feature_map``, plus independent noise."""
+
+    feature_map: Tensor
+    value: Tensor
+    noise_std: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Transcript:
     """Everything that a private run released, in the order of the releases."""
 
@@ -51,6 +60,8 @@ class Transcript:
     curvatures: list[CurvatureRelease] = field(default_factory=list)
     diagonals: list[DiagonalRelease] = field(default_factory=list)
     grams: list[CurvatureRelease] = field(default_factory=list)
+    lengths: list[LengthRelease] = field(default_factory=list)
+    """Of the features in the coordinates that the first Gram matrix suggests."""
     feature_map: Tensor | None = None
-    """A, where all releases but the first Gram matrix are of the features Ax, weighted, and of the
-    parameters A⁻ᵀθ (:mod:`~torch_dpbayes.noise_aware.feature_shape`)."""
+    """A, where all later releases are of the features Ax, weighted, and of the parameters A⁻ᵀθ
+    (:mod:`~torch_dpbayes.noise_aware.feature_shape`)."""
