@@ -14,7 +14,8 @@ they say; both programs get the same records. "width" is that of the weights ove
 posterior's without privacy. CHECKOUT is https://github.com/DPBayes/noise-aware-dpvi, PYTHON an
 interpreter with their requirements (jax 0.4.25, numpyro, optax). Their clip bound, rates and
 Laplace approximation are those of their file, and the noise is this library's for their 10,000
-batches of rate .1. Ours: responses clipped to [−4, 4], rows to norm 6.
+batches of rate .1. Ours: sufficient statistics, responses clipped to [−4, 4] and rows to norm 6;
+and the Laplace form of the model as one writes it in Pyro, gradients clipped to norm 40.
 
 "adult" is their logistic regression: 57 columns, N(0, 1) priors, ε = .1, .3 and 1. Numbers have
 mean 0 and variance 1 over the training records, which counts as public, as it does there. Rows are
@@ -51,6 +52,8 @@ from torch_dpbayes import noise_aware, ops
 DELTA, EPSILONS, RELATION = 1e-5, (0.1, 0.3, 1.0), "add_or_remove_one"
 SIZE, DIMENSION, STEPS, RATE, DRAWS = 5000, 11, 10_000, 0.1, 1000
 TARGET_BOUND, FEATURE_BOUND, CLIP = 4.0, 6.0, 2.0
+# of ∇ log p(y | w, σ): two deviations of ‖x‖·|y − x·w|/σ² at the prior's median of σ
+DENSITY_CLIP = 40.0
 NUMBERS, LEVELS = (0, 2, 10, 11, 12), (1, 3, 5, 6, 8, 9)
 
 # In an interpreter of its own. Opacus is only asked for the noise, which is given here.
@@ -91,17 +94,24 @@ class TheirRegression(noise_aware.LinearRegression):
     """With the conjugate prior."""
 
     def prior(self, dimension: int) -> Callable[[], None]:
-        shape, scale, half = (torch.tensor(v, dtype=torch.float64) for v in (20.0, 0.5, 0.5))
-        zeros = torch.zeros(dimension, dtype=torch.float64)
-        spread = dist.TransformedDistribution(
-            dist.InverseGamma(shape, scale), [PowerTransform(half)]
-        )
-
         def model() -> None:
-            sigma = pyro.sample("noise_std", spread)
-            pyro.sample("weights", dist.Normal(zeros, 2 * sigma).to_event(1))
+            prior_of(dimension)
 
         return model
+
+
+def prior_of(dimension: int) -> tuple[Tensor, Tensor]:
+    shape, scale, half = (torch.tensor(v, dtype=torch.float64) for v in (20.0, 0.5, 0.5))
+    zeros = torch.zeros(dimension, dtype=torch.float64)
+    spread = dist.TransformedDistribution(dist.InverseGamma(shape, scale), [PowerTransform(half)])
+    sigma = pyro.sample("noise_std", spread)
+    return pyro.sample("weights", dist.Normal(zeros, 2 * sigma).to_event(1)), sigma
+
+
+def regression(x: Tensor, y: Tensor) -> None:
+    weights, sigma = prior_of(DIMENSION)
+    with pyro.plate("records", len(x)):
+        pyro.sample("y", dist.Normal(x @ weights, sigma), obs=y)
 
 
 class Problem(NamedTuple):
@@ -126,12 +136,22 @@ def problem(repeat: int) -> Problem:
     return Problem(x, x @ weights + sigma * normal(SIZE), weights, sigma)
 
 
-def ours(given: Problem, epsilon: float) -> dict[str, Any]:
+def ours(given: Problem, method: str, epsilon: float) -> dict[str, Any]:
     start = time.process_time()
-    model = TheirRegression(target_bound=TARGET_BOUND, max_feature_norm=FEATURE_BOUND)
-    post = noise_aware.sufficient_statistics(
-        model, given.x, given.y, accountant=accountant(epsilon), num_data=SIZE
-    )
+    if method == "noise_aware.laplace":
+        post = noise_aware.laplace(
+            regression,
+            given.x,
+            given.y,
+            accountant=accountant(epsilon),
+            max_grad_norm=DENSITY_CLIP,
+            num_data=SIZE,
+        )
+    else:
+        model = TheirRegression(target_bound=TARGET_BOUND, max_feature_norm=FEATURE_BOUND)
+        post = noise_aware.sufficient_statistics(
+            model, given.x, given.y, accountant=accountant(epsilon), num_data=SIZE
+        )
     draws = post.sample(DRAWS)
     seconds = time.process_time() - start
     ranks = torch.cat(
@@ -187,7 +207,7 @@ def run_linear(
         if checkout is None:
             raise ValueError("runs of NA-DPVI need --theirs CHECKOUT, a clone of its repository.")
         return theirs(given, epsilon, repeat, checkout, python)
-    return ours(given, epsilon)
+    return ours(given, method, epsilon)
 
 
 # -- Adult -----------------------------------------------------------------------------------------
@@ -320,7 +340,7 @@ def run(
 
 
 METHODS = {
-    "linear": ("noise_aware.sufficient_statistics", "NA-DPVI"),
+    "linear": ("noise_aware.sufficient_statistics", "noise_aware.laplace", "NA-DPVI"),
     "adult": ("non-private", "noise_aware.laplace"),
 }
 
