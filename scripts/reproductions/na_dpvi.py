@@ -110,7 +110,7 @@ def prior_of(dimension: int) -> tuple[Tensor, Tensor]:
 
 def regression(x: Tensor, y: Tensor) -> None:
     weights, sigma = prior_of(DIMENSION)
-    with pyro.plate("records", len(x)):
+    with pyro.plate("data", len(x)):
         pyro.sample("y", dist.Normal(x @ weights, sigma), obs=y)
 
 
