@@ -11,8 +11,9 @@ diagonal Gaussian guide for 10,000 steps and explains its transcript by a quadra
 InverseGamma(20, ½), w | σ ~ N(0, 4σ²), ε = .1, .3 and 1 for adding or removing a record, δ = 1e-5.
 Parameters come from the prior, so that central intervals of a right posterior hold them as often as
 they say; both programs get the same records. "width" is that of the weights over σ/√n, about the
-posterior's without privacy. CHECKOUT is https://github.com/DPBayes/noise-aware-dpvi, PYTHON an
-interpreter with their requirements (jax 0.4.25, numpyro, optax). Their clip bound, rates and
+posterior's without privacy, and "named" the share of runs whose guarantee() says that they have not
+arrived. CHECKOUT is https://github.com/DPBayes/noise-aware-dpvi, PYTHON an interpreter with their
+requirements (jax 0.4.25, numpyro, optax). Their clip bound, rates and
 Laplace approximation are those of their file, and the noise is this library's for their 10,000
 batches of rate .1. Ours: sufficient statistics, responses clipped to [−4, 4] and rows to norm 6;
 and the Laplace form of the model as one writes it in Pyro, gradients clipped to norm 40.
@@ -160,7 +161,8 @@ def ours(given: Problem, method: str, epsilon: float) -> dict[str, Any]:
             (draws["noise_std"] < given.sigma).double().mean()[None],
         ]
     )
-    return judged(ranks, draws["weights"].std(0), given.sigma, seconds)
+    named = "NOT REACHED" in post.guarantee()
+    return judged(ranks, draws["weights"].std(0), given.sigma, seconds) | {"named": float(named)}
 
 
 def theirs(given: Problem, epsilon: float, seed: int, checkout: str, python: str) -> dict[str, Any]:
