@@ -68,17 +68,21 @@ def shape_of(told, noise):
     size = len(told)
     scales = torch.ones(size, dtype=DOUBLE)
     today = torch.ones(size, dtype=DOUBLE)
-    return FeatureShape(torch.eye(size, dtype=DOUBLE), told, scales, noise, 0.0, today)
+    return FeatureShape(torch.eye(size, dtype=DOUBLE), told, scales, noise, 0.0, 0.5, today)
 
 
-def chosen(num_data, spread, noise, std=1.0):
+def unclipped(length):
+    return 1.0
+
+
+def chosen(num_data, spread, noise, std=1.0, clipped=unclipped):
     """The length for log-normal features with mean square a half."""
     median = math.log(0.5) - spread**2 / 2
     ends = torch.tensor([0.0, *EDGES, math.inf], dtype=DOUBLE).log()
     shares = torch.special.ndtr((ends - median) / spread).diff()
     counts = released(num_data * shares + std * torch.randn(len(shares), dtype=DOUBLE), std)
     told = torch.full((4,), num_data / 8, dtype=DOUBLE)
-    return best_length(counts, num_data, shape_of(told, noise))
+    return best_length(counts, num_data, shape_of(told, noise), clipped)
 
 
 def simulated(num_data, spread, noise):
@@ -113,6 +117,22 @@ def test_weights_are_the_fewer_the_more_records_and_the_more_the_larger_the_nois
     assert chosen(10**5, 1.5, 300.0) < chosen(10**5, 0.4, 300.0)
 
 
+def test_features_are_shorter_where_longer_ones_have_clipped_residuals():
+    def clipped(length):
+        return min(1.0, (0.5 / length) ** 2)
+
+    assert chosen(1000, 0.5, 3000.0, clipped=clipped) < chosen(1000, 0.5, 3000.0)
+
+
+@pytest.mark.parametrize("length", [0.3, 1.0])
+def test_the_slope_is_that_of_gradients_with_that_length(length):
+    glm = GLM("gaussian", max_feature_norm=2.0, noise_std=0.5)
+    row = torch.tensor([[2.0 * length, 0.0]], dtype=DOUBLE)
+    sums = GLMSums(glm, row, torch.zeros(1, dtype=DOUBLE), 3.0)
+    expected = float(sums.curvature_sum(torch.zeros(2, dtype=DOUBLE))[0, 0]) / (2 * length) ** 2
+    assert sums.slope(length) == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_histogram_of_noise_alone_is_no_reason_for_an_extreme():
     found = [chosen(1000, 0.7, 3000.0, std=1e5) for _ in range(20)]
     assert len(set(found)) == 1
@@ -124,14 +144,14 @@ def test_the_features_stay_as_they_are_where_that_gains_too_little():
     told = torch.full((4,), 100.0, dtype=DOUBLE)
     shape = shape_of(told, 30.0)
     counts = released(torch.zeros(len(EDGES) + 1, dtype=DOUBLE), 1e5)
-    assert best_length(counts, 1000, shape) is not None
+    assert best_length(counts, 1000, shape, unclipped) is not None
     best = min(
         (shape.variances(2 ** (k / 4), 1.0) for k in range(-8, 13)), key=lambda v: float(v.sum())
     )
-    assert best_length(counts, 1000, shape._replace(today=best)) is None
+    assert best_length(counts, 1000, shape._replace(today=best), unclipped) is None
     # nor where numbers are too large to tell
     lost = shape._replace(today=torch.full((4,), math.nan, dtype=DOUBLE))
-    assert best_length(counts, 1000, lost) is None
+    assert best_length(counts, 1000, lost, unclipped) is None
 
 
 def test_other_coordinates_are_taken_where_features_are_correlated_and_where_a_bound_is_loose():

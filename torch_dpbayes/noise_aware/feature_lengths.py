@@ -25,6 +25,7 @@ Derived in this project.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -40,13 +41,20 @@ _LENGTHS = tuple(2 ** (k / 4) for k in range(-8, 13))
 _MEDIANS, _SPREADS = (-4.0, 1.0, 51), (0.1, 2.5, 49)  # of log ‖x'‖²: first, last, number
 
 
-def best_length(counts: LengthRelease, num_data: int, shape: FeatureShape) -> float | None:
+def best_length(
+    counts: LengthRelease,
+    num_data: int,
+    shape: FeatureShape,
+    clipped: Callable[[float], float],
+) -> float | None:
     """c, or None where that would gain too little.
 
     Args:
         counts: the released histogram.
         num_data: n, public.
         shape: what is known of the features' directions.
+        clipped: what the clip bound leaves of F, given the length of the features: gradients are
+            clipped, and longer features have smaller residuals at the bound.
     """
     medians, spreads = (torch.linspace(*g, dtype=torch.float64) for g in (_MEDIANS, _SPREADS))
     m, s = (grid.flatten() for grid in torch.meshgrid(medians, spreads, indexing="ij"))
@@ -61,7 +69,8 @@ def best_length(counts: LengthRelease, num_data: int, shape: FeatureShape) -> fl
     def loss(c: float) -> float:
         lost, kept = _taken(c, m, s)
         bias = _WRONG**2 * num_data * float(likely @ lost.square())
-        variances = shape.variances(c, float(likely @ kept))
+        left = clipped(min(math.sqrt(c * shape.mean_square), 1.0))
+        variances = shape.variances(c, left * float(likely @ kept))
         return float((variances + bias / (1 + shape.told)).log().sum())
 
     found = min(_LENGTHS, key=loss)

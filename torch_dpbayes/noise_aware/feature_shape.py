@@ -55,6 +55,8 @@ class FeatureShape(NamedTuple):
     """σ²."""
     noise_of_curvature: float
     """Standard deviation, for features of norm 1."""
+    mean_square: float
+    """Of Ax."""
     today: Tensor
     """Variances of the posterior for the features as they are."""
 
@@ -102,6 +104,7 @@ def feature_shape(
         scales,
         variance,
         of_curvature / feature_norm**2,
+        float((scales * values).sum()) / num_data,
         _variances(told, noise_std**2 * units, of_curvature * units, units),
     )
 

@@ -81,6 +81,11 @@ class PrivateGram(PrivateSums, Protocol):
     def response(self, gram: Tensor, num_data: int) -> Response:
         """How gradients change with θ if the Gram matrix is ``gram``."""
 
+    def slope(self, length: float) -> float:
+        """Of a clipped gradient at zero weights, for features of that length, in units of the
+        bound; over the length's square.
+        """
+
     def length_counts(self, shape: Tensor, edges: Sequence[float]) -> Tensor:
         """How many records have ‖Ax‖² below the first edge, between two edges each, and above the
         last one, in float64. Private data.

@@ -61,7 +61,8 @@ def run_glm(
         math.sqrt(sums.gram_bound),
     )
     lengths = mechanism.length_counts(sums, found.matrix, EDGES, plan.length_multipliers[0])
-    length = best_length(lengths, num_data, found)
+    typical = sums.slope(min(math.sqrt(float(features.trace()) / num_data / sums.gram_bound), 1.0))
+    length = best_length(lengths, num_data, found, lambda length: sums.slope(length) / typical)
     shape = None if length is None else math.sqrt(length) * found.matrix
     transcript = Transcript(grams=[first], lengths=[lengths], feature_map=shape)
     if shape is not None:

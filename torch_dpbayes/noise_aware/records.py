@@ -97,6 +97,11 @@ class GLMSums:
         """Σ x xᵀ. Private data."""
         return self._records.outer_sum(self._weights)
 
+    def slope(self, length: float) -> float:
+        """J at u = 0 of features that are ``length``·R long."""
+        bound = torch.tensor(self._max_grad_norm / (length * self._length), dtype=torch.float64)
+        return float(slopes(self._target, torch.zeros((), dtype=torch.float64), bound))
+
     def length_counts(self, shape: Tensor, edges: Sequence[float]) -> Tensor:
         """Of ‖Ax‖²: each record is in one bin. Private data."""
         squares = self._in_shape(shape).square().sum(1)
