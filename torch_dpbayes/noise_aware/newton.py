@@ -26,6 +26,7 @@ from .response import (
     levels,
     shape_kept,
 )
+from .saturation import share_of_curvature
 from .step_control import StepControl
 from .surrogate import AnySurrogate, Surrogate, positive
 from .transcript import CurvatureRelease, GradientRelease, Transcript
@@ -156,13 +157,14 @@ def run_general(
             release = mechanism.curvature(centre, multipliers[step])
             first = not transcript.curvatures
             transcript.curvatures.append(release)
-            value, std = release.value, release.noise_std
+            value, std, share = release.value, release.noise_std, 1.0
             if sums.curvature_is_of_gradients:
                 value, std = _about_their_mean(release, best, num_data)
+                share = share_of_curvature(release, num_data * sums.curvature_bound)
             own = blocks.variances(std)
             raw, variances = (value, own) if first else blocks.combined(raw, variances, value, own)
             curvature, spread = blocks.denoised(raw, variances)
-            control.released(curvature)
+            control.released(share * curvature)
         theta = control.next_point(fitted(spread))
         # the point before it is valid, and all between them are public or released
         while not sums.is_valid(theta):
