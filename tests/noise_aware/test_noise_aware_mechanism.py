@@ -15,7 +15,12 @@ from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.mcmc.density import RecordDensity
 from torch_dpbayes.noise_aware.feature_lengths import EDGES
 from torch_dpbayes.noise_aware.mechanism import Mechanism
-from torch_dpbayes.noise_aware.planning import general_plan, glm_plan, total_multiplier
+from torch_dpbayes.noise_aware.planning import (
+    diagonal_plan,
+    general_plan,
+    glm_plan,
+    total_multiplier,
+)
 from torch_dpbayes.noise_aware.records import DensitySums, GLMSums
 from torch_dpbayes.ops import GLM
 
@@ -182,12 +187,16 @@ def test_plans_spend_the_budget_and_no_more(neighboring, epsilon):
     cheaper = math.sqrt(2) if neighboring == "replace_one" else 1.0
     for plan in (
         glm_plan(multiplier, 8, 1000, neighboring, quadratic=False),
-        general_plan(multiplier, 30, 10**5, neighboring),
+        general_plan(multiplier, 30, 10**5, neighboring, clips=False),
+        general_plan(multiplier, 30, 10**5, neighboring, clips=True),
+        diagonal_plan(multiplier, neighboring, clips=False),
+        diagonal_plan(multiplier, neighboring, clips=True),
     ):
         matrices = [
             *plan.curvature_multipliers,
             *plan.gram_multipliers,
             *plan.length_multipliers,
+            *plan.clipped_multipliers,
         ]
         spent = sum(z**-2 for z in plan.gradient_multipliers) + sum(
             (cheaper * z) ** -2 for z in matrices

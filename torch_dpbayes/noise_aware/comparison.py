@@ -144,7 +144,7 @@ def compare_methods(
         after = start * math.exp(-times) - heat / total * math.expm1(-times)  # the warm-up
         return forecast(method, *_of_diffusion(times / 2, after, heat / total), note)
 
-    plan = general_plan(z, size, count, accountant.neighboring)
+    plan = general_plan(z, size, count, accountant.neighboring, clips=True)
     gradients = bound**2 / sum(m**-2 for m in plan.gradient_multipliers)
     matrices = bound**4 / sum(m**-2 for m in plan.curvature_multipliers)
     all_on_gradients = (z * bound) ** 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -32,10 +33,12 @@ from .posterior import (
 from .priors import GaussianPrior, LatentPrior, PyroPrior
 from .records import DensitySums, GLMSums, SoftmaxSums
 from .some_coordinates import OfSome
+from .transcript import Transcript
 
 Curvature = Literal["full", "diagonal"]
 _LARGEST_DIMENSION = 4000
 _LABEL = "noise_aware.laplace"
+_MANY_CLIPPED, _SURELY = 0.05, 2.0  # of the gradients; standard deviations above it
 
 
 def laplace(
@@ -93,7 +96,8 @@ def laplace(
     (:mod:`~torch_dpbayes.noise_aware.feature_shape`) weights rows to norm 1 at most there: the
     bounds are then C/R_x, 1 and max b'', under the same noise multipliers. A histogram of the rows'
     lengths there is charged for too: a record is in one bin, and one that is replaced moves it by
-    √2.
+    √2. Of Pyro models and modules the number of clipped gradients at the last point is released,
+    which a record moves by 1; the price is that of such a histogram.
     """
     is_diagonal = _is_diagonal(curvature)
     if accountant is None:
@@ -320,7 +324,11 @@ def _general(
 ) -> NoiseAwarePosterior:
     count = public_num_data(num_data, sums.num_records, accountant)
     plan = general_plan(
-        total_multiplier(accountant, epsilon, delta), sums.dimension, count, accountant.neighboring
+        total_multiplier(accountant, epsilon, delta),
+        sums.dimension,
+        count,
+        accountant.neighboring,
+        clips=sums.curvature_is_of_gradients,
     )
     charge(accountant, plan, _LABEL)
     some = gaussian if told is None else gaussian.of(told)
@@ -332,6 +340,7 @@ def _general(
         sums,
         "the log likelihood is taken as quadratic around the last points of the run",
     )
+    statement += _note_clipped(transcript, count)
     if told is not None:
         statement.append(
             f"  released    for the {int(told.sum())} of {len(told)} unconstrained coordinates that"
@@ -357,7 +366,11 @@ def _diagonal(
     num_data: int | None,
 ) -> NoiseAwarePosterior:
     count = public_num_data(num_data, sums.num_records, accountant)
-    plan = diagonal_plan(total_multiplier(accountant, epsilon, delta), accountant.neighboring)
+    plan = diagonal_plan(
+        total_multiplier(accountant, epsilon, delta),
+        accountant.neighboring,
+        clips=sums.curvature_is_of_gradients,
+    )
     charge(accountant, plan, _LABEL)
     surrogate, transcript = run_diagonal(sums, plan, prior, count)
     statement = _statement(
@@ -369,6 +382,7 @@ def _diagonal(
         " prior as Gaussian",
         "diagonals of matrices",
     )
+    statement += _note_clipped(transcript, count)
     return DiagonalPosterior(surrogate, prior, coordinates, statement, transcript)
 
 
@@ -387,6 +401,27 @@ def _require_small(dimension: int) -> None:
         )
 
 
+def _note_clipped(transcript: Transcript, num_data: int) -> list[str]:
+    """What the run says of the gradients' bound, with a warning where it is surely too low."""
+    lines = []
+    for release in transcript.clipped:
+        share = min(max(release.value / max(num_data, 1), 0.0), 1.0)
+        error = release.noise_std / max(num_data, 1)
+        lines.append(f"  clipped     {share:.2g} of the gradients at the last point, ± {error:.1g}")
+        if share - _SURELY * error > _MANY_CLIPPED:
+            lines.append(
+                "  CLIPPED     where that many are, the mean of the clipped gradients may not be"
+                " zero at the true parameters: intervals may lie beside them"
+            )
+            warnings.warn(
+                f"{share:.0%} of the gradients are clipped at the last point of the run: intervals"
+                " may lie beside the true parameters. Raise max_grad_norm, or scale the model so"
+                " that records pull less.",
+                stacklevel=4,
+            )
+    return lines
+
+
 def _statement(
     accountant: PrivacyAccountant,
     plan: Plan,
@@ -395,12 +430,14 @@ def _statement(
     kind: str = "matrices",
 ) -> list[str]:
     matrices = len(plan.curvature_multipliers) + len(plan.gram_multipliers)
-    lengths = ", and a noisy histogram of lengths" if plan.length_multipliers else ""
+    others = ", and a noisy histogram of lengths" if plan.length_multipliers else ""
+    if plan.clipped_multipliers:
+        others = ", and a noisy number of clipped gradients"
     delta = 1e-5 if accountant.delta is None else accountant.delta
     return [
         (
             f"Noise-aware posterior from {len(plan.gradient_multipliers)} noisy gradients and"
-            f" {matrices} noisy {kind}{lengths}"
+            f" {matrices} noisy {kind}{others}"
         ),
         (
             "  charged     before the first release; the accountant now holds epsilon ="

@@ -18,7 +18,13 @@ from ..noise import GaussianNoise
 from .planning import Plan
 from .priors import GaussianPrior
 from .response import Response
-from .transcript import CurvatureRelease, DiagonalRelease, GradientRelease, LengthRelease
+from .transcript import (
+    ClippedRelease,
+    CurvatureRelease,
+    DiagonalRelease,
+    GradientRelease,
+    LengthRelease,
+)
 
 _CPU = torch.device("cpu")
 
@@ -53,12 +59,18 @@ class GeneralSums(PrivateSums, Protocol):
     curvature_is_of_gradients: bool
     """Whether :meth:`curvature_sum` is Σ c cᵀ of the clipped gradients."""
 
+    def clipped_count(self, theta: Tensor) -> int:
+        """How many gradients are clipped and nothing makes up for it. Private data."""
+
 
 class DiagonalSums(PrivateSums, Protocol):
     """The same for the diagonal form."""
 
     num_records: int
     curvature_is_of_gradients: bool
+
+    def clipped_count(self, theta: Tensor) -> int:
+        """How many gradients are clipped and nothing makes up for it. Private data."""
 
     def curvature_diagonal(self, theta: Tensor) -> Tensor:
         """The diagonal of what :meth:`curvature_sum` is, without the rest; ``[d]`` in float64. What
@@ -131,6 +143,13 @@ class Mechanism:
         noise = multiplier * self._standard_normal(len(exact))
         return LengthRelease(shape, exact + noise, multiplier)
 
+    def clipped_count(
+        self, sums: GeneralSums | DiagonalSums, theta: Tensor, multiplier: float
+    ) -> ClippedRelease:
+        """The noisy number of clipped gradients at ``theta``."""
+        noise = multiplier * float(self._standard_normal(1))
+        return ClippedRelease(theta, sums.clipped_count(theta) + noise, multiplier)
+
     def curvature_diagonal(
         self, sums: DiagonalSums, theta: Tensor, multiplier: float
     ) -> DiagonalRelease:
@@ -180,6 +199,7 @@ def charge(accountant: PrivacyAccountant, plan: Plan, label: str) -> None:
         *plan.curvature_multipliers,
         *plan.gram_multipliers,
         *plan.length_multipliers,
+        *plan.clipped_multipliers,
     ]
     parts: list[DpEvent] = [GaussianDpEvent(z) for z in plan.gradient_multipliers]
     accountant.compose(

@@ -169,6 +169,8 @@ def run_general(
         # the point before it is valid, and all between them are public or released
         while not sums.is_valid(theta):
             theta = (theta + centre) / 2
+    for multiplier in plan.clipped_multipliers:
+        transcript.clipped.append(mechanism.clipped_count(sums, centre, multiplier))
     control.released(curvature)
     spread = blocks.left(raw, variances)
     surrogate = fitted(spread)

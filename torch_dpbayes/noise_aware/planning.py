@@ -16,6 +16,7 @@ _STEPS = 16
 _GROWTH = 1.4
 _DIAGONAL = 0.15  # of the budget
 _LENGTHS = 0.01
+_CLIPPED = 0.01
 _CURVATURES = 3  # releases of a general model's curvature, which changes on the way
 
 
@@ -33,6 +34,8 @@ class Plan:
     """Of the Gram matrix of the features as they are, and as the run then takes them."""
     length_multipliers: tuple[float, ...] = ()
     """Of the histogram of the features' lengths."""
+    clipped_multipliers: tuple[float, ...] = ()
+    """Of the number of clipped gradients."""
     curvature_steps: tuple[int, ...] = ()
     """Steps at which a curvature is released, after the gradient and at the same point."""
 
@@ -88,36 +91,46 @@ def glm_plan(
         tuple(hessians),
         (matrix_multiplier(multiplier, gram / 2, neighboring),) * 2,
         (matrix_multiplier(multiplier, _LENGTHS, neighboring),),
-        (_STEPS - 1,) if hessian else (),
+        curvature_steps=(_STEPS - 1,) if hessian else (),
     )
 
 
 def general_plan(
-    multiplier: float, dimension: int, num_data: int, neighboring: Neighboring
+    multiplier: float, dimension: int, num_data: int, neighboring: Neighboring, *, clips: bool
 ) -> Plan:
     """The split for any other model: curvatures at the start, on the way and at the end, each
-    dearer than the one before.
+    dearer than the one before, and where gradients are clipped the number of those that are.
     """
     gain = num_data / (multiplier * dimension)
     share = _within(4 / math.sqrt(gain), 0.10, 0.40)
     weights = [0.15, 0.25, 0.60]
     matrices = tuple(matrix_multiplier(multiplier, share * w, neighboring) for w in weights)
-    return Plan(_gradients(multiplier, 1 - share), matrices, (), (), (0, _STEPS // 2, _STEPS - 2))
+    clipped = _CLIPPED if clips else 0.0
+    return Plan(
+        _gradients(multiplier, 1 - share - clipped),
+        matrices,
+        clipped_multipliers=_of_count(multiplier, clipped, neighboring),
+        curvature_steps=(0, _STEPS // 2, _STEPS - 2),
+    )
 
 
-def diagonal_plan(multiplier: float, neighboring: Neighboring) -> Plan:
+def diagonal_plan(multiplier: float, neighboring: Neighboring, *, clips: bool) -> Plan:
     """The split for the diagonal form. Where there are thousands of parameters noise hides how
     their curvatures differ, and their level is told by a small part of the budget.
     """
     weights = [0.10, 0.10, 0.20, 0.60]
     diagonals = tuple(matrix_multiplier(multiplier, _DIAGONAL * w, neighboring) for w in weights)
+    clipped = _CLIPPED if clips else 0.0
     return Plan(
-        _gradients(multiplier, 1 - _DIAGONAL),
+        _gradients(multiplier, 1 - _DIAGONAL - clipped),
         diagonals,
-        (),
-        (),
-        (0, _STEPS // 4, _STEPS // 2, _STEPS - 2),
+        clipped_multipliers=_of_count(multiplier, clipped, neighboring),
+        curvature_steps=(0, _STEPS // 4, _STEPS // 2, _STEPS - 2),
     )
+
+
+def _of_count(multiplier: float, share: float, neighboring: Neighboring) -> tuple[float, ...]:
+    return (matrix_multiplier(multiplier, share, neighboring),) if share else ()
 
 
 def _gradients(multiplier: float, share: float) -> tuple[float, ...]:

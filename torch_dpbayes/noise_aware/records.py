@@ -93,6 +93,10 @@ class GLMSums:
         factors = slopes(self._target, self._predictors(theta), self._bounds)
         return self._records.square_sum(factors.clamp(max=self._largest_factor))
 
+    def clipped_count(self, theta: Tensor) -> int:
+        """None: clipped or not, scores have mean zero at the truth."""
+        return 0
+
     def gram_sum(self) -> Tensor:
         """Σ x xᵀ. Private data."""
         return self._records.outer_sum(self._weights)
@@ -206,6 +210,10 @@ class SoftmaxSums:
         """Σ ∇²ℓ_i(θ). Private data."""
         return self._records.hessian_sum(theta.to(self._records.x.device))
 
+    def clipped_count(self, theta: Tensor) -> int:
+        """None is."""
+        return 0
+
 
 class DensitySums:
     """Sums over the records of a Pyro model: Σ c cᵀ of the clipped gradients stands for the
@@ -250,6 +258,10 @@ class DensitySums:
     def curvature_diagonal(self, theta: Tensor) -> Tensor:
         """Σ c∘c. Private data."""
         return self._density.clipped_square_sum(self._own(theta), self._clip)[self._told]
+
+    def clipped_count(self, theta: Tensor) -> int:
+        """How many gradients are clipped. Private data."""
+        return self._density.clipped_count(self._own(theta), self._clip)
 
     def is_valid(self, theta: Tensor) -> bool:
         """Whether gradients can be computed at θ, whatever the records are."""

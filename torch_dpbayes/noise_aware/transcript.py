@@ -53,6 +53,15 @@ class LengthRelease:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class ClippedRelease:
+    """The number of records whose gradients are clipped, plus noise."""
+
+    theta: Tensor
+    value: float
+    noise_std: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class Transcript:
     """Everything that a private run released, in the order of the releases."""
 
@@ -62,6 +71,8 @@ class Transcript:
     grams: list[CurvatureRelease] = field(default_factory=list)
     lengths: list[LengthRelease] = field(default_factory=list)
     """Of the features in the coordinates that the first Gram matrix suggests."""
+    clipped: list[ClippedRelease] = field(default_factory=list)
+    """At the last point, of models whose gradients are clipped."""
     feature_map: Tensor | None = None
     """A, where all later releases are of the features Ax, weighted, and of the parameters A⁻ᵀθ
     (:mod:`~torch_dpbayes.noise_aware.feature_shape`)."""

@@ -217,6 +217,17 @@ class RecordDensity:
             result += (factors[:, None] * dense(block, size)).square().sum(0)
         return result
 
+    @torch.no_grad()
+    def clipped_count(self, theta: Tensor, max_norm: float) -> int:
+        """How many records have gradients that are clipped or cut out. Private data.
+
+        It moves by at most 1 when a record is added, removed or replaced.
+
+        Raises:
+            InvalidPoint: the model cannot be evaluated at θ.
+        """
+        return sum(int((~(norms <= max_norm)).sum()) for _, norms in self._blocks(theta))
+
     def _clipped_blocks(
         self, theta: Tensor, max_norm: float
     ) -> Iterator[tuple[list[Piece], Tensor]]:
