@@ -271,6 +271,7 @@ def cells() -> Iterator[Cell]:
             if size <= 10_000 and epsilon in (0.3, 1.0):
                 for kind in ("binary", "student"):
                     yield Cell("logistic", size, epsilon, 1.0, kind)
+                yield Cell("linear", size, epsilon, 1.0, "correlated")
             if size >= 10_000 and epsilon in (1.0, 3.0):
                 yield Cell("logistic", size, epsilon, 3.0, "correlated")
             if size == 10_000 and epsilon == 1.0:

@@ -38,7 +38,8 @@ def test_the_error_has_the_covariance_that_is_stated(own):
     error = (kept * (exact + noise - level) + level - exact) @ delta
     found = error.T @ error / repeats
     products = error[:, :, None] * error[:, None, :]
-    stated = NoisyGram(torch.eye(SIZE, dtype=DOUBLE), 1.0, kept).error_covariance(delta)
+    eye = torch.eye(SIZE, dtype=DOUBLE)
+    stated = NoisyGram(eye, 1.0, kept, eye).error_covariance(delta)
     limit = norm.isf(SIGNIFICANCE / (2 * 3 * SIZE**2)) * products.std(0) / math.sqrt(repeats)
     assert bool(((found - stated).abs() < limit).all())
 
@@ -64,8 +65,34 @@ def test_a_shape_that_the_noise_explains_goes_and_one_that_it_does_not_stays():
     assert flat.kept < 0.5
     exact = torch.diag(torch.tensor([4000.0, 900.0, 100.0, 30.0], dtype=DOUBLE))
     steep = estimated(exact + symmetric(0.1, 1)[0], 0.1, 10_000)
-    assert steep.kept > 1 - 1e-6
+    assert steep.rest.shape == (4, 1)
+    delta = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=DOUBLE)
+    assert float(steep.error_covariance(delta)[0, 0]) == pytest.approx(0.01, rel=1e-6)
     assert float((steep.matrix - exact).abs().max()) < 1.0  # ten standard deviations
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_a_direction_that_stands_out_is_not_shrunk(rotated):
+    """One eigenvalue far above the noise and seven in it: errors of the estimate are as large as
+    stated, in every direction. Shrunk as a whole they are three times as large along the first.
+    """
+    size, std, repeats = 8, 10.0, 600
+    values = torch.tensor([400.0] + [25.0] * 7, dtype=DOUBLE)
+    turn = torch.linalg.qr(torch.randn(size, size, dtype=DOUBLE))[0] if rotated else torch.eye(size)
+    turn = turn.to(DOUBLE)
+    exact = (turn * values) @ turn.T
+    squares = torch.zeros(repeats, size, dtype=DOUBLE)
+    for k, noise in enumerate(symmetric(std, repeats, size)):
+        found = estimated(exact + noise, std, 10_000)
+        assert float((turn[:, 0] @ found.rest).norm()) < 0.3
+        for j, delta in enumerate(turn.T):
+            error = (found.matrix - exact) @ delta
+            stated = found.error_covariance(delta)
+            squares[k, j] = error @ torch.linalg.solve(stated, error) / size
+    means, errors = squares.mean(0), squares.std(0) / math.sqrt(repeats)
+    limit = norm.isf(SIGNIFICANCE / size)
+    assert bool((means < 1.1 + limit * errors).all())  # floors make the others' smaller
+    assert float(means[0]) > 0.8
 
 
 def test_a_number_has_no_shape():

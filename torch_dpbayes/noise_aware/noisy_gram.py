@@ -8,11 +8,16 @@ multiple of I with the variance v²/d and, independent of that, a matrix of trac
     \mathrm{Cov}(E\Delta) = \tfrac{v^2}{d}\Delta\Delta^\top + \Big(\tfrac{v^2}{2}(\|\Delta\|^2 I +
     \Delta\Delta^\top) - \tfrac{v^2}{d}\Delta\Delta^\top\Big)
 
-Of the shape of the exact matrix, what tells it from λI, entries are taken for normal with a
-standard deviation τ, and then κ = τ²/(τ² + v²) of the released shape is the exact one's and the
-second part of the covariance shrinks to κ of itself. τ is a scale, p(τ) ∝ 1/τ, between λ/√n, the
-randomness of n records with independent features, and the largest shape that a positive
-semi-definite matrix with the mean eigenvalue λ has. Derived in this project.
+Eigenvalues of the release that stand out of those below them, by more than the noise's semicircle
+is wide, are freed of what it adds to them, ℓ + d·v²/(2ℓ) (Benaych-Georges and Nadakuditi 2011), and
+their directions keep all of its covariance. In the m other directions Q the noise is such a matrix
+again, of size m and independent of the rest. Of the exact shape there, what tells it from λI,
+entries are taken for normal with a standard deviation τ, and then κ = τ²/(τ² + v²) of the released
+shape is the exact one's and the second part of the covariance shrinks to κ of itself. τ is a scale,
+p(τ) ∝ 1/τ, between λ/√n, the randomness of n records with independent features, and the largest
+shape that a positive semi-definite matrix with the mean eigenvalue λ has. One κ for all directions
+would take a part of the largest eigenvalue away, which is more than its noise where features are
+correlated. Derived in this project.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .response import FLOOR_OF_NOISE, floored
+from .response import FLOOR_OF_NOISE
 
 _ROUNDING = 1e-9  # of the level
 _GRID = 2000
@@ -37,15 +42,20 @@ class NoisyGram(NamedTuple):
     noise_std: float
     """v."""
     kept: float
-    """κ, by which the released shape was multiplied: 0 where the noise explains it."""
+    """κ, by which the shape of the rest was multiplied: 0 where the noise explains it."""
+    rest: Tensor
+    """Q, an orthonormal basis of what does not stand out, ``[d, m]``."""
 
     def error_covariance(self, delta: Tensor) -> Tensor:
         """Of what the estimate gets wrong, times ``delta``."""
-        variance, outer = self.noise_std**2, torch.outer(delta, delta)
-        level = variance / len(delta) * outer
+        inside = delta @ self.rest
+        explained = self._of_noise(inside)
+        explained = explained - self.noise_std**2 / len(inside) * torch.outer(inside, inside)
+        return self._of_noise(delta) - (1 - self.kept) * self.rest @ explained @ self.rest.T
+
+    def _of_noise(self, delta: Tensor) -> Tensor:
         eye = torch.eye(len(delta), dtype=delta.dtype)
-        whole = variance / 2 * (delta.square().sum() * eye + outer)
-        return level + self.kept * (whole - level)
+        return self.noise_std**2 / 2 * (delta.square().sum() * eye + torch.outer(delta, delta))
 
 
 def estimated(released: Tensor, noise_std: float, num_data: int) -> NoisyGram:
@@ -56,16 +66,23 @@ def estimated(released: Tensor, noise_std: float, num_data: int) -> NoisyGram:
         noise_std: v.
         num_data: n.
     """
-    size = len(released)
-    eye = torch.eye(size, dtype=released.dtype)
-    # the level's own noise has the standard deviation v/√d
-    found = max(float(released.trace()) / size, 1e-3 * noise_std)
+    values, vectors = torch.linalg.eigh(released)
+    edge, size, before = noise_std * math.sqrt(2 * len(values)), len(values), 0
+    while size not in (before, 1):  # of those that do not stand out
+        before, size = size, int((values[:size] <= values[:size].mean() + edge).sum())
+    some, rest = values[:size], vectors[:, :size]
+    # the level's own noise has the standard deviation v/√m
+    found = max(float(some.mean()), 1e-3 * noise_std)
     level = found**3 / (found**2 + noise_std**2 / size)
-    shape = released - released.trace() / size * eye
+    shape = some - some.mean()
     kept = part_kept(float(shape.square().sum()), size, noise_std, found, num_data)
     # no more is known of eigenvalues below a tenth of the noise
     least = max(FLOOR_OF_NOISE * noise_std * math.sqrt(kept), _ROUNDING * level)
-    return NoisyGram(floored(level * eye + kept * shape, least), noise_std, kept)
+    of_rest = (level + kept * shape).clamp_min(least)
+    out = values[size:] - level
+    freed = level + (out + (out.square() - edge**2).clamp_min(0.0).sqrt()) / 2
+    estimate = (vectors * torch.cat([of_rest, freed])) @ vectors.T
+    return NoisyGram(estimate, noise_std, kept, rest)
 
 
 def part_kept(square: float, size: int, noise_std: float, level: float, num_data: int) -> float:
