@@ -127,6 +127,9 @@ def test_no_record_can_raise(method):
 
 @pytest.mark.first_cases(1)
 @QUICK
+# a thousandth of the spread of these targets is what the model takes for noise: one run in ten
+# says of itself that it has not arrived, which says nothing of the records made wrong here
+@pytest.mark.filterwarnings("ignore:.*(has not arrived|do not agree|clipped):UserWarning")
 @pytest.mark.parametrize(
     "method",
     [SGHMC(epochs=5, batch_size=100), NoiseAware(max_grad_norm=2.0), OneDraw(50, 1.0, 2.0)],
