@@ -154,6 +154,18 @@ def test_the_features_stay_as_they_are_where_that_gains_too_little():
     assert best_length(counts, 1000, lost, unclipped) is None
 
 
+def test_two_percent_of_the_deviations_are_a_reason_to_change_the_features():
+    spread = 0.1  # no record is longer than 1 where squared lengths are .84
+    ends = torch.tensor([0.0, *EDGES, math.inf], dtype=DOUBLE).log()
+    shares = torch.special.ndtr((ends - math.log(0.5)) / spread).diff()
+    counts = released(1000 * shares, 1.0)
+    shape = shape_of(torch.full((4,), 100.0, dtype=DOUBLE), 30.0)
+    best = shape.variances(2**0.75, 1.0)
+    assert best_length(counts, 1000, shape._replace(today=best), unclipped) is None
+    changed = best_length(counts, 1000, shape._replace(today=1.04 * best), unclipped)
+    assert changed == pytest.approx(2**0.75)
+
+
 def test_other_coordinates_are_taken_where_features_are_correlated_and_where_a_bound_is_loose():
     n = 4000
     weights = torch.tensor([1.0, -1.0, 0.5], dtype=DOUBLE)

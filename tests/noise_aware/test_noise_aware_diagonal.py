@@ -132,9 +132,10 @@ def test_the_charge_of_the_diagonal_form_is_that_of_the_noise(neighboring):
     x, y, _ = one_hot(300, 50)
     accountant = dpb.PrivacyAccountant(2.0, 1e-5, neighboring=neighboring)
     glm = GLM(prior_std=10.0)
-    post = laplace(glm, 3 * x, y, accountant=accountant, num_data=300, curvature="diagonal")
+    options = {"accountant": accountant, "num_data": 300, "max_grad_norm": 1.0}
+    post = laplace(glm, 3 * x, y, curvature="diagonal", **options)
     events = [event for charge in accountant.history for event in [charge.event] * charge.count]
-    sums, transcript = GLMSums(glm, 3 * x, y, None), post.transcript
+    sums, transcript = GLMSums(glm, 3 * x, y, 1.0), post.transcript
     assert len(events) == len(transcript.gradients) + len(transcript.diagonals)
     cheaper = math.sqrt(2) if neighboring == "replace_one" else 1.0
     stated = {round(event.noise_multiplier, 9) for event in events}

@@ -13,6 +13,7 @@ from scipy.stats import kstest
 from support.pyro_models import singular_where_made_up, with_and_without_a_record_that_fails
 
 import torch_dpbayes as dpb
+from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.noise_aware import laplace, laplace_for_module, planning
 from torch_dpbayes.noise_aware.posterior import NoiseAwarePosterior, told_and_surprise
 from torch_dpbayes.noise_aware.priors import GaussianPrior
@@ -105,6 +106,24 @@ def test_draws_are_what_pyros_predictive_and_arviz_take():
     assert "ASSUMED" in post.guarantee()
     further = {"w": post.mean["w"] + 3 * post.stddev["w"]}
     assert post.log_density(post.mean) > post.log_density(further) + 3
+
+
+@pytest.mark.filterwarnings("ignore:the budget is too small")
+@pytest.mark.parametrize("radius", [1.0, 3.0])
+@pytest.mark.parametrize("curvature", ["full", "diagonal"])
+def test_gradients_of_a_logistic_regression_are_clipped_where_noise_counts_for_more(
+    radius, curvature
+):
+    x, y = torch.randn(2000, 2), torch.randint(2, (2000,))
+    for times, expected in ((1.01, radius / 2), (0.99, radius)):
+        multiplier = times * 2000 / (500 * 2)
+        one = dpb.PrivacyAccountant(neighboring="replace_one")
+        one.compose(GaussianDpEvent(multiplier))
+        epsilon = one.get_epsilon(1e-5)
+        glm = GLM(max_feature_norm=radius)
+        post = laplace(glm, x, y, epsilon=epsilon, delta=1e-5, curvature=curvature)
+        assert f"moves a gradient sum by at most {expected:g}, a curv" in post.guarantee()
+        assert planning.logistic_bound(multiplier, 2, 2000, radius) == expected
 
 
 def test_latents_with_a_support_come_back_in_it():

@@ -60,10 +60,12 @@ def test_the_charge_is_that_of_the_noise_that_was_added(neighboring, scales):
     x = x * torch.tensor(scales)
     accountant = dpb.PrivacyAccountant(100.0, 1e-5, neighboring=neighboring)
     glm = GLM("bernoulli", max_feature_norm=2.0, prior_std=10.0)
-    post = dpb.noise_aware.laplace(glm, x, y, accountant=accountant, num_data=300)
+    post = dpb.noise_aware.laplace(
+        glm, x, y, accountant=accountant, num_data=300, max_grad_norm=2.0
+    )
     events = [event for charge in accountant.history for event in [charge.event] * charge.count]
     assert all(type(event) is GaussianDpEvent for event in events)
-    sums, transcript = GLMSums(glm, x, y, None), post.transcript
+    sums, transcript = GLMSums(glm, x, y, 2.0), post.transcript
     assert len(events) == len(transcript.gradients) + len(transcript.curvatures) + 3
     if min(scales) == 1.0:  # and with the others hardly ever
         assert transcript.feature_map is None

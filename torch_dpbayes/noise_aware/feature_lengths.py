@@ -36,7 +36,9 @@ from .transcript import LengthRelease
 EDGES = tuple(2 ** (k / 2) for k in range(-6, 9))
 """Of the histogram, in ‖x'‖²."""
 _WRONG = 0.2  # β: about that of a logistic regression in the ages and hours of Adult
-_LEAST_GAIN = 0.05  # of log standard deviation for each parameter
+# of log standard deviation for each parameter: what half of the Gram matrix's noise costs, which is
+# spent on the features as they were
+_LEAST_GAIN = 0.005
 _LENGTHS = tuple(2 ** (k / 4) for k in range(-8, 13))
 _MEDIANS, _SPREADS = (-4.0, 1.0, 51), (0.1, 2.5, 49)  # of log ‖x'‖²: first, last, number
 

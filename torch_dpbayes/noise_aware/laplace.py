@@ -21,7 +21,7 @@ from .arguments import public_num_data
 from .diagonal import run_diagonal
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
-from .planning import Plan, diagonal_plan, general_plan, glm_plan, total_multiplier
+from .planning import Plan, diagonal_plan, general_plan, glm_plan, logistic_bound, total_multiplier
 from .posterior import (
     Coordinates,
     DiagonalPosterior,
@@ -73,7 +73,9 @@ def laplace(
             record.
         max_grad_norm: C, a public bound to which every record's gradient is clipped, in
             unconstrained space. A tight one that clips few gradients is best. None: for classes,
-            where gradients have a bound of their own.
+            where gradients have a bound of their own. Those of a logistic regression are then
+            clipped to R_x/2, and from n/(zd) = 500 on to R_x, which clips none; z is the noise
+            multiplier of the one release that would use the budget up.
         num_data: the number of records, a public constant. None: taken from the data under
             replace-one, where it is public.
         data_plate: the name of a Pyro model's plate of records.
@@ -107,6 +109,11 @@ def laplace(
             raise TypeError(f"a GLM takes features and targets, got {len(data)} arguments")
         sums = GLMSums(model, *data, max_grad_norm)
         count = public_num_data(num_data, sums.num_records, accountant)
+        if max_grad_norm is None:
+            total = total_multiplier(accountant, epsilon, delta)
+            sums = sums.clipped_at(
+                logistic_bound(total, sums.dimension, count, model.max_feature_norm)
+            )
         if is_diagonal:
             return _diagonal(
                 sums,

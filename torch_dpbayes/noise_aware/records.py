@@ -58,21 +58,30 @@ class GLMSums:
                     " public number that few records' gradients exceed."
                 )
             max_grad_norm = model.max_feature_norm
-        self.gradient_bound = model.lipschitz(max_grad_norm)
         self.gram_bound = model.max_feature_norm**2
-        self._largest_factor = _largest_factor(model, max_grad_norm)
-        self.curvature_bound = self._largest_factor * self.gram_bound
-        self._model, self._max_grad_norm = model, max_grad_norm
-        self._records = model.records(features, targets)
+        self._model, self._records = model, model.records(features, targets)
         self._target = target_of(model, self._records.weight)
         self._y = self._records.weight * self._records.y.to(torch.float64)
         self._length, self._weights = model.max_feature_norm, torch.ones_like(self._y)
-        norms = torch.linalg.vector_norm(self._records.x, dim=1, dtype=torch.float64)
-        self._bounds = (max_grad_norm * (1 - _ROUNDING) / norms).clamp_max(_LARGEST_RESIDUAL)
+        self._clip_at(max_grad_norm)
         self.dimension = features.shape[1]
         self.num_records = len(features)
         precision = model.prior_precision.expand(self.dimension).clone()
         self.prior = GaussianPrior(torch.zeros(self.dimension, dtype=torch.float64), precision)
+
+    def _clip_at(self, max_grad_norm: float) -> None:
+        self._max_grad_norm = max_grad_norm
+        self.gradient_bound = self._model.lipschitz(max_grad_norm)
+        self._largest_factor = _largest_factor(self._model, max_grad_norm)
+        self.curvature_bound = self._largest_factor * self.gram_bound
+        norms = torch.linalg.vector_norm(self._records.x, dim=1, dtype=torch.float64)
+        self._bounds = (max_grad_norm * (1 - _ROUNDING) / norms).clamp_max(_LARGEST_RESIDUAL)
+
+    def clipped_at(self, max_grad_norm: float) -> GLMSums:
+        """The sums with another clip bound."""
+        found = copy.copy(self)
+        GLMSums._clip_at(found, max_grad_norm)
+        return found
 
     def is_valid(self, theta: Tensor) -> bool:
         """Everywhere."""
