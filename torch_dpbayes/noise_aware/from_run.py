@@ -28,7 +28,9 @@ from .priors import GaussianPrior
 
 _KINDS = (DPSGLD, DPSGHMC, DPSGNHT)
 _PARTS = 4
-_SURELY = 1e-6  # probability that a stationary run is refused
+# probability that a stationary run is refused, if the correlations of its iterates were known; of
+# twenty relaxation times it is 1e-4
+_SURELY = 1e-6
 _LITTLE = 0.1  # minibatch noise beside the Gaussian, of which a thermostat may see the average
 _FEW, _TOO_FEW = 9.0, 4.0  # independent samples' worth in the softest direction
 
