@@ -142,7 +142,7 @@ def test_the_temperature_is_taken_out():
 
 
 # 4ha > f²: iterates oscillate about the mode, and forget where they were at the rate f/2
-LITTLE_FRICTION = {"momentum": 0.99, "lr": 0.1, "steps": 4000, "every": 10, "burn_in": 2000}
+LITTLE_FRICTION = {"momentum": 0.99, "lr": 0.1, "steps": 8000, "every": 10, "burn_in": 2000}
 
 
 MINIBATCHES = {"momentum": 0.9, "lr": 0.1, "expected_batch_size": 1000, "every": 10}
