@@ -10,9 +10,9 @@ cancer the ten means. Features are scaled by documented ranges, rows are at most
 
 Every method gets the same records, N(0, s²) prior, ε (for replacing a record) and δ = 1e-5. Steps
 and rates of the iterative ones are functions of public numbers, as in
-``reproduce_privacy_for_free.py`` but at most 300, and the clip norm is ½ for all; nothing is picked
-on the data. Batches are full. Repeats have
-other noise, and of Abalone and breast cancer another division.
+``reproduce_privacy_for_free.py`` but at most 300, and the clip norm is ½ for all, but for
+``noise_aware.laplace``, whose default is ½ or 1, by public numbers too; nothing is picked on the
+data. Batches are full. Repeats have other noise, and of Abalone and breast cancer another division.
 
 The two oracles are no private methods: both spend all of the budget on one gradient at the mode,
 with noise of the same size in all directions. "oracle" knows the curvature of the records there,
@@ -152,9 +152,7 @@ def non_private(data: free.Data, epsilon: float, prior_std: float, known: Refere
 
 
 def laplace(data: free.Data, epsilon: float, prior_std: float, known: Reference) -> Found:
-    post = noise_aware.laplace(
-        glm(prior_std), data.x, data.y, accountant=accountant(epsilon), max_grad_norm=free.CLIP
-    )
+    post = noise_aware.laplace(glm(prior_std), data.x, data.y, accountant=accountant(epsilon))
     return {"noise_aware.laplace": post.sample(DRAWS)["weights"]}
 
 
