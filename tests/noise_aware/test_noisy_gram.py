@@ -71,20 +71,21 @@ def test_a_shape_that_the_noise_explains_goes_and_one_that_it_does_not_stays():
     assert float((steep.matrix - exact).abs().max()) < 1.0  # ten standard deviations
 
 
+@pytest.mark.parametrize("one, others", [(400.0, 25.0), (0.0, 100.0)])
 @pytest.mark.parametrize("rotated", [False, True])
-def test_a_direction_that_stands_out_is_not_shrunk(rotated):
-    """One eigenvalue far above the noise and seven in it: errors of the estimate are as large as
+def test_a_direction_that_stands_out_is_not_shrunk(rotated, one, others):
+    """One eigenvalue far above or below seven others: errors of the estimate are as large as
     stated, in every direction. Shrunk as a whole they are three times as large along the first.
     """
     size, std, repeats = 8, 10.0, 600
-    values = torch.tensor([400.0] + [25.0] * 7, dtype=DOUBLE)
+    values = torch.tensor([one] + [others] * 7, dtype=DOUBLE)
     turn = torch.linalg.qr(torch.randn(size, size, dtype=DOUBLE))[0] if rotated else torch.eye(size)
     turn = turn.to(DOUBLE)
     exact = (turn * values) @ turn.T
     squares = torch.zeros(repeats, size, dtype=DOUBLE)
     for k, noise in enumerate(symmetric(std, repeats, size)):
         found = estimated(exact + noise, std, 10_000)
-        assert float((turn[:, 0] @ found.rest).norm()) < 0.3
+        assert float((turn[:, 0] @ found.rest).norm()) < 0.5
         for j, delta in enumerate(turn.T):
             error = (found.matrix - exact) @ delta
             stated = found.error_covariance(delta)

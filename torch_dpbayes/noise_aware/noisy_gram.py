@@ -8,16 +8,18 @@ multiple of I with the variance v²/d and, independent of that, a matrix of trac
     \mathrm{Cov}(E\Delta) = \tfrac{v^2}{d}\Delta\Delta^\top + \Big(\tfrac{v^2}{2}(\|\Delta\|^2 I +
     \Delta\Delta^\top) - \tfrac{v^2}{d}\Delta\Delta^\top\Big)
 
-Eigenvalues of the release that stand out of those below them, by more than the noise's semicircle
-is wide, are freed of what it adds to them, ℓ + d·v²/(2ℓ) (Benaych-Georges and Nadakuditi 2011), and
-their directions keep all of its covariance. In the m other directions Q the noise is such a matrix
+Eigenvalues of the release that stand out of the others by more than the noise's semicircle is wide,
+ℓ above or below their mean, are freed of what it moves them by, which takes them to ℓ + d·v²/(2ℓ)
+(Benaych-Georges and Nadakuditi 2011), and their directions keep all of its covariance: above are
+those of correlated features, below those of a constant column, or of columns that add up to
+another. In the m other directions Q the noise is such a matrix
 again, of size m and independent of the rest. Of the exact shape there, what tells it from λI,
 entries are taken for normal with a standard deviation τ, and then κ = τ²/(τ² + v²) of the released
 shape is the exact one's and the second part of the covariance shrinks to κ of itself. τ is a scale,
 p(τ) ∝ 1/τ, between λ/√n, the randomness of n records with independent features, and the largest
 shape that a positive semi-definite matrix with the mean eigenvalue λ has. One κ for all directions
-would take a part of the largest eigenvalue away, which is more than its noise where features are
-correlated. Derived in this project.
+would take a part of the largest eigenvalue away, and give it to the smallest, which is more than
+their noise. Derived in this project.
 """
 
 from __future__ import annotations
@@ -67,22 +69,35 @@ def estimated(released: Tensor, noise_std: float, num_data: int) -> NoisyGram:
         num_data: n.
     """
     values, vectors = torch.linalg.eigh(released)
-    edge, size, before = noise_std * math.sqrt(2 * len(values)), len(values), 0
-    while size not in (before, 1):  # of those that do not stand out
-        before, size = size, int((values[:size] <= values[:size].mean() + edge).sum())
-    some, rest = values[:size], vectors[:, :size]
+    edge = noise_std * math.sqrt(2 * len(values))
+    low, high = _rest(values, edge)
+    some, rest = values[low:high], vectors[:, low:high]
     # the level's own noise has the standard deviation v/√m
     found = max(float(some.mean()), 1e-3 * noise_std)
-    level = found**3 / (found**2 + noise_std**2 / size)
+    level = found**3 / (found**2 + noise_std**2 / len(some))
     shape = some - some.mean()
-    kept = part_kept(float(shape.square().sum()), size, noise_std, found, num_data)
+    kept = part_kept(float(shape.square().sum()), len(some), noise_std, found, num_data)
+    of_rest = level + kept * shape
+    out = torch.cat([values[:low], values[high:]]) - level
+    freed = level + (out + out.sign() * (out.square() - edge**2).clamp_min(0.0).sqrt()) / 2
+    estimate = torch.cat([freed[:low], of_rest, freed[low:]])
     # no more is known of eigenvalues below a tenth of the noise
-    least = max(FLOOR_OF_NOISE * noise_std * math.sqrt(kept), _ROUNDING * level)
-    of_rest = (level + kept * shape).clamp_min(least)
-    out = values[size:] - level
-    freed = level + (out + (out.square() - edge**2).clamp_min(0.0).sqrt()) / 2
-    estimate = (vectors * torch.cat([of_rest, freed])) @ vectors.T
-    return NoisyGram(estimate, noise_std, kept, rest)
+    least = torch.full_like(estimate, FLOOR_OF_NOISE * noise_std)
+    least[low:high] *= math.sqrt(kept)
+    estimate = torch.maximum(estimate, least.clamp_min(_ROUNDING * level))
+    return NoisyGram((vectors * estimate) @ vectors.T, noise_std, kept, rest)
+
+
+def _rest(values: Tensor, edge: float) -> tuple[int, int]:
+    """From where to where do ascending eigenvalues not stand out of the others?"""
+    low, high = 0, len(values)
+    while high - low > 1:
+        mean = float(values[low:high].mean())
+        above, below = float(values[high - 1]) - mean, mean - float(values[low])
+        if max(above, below) <= edge:
+            break
+        low, high = (low, high - 1) if above >= below else (low + 1, high)
+    return low, high
 
 
 def part_kept(square: float, size: int, noise_std: float, level: float, num_data: int) -> float:
