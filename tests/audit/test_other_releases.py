@@ -296,9 +296,6 @@ def shown_by(transcript):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the budget is too small:UserWarning")
-# one record that is as long as may be is not what the model expects
-@pytest.mark.filterwarnings("ignore:the run has not arrived:UserWarning")
 @pytest.mark.parametrize("kind", NOISE_AWARE)
 def test_noise_aware_posterior(kind):
     """Transcripts with and without a record whose gradient and features are as long as they may be:

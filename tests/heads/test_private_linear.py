@@ -17,7 +17,6 @@ METHODS = {
     "noise_aware": NoiseAware(num_samples=20),
     "one_draw": OneDraw(steps=50),
 }
-QUICK = pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
 
 
 def blobs(n=400, classes=3, width=4):
@@ -25,7 +24,6 @@ def blobs(n=400, classes=3, width=4):
     return F.normalize(torch.randn(n, width) + 3 * F.one_hot(y, width)), y
 
 
-@QUICK
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 @pytest.mark.parametrize("classes", [2, 3])
 def test_five_lines(method, classes):
@@ -44,7 +42,6 @@ def test_five_lines(method, classes):
 
 
 @pytest.mark.first_cases(1)
-@QUICK
 @pytest.mark.parametrize(
     "method",
     [SGHMC(epochs=5, batch_size=100), NoiseAware(max_grad_norm=2.0), OneDraw(50, 1.0, 2.0)],
@@ -74,7 +71,6 @@ def test_digits_are_learnt():
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:the run has not arrived:UserWarning")
 def test_with_little_noise_the_noise_aware_head_is_the_laplace_approximation():
     """Against the mode by Newton's method on the records themselves, and the curvature there."""
     x, y = blobs(n=2000)
@@ -114,7 +110,6 @@ def test_records_that_are_infinite_in_any_precision_count_for_nothing(dtype):
     assert targets.tolist() == [0.0, 2.0]
 
 
-@QUICK
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_no_record_can_raise(method):
     x, y = blobs()
@@ -126,10 +121,6 @@ def test_no_record_can_raise(method):
 
 
 @pytest.mark.first_cases(1)
-@QUICK
-# a thousandth of the spread of these targets is what the model takes for noise: one run in ten
-# says of itself that it has not arrived, which says nothing of the records made wrong here
-@pytest.mark.filterwarnings("ignore:.*(has not arrived|do not agree|clipped):UserWarning")
 @pytest.mark.parametrize(
     "method",
     [SGHMC(epochs=5, batch_size=100), NoiseAware(max_grad_norm=2.0), OneDraw(50, 1.0, 2.0)],
@@ -242,7 +233,6 @@ def test_settings_that_do_not_fit_the_task():
 
 
 @pytest.mark.first_cases(1)
-@QUICK
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 def test_fits_share_one_budget(method):
     """The second one has what the first one left, which is nearly nothing."""

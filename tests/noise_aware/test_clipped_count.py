@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -49,7 +50,6 @@ def test_a_record_without_a_finite_gradient_counts_as_one():
     assert (before, sums_of(y, 1e6).clipped_count(theta)) == (0, 1)
 
 
-@pytest.mark.filterwarnings("ignore:the budget is too small", "ignore:the run has not arrived")
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 @pytest.mark.parametrize("curvature", ["full", "diagonal"])
 def test_the_charge_is_that_of_the_noise(neighboring, curvature):
@@ -84,8 +84,9 @@ def test_noise_is_that_of_the_multiplier():
 
 def test_a_bound_that_clips_many_is_named():
     y = records(4000)
-    with pytest.warns(UserWarning, match="of the gradients are clipped.*Raise max_grad_norm"):
+    with pytest.warns(UserWarning, match="of the gradients are clipped.*Raise max") as found:
         post = dpb.noise_aware.laplace(model, y, epsilon=2.0, delta=1e-5, max_grad_norm=0.8)
+    assert {Path(warning.filename) for warning in found} == {Path(__file__)}
     assert "  CLIPPED     " in post.guarantee()
     (release,) = post.transcript.clipped
     exact = sums_of(y, 0.8).clipped_count(release.theta)
@@ -101,6 +102,12 @@ def test_a_bound_that_clips_few_is_not():
             )
         assert "  clipped     " in post.guarantee()
         assert "  CLIPPED     " not in post.guarantee()
+
+
+def test_a_share_that_noise_hides_is_not_told():
+    post = dpb.noise_aware.laplace(model, records(20), epsilon=0.5, delta=1e-5, max_grad_norm=1.0)
+    assert "  clipped     noise hides how many gradients are" in post.guarantee()
+    assert "at the last point" not in post.guarantee()
 
 
 def test_where_nothing_is_clipped_nothing_is_counted():

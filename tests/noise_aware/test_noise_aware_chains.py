@@ -63,11 +63,9 @@ def test_it_starts_at_draws_of_the_posterior():
 def test_a_chain_that_cannot_mix_is_named_before_it_is_paid():
     y = torch.randn(50)
     accountant = dpb.PrivacyAccountant(0.5, 1e-5, neighboring="replace_one")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        posterior = dpb.noise_aware.laplace(
-            model, y, epsilon=0.2, accountant=accountant, max_grad_norm=1.0
-        )
+    posterior = dpb.noise_aware.laplace(
+        model, y, epsilon=0.2, accountant=accountant, max_grad_norm=1.0
+    )
     charged = accountant.get_epsilon()
     with pytest.warns(UserWarning, match="cannot mix on such a posterior"):
         dpb.noise_aware.kernel_from(

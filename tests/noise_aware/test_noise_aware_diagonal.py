@@ -126,7 +126,6 @@ def test_diagonal_intervals_cover_what_they_say():
     assert abs(float(inside.mean()) - 0.9) < 0.04 + error
 
 
-@pytest.mark.filterwarnings("ignore:the budget is too small")
 @pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
 def test_the_charge_of_the_diagonal_form_is_that_of_the_noise(neighboring):
     x, y, _ = one_hot(300, 50)
@@ -175,7 +174,6 @@ def test_one_record_moves_the_diagonal_by_no_more_than_the_bound():
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:the budget is too small")
 def test_more_parameters_than_a_full_curvature_allows():
     x = torch.randn(40, 4100, dtype=DOUBLE)
     y = (x[:, 0] > 0).double()

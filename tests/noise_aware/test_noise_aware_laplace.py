@@ -1,7 +1,6 @@
 """The posterior of ``noise_aware.laplace`` from one end of ε to the other, and what it refuses."""
 
 import math
-import warnings
 from functools import partial
 
 import pyro
@@ -108,7 +107,6 @@ def test_draws_are_what_pyros_predictive_and_arviz_take():
     assert post.log_density(post.mean) > post.log_density(further) + 3
 
 
-@pytest.mark.filterwarnings("ignore:the budget is too small")
 @pytest.mark.parametrize("radius", [1.0, 3.0])
 @pytest.mark.parametrize("curvature", ["full", "diagonal"])
 def test_gradients_of_a_logistic_regression_are_clipped_where_noise_counts_for_more(
@@ -163,7 +161,6 @@ def test_no_records_at_all():
 
 
 @pytest.mark.first_cases(2)
-@pytest.mark.filterwarnings("ignore:the budget is too small")
 @pytest.mark.parametrize("way", WAYS)
 def test_under_add_or_remove_no_records_are_like_any_number(way):
     x, y = logistic_data(1)
@@ -185,10 +182,8 @@ def test_awkward_records_raise_nothing_and_give_finite_draws(kind):
     else:
         x[::2] = math.nan
         y[1::3] = math.inf
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the budget is too small")
-        post = laplace(GLM(prior_std=3.0), x, y, epsilon=1.0, delta=1e-5)
-        draws = post.sample(100)["weights"]
+    post = laplace(GLM(prior_std=3.0), x, y, epsilon=1.0, delta=1e-5)
+    draws = post.sample(100)["weights"]
     assert bool(draws.isfinite().all())
 
 
@@ -250,7 +245,7 @@ def test_frozen_layers_take_no_part():
     )
     net[0].requires_grad_(False)
     post = laplace_for_module(
-        net, x, y, loss=BCE, prior_std=0.5, max_grad_norm=2.0, epsilon=3.0, delta=1e-5
+        net, x, y, loss=BCE, prior_std=0.5, max_grad_norm=6.0, epsilon=3.0, delta=1e-5
     )
     assert set(post.mean) == {"2.weight", "2.bias"}
     assert post.sample(3)["2.weight"].shape == (3, 1, 40)
@@ -403,7 +398,6 @@ def grouped_data(count=4000):
     return group, torch.bernoulli(effect[group].sigmoid())
 
 
-@pytest.mark.filterwarnings("ignore:the budget is too small")
 def test_without_a_budget_a_hierarchical_posterior_is_its_prior():
     """Of the scale, into whose narrow part candidates around a mode do not come, and of the mean;
     draws of 64 chains are autocorrelated, and one in eight is taken.

@@ -75,7 +75,6 @@ def test_all_clipped(square):
     assert 0 < share < 0.1
 
 
-@pytest.mark.filterwarnings("ignore:.*(are clipped at the last|has not arrived):UserWarning")
 def test_runs_from_far_away_arrive():
     """Ten weights, seven standard deviations of the residuals away from the prior's median, where
     nearly all gradients are clipped. One run in fifty does not, and says so.

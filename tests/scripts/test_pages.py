@@ -196,7 +196,6 @@ def test_the_ten_lines_and_the_five(capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
 def test_the_readmes_short_examples(capsys):
     kernel, noise_aware, draw, ledger = blocks(README, "python")[2:]
     names = records_names()
@@ -242,7 +241,6 @@ NAMES = {
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
 @pytest.mark.parametrize("page", NAMES)
 def test_code_of_the_pages_runs(page):
     codes = blocks(ROOT / "docs" / page, "python")
@@ -337,7 +335,6 @@ def test_notebooks_are_kept_small_and_with_a_picture(path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path):
     import matplotlib

@@ -160,7 +160,6 @@ with dpb.PrivacyAccountant(path="budget.db") as accountant:
     assert "filter" in later.stdout
 
 
-@pytest.mark.filterwarnings("ignore:.*budget is too small:UserWarning")
 def test_logistic_regression_in_pyro_with_honest_intervals():
     """coming_from/pyro.md and choosing_a_method.md"""
     truth = torch.tensor([1.0, -1.0])
@@ -197,7 +196,6 @@ def test_samples_are_exported_to_arviz():
     assert accountant.get_epsilon() <= 2
 
 
-@pytest.mark.filterwarnings("ignore:the budget is too small")  # some networks' features
 def test_the_last_layer_only():
     """how_to/last_layer.md, with BatchNorm in what is frozen, both ways"""
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))

@@ -10,7 +10,6 @@ an autoregression of second order. Both go into the normal form
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -25,6 +24,7 @@ from ..posterior import PosteriorSamples
 from .normal_form import NormalForm
 from .posterior import NoiseAwarePosterior
 from .priors import GaussianPrior
+from .warn import warn
 
 _KINDS = (DPSGLD, DPSGHMC, DPSGNHT)
 _PARTS = 4
@@ -104,10 +104,9 @@ def from_run(
         )
     _require_stationary((values - point) @ vectors, correlation, spread)
     if least < max(_FEW, 4 * (size + 2)):
-        warnings.warn(
+        warn(
             f"in its softest direction the run is worth only {least:.2g} independent samples: the"
             " posterior is wide, and intervals may cover a few percent less than they say.",
-            stacklevel=2,
         )
     # the mean of the inverse of a sample covariance is larger than the inverse
     total = total * (1 - (size + 1) / of_spread)

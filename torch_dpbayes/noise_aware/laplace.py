@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -34,11 +33,13 @@ from .priors import GaussianPrior, LatentPrior, PyroPrior
 from .records import DensitySums, GLMSums, SoftmaxSums
 from .some_coordinates import OfSome
 from .transcript import Transcript
+from .warn import warn
 
 Curvature = Literal["full", "diagonal"]
 _LARGEST_DIMENSION = 4000
 _LABEL = "noise_aware.laplace"
 _MANY_CLIPPED, _SURELY = 0.05, 2.0  # of the gradients; standard deviations above it
+_NO_ANSWER = 0.5  # standard deviation of a share
 
 
 def laplace(
@@ -414,17 +415,19 @@ def _note_clipped(transcript: Transcript, num_data: int) -> list[str]:
     for release in transcript.clipped:
         share = min(max(release.value / max(num_data, 1), 0.0), 1.0)
         error = release.noise_std / max(num_data, 1)
-        lines.append(f"  clipped     {share:.2g} of the gradients at the last point, ± {error:.1g}")
+        if error > _NO_ANSWER:
+            lines.append("  clipped     noise hides how many gradients are")
+            continue
+        lines.append(f"  clipped     {share:.1%} of the gradients at the last point, ± {error:.1%}")
         if share - _SURELY * error > _MANY_CLIPPED:
             lines.append(
                 "  CLIPPED     where that many are, the mean of the clipped gradients may not be"
                 " zero at the true parameters: intervals may lie beside them"
             )
-            warnings.warn(
+            warn(
                 f"{share:.0%} of the gradients are clipped at the last point of the run: intervals"
                 " may lie beside the true parameters. Raise max_grad_norm, or scale the model so"
                 " that records pull less.",
-                stacklevel=4,
             )
     return lines
 

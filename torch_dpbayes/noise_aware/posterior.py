@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from .diagonal import DiagonalSurrogate
 from .modes import Likelihood, mode
 from .priors import GaussianPrior, LatentPrior
 from .sampling import CHAINS, Chains, WeightedDraws
+from .warn import warn
 
 _DRAWS = 4000
 _CHAIN = 1024
@@ -163,11 +163,10 @@ class NoiseAwarePosterior:
 
     def _warn_of_little_learnt(self) -> None:
         if self._width_left() > _LITTLE_LEARNT:
-            warnings.warn(
+            warn(
                 "the budget is too small for these records to move the prior: the posterior"
                 " returned is nearly the prior. More records or a larger epsilon would change"
                 " that.",
-                stacklevel=5,
             )
 
     def _note_agreement(self, probability: float) -> None:
@@ -181,10 +180,9 @@ class NoiseAwarePosterior:
             "  NOT REACHED the last releases contradict the fitted curvature (chi-square tail"
             f" {probability:.2g}): intervals may be too narrow"
         )
-        warnings.warn(
+        warn(
             "the run has not arrived: its last releases contradict the fitted curvature, and"
             " intervals may be too narrow. Scale the features, or narrow the prior.",
-            stacklevel=5,
         )
 
     def _note_prior(self, told: int, surprise: float) -> None:
@@ -238,11 +236,10 @@ class NoiseAwarePosterior:
             self._chains = Chains(self._log_density, starts, self._precision, self._prior.frames)
             self._chains.draws(_CHAIN)
             if self._chains.r_hat > _LARGEST_R_HAT:
-                warnings.warn(
+                warn(
                     f"the chains that draw from this posterior do not agree (R-hat ="
                     f" {self._chains.r_hat:.2f}): its means and widths may be wrong. Give the model"
                     " priors with fewer modes, or centre its hierarchy otherwise.",
-                    stacklevel=2,
                 )
         return self._chains
 
