@@ -334,7 +334,7 @@ def test_right_losses_are_compared_and_pass(name):
 
 
 WEIGHT = torch.arange(1.0, K + 1)
-# 1 and 32 for two classes: what 1 and 8 move is hidden by bfloat16's rounding once in a hundred times.
+# 1 and 32 for two classes: what 1 and 8 move is hidden by bfloat16's rounding in one of 100 cases.
 FAR_APART = WEIGHT**5
 
 
@@ -687,12 +687,27 @@ def test_precision(dtype):
         watched(lambda out: F.cross_entropy(out, y, weight=weight), logits(dtype=dtype))
 
 
+class Bare(Tensor):
+    """Nothing of its own."""
+
+
+def refuses_subclasses(backend: str) -> bool:
+    torch.compiler.reset()
+    try:
+        torch.compile(lambda t: t * 2, backend=backend)(logits().as_subclass(Bare))
+    except TypeError as error:
+        return "Multiple dispatch failed" in str(error)
+    return False
+
+
 @pytest.mark.first_cases(1)
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor:UserWarning"
 )  # torch hides it, for any view
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_loss_is_not_seen(backend):
+    if refuses_subclasses(backend):
+        pytest.skip("this torch cannot run any subclass of Tensor there (pytorch issue 193932)")
     torch.compiler.reset()
     y = two_classes()
     for fullgraph in (False, True):
