@@ -24,7 +24,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -83,6 +83,8 @@ class Outcome:
     stddev: float
     oracle: float = math.nan
     oracle_whole_budget: float = math.nan
+    scale_rank: Tensor | None = None
+    """Of the groups' scale, which is among ``ranks``, too."""
 
 
 def features(kind: str, num_data: int, dimension: int) -> Tensor:
@@ -248,7 +250,7 @@ def hierarchical(cell: Cell) -> Outcome:
         ranks(draws[name], truth.nodes[name]["value"]).reshape(-1)
         for name in ("intercept", "slope", "mean", "scale")
     ]
-    return Outcome(torch.cat(found), float(post.stddev["intercept"].mean()))
+    return Outcome(torch.cat(found), float(post.stddev["intercept"].mean()), scale_rank=found[-1])
 
 
 SIMULATE: dict[str, Callable[[Cell], Outcome]] = {
@@ -259,6 +261,7 @@ SIMULATE: dict[str, Callable[[Cell], Outcome]] = {
     "hierarchical": hierarchical,
 }
 DATA_SETS = {"beta_bernoulli": 2000, "hierarchical": 100}
+SCALE = "hierarchical, scale"
 
 
 def cells() -> Iterator[Cell]:
@@ -359,9 +362,13 @@ def run(path: Path, wanted: list[Cell], data_sets: int | None, seconds: float) -
                     warnings.filterwarnings("ignore", "the budget is too small")
                     outcome = SIMULATE[cell.model](cell)
                 add(totals, outcome, time.process_time() - start)
+                if outcome.scale_rank is not None:
+                    of_scale = found.setdefault(replace(cell, model=SCALE), Totals())
+                    add(of_scale, replace(outcome, ranks=outcome.scale_rank), 0.0)
+                    of_scale.commits = with_commit(of_scale.commits, head)
             if totals.data_sets == begun:
                 continue
-            totals.commits = " ".join(dict.fromkeys([*totals.commits.split(), head]))
+            totals.commits = with_commit(totals.commits, head)
             found[cell] = totals
             write(path, found)
             made = totals.data_sets
@@ -372,6 +379,10 @@ def run(path: Path, wanted: list[Cell], data_sets: int | None, seconds: float) -
                 f" {totals.sharpness / made:.3f}",
                 flush=True,
             )
+
+
+def with_commit(commits: str, head: str) -> str:
+    return " ".join(dict.fromkeys([*commits.split(), head]))
 
 
 def main() -> None:
