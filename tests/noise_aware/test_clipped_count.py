@@ -104,6 +104,30 @@ def test_a_bound_that_clips_few_is_not():
         assert "  CLIPPED     " not in post.guarantee()
 
 
+def rates(x):
+    rate = pyro.sample("rate", dist.Gamma(torch.tensor(2.0, dtype=DOUBLE), 1.0))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Exponential(rate.expand(len(x))), obs=x)
+
+
+def test_few_clipped_gradients_of_many_records_are_named():
+    """1.8 % of 30,000: what a tail to one side loses moves the mean by several standard
+    deviations.
+    """
+    x = torch.distributions.Exponential(torch.tensor(1.5, dtype=DOUBLE)).sample((30_000,))
+    how = {"epsilon": 1.0, "delta": 1e-5}
+    with pytest.warns(UserWarning, match="of the gradients are clipped"):
+        post = dpb.noise_aware.laplace(rates, x, max_grad_norm=3.0, **how)
+    assert "  CLIPPED     " in post.guarantee()
+    assert (
+        "  CLIPPED     "
+        not in dpb.noise_aware.laplace(rates, x, max_grad_norm=8.0, **how).guarantee()
+    )
+    # of few records their own randomness is the larger part
+    few = dpb.noise_aware.laplace(rates, x[:300], max_grad_norm=3.0, **how)
+    assert "  CLIPPED     " not in few.guarantee()
+
+
 def test_a_share_that_noise_hides_is_not_told():
     post = dpb.noise_aware.laplace(model, records(20), epsilon=0.5, delta=1e-5, max_grad_norm=1.0)
     assert "  clipped     noise hides how many gradients are" in post.guarantee()

@@ -1,6 +1,7 @@
 """The posterior of ``noise_aware.laplace`` from one end of ε to the other, and what it refuses."""
 
 import math
+import pickle
 from functools import partial
 
 import pyro
@@ -35,15 +36,17 @@ def model(x, y=None):
         pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
-def posterior_of_the_data(x, y):
+def posterior_of_the_data(x, y, prior_std=1.0):
     """Mode and covariance by Newton's method; at thousands of records that is the posterior
     to a per mille.
     """
     w = torch.zeros(x.shape[1], dtype=DOUBLE)
+    own = prior_std**-2
     for _ in range(50):
         mean = (x @ w).sigmoid()
-        precision = (x.T * (mean * (1 - mean))) @ x + torch.eye(len(w), dtype=DOUBLE)
-        w = w - torch.linalg.solve(precision, x.T @ (mean - y) + w)
+        precision = (x.T * (mean * (1 - mean))) @ x + own * torch.eye(len(w), dtype=DOUBLE)
+        step = torch.linalg.solve(precision, x.T @ (mean - y) + own * w)
+        w = w - step / step.norm().clamp_min(1.0)
     return w, torch.linalg.inv(precision).diagonal().sqrt()
 
 
@@ -185,6 +188,56 @@ def test_awkward_records_raise_nothing_and_give_finite_draws(kind):
     post = laplace(GLM(prior_std=3.0), x, y, epsilon=1.0, delta=1e-5)
     draws = post.sample(100)["weights"]
     assert bool(draws.isfinite().all())
+
+
+def test_large_weights_have_the_width_of_the_data():
+    """Nearly all targets are certain; the budget is one that noise does not show beside."""
+    x = torch.randn(10_000, 3, dtype=DOUBLE)
+    x = x / x.norm(dim=1, keepdim=True)
+    y = torch.rand(10_000, dtype=DOUBLE) < (x @ torch.tensor([20.0, -10.0, 5.0]).double()).sigmoid()
+    mean, stddev = posterior_of_the_data(x, y.double(), 10.0)
+    with pytest.warns(UserWarning, match="linear predictors have a standard deviation of about"):
+        post = laplace(GLM(prior_std=10.0), x, y.double(), epsilon=1000.0, delta=1e-5)
+    assert "  LARGE       " in post.guarantee()
+    torch.testing.assert_close(post.stddev["weights"], stddev, rtol=0.35, atol=0.0)
+    assert bool(((post.mean["weights"] - mean).abs() < 4 * stddev).all())
+
+
+def test_weights_of_ordinary_size_are_not_called_large():
+    post = laplace(GLM(), *logistic_data(), epsilon=1.0, delta=1e-5)
+    assert "LARGE" not in post.guarantee()
+
+
+def test_records_that_can_be_separated_are_named():
+    """There is no finite estimate: the prior alone holds the weights."""
+    x, _ = logistic_data(10_000)
+    x = x / x.norm(dim=1, keepdim=True)
+    with pytest.warns(UserWarning, match="a smaller prior_std holds the weights"):
+        laplace(GLM(prior_std=10.0), x, (x[:, 0] > 0).double(), epsilon=1.0, delta=1e-5)
+
+
+@pytest.mark.first_cases(6)
+@pytest.mark.parametrize("bound", [math.inf, math.nan, 0.0, -1.0, 1e-40, "1"])
+def test_a_clip_bound_that_is_none_is_refused_before_anything_is_charged(bound):
+    x, y = logistic_data(50)
+    for family in ({"family": "gaussian", "noise_std": 1.0}, {}):
+        accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+        with pytest.raises((ValueError, TypeError), match="max_grad_norm"):
+            laplace(GLM(**family), x, y, accountant=accountant, max_grad_norm=bound)
+        assert len(accountant) == 0
+
+
+def test_an_accountant_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="accountant must be a PrivacyAccountant, got 'ledger'"):
+        laplace(GLM(), *logistic_data(50), accountant="ledger")
+
+
+def test_a_posterior_of_a_glm_outlasts_a_pickle():
+    post = laplace(GLM(), *logistic_data(500), epsilon=1.0, delta=1e-5)
+    again = pickle.loads(pickle.dumps(post))
+    assert again.guarantee() == post.guarantee()
+    values = {"weights": torch.ones(3, dtype=DOUBLE)}
+    assert again.log_density(values) == post.log_density(values)
 
 
 @pytest.mark.thorough

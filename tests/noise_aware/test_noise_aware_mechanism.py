@@ -21,8 +21,8 @@ from torch_dpbayes.noise_aware.planning import (
     glm_plan,
     total_multiplier,
 )
-from torch_dpbayes.noise_aware.records import DensitySums, GLMSums
-from torch_dpbayes.ops import GLM
+from torch_dpbayes.noise_aware.records import DensitySums, GLMSums, SoftmaxSums
+from torch_dpbayes.ops import GLM, Softmax
 
 SIGNIFICANCE = 1e-6
 RELATIONS = ["add_or_remove_one", "replace_one"]
@@ -156,6 +156,23 @@ def test_one_record_moves_the_sums_by_no_more_than_the_bounds(glm, clip):
     largest = torch.tensor(seen).amax(0)
     assert bool((largest <= 1 + 1e-9).all())
     assert bool((largest[:2] > 0.9).all())  # the bounds are not far too wide, or the noise would be
+
+
+@pytest.mark.parametrize("kind", [GLMSums, SoftmaxSums])
+def test_a_record_does_not_change_the_rounding_of_others(kind):
+    """Of many records in float32, which all stand elsewhere once the first is gone."""
+    few = torch.randn(2048, 8)
+    x = (few / few.norm(dim=1, keepdim=True)).repeat(50, 1)
+    labels = torch.randint(0, 2, (2048,)).repeat(50)
+    theta = 3 * torch.randn(8 if kind is GLMSums else 16, dtype=torch.float64)
+
+    def total(rows: slice) -> torch.Tensor:
+        if kind is GLMSums:
+            return GLMSums(GLM(), x[rows], labels[rows].float(), None).gradient_sum(theta)
+        return SoftmaxSums(Softmax(2), x[rows], labels[rows]).gradient_sum(theta)
+
+    apart = total(slice(None)) - total(slice(1, None)) - total(slice(1))
+    assert float(apart.norm()) < 1e-5
 
 
 def test_replacing_a_record_moves_a_matrix_by_less_than_the_square_root_of_two_bounds():

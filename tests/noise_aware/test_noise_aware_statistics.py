@@ -2,6 +2,7 @@
 data.
 """
 
+import importlib
 import math
 import types
 
@@ -14,11 +15,14 @@ from scipy.stats import chi2
 import torch_dpbayes as dpb
 from torch_dpbayes import noise_aware
 from torch_dpbayes.accounting.events import GaussianDpEvent
+from torch_dpbayes.mcmc.density import Prior
 from torch_dpbayes.noise_aware.planning import total_multiplier
 from torch_dpbayes.noise_aware.summaries import Summary
 
 DOUBLE = torch.float64
 SIGNIFICANCE = 1e-6
+# the function of the same name hides it
+MODULE = importlib.import_module("torch_dpbayes.noise_aware.sufficient_statistics")
 LARGE = {"epsilon": 500.0, "delta": 1e-5}
 
 
@@ -132,6 +136,37 @@ def test_linear_regression_is_calibrated_and_would_not_be_without_the_noise_of_t
     assert (
         chi2.ppf(SIGNIFICANCE / 2, count) < total < chi2.ppf(1 - SIGNIFICANCE / 2, count)
     ) == noise_counts
+
+
+@pytest.mark.first_cases(1)
+@pytest.mark.parametrize("counted", [1.0, 2.0])
+def test_sums_of_residuals_have_the_covariance_that_is_stated(counted, monkeypatch):
+    """At the true parameters, noise as often as it was added and not twice; χ² at 1e-6."""
+    honest = MODULE._moments
+    monkeypatch.setattr(MODULE, "_posterior", lambda summary, *_: summary)
+    monkeypatch.setattr(
+        MODULE,
+        "_moments",
+        lambda prior, gram, count, origin, stds, theta: honest(
+            prior, gram, count, origin, tuple(std * math.sqrt(counted) for std in stds), theta
+        ),
+    )
+    total, data_sets = 0.0, 100
+    model = noise_aware.LinearRegression(target_bound=4.0)
+    for _ in range(data_sets):
+        truth = torch.randn(3, dtype=DOUBLE)
+        x, _ = linear_data(1000)
+        y = x @ truth + 0.3 * torch.randn(1000, dtype=DOUBLE)
+        summary = noise_aware.sufficient_statistics(model, x, y, epsilon=0.3, delta=1e-5)
+        at = Prior(model.prior(3)).flatten(
+            {"weights": truth, "noise_std": torch.tensor(0.3, dtype=DOUBLE).log()}
+        )
+        mean, covariance = summary._moments(at)
+        apart = summary.released - mean
+        total += float(apart @ torch.linalg.solve(covariance, apart))
+    count = 4 * data_sets
+    is_right = chi2.ppf(SIGNIFICANCE / 2, count) < total < chi2.ppf(1 - SIGNIFICANCE / 2, count)
+    assert is_right == (counted == 1.0)
 
 
 @pytest.mark.first_cases(1)

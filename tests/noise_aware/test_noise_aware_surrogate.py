@@ -15,7 +15,7 @@ from torch_dpbayes.noise_aware import surrogate as module
 from torch_dpbayes.noise_aware.modes import mode
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.response import LinearResponse, NormalFeatureResponse, denoised
-from torch_dpbayes.noise_aware.scores import Bernoulli, Poisson
+from torch_dpbayes.noise_aware.scores import Bernoulli, Poisson, slopes
 from torch_dpbayes.noise_aware.surrogate import AnySurrogate, Surrogate, positive
 from torch_dpbayes.noise_aware.transcript import GradientRelease
 from torch_dpbayes.noise_aware.uncertain_level import UncertainLevel
@@ -176,6 +176,29 @@ def test_the_feature_model_is_the_mean_over_normal_features(target, derivative):
     assert bool(((response.value(theta) - terms.mean(0)).abs() < 6 * error).all())
     slope = torch.autograd.functional.jacobian(response.value, theta)
     torch.testing.assert_close(response.slope(theta), slope, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.first_cases(4)
+@pytest.mark.parametrize("std", [0.1, 2.0, 9.0, 30.0, 500.0])
+@pytest.mark.parametrize("bound", [1e30, 0.5])
+def test_the_feature_models_gradient_and_curvature_are_of_one_function(std, bound):
+    """However large the linear predictors are; and the curvature is that of normal features."""
+    bound = torch.tensor(bound, dtype=torch.float64)
+    response = NormalFeatureResponse(
+        Bernoulli(), bound, torch.eye(1, dtype=torch.float64) * 1000, 1000
+    )
+    theta = torch.tensor([std], dtype=torch.float64)
+    slope = torch.autograd.functional.jacobian(response.value, theta)
+    torch.testing.assert_close(response.slope(theta), slope, rtol=1e-9, atol=0.0)
+    if std > 100:  # further out than the table goes
+        return
+    u = torch.linspace(-60, 60, 240_001, dtype=torch.float64)
+    weights = torch.exp(-(u / std).square() / 2)
+    expected = (u / std).square() * slopes(Bernoulli(), u, bound)
+    exact = 1000 * float((weights * expected).sum() / weights.sum())
+    if std > 10:  # the grid ends within the normal distribution
+        exact *= math.erf(60 / std / math.sqrt(2))
+    assert float(slope) == pytest.approx(exact, rel=2e-3)
 
 
 @pytest.mark.parametrize("length", [0.0, 1.0, 30.0, 1000.0])

@@ -6,6 +6,17 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 
 
+def budget_of(
+    accountant: PrivacyAccountant | None, epsilon: float | None, delta: float | None
+) -> PrivacyAccountant:
+    """The caller's accountant, or one of its own for neighbours that replace a record."""
+    if accountant is None:
+        return PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    if not isinstance(accountant, PrivacyAccountant):
+        raise TypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}")
+    return accountant
+
+
 def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:
     """The number of records that may be used without a charge: stated under
     add-or-remove-one, counted under replace-one.

@@ -126,6 +126,7 @@ class DiagonalSurrogate:
             if abs(extra - before) < 1e-3 * (own + extra):
                 break
         self._last = points[-1]
+        self.gradient_std = math.sqrt(float(self._values.mean()) + own)
 
     def _off_diagonal(
         self, apart: Tensor, differences: Tensor, noises: Tensor, weights: Tensor

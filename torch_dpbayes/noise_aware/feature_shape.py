@@ -158,7 +158,7 @@ class InShape:
     def __init__(self, inner: AnySurrogate | UncertainLevel, shape: Tensor) -> None:
         self._inner, self._shape = inner, shape
         self._inverse = torch.linalg.inv(shape)
-        self.centre = inner.centre @ shape
+        self.centre, self.predictor_std = inner.centre @ shape, inner.predictor_std
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""

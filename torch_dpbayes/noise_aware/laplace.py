@@ -16,7 +16,7 @@ from ..ops.glm import GLM
 from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module
 from ..ops.softmax import Softmax
-from .arguments import public_num_data
+from .arguments import budget_of, public_num_data
 from .diagonal import run_diagonal
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
@@ -38,7 +38,12 @@ from .warn import warn
 Curvature = Literal["full", "diagonal"]
 _LARGEST_DIMENSION = 4000
 _LABEL = "noise_aware.laplace"
-_MANY_CLIPPED, _SURELY = 0.05, 2.0  # of the gradients; standard deviations above it
+_BOUND = "the clip bound of a record's gradient"
+# the share of the bound that a clipped gradient loses, if all lose it to the same side: of a normal
+# tail beyond two deviations .19, of an exponential one beyond three .33
+_LOST = 1 / 3
+_SURELY = 2.0  # standard deviations of the number of clipped gradients
+_LARGE_PREDICTORS = 6.0  # their standard deviation
 _NO_ANSWER = 0.5  # standard deviation of a share
 
 
@@ -103,11 +108,12 @@ def laplace(
     which a record moves by 1; the price is that of such a histogram.
     """
     is_diagonal = _is_diagonal(curvature)
-    if accountant is None:
-        accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    accountant = budget_of(accountant, epsilon, delta)
     if isinstance(model, GLM):
         if len(data) != 2:
             raise TypeError(f"a GLM takes features and targets, got {len(data)} arguments")
+        if max_grad_norm is not None:
+            max_grad_norm = check_clip_bound("max_grad_norm", max_grad_norm, _BOUND)
         sums = GLMSums(model, *data, max_grad_norm)
         count = public_num_data(num_data, sums.num_records, accountant)
         if max_grad_norm is None:
@@ -144,6 +150,7 @@ def laplace(
                 " most, with the noise for that: transcript.feature_map. Where the model is not"
                 " quite right, the weights move what fits best"
             )
+        statement += _note_large(surrogate.predictor_std)
         return NoiseAwarePosterior(
             surrogate,
             sums.prior,
@@ -190,9 +197,7 @@ def laplace(
             "the gradients of a Pyro model have no bound of their own: state max_grad_norm, a"
             " public number that few of them exceed."
         )
-    bound = check_clip_bound(
-        "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
-    )
+    bound = check_clip_bound("max_grad_norm", max_grad_norm, _BOUND)
     with using_pyro, torch.no_grad():
         density = RecordDensity(
             model,
@@ -248,11 +253,8 @@ def laplace_for_module(
     is_diagonal = _is_diagonal(curvature)
     if not is_diagonal:
         _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
-    bound = check_clip_bound(
-        "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
-    )
-    if accountant is None:
-        accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    bound = check_clip_bound("max_grad_norm", max_grad_norm, _BOUND)
+    accountant = budget_of(accountant, epsilon, delta)
     with using_pyro, torch.no_grad():
         density = RecordDensity(
             model_of_module(module, loss, prior_std),
@@ -348,7 +350,7 @@ def _general(
         sums,
         "the log likelihood is taken as quadratic around the last points of the run",
     )
-    statement += _note_clipped(transcript, count)
+    statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)
     if told is not None:
         statement.append(
             f"  released    for the {int(told.sum())} of {len(told)} unconstrained coordinates that"
@@ -390,7 +392,7 @@ def _diagonal(
         " prior as Gaussian",
         "diagonals of matrices",
     )
-    statement += _note_clipped(transcript, count)
+    statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)
     return DiagonalPosterior(surrogate, prior, coordinates, statement, transcript)
 
 
@@ -409,8 +411,12 @@ def _require_small(dimension: int) -> None:
         )
 
 
-def _note_clipped(transcript: Transcript, num_data: int) -> list[str]:
-    """What the run says of the gradients' bound, with a warning where it is surely too low."""
+def _note_clipped(
+    transcript: Transcript, num_data: int, bound: float, gradient_std: float
+) -> list[str]:
+    """What the run says of the gradients' bound, with a warning where what is cut off may move the
+    mean by more than its standard deviation: half a percent may, of a hundred thousand records.
+    """
     lines = []
     for release in transcript.clipped:
         share = min(max(release.value / max(num_data, 1), 0.0), 1.0)
@@ -419,17 +425,35 @@ def _note_clipped(transcript: Transcript, num_data: int) -> list[str]:
             lines.append("  clipped     noise hides how many gradients are")
             continue
         lines.append(f"  clipped     {share:.1%} of the gradients at the last point, ± {error:.1%}")
-        if share - _SURELY * error > _MANY_CLIPPED:
+        surely = release.value - _SURELY * release.noise_std
+        if _LOST * bound * surely > gradient_std:
             lines.append(
                 "  CLIPPED     where that many are, the mean of the clipped gradients may not be"
                 " zero at the true parameters: intervals may lie beside them"
             )
             warn(
-                f"{share:.0%} of the gradients are clipped at the last point of the run: intervals"
-                " may lie beside the true parameters. Raise max_grad_norm, or scale the model so"
-                " that records pull less.",
+                f"{share:.1%} of the gradients are clipped at the last point of the run: unless"
+                " both sides lose alike, intervals lie beside the true parameters. Raise"
+                " max_grad_norm, or scale the model so that records pull less.",
             )
     return lines
+
+
+def _note_large(predictor_std: float) -> list[str]:
+    """How curvatures fall off far out is a matter of the features' distribution, which is not
+    released.
+    """
+    if predictor_std <= _LARGE_PREDICTORS:
+        return []
+    warn(
+        f"linear predictors have a standard deviation of about {predictor_std:.2g}, so that nearly"
+        " all targets are certain: intervals may be too narrow unless features are Gaussian. Where"
+        " records can be separated, a smaller prior_std holds the weights.",
+    )
+    return [
+        f"  LARGE       linear predictors have a standard deviation of about {predictor_std:.2g}:"
+        " how the curvature falls off so far out rests on the features being Gaussian"
+    ]
 
 
 def _statement(

@@ -8,23 +8,24 @@ noisy gradient is then an observation of one and the same vector ρ.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .scores import Target, interpolated, slope_curve, variances
+from .scores import Target, hermite, slope_curve, variances
 
-# The trapezoidal rule, whose error falls off exponentially for smooth functions. Gauss-Hermite
-# nodes lie too far apart where θ is large.
+# The trapezoidal rule for E[J(σz)], whose error falls off exponentially for smooth functions: in z
+# up to σ = 1, and from there on in u = σz, for J has the same shape whatever σ is. Nodes that grow
+# with σ would pass over it. Beyond the last u J is nothing.
 _NODES, _REACH = 61, 6.0
+_PREDICTORS, _LAST_PREDICTOR = 801, 40.0
 MISFIT = 0.3  # the share of a gradient's change on a way that a model of it may get wrong
 FLOOR_OF_NOISE, _ROUNDING = 0.1, 1e-9  # of a released matrix, and of its level
-_LEAST_VARIANCE, _LARGEST_VARIANCE = 1e-10, 400.0  # of the linear predictor
-# points of a table in asinh(σ), one of them below 0 (where a and c are the same as above)
-_POINTS = 402
-_LAST = math.asinh(math.sqrt(_LARGEST_VARIANCE)) * 1.01
-_FIRST = -_LAST / (_POINTS - 2)
+_LEAST_VARIANCE, _LARGEST_STD = 1e-10, 200.0  # of the linear predictor
+_LEAST_ALONG = 1e-4  # curvature along θ over that across it
+_POINTS, _LAST = 401, math.asinh(_LARGEST_STD)  # of a table in asinh(σ)
 
 
 class Response(Protocol):
@@ -43,6 +44,9 @@ class Response(Protocol):
         """The covariance of the gradient sum at the truth over its slope: 1 where nothing is
         clipped.
         """
+
+    def predictor_std(self, theta: Tensor) -> float:
+        """Standard deviation of the linear predictors that r rests on; 0 where it does not."""
 
 
 class LinearResponse:
@@ -69,6 +73,10 @@ class LinearResponse:
         """As stated."""
         return self._variability
 
+    def predictor_std(self, theta: Tensor) -> float:
+        """A quadratic function rests on none."""
+        return 0.0
+
 
 class NormalFeatureResponse:
     r"""r(θ) = n·E[m(u) x] with m' = J, for features x ~ N(0, G/n), with u = x·θ = σz and σ² =
@@ -94,11 +102,7 @@ class NormalFeatureResponse:
         self._gram, self._num_data = gram, num_data
         self._target, self._bound = target, bound
         self._slope_at = slope_curve(target, bound)
-        self._nodes = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64)
-        self._weights = torch.softmax(-self._nodes.square() / 2, dim=0)
-        # a and c are functions of σ alone, wanted for thousands of θ: a table, equally spaced in
-        # asinh(σ), of their logarithms, which Poisson regression's grow like the square of σ
-        self._logs = interpolated(self._log_expectations(), _FIRST, _LAST)
+        self._curve = self._tabulated()
 
     def value(self, theta: Tensor) -> Tensor:
         """r(θ)."""
@@ -117,27 +121,64 @@ class NormalFeatureResponse:
 
     def variability(self, theta: Tensor) -> float:
         """E[K(u)] over E[J(u)]."""
-        variance = (theta @ self._gram @ theta / self._num_data).clamp_min(_LEAST_VARIANCE)
-        u = variance.clamp(max=_LARGEST_VARIANCE).sqrt() * self._nodes
-        spread = variances(self._target, u, self._bound) @ self._weights
-        return float(spread / (self._slope_at(u) @ self._weights))
+        std = min(self.predictor_std(theta), _LARGEST_STD)
+        u, weights = _normal_nodes(torch.tensor([std], dtype=torch.float64))
+        spread = variances(self._target, u, self._bound) * weights
+        return float(spread.sum() / (self._slope_at(u) * weights).sum())
+
+    def predictor_std(self, theta: Tensor) -> float:
+        """σ."""
+        variance = theta @ self._gram @ theta / self._num_data
+        return math.sqrt(max(float(variance), _LEAST_VARIANCE))
 
     def _expectations(self, theta: Tensor, moved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """a, c and σ²."""
+        """a, c and σ²; c is exactly the derivative of aσ, also between the points of the table."""
         variance = ((theta * moved).sum(-1) / self._num_data).clamp_min(_LEAST_VARIANCE)
-        std = variance.clamp(max=_LARGEST_VARIANCE).sqrt()
-        across, along = self._logs(std.asinh()).exp().unbind(-1)
-        return across, along, variance
+        std = variance.sqrt()
+        known = std.clamp(max=_LARGEST_STD)
+        place = known.asinh()
+        log_across, change = self._curve(place)
+        across = log_across.exp()
+        along = across * (1 + change * place.tanh())
+        # beyond the table c stays what it is at its end
+        return along + (across - along) * known / std, along, variance
 
-    def _log_expectations(self) -> Tensor:
-        """log a and log c at the points of the table, ``[points, 2]``. The curvature along θ
-        stays above a thousandth of that across it: so far out nothing is released anyway.
+    def _tabulated(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """log a as a function of asinh(σ), and its derivative. Both are wanted for thousands of θ;
+        logarithms, for Poisson regression's grow like the square of σ.
+
+        c, which is small beside a where σ is large, is what is known, and aσ its integral. From two
+        tables they would be the gradient and the curvature of different functions.
         """
-        stds = torch.linspace(_FIRST, _LAST, _POINTS, dtype=torch.float64).sinh()
-        second = self._slope_at(stds[:, None] * self._nodes)
-        across = second @ self._weights
-        along = second @ (self._weights * self._nodes.square())
-        return torch.stack([across, torch.maximum(along, 1e-3 * across)], -1).log()
+        places = torch.linspace(0.0, _LAST, _POINTS, dtype=torch.float64)
+        stds = places.sinh()
+        across, along = torch.empty_like(stds), torch.empty_like(stds)
+        for some in (stds <= 1, stds > 1):
+            u, weights = _normal_nodes(stds[some])
+            second = self._slope_at(u) * weights
+            across[some] = second.sum(-1)
+            along[some] = (second * (u / stds[some, None].clamp_min(1e-30)).square()).sum(-1)
+        along[0] = across[0]
+        along = torch.maximum(along, _LEAST_ALONG * across)
+        widths = places.diff()
+        integrand = along * places.cosh()
+        parts = widths * (integrand[1:] + integrand[:-1]) / 2
+        log_across = torch.cat([across[:1], parts.cumsum(0) / stds[1:]]).log()
+        change = torch.zeros_like(stds)
+        change[1:] = (along[1:] / log_across[1:].exp() - 1) / places[1:].tanh()
+        return hermite(log_across, change, _LAST)
+
+
+def _normal_nodes(stds: Tensor) -> tuple[Tensor, Tensor]:
+    """Linear predictors ``[stds, nodes]`` and their weights: those of N(0, σ²) for each σ, which
+    are all at most 1 or all above it.
+    """
+    if float(stds[-1]) > 1:
+        u = torch.linspace(-_LAST_PREDICTOR, _LAST_PREDICTOR, _PREDICTORS, dtype=torch.float64)
+        weights = torch.exp(-(u / stds[:, None]).square() / 2) / stds[:, None]
+        return u, weights * float(u[1] - u[0]) / math.sqrt(2 * math.pi)
+    z = torch.linspace(-_REACH, _REACH, _NODES, dtype=torch.float64)
+    return stds[:, None] * z, torch.softmax(-z.square() / 2, dim=0)
 
 
 def denoised(released: Tensor, noise_std: float) -> tuple[Tensor, float]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -66,26 +67,45 @@ def slopes(target: Target, u: Tensor, bounds: Tensor) -> Tensor:
 def slope_curve(target: Target, bound: Tensor) -> Callable[[Tensor], Tensor]:
     """J as a function of u, for one bound; by interpolation where it is dear."""
     if not isinstance(target, Poisson):
-        return lambda u: slopes(target, u, bound)
+        return partial(slopes, target, bounds=bound)
     grid = torch.linspace(-_LARGEST_EXPONENT, _LARGEST_EXPONENT, _GRID, dtype=torch.float64)
     return interpolated(slopes(target, grid, bound), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
 
 
 def interpolated(table: Tensor, first: float, last: float) -> Callable[[Tensor], Tensor]:
-    """The curve through equally spaced values, ``[points, ...]``, between ``first`` and ``last``,
+    """The curve through equally spaced values, ``[points]``, between ``first`` and ``last``,
     by Catmull and Rom's cubic, whose derivative has no jumps.
     """
+    return partial(_interpolated_at, table, first, (last - first) / (len(table) - 1))
+
+
+def _interpolated_at(table: Tensor, first: float, step: float, u: Tensor) -> Tensor:
     count = len(table)
-    step = (last - first) / (count - 1)
+    place = ((u - first) / step).clamp(1, count - 2)
+    left = place.detach().long().clamp(max=count - 3)
+    t = place - left
+    a, b, c, d = (table[left + k] for k in (-1, 0, 1, 2))
+    return b + t / 2 * (c - a + t * (2 * a - 5 * b + 4 * c - d + t * (3 * (b - c) + d - a)))
 
-    def curve(u: Tensor) -> Tensor:
-        place = ((u - first) / step).clamp(1, count - 2)
-        left = place.detach().long().clamp(max=count - 3)
-        t = (place - left).reshape(*u.shape, *([1] * (table.dim() - 1)))
-        a, b, c, d = (table[left + k] for k in (-1, 0, 1, 2))
-        return b + t / 2 * (c - a + t * (2 * a - 5 * b + 4 * c - d + t * (3 * (b - c) + d - a)))
 
-    return curve
+def hermite(
+    table: Tensor, changes: Tensor, last: float
+) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """The curve through equally spaced values between 0 and ``last`` with these derivatives there,
+    by Hermite's cubic, and its own derivative.
+    """
+    return partial(_hermite_at, table, changes, last / (len(table) - 1))
+
+
+def _hermite_at(table: Tensor, changes: Tensor, step: float, x: Tensor) -> tuple[Tensor, Tensor]:
+    place = (x / step).clamp(0, len(table) - 1)
+    left = place.detach().long().clamp(max=len(table) - 2)
+    t = place - left
+    start, rise = table[left], table[left + 1] - table[left]
+    first, second = changes[left] * step, changes[left + 1] * step
+    bend, twist = 3 * rise - 2 * first - second, first + second - 2 * rise
+    value = start + t * (first + t * (bend + t * twist))
+    return value, (first + t * (2 * bend + 3 * t * twist)) / step
 
 
 def variances(target: Target, u: Tensor, bounds: Tensor) -> Tensor:

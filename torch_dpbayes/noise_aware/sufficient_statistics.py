@@ -16,7 +16,7 @@ from ..mcmc.density import Prior, RecordStatistics, UnfitModel
 from ..noise import GaussianNoise
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
-from .arguments import public_num_data
+from .arguments import budget_of, public_num_data
 from .families import ExponentialFamily, LinearRegression
 from .mechanism import matrix_event, noisy_matrix
 from .modes import mode
@@ -76,8 +76,7 @@ def sufficient_statistics(
     Σ x xᵀ (R² or √2·R²), Σ y x (YR or 2YR) and Σ (y² − Y²/2) (Y²/2 or Y²), and then the last two of
     the residuals clip(y − x·w₀, ±c) in place of y, with w₀ and c ≤ Y from the first three.
     """
-    if accountant is None:
-        accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
+    accountant = budget_of(accountant, epsilon, delta)
     if not isinstance(model, ExponentialFamily | LinearRegression):
         raise TypeError(
             "model must be an ExponentialFamily or a LinearRegression, as"

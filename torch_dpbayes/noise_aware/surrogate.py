@@ -66,6 +66,7 @@ class AnySurrogate:
         self._variability = response.variability(centre)
         self._releases = gradients
         self._misfit = response.misfit
+        self.predictor_std = response.predictor_std(centre)
         self._points = self._straight.moved(torch.stack([g.theta for g in gradients]))
         self._values = torch.stack([g.value for g in gradients])
         self._noises = noise_covariances(gradients, self._variability * curvature)
@@ -77,6 +78,12 @@ class AnySurrogate:
     def change_of_rank_one(self) -> ChangesOfRankOne | None:
         """None where the likelihood has no such form."""
         return None
+
+    @property
+    def gradient_std(self) -> float:
+        """How sure the gradient at a point is, records' own randomness and noise, per direction."""
+        total = self._variability * self.curvature + self.noise
+        return float(total.trace() / len(total)) ** 0.5
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""

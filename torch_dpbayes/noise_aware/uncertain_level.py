@@ -31,7 +31,8 @@ class UncertainLevel:
         middle: AnySurrogate,
     ) -> None:
         self._parts, self._middle = parts, middle
-        self.centre = middle.centre
+        self.centre, self.predictor_std = middle.centre, middle.predictor_std
+        self.gradient_std = middle.gradient_std
         forms = [part.change_of_rank_one() for part in parts]
         self._together: ChangesOfRankOne | None = None
         if all(form is not None for form in forms):

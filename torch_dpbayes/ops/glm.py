@@ -28,8 +28,6 @@ _LARGEST = 1e15
 # NaN
 _LARGEST_EXPONENT = 600.0
 _CHUNK = 8192  # rows; norms are computed in float64 without a float64 copy of all features
-# whose gradients are added up in float32: the sum is off by less than 10⁻³ of the clip norm
-_ROWS_IN_FLOAT32 = 2048
 
 
 class GLM:
@@ -335,9 +333,9 @@ class Records:
     _u: Tensor | None = None
 
     def loss_gradient(self, weights: Tensor) -> Tensor:
-        """Σ_i of clipped gradients, ``[d]`` in float64: two matrix products.
+        """Σ_i of clipped gradients, ``[d]``, two matrix products.
 
-        The second by parts: in one float32 sum, one record would change the rounding of millions of
+        The second in float64: in float32 one record would change the rounding of millions of
         others, by a good part of its clip norm.
         """
         if self._u is None:
@@ -353,12 +351,7 @@ class Records:
             u.mul_(self.weight)
         if self.bounds is not None:
             torch.clamp(u, -self.bounds, self.bounds, out=u)
-        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
-        for rows, slopes in zip(
-            self.x.split(_ROWS_IN_FLOAT32), u.split(_ROWS_IN_FLOAT32), strict=True
-        ):
-            total += torch.mv(rows.T, slopes)
-        return total
+        return self.weighted_sum(u)
 
     def gram(self) -> Tensor:
         """Σ_i x_i x_iᵀ, ``[d, d]`` in float64; a row adds at most R_x² in Frobenius norm."""

@@ -14,7 +14,6 @@ from .glm import GLM, require_representable
 from .models import Constants
 
 _CHUNK = 8192  # rows
-_ROWS_IN_FLOAT32 = 2048  # as in GLM: of a sum of gradients
 
 
 class Softmax:
@@ -180,10 +179,9 @@ class SoftmaxRecords:
         total = torch.zeros(
             self.num_classes, self.x.shape[1], dtype=torch.float64, device=self.x.device
         )
-        for rows, some in zip(
-            self.x.split(_ROWS_IN_FLOAT32), slopes.split(_ROWS_IN_FLOAT32), strict=True
-        ):
-            total += some.T @ rows
+        # in float32 one record would change the rounding of the sums of all others
+        for rows, some in zip(self.x.split(_CHUNK), slopes.split(_CHUNK), strict=True):
+            total += some.to(torch.float64).T @ rows.to(torch.float64)
         return total.reshape(-1)
 
     def hessian_sum(self, theta: Tensor) -> Tensor:
