@@ -143,6 +143,7 @@ def test_a_likelihood_is_the_same_in_other_coordinates():
 
     class Quadratic:
         centre = torch.randn(4, dtype=DOUBLE)
+        predictor_std = 0.7  # of x·θ, which no coordinates change
 
         def log_likelihood(self, theta):
             return -0.5 * ((theta - best) @ curvature * (theta - best)).sum(-1)
@@ -157,6 +158,7 @@ def test_a_likelihood_is_the_same_in_other_coordinates():
     found = InShape(Quadratic(), shape)
     theta = torch.randn(4, dtype=DOUBLE)
     torch.testing.assert_close(shape.T @ Quadratic.centre, found.centre)
+    assert found.predictor_std == Quadratic.predictor_std
     inner = torch.linalg.inv(shape).T @ theta
     torch.testing.assert_close(found.log_likelihood(theta), Quadratic().log_likelihood(inner))
     precision, product = found.precision(theta)
