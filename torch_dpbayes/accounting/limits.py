@@ -14,6 +14,7 @@ from .filters import Budget, Filter
 from .history import History, Part, PrivacyBudgetExceeded, needed
 from .pairs import Failure, Gaussian, NonPrivate, Pair, added
 
+_NAMED = 2  # different events of one charge, in an error
 _NOTHING = "Nothing was recorded; release nothing."
 _LATER = "this job or another began after others had charged, whose outputs it may depend on"
 
@@ -77,7 +78,10 @@ class Limits:
         if times > 1:
             left = self.admission.remaining(committed, dict.fromkeys(need, 1))
             fit = f"{left} of these would still fit"
-        events = " and ".join(dict.fromkeys(in_words(part.event) for part in parts))
+        different = list(dict.fromkeys(in_words(part.event) for part in parts))
+        events = " and ".join(different[:_NAMED])
+        if len(different) > _NAMED:
+            events += f" and {len(different) - _NAMED} others"
         under = ""
         if rule is not None:
             if self._history.schedule:
