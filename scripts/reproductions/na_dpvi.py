@@ -15,10 +15,10 @@ they say; both programs get the same records. "width" is that of the weights ove
 posterior's without privacy, and "named" the share of runs whose guarantee() says that they have not
 arrived. CHECKOUT is https://github.com/DPBayes/noise-aware-dpvi, PYTHON an interpreter with their
 requirements (jax 0.4.25, numpyro, optax; for Adult also pandas, scikit-learn and tueplots). Their
-clip bound, rates and
-Laplace approximation are those of their file, and the noise is this library's for their 10,000
-batches of rate .1. Ours: sufficient statistics, responses clipped to [−4, 4] and rows to norm 6;
-and the Laplace form of the model as one writes it in Pyro, gradients clipped to norm 40.
+clip bound, rates and Laplace approximation are those of their file, and the noise is this library's
+for their 10,000 batches of rate .1. Ours: sufficient statistics, responses clipped to [−4, 4] and
+rows to norm 6; and the Laplace form of the model as one writes it in Pyro, gradients clipped to
+norm 40.
 
 "adult" is their logistic regression: 57 columns, N(0, 1) priors, ε = .1, .3 and 1. Numbers have
 mean 0 and variance 1 over the training records, which counts as public, as it does there. Rows are
@@ -143,8 +143,8 @@ def theirs(
     )
     with tempfile.TemporaryDirectory() as folder:
         source, target = (str(Path(folder) / name) for name in ("given.npz", "found.npz"))
-        arrays = {name: values.numpy() for name, values in records.items()}
-        np.savez(source, noise=noise, seed=seed, steps=steps, **arrays)
+        given: dict[str, Any] = {name: values.numpy() for name, values in records.items()}
+        np.savez(source, noise=noise, seed=seed, steps=steps, **given)
         subprocess.run(
             [python, "-c", BEGINNING + program + END, checkout, source, target],
             check=True,
@@ -421,7 +421,7 @@ def run(
         return run_adult(root, checkout, python, method, epsilon, repeat, steps)
 
 
-METHODS = {
+METHODS: dict[str, tuple[str, ...]] = {
     "linear": ("noise_aware.sufficient_statistics", "noise_aware.laplace", "NA-DPVI"),
     "adult": ("non-private", "noise_aware.laplace", "NA-DPVI"),
 }
