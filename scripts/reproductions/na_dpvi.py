@@ -3,6 +3,7 @@
 
     python na_dpvi.py linear [--repeats 40] [--theirs CHECKOUT --python PYTHON] [--stored]
     python na_dpvi.py adult --data-root FOLDER [--repeats 3] [--stored]
+        [--theirs CHECKOUT --python PYTHON [--steps 1000]]
 
 NA-DPVI (Alrawajfeh, Jälkö and Honkela 2025, arXiv 2410.19371) runs DP-SGD on the parameters of a
 diagonal Gaussian guide for 10,000 steps and explains its transcript by a quadratic objective.
@@ -13,16 +14,19 @@ Parameters come from the prior, so that central intervals of a right posterior h
 they say; both programs get the same records. "width" is that of the weights over σ/√n, about the
 posterior's without privacy, and "named" the share of runs whose guarantee() says that they have not
 arrived. CHECKOUT is https://github.com/DPBayes/noise-aware-dpvi, PYTHON an interpreter with their
-requirements (jax 0.4.25, numpyro, optax). Their clip bound, rates and
-Laplace approximation are those of their file, and the noise is this library's for their 10,000
-batches of rate .1. Ours: sufficient statistics, responses clipped to [−4, 4] and rows to norm 6;
-and the Laplace form of the model as one writes it in Pyro, gradients clipped to norm 40.
+requirements (jax 0.4.25, numpyro, optax; for Adult also pandas, scikit-learn and tueplots). Their
+clip bound, rates and Laplace approximation are those of their file, and the noise is this library's
+for their 10,000 batches of rate .1. Ours: sufficient statistics, responses clipped to [−4, 4] and
+rows to norm 6; and the Laplace form of the model as one writes it in Pyro, gradients clipped to
+norm 40.
 
 "adult" is their logistic regression: 57 columns, N(0, 1) priors, ε = .1, .3 and 1. Numbers have
 mean 0 and variance 1 over the training records, which counts as public, as it does there. Rows are
-at most 6 long here, which shortens 2 % of them. "error" and "covers" are against the posterior
-without privacy, "calibration" is the largest difference between the mean predicted probability and
-the share of ones, in ten parts of the test records by that probability.
+at most 6 long here, which shortens 2 % of them. Theirs is main() of their file for Adult with the
+Laplace approximation, given our records and noise. Its 10,000 steps would take two hours; --steps
+asks for fewer, each with less noise and, by their formula, a larger rate. "error" and "covers" are
+against the posterior without privacy, "calibration" is the largest difference between the mean
+predicted probability and the share of ones, in ten parts of the test records by that probability.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,17 +62,23 @@ DENSITY_CLIP = 40.0
 NUMBERS, LEVELS = (0, 2, 10, 11, 12), (1, 3, 5, 6, 8, 9)
 
 # In an interpreter of its own. Opacus is only asked for the noise, which is given here.
-THEIRS = """
-import sys, time, types
+BEGINNING = """
+import pathlib, pickle, sys, time, types
 checkout, source, target = sys.argv[1:]
 sys.path.insert(0, checkout)
 for name in ("opacus", "opacus.accountants", "opacus.accountants.utils"):
     sys.modules[name] = types.ModuleType(name)
 sys.modules[name].get_noise_multiplier = None
 import jax.numpy as jnp, numpy as np
-import coverage_experiment as theirs
 from utils import DynamicAttributes
 given = np.load(source)
+"""
+END = """
+seconds = time.process_time() - start
+np.savez(target, mean=found.theta_means, std=found.theta_stds, seconds=seconds)
+"""
+REGRESSION = """
+import coverage_experiment as theirs
 args = theirs.set_default_args_linear_regression10d(DynamicAttributes())
 args.use_mcmc_sampling = False
 args.custom_noise_scale, args.target_epsilon = float(given["noise"]), 0.0
@@ -79,13 +89,70 @@ x, y = (jnp.asarray(given[name], jnp.float32) for name in "xy")
 args.data_generator_function = lambda theta, prng_key, N: (x, y)
 start = time.process_time()
 found, _ = theirs.perform_coverage_test(args)
-seconds = time.process_time() - start
-np.savez(target, mean=found.theta_means, std=found.theta_stds, seconds=seconds)
+"""
+# main() reads the records that an earlier call has stored, and stores what it finds.
+ADULT = """
+import adult_uci_experiments as theirs
+defaults, stored = theirs.set_default_args, []
+def settings(args):
+    args = defaults(args)
+    args.custom_noise_scale, args.training_iterations = float(given["noise"]), int(given["steps"])
+    return args
+theirs.set_default_args = settings
+theirs.joblib = types.SimpleNamespace(dump=lambda found, path: stored.append(found))
+folder = pathlib.Path(target).parent
+records = [given[name] for name in ("x", "y", "x_test", "y_test")]
+(folder / "preprocessed_data.pickle").write_bytes(pickle.dumps((None, None, None, None, *records)))
+sys.argv[1:] = ["--method", "laplace", "--task_id", str(given["seed"])]
+sys.argv += ["--output_directory", str(folder), "--debug_output_directory", str(folder)]
+start = time.process_time()
+theirs.main()
+found = stored[-1]
 """
 
 
 def accountant(epsilon: float) -> dpb.PrivacyAccountant:
     return dpb.PrivacyAccountant(epsilon, DELTA, neighboring=RELATION)
+
+
+class Normal(NamedTuple):
+    """Independent normals, and the processor time that they took."""
+
+    mean: Tensor
+    std: Tensor
+    seconds: float
+
+
+def theirs(
+    program: str,
+    records: Mapping[str, Tensor],
+    epsilon: float,
+    seed: int,
+    steps: int,
+    checkout: str | None,
+    python: str,
+) -> Normal:
+    if checkout is None:
+        raise ValueError("runs of NA-DPVI need --theirs CHECKOUT, a clone of its repository.")
+    noise = dpb.get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=DELTA,
+        sample_rate=RATE,
+        steps=steps,
+        neighboring=RELATION,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = (str(Path(folder) / name) for name in ("given.npz", "found.npz"))
+        given: dict[str, Any] = {name: values.numpy() for name, values in records.items()}
+        np.savez(source, noise=noise, seed=seed, steps=steps, **given)
+        subprocess.run(
+            [python, "-c", BEGINNING + program + END, checkout, source, target],
+            check=True,
+            capture_output=True,
+        )
+        found = np.load(target)
+        mean, std = (torch.as_tensor(found[name]).double() for name in ("mean", "std"))
+        return Normal(mean, std, float(found["seconds"]))
 
 
 # -- linear regression -----------------------------------------------------------------------------
@@ -165,28 +232,16 @@ def ours(given: Problem, method: str, epsilon: float) -> dict[str, Any]:
     return judged(ranks, draws["weights"].std(0), given.sigma, seconds) | {"named": float(named)}
 
 
-def theirs(given: Problem, epsilon: float, seed: int, checkout: str, python: str) -> dict[str, Any]:
+def their_regression(
+    given: Problem, epsilon: float, seed: int, checkout: str | None, python: str
+) -> dict[str, Any]:
     """Their posterior is normal in w and in log(exp(σ²) − 1)."""
-    noise = dpb.get_noise_multiplier(
-        target_epsilon=epsilon,
-        target_delta=DELTA,
-        sample_rate=RATE,
-        steps=STEPS,
-        neighboring=RELATION,
-    )
     truth = torch.cat([given.weights, given.sigma.square()[None]])
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = (str(Path(folder) / name) for name in ("given.npz", "found.npz"))
-        np.savez(source, x=given.x, y=given.y, theta=truth, noise=noise, seed=seed)
-        subprocess.run(
-            [python, "-c", THEIRS, checkout, source, target], check=True, capture_output=True
-        )
-        found = np.load(target)
-        mean, std = (torch.as_tensor(found[name]).double() for name in ("mean", "std"))
-        seconds = float(found["seconds"])
-    truth[-1] = truth[-1].expm1().log()
-    ranks = torch.special.ndtr((truth - mean) / std)
-    return judged(ranks, std[:-1], given.sigma, seconds)
+    records = {"x": given.x, "y": given.y, "theta": truth}
+    found = theirs(REGRESSION, records, epsilon, seed, STEPS, checkout, python)
+    truth = torch.cat([given.weights, given.sigma.square().expm1().log()[None]])
+    ranks = torch.special.ndtr((truth - found.mean) / found.std)
+    return judged(ranks, found.std[:-1], given.sigma, found.seconds)
 
 
 def judged(ranks: Tensor, stds: Tensor, sigma: Tensor, seconds: float) -> dict[str, Any]:
@@ -206,9 +261,7 @@ def run_linear(
 ) -> dict[str, Any]:
     given = problem(repeat)
     if method == "NA-DPVI":
-        if checkout is None:
-            raise ValueError("runs of NA-DPVI need --theirs CHECKOUT, a clone of its repository.")
-        return theirs(given, epsilon, repeat, checkout, python)
+        return their_regression(given, epsilon, repeat, checkout, python)
     return ours(given, method, epsilon)
 
 
@@ -259,8 +312,21 @@ def reference(root: str) -> Reference:
     return Reference(mode, law.stddev, law.sample((DRAWS,)))
 
 
-def run_adult(root: str, method: str, epsilon: float, repeat: int) -> dict[str, Any]:
+def run_adult(
+    root: str,
+    checkout: str | None,
+    python: str,
+    method: str,
+    epsilon: float,
+    repeat: int,
+    steps: int,
+) -> dict[str, Any]:
     data, known = adult(root), reference(root)
+    if method == "NA-DPVI":
+        records = {"x": data.x, "y": data.y, "x_test": data.x_test, "y_test": data.y_test}
+        found = theirs(ADULT, records, epsilon, repeat, steps, checkout, python)
+        draws = torch.distributions.Normal(found.mean, found.std).sample((DRAWS,))
+        return judged_adult(data, known, draws, found.seconds)
     start = time.process_time()
     if method == "non-private":
         draws = known.draws
@@ -275,7 +341,12 @@ def run_adult(root: str, method: str, epsilon: float, repeat: int) -> dict[str, 
             num_data=data.size,
         )
         draws = post.sample(DRAWS)["weights"]
-    seconds = time.process_time() - start
+    return judged_adult(data, known, draws, time.process_time() - start)
+
+
+def judged_adult(
+    data: free.Data, known: Reference, draws: Tensor, seconds: float
+) -> dict[str, Any]:
     inside = ((draws < known.mean).double().mean(0) - 0.5).abs() < 0.45
     p = (data.x_test.double() @ draws.T).sigmoid().mean(1)
     y = data.y_test.double()
@@ -294,10 +365,11 @@ def run_adult(root: str, method: str, epsilon: float, repeat: int) -> dict[str, 
 # -- runs ------------------------------------------------------------------------------------------
 
 
-def jobs(setting: str, repeats: int, methods: Sequence[str]) -> list[dict[str, Any]]:
+def jobs(setting: str, repeats: int, methods: Sequence[str], steps: int) -> list[dict[str, Any]]:
     """One repeat of everything after the other."""
     return [
         {"setting": setting, "method": method, "epsilon": epsilon, "repeat": repeat}
+        | ({"steps": steps} if (setting, method) == ("adult", "NA-DPVI") else {})
         for repeat in range(repeats)
         for epsilon in EPSILONS
         for method in methods
@@ -306,14 +378,21 @@ def jobs(setting: str, repeats: int, methods: Sequence[str]) -> list[dict[str, A
 
 
 def summary(runs: Sequence[reproduction.Run]) -> list[dict[str, Any]]:
-    """A row for each method and ε: means over repeats, with standard errors of the coverage."""
+    """A row for each method, ε and number of steps: means over repeats, with standard errors of the
+    coverage.
+    """
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for done in runs:
-        key = tuple(done.job[name] for name in ("setting", "method", "epsilon"))
+        key = (
+            *(done.job[name] for name in ("setting", "method", "epsilon")),
+            done.job.get("steps", 0),
+        )
         found.setdefault(key, []).append(done.result)
     rows = []
-    for (setting, method, epsilon), results in sorted(found.items()):
+    for (setting, method, epsilon, steps), results in sorted(found.items()):
         row = {"setting": setting, "method": method, "epsilon": epsilon, "repeats": len(results)}
+        if steps:
+            row["steps"] = steps
         for name in results[0]:
             values = torch.tensor([result[name] for result in results], dtype=torch.float64)
             row[name] = float(values.mean())
@@ -331,6 +410,7 @@ def run(
     method: str,
     epsilon: float,
     repeat: int,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -338,12 +418,12 @@ def run(
             return run_linear(checkout, python, method, epsilon, repeat)
         if root is None:
             raise ValueError("Adult needs --data-root, the folder with adult/.")
-        return run_adult(root, method, epsilon, repeat)
+        return run_adult(root, checkout, python, method, epsilon, repeat, steps)
 
 
-METHODS = {
+METHODS: dict[str, tuple[str, ...]] = {
     "linear": ("noise_aware.sufficient_statistics", "noise_aware.laplace", "NA-DPVI"),
-    "adult": ("non-private", "noise_aware.laplace"),
+    "adult": ("non-private", "noise_aware.laplace", "NA-DPVI"),
 }
 
 
@@ -354,12 +434,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data-root", help="folder with adult/")
     parser.add_argument("--theirs", help="a clone of their repository")
     parser.add_argument("--python", default="python", help="an interpreter with what it requires")
+    parser.add_argument(
+        "--steps",
+        type=reproduction.positive,
+        default=STEPS,
+        help="of their program on Adult; default: theirs, %(default)s",
+    )
     options = parser.parse_args(arguments)
     logging.getLogger("torch_dpbayes").setLevel(logging.ERROR)
     methods = METHODS[options.setting]
     if options.theirs is None and not options.stored:
         methods = tuple(method for method in methods if method != "NA-DPVI")
-    wanted = jobs(options.setting, options.repeats, methods)
+    wanted = jobs(options.setting, options.repeats, methods, options.steps)
     function = partial(run, options.data_root, options.theirs, options.python)
     runs = reproduction.runs_of(function, wanted, options.results, stored=options.stored)
     rows = summary(runs)
