@@ -33,7 +33,6 @@ def assert_calibrated(cell: Cell, data_sets: int, comparisons: int) -> None:
         assert abs(error) < MISFIT + threshold * standard_error
 
 
-@pytest.mark.thorough
 def test_a_small_cell_covers():
     assert_calibrated(Cell("logistic", 1000, 1.0), 15, 2)
 
@@ -44,6 +43,9 @@ CELLS = [
     Cell("logistic", 10_000, 1.0),
     Cell("logistic", 10_000, 1.0, 3.0),
     Cell("logistic", 10_000, 1.0, neighboring="replace_one"),
+    Cell("logistic", 10_000, 1.0, features="binary"),
+    Cell("logistic", 10_000, 1.0, features="student"),
+    Cell("hierarchical", 10_000, 1.0),
     Cell("linear", 10_000, 0.3),
     Cell("linear", 10_000, 3.0),
     Cell("poisson", 10_000, 1.0),
@@ -52,7 +54,10 @@ CELLS = [
 ]
 
 
+DATA_SETS = {"beta_bernoulli": 400, "hierarchical": 30}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_intervals_cover_what_they_say(cell):
-    assert_calibrated(cell, 400 if cell.model == "beta_bernoulli" else 150, 2 * len(CELLS))
+    assert_calibrated(cell, DATA_SETS.get(cell.model, 150), 2 * len(CELLS))
