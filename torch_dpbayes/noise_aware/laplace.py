@@ -446,8 +446,8 @@ def _note_large(predictor_std: float) -> list[str]:
     if predictor_std <= _LARGE_PREDICTORS:
         return []
     warn(
-        f"linear predictors have a standard deviation of about {predictor_std:.2g}, so that nearly"
-        " all targets are certain: intervals may be too narrow unless features are Gaussian. Where"
+        f"linear predictors have a standard deviation of about {predictor_std:.2g}: nearly"
+        " all targets are certain: intervals may be too narrow unless features are Gaussian. If"
         " records can be separated, a smaller prior_std holds the weights.",
     )
     return [
