@@ -251,6 +251,15 @@ def test_a_short_run_with_little_friction_is_refused():
             runs.posterior(k)
 
 
+def test_a_run_that_the_prior_alone_explains_is_refused(monkeypatch):
+    """When that is: test_normal_form.py."""
+    runs = Runs(dpb.optim.DPSGLD, datasets=1)
+    runs.posterior(0)
+    monkeypatch.setattr(NormalForm, "is_heard", lambda self, prior: False)
+    with pytest.raises(ValueError, match="so little of the curvature that the prior alone"):
+        runs.posterior(0)
+
+
 def test_a_run_that_still_moves_is_refused():
     runs = Runs(dpb.optim.DPSGLD, datasets=1, drift=1e-3)
     with pytest.raises(ValueError, match=r"independent samples|not converged"):

@@ -2,9 +2,11 @@
 
 import math
 
+import pytest
 import torch
 
 from torch_dpbayes.noise_aware.normal_form import NormalForm, roots, sure_part
+from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.response import LinearResponse
 from torch_dpbayes.noise_aware.surrogate import Surrogate
 from torch_dpbayes.noise_aware.transcript import GradientRelease
@@ -54,6 +56,19 @@ def test_the_error_of_the_curvature_has_the_covariance_that_counts():
     standard_errors = ((variances.outer(variances) + expected**2) / count).sqrt()
     # one of the nine passes 6 in about 1e8 runs
     assert float(((covariance - expected) / standard_errors).abs().max()) < 6.0
+
+
+@pytest.mark.parametrize("std", [0.1, 3.0])
+def test_a_prior_far_away_does_not_take_the_place_of_the_records(std):
+    """The gradient is zero where the run was, thirty posterior deviations from the prior's mean; a
+    third of the curvature is noise, or a hundredth.
+    """
+    size = 3
+    eye, point = torch.eye(size, dtype=DOUBLE), 10 * torch.ones(size, dtype=DOUBLE)
+    prior = GaussianPrior(torch.zeros(size, dtype=DOUBLE), torch.ones(size, dtype=DOUBLE))
+    found = NormalForm(point, -point, 0.1 * eye, 10.0 * eye, eye, std)
+    assert found.is_heard(prior) == (std < 1)
+    assert found.is_heard(GaussianPrior(prior.mean, 1e-3 * prior.precision))
 
 
 def test_a_round_shape_is_the_surrogate():

@@ -11,10 +11,11 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from ..mcmc.density import Prior
-from .normal_form import NormalForm, roots, sure_part
+from .normal_form import NOT_HEARD, NormalForm, roots, sure_part
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import PyroPrior
 from .transcript import GradientRelease, Transcript
+from .warn import warn
 
 _RELEASES_PER_PARAMETER = 4
 _DEVIATIONS = 3.0  # by which a curvature may be larger than estimated, where noise grows with it
@@ -40,6 +41,14 @@ def posterior_from_gradients(
         ValueError: too few releases, or their halves contradict each other.
     """
     likelihood = regression(releases[len(releases) // 2 :])
+    latents = PyroPrior(prior)
+    notes = []
+    if not likelihood.is_heard(latents.gaussian()):
+        warn(NOT_HEARD)
+        notes.append(
+            "  NOT HEARD   so little is known of the curvature that the prior alone explains the"
+            " run: the mean is the prior's rather than the records'"
+        )
     assumed = [
         (
             "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic where"
@@ -52,9 +61,9 @@ def posterior_from_gradients(
     ]
     return NoiseAwarePosterior(
         likelihood,
-        PyroPrior(prior),
+        latents,
         PyroCoordinates(prior),
-        [*statement, *assumed],
+        [*statement, *assumed, *notes],
         transcript=Transcript(list(releases)),
     )
 

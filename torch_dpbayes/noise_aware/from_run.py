@@ -21,7 +21,7 @@ from ..accounting.events import positive_count
 from ..optim import DPSGHMC, DPSGLD, DPSGNHT
 from ..optim.base import PrivateOptimizer
 from ..posterior import PosteriorSamples
-from .normal_form import NormalForm
+from .normal_form import NOT_HEARD, NormalForm
 from .posterior import NoiseAwarePosterior
 from .priors import GaussianPrior
 from .warn import warn
@@ -70,7 +70,8 @@ def from_run(
         ValueError: the run does not say enough, or contradicts what a stationary run on a quadratic
             would be: too few or too dependent samples (cold runs, deep networks), a mean that still
             moves, minibatch noise that outweighs all else, or under ``DPSGNHT`` a tenth of the
-            Gaussian. Judged by the samples alone. Or the samples have other shapes than the
+            Gaussian; or a curvature so unsure that the prior would explain the run. Judged by the
+            samples alone. Or the samples have other shapes than the
             optimizer's parameters.
 
     **Privacy.** Post-processing: the samples were paid for, nothing else of the data is used, and
@@ -131,6 +132,8 @@ def from_run(
         torch.full((size,), run.mean, dtype=torch.float64),
         torch.full((size,), run.precision, dtype=torch.float64),
     )
+    if not likelihood.is_heard(prior):
+        raise ValueError(NOT_HEARD)
     accountant = optimizer.accountant
     delta = 1e-5 if accountant.delta is None else accountant.delta
     statement = [

@@ -20,9 +20,18 @@ from __future__ import annotations
 import math
 
 import torch
+from scipy.stats import chi2
 from torch import Tensor
 
+from .modes import mode
+from .priors import GaussianPrior
 from .response import denoised, floored
+
+NOT_HEARD = (
+    "the run says so little of the curvature that the prior alone would explain it: make more"
+    " steps, use a wider prior, or noise_aware.laplace."
+)
+_SURELY = 1e-6
 
 
 class NormalForm:
@@ -77,6 +86,26 @@ class NormalForm:
         weighted = torch.linalg.solve(covariance, self.curvature).T
         precision = weighted @ self.curvature
         return (precision + precision.T) / 2, precision @ theta - weighted @ residual
+
+    def is_heard(self, prior: GaussianPrior) -> bool:
+        """Whether the records decide where the mode is. Far from θ̄ the curvature's error explains
+        any gradient, and a prior that lies there would be the posterior, whatever the records say.
+
+        Returns:
+            False where the mode is further from where it were if F̂ was exact than one posterior in
+            10⁶ is.
+        """
+        sure, product = self.precision(self.centre)
+        total = sure + prior.matrix
+        expected = torch.linalg.solve(total, product + prior.matrix @ prior.mean)
+
+        def log_mass(theta: Tensor) -> float:
+            density = self.log_likelihood(theta) + prior.log_density(theta)
+            return float(density - (self.precision(theta)[0] + prior.matrix).logdet() / 2)
+
+        found = max((mode(self, prior, start) for start in (self.centre, prior.mean)), key=log_mass)
+        step = found - expected
+        return bool(chi2.sf(float(step @ total @ step), len(step)) >= _SURELY)
 
     def of_curvature_error(self, delta: Tensor) -> Tensor:
         """½v²(ΔᵀRΔ·R + RΔΔᵀR), the covariance of (F̂ − F)Δ."""
