@@ -55,7 +55,8 @@ class Profile:
         for losses, log_masses, count in self._nodes:
             exponent = np.multiply.outer(w, losses) + log_masses
             peak = exponent.real.max(axis=-1)
-            total += count * (peak + np.log(np.exp(exponent - peak[..., None]).sum(axis=-1)))
+            with np.errstate(divide="ignore"):  # far from the real axis nothing may be left
+                total += count * (peak + np.log(np.exp(exponent - peak[..., None]).sum(axis=-1)))
         return total
 
     def log_integrand(self, theta, epsilon):
