@@ -55,8 +55,9 @@ class Profile:
         for losses, log_masses, count in self._nodes:
             exponent = np.multiply.outer(w, losses) + log_masses
             peak = exponent.real.max(axis=-1)
-            with np.errstate(divide="ignore"):  # far from the real axis nothing may be left
-                total += count * (peak + np.log(np.exp(exponent - peak[..., None]).sum(axis=-1)))
+            left = np.exp(exponent - peak[..., None]).sum(axis=-1)
+            # far from the real axis nothing may be left, which has no logarithm
+            total += count * (peak + np.log(np.where(left == 0, 1e-300, left)))
         return total
 
     def log_integrand(self, theta, epsilon):
