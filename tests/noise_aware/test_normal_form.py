@@ -60,8 +60,8 @@ def test_the_error_of_the_curvature_has_the_covariance_that_counts():
 
 @pytest.mark.parametrize("std", [0.1, 3.0])
 def test_a_prior_far_away_does_not_take_the_place_of_the_records(std):
-    """The gradient is zero where the run was, thirty posterior deviations from the prior's mean; a
-    third of the curvature is noise, or a hundredth.
+    """The run was where likelihood and prior pull alike, thirty posterior deviations from the
+    prior's mean; a third of the curvature is noise, or a hundredth.
     """
     size = 3
     eye, point = torch.eye(size, dtype=DOUBLE), 10 * torch.ones(size, dtype=DOUBLE)

@@ -56,7 +56,7 @@ class Profile:
             exponent = np.multiply.outer(w, losses) + log_masses
             peak = exponent.real.max(axis=-1)
             left = np.exp(exponent - peak[..., None]).sum(axis=-1)
-            # far from the real axis nothing may be left, which has no logarithm
+            # far from the real axis nothing may be left, and 0 has no logarithm
             total += count * (peak + np.log(np.where(left == 0, 1e-300, left)))
         return total
 

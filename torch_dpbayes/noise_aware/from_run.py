@@ -71,8 +71,7 @@ def from_run(
             would be: too few or too dependent samples (cold runs, deep networks), a mean that still
             moves, minibatch noise that outweighs all else, or under ``DPSGNHT`` a tenth of the
             Gaussian; or a curvature so unsure that the prior would explain the run. Judged by the
-            samples alone. Or the samples have other shapes than the
-            optimizer's parameters.
+            samples alone. Or the samples have other shapes than the optimizer's parameters.
 
     **Privacy.** Post-processing: the samples were paid for, nothing else of the data is used, and
     nothing is charged.
