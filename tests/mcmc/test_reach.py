@@ -154,6 +154,9 @@ def measured(kernel_type, target, found, iterations, **options):
 @pytest.mark.parametrize("noise", [0.1, 0.3])
 @pytest.mark.parametrize("kernel_type", [DPPenalty, DPHMC])
 def test_as_many_effective_samples_as_expected_within_a_factor_of_two(kernel_type, noise):
+    """Logarithms of what two runs count have a standard deviation of .12 to .16 (of 60 single runs
+    each, 2026-11-25): outside in one run of 20,000 or fewer.
+    """
     target, iterations = Gaussian(2), 2000 if kernel_type is DPPenalty else 1000
     given = {"noise_multiplier": noise, "log_ratio_slope": target.slope}
     if kernel_type is DPHMC:
@@ -173,7 +176,8 @@ def test_as_many_effective_samples_as_expected_within_a_factor_of_two(kernel_typ
         if kernel_type is DPPenalty
         else {"step_size": scale, "num_steps": 3}
     )
-    assert expected / 2 < measured(kernel_type, target, found, iterations, **options) < 2 * expected
+    counts = [measured(kernel_type, target, found, iterations, **options) for _ in range(2)]
+    assert expected / 2 < sum(counts) / 2 < 2 * expected
 
 
 @pytest.mark.slow
