@@ -95,18 +95,16 @@ def is_calibrated(*, noise_std=6.0, rate=1.0, curvature_std=0.0, believed_std=No
 def test_intervals_count_the_privacy_noise_of_learned_curvatures(monkeypatch):
     assert is_calibrated()
     monkeypatch.setattr(
-        module, "noise_covariances", lambda releases, curvature: 1e-3 * EYE.expand(2, -1, -1)
+        module, "noises", lambda releases, dtype: torch.tensor([[1e-3, 0.0]] * 2, dtype=dtype)
     )
     assert not is_calibrated()
 
 
 @pytest.mark.thorough
 def test_the_privacy_noise_counts_once_with_learned_curvatures(monkeypatch):
-    honest = module.noise_covariances
+    honest = module.noises
     assert is_calibrated(noise_std=50.0, scale=10.0)
-    monkeypatch.setattr(
-        module, "noise_covariances", lambda releases, curvature: 3 * honest(releases, curvature)
-    )
+    monkeypatch.setattr(module, "noises", lambda releases, dtype: 3 * honest(releases, dtype))
     assert not is_calibrated(noise_std=50.0, scale=10.0)
 
 
@@ -115,8 +113,8 @@ def test_the_noise_of_sampling_records_counts_with_learned_curvatures(monkeypatc
     assert is_calibrated(noise_std=1.0, rate=0.2)
     monkeypatch.setattr(
         module,
-        "noise_covariances",
-        lambda releases, curvature: torch.stack([r.noise_std**2 * EYE for r in releases]),
+        "noises",
+        lambda releases, dtype: torch.tensor([[r.noise_std**2, 0.0] for r in releases]).to(dtype),
     )
     assert not is_calibrated(noise_std=1.0, rate=0.2)
 

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import kstest
 
 from torch_dpbayes.mcmc.density import Prior
-from torch_dpbayes.noise_aware.priors import PyroPrior
+from torch_dpbayes.noise_aware.priors import GaussianPrior, PyroPrior
 from torch_dpbayes.noise_aware.sampling import Chains, WeightedDraws
 
 ONE = torch.ones((), dtype=torch.float64)
@@ -33,6 +33,49 @@ def test_weighted_draws_have_the_moments_of_the_density(start, precision):
     variance = found.weights @ (found.values - mean).square()
     assert bool(((variance / TRIGAMMA_9 - 1).abs() < 12 / found.worth**0.5).all())
     assert found.resampled(7).shape == (7, 2)
+
+
+def test_a_plateau_below_a_narrow_peak_is_found():
+    """A likelihood that prefers one place in a hundred by a factor of twenty, which is a sixth of
+    the mass, as a run of few records leaves it. Without candidates of the prior all draws are of
+    the peak, and worth most of their number.
+    """
+    prior = GaussianPrior(torch.zeros(1).double(), torch.ones(1).double())
+
+    def log_density(theta):
+        peak = -((theta[:, 0] - 0.5) / 0.01).square() / 2
+        return prior.log_density(theta) + torch.logaddexp(peak + 3.0, 0 * peak)
+
+    grid = torch.linspace(-8, 8, 160_001).double()
+    mass = torch.softmax(log_density(grid[:, None]), dim=0)
+    mean, square = float(mass @ grid), float(mass @ grid.square())
+    start, precision = torch.full((1,), 0.5).double(), torch.full((1, 1), 1e4).double()
+    alone = WeightedDraws(log_density, start, precision)
+    assert alone.are_good and float(alone.weights @ alone.values[:, 0].square()) < 0.5 * square
+    found = WeightedDraws(log_density, start, precision, prior=prior)
+    assert found.are_good
+    error = found.worth**-0.5  # six standard errors each
+    assert float(found.weights @ found.values[:, 0]) == pytest.approx(mean, abs=6 * error)
+    assert float(found.weights @ found.values[:, 0].square()) == pytest.approx(
+        square, abs=6 * 3**0.5 * error
+    )
+
+
+def test_in_many_dimensions_a_few_candidates_tell_that_a_proposal_is_no_good():
+    """What they could teach is not used there. One that is good has all candidates."""
+    size, rows = 60, []
+
+    def log_density(theta, precision):
+        rows.append(len(theta))
+        return -0.5 * precision * theta.square().sum(-1)
+
+    start, eye = torch.zeros(size).double(), torch.eye(size).double()
+    assert not WeightedDraws(lambda theta: log_density(theta, 4.0), start, eye).are_good
+    assert sum(rows) <= 800 and sum(rows) == len(rows) * 400
+    found = WeightedDraws(lambda theta: log_density(theta, 1.05), start, eye)
+    assert found.are_good and len(found.values) == 4000
+    variances = found.variances * 1.05  # of about a fourth of the draws, six standard errors
+    assert bool(((variances - 1).abs() < 6 * (2 / 1000) ** 0.5).all())
 
 
 def test_a_density_that_no_candidate_meets_is_worth_nothing():

@@ -14,7 +14,12 @@ from scipy.stats import chi2
 from torch_dpbayes.noise_aware import surrogate as module
 from torch_dpbayes.noise_aware.modes import mode
 from torch_dpbayes.noise_aware.priors import GaussianPrior
-from torch_dpbayes.noise_aware.response import LinearResponse, NormalFeatureResponse, denoised
+from torch_dpbayes.noise_aware.response import (
+    LinearResponse,
+    NormalFeatureResponse,
+    OuterProductResponse,
+    denoised,
+)
 from torch_dpbayes.noise_aware.scores import Bernoulli, Poisson, slopes
 from torch_dpbayes.noise_aware.surrogate import AnySurrogate, Surrogate, positive
 from torch_dpbayes.noise_aware.transcript import GradientRelease
@@ -83,17 +88,15 @@ def is_calibrated(
 def test_intervals_count_the_privacy_noise(monkeypatch):
     assert is_calibrated()
     monkeypatch.setattr(
-        module, "noise_covariances", lambda releases, curvature: 1e-3 * EYE.expand(2, -1, -1)
+        module, "noises", lambda releases, dtype: torch.tensor([[1e-3, 0.0]] * 2, dtype=dtype)
     )
     assert not is_calibrated()
 
 
 def test_the_privacy_noise_counts_once(monkeypatch):
-    honest = module.noise_covariances
+    honest = module.noises
     assert is_calibrated(noise_std=50.0, scale=10.0)
-    monkeypatch.setattr(
-        module, "noise_covariances", lambda releases, curvature: 2 * honest(releases, curvature)
-    )
+    monkeypatch.setattr(module, "noises", lambda releases, dtype: 2 * honest(releases, dtype))
     assert not is_calibrated(noise_std=50.0, scale=10.0)
 
 
@@ -101,8 +104,8 @@ def test_the_noise_of_sampling_records_counts(monkeypatch):
     assert is_calibrated(noise_std=1.0, rate=0.2)
     monkeypatch.setattr(
         module,
-        "noise_covariances",
-        lambda releases, curvature: torch.stack([r.noise_std**2 * EYE for r in releases]),
+        "noises",
+        lambda releases, dtype: torch.tensor([[r.noise_std**2, 0.0] for r in releases]).to(dtype),
     )
     assert not is_calibrated(noise_std=1.0, rate=0.2)
 
@@ -264,20 +267,24 @@ def test_releases_from_far_away_do_not_outvote_the_last_ones():
     torch.testing.assert_close(mode(both, prior), mode(alone, prior), rtol=0.0, atol=1e-3)
 
 
-def with_error_in_units(units):
+def with_error_in_units(units, records=None):
     releases = [
         GradientRelease(torch.randn(DIMENSION).double(), 5 * torch.randn(DIMENSION).double(), 3.0)
         for _ in range(3)
     ]
-    return Surrogate(
-        releases, LinearResponse(CURVATURE), CURVATURE, 2.0, releases[-1].theta, None, units
-    )
+    centre = releases[-1].theta
+    response = LinearResponse(CURVATURE)
+    if records is not None:
+        response = OuterProductResponse(CURVATURE, centre, records)
+    return Surrogate(releases, response, CURVATURE, 2.0, centre, None, units)
 
 
+@pytest.mark.parametrize("records", [None, 5])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_a_change_of_rank_one_is_the_dense_formula(factor):
+def test_a_change_of_rank_one_is_the_dense_formula(factor, records):
     """The constant as well, which weighs surrogates of different levels against each other."""
-    found = with_error_in_units(factor * torch.tensor([1.0, 0.5, 0.2, 0.9], dtype=torch.float64))
+    units = factor * torch.tensor([1.0, 0.5, 0.2, 0.9], dtype=torch.float64)
+    found = with_error_in_units(units, records)
     theta = torch.randn(7, DIMENSION, dtype=torch.float64)
     torch.testing.assert_close(
         found.log_likelihood(theta), AnySurrogate.log_likelihood(found, theta)
@@ -285,8 +292,9 @@ def test_a_change_of_rank_one_is_the_dense_formula(factor):
     torch.testing.assert_close(found.log_likelihood(theta[0]), found.log_likelihood(theta)[0])
 
 
-def test_surrogates_of_several_levels_are_evaluated_together():
-    parts = [with_error_in_units(torch.full((DIMENSION,), u).double()) for u in (1.0, 0.5)]
+@pytest.mark.parametrize("records", [None, 5])
+def test_surrogates_of_several_levels_are_evaluated_together(records):
+    parts = [with_error_in_units(torch.full((DIMENSION,), u).double(), records) for u in (1.0, 0.5)]
     found, theta = UncertainLevel(parts, parts[0]), torch.randn(5, DIMENSION, dtype=torch.float64)
     alone = torch.stack([part.log_likelihood(theta) for part in parts]).logsumexp(0)
     torch.testing.assert_close(found.log_likelihood(theta), alone)
@@ -305,3 +313,27 @@ def test_the_error_in_units_has_the_covariance_that_is_stated():
     limit = 6 * products.std(0) / math.sqrt(repeats)
     stated = found._of_curvature_error(theta)
     assert bool(((products.mean(0) - stated).abs() < limit).all())
+
+
+def test_a_gradient_sum_is_no_longer_than_its_outer_products_allow():
+    """A quadratic log likelihood: S is its curvature and the square of the mean gradient."""
+    point, truth = torch.randn(2, DIMENSION, dtype=torch.float64)
+    total = CURVATURE @ (point - truth)
+    outer = CURVATURE + total.outer(total) / 20
+    response = OuterProductResponse(outer, point, 20)
+    torch.testing.assert_close(response.value(truth), -total)
+    torch.testing.assert_close(response.slope(point), outer)
+    for theta in (truth, point + 1e3 * (truth - point)):
+        torch.testing.assert_close(
+            response.slope(theta), torch.autograd.functional.jacobian(response.value, theta)
+        )
+        value = response.value(theta)
+        assert float(value @ torch.linalg.solve(outer, value)) < 20
+        straight = response.straight(theta)
+        torch.testing.assert_close(outer @ (straight - point), value)
+        torch.testing.assert_close(
+            response.slope_of_straight(theta),
+            torch.autograd.functional.jacobian(response.straight, theta),
+        )
+    many = OuterProductResponse(outer, point, 10**15)
+    torch.testing.assert_close(many.value(truth), outer @ (truth - point))

@@ -71,6 +71,53 @@ def test_a_prior_far_away_does_not_take_the_place_of_the_records(std):
     assert found.is_heard(GaussianPrior(prior.mean, 1e-3 * prior.precision))
 
 
+def test_a_plateau_has_no_say_and_what_is_near_stays():
+    """A curvature known to a third, under a prior forty times as wide as the posterior."""
+    eye = torch.eye(2, dtype=DOUBLE)
+    gradient = torch.tensor([1.0, -0.5], dtype=DOUBLE)
+    full = NormalForm(torch.zeros(2, dtype=DOUBLE), gradient, eye, eye, eye, 0.33)
+    found = full.without_plateau()
+    near, far = torch.randn(9, 2, dtype=DOUBLE), 40 * torch.tensor([[1.0, 0.0]], dtype=DOUBLE)
+    torch.testing.assert_close(found.log_likelihood(near), full.log_likelihood(near))
+    for mine, theirs in zip(found.precision(near[0]), full.precision(near[0]), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    at_centre = full.log_likelihood(full.centre)
+    assert float(full.log_likelihood(far) - at_centre) > -15  # 1600 times the area makes up for it
+    assert float(found.log_likelihood(far) - at_centre) < -50
+
+
+def test_without_the_plateau_intervals_cover_what_they_say_and_are_shorter():
+    """One dimension, by sums over a grid; the truth is where a run that arrived leaves it."""
+    count, error, variance = 1000, 1 / 3, 1.0
+    grid = torch.sinh(torch.linspace(-6, 6, 2001, dtype=DOUBLE))
+    measure = torch.gradient(grid)[0] * torch.exp(-0.5 * (grid / 45) ** 2)
+    curvatures = 1 + error * torch.randn(count, dtype=DOUBLE)
+    points = torch.randn(count, dtype=DOUBLE)
+    gradients = points + variance**0.5 * torch.randn(count, dtype=DOUBLE)
+    truths = torch.randn(count, dtype=DOUBLE)
+    covered, widths = {True: 0, False: 0}, {True: [], False: []}
+    for curvature, point, gradient, truth in zip(
+        curvatures, points, gradients, truths, strict=True
+    ):
+        form = NormalForm(
+            point[None],
+            gradient[None],
+            variance * torch.ones(1, 1, dtype=DOUBLE),
+            curvature.clamp_min(0.1 * error) * torch.ones(1, 1, dtype=DOUBLE),
+            torch.ones(1, 1, dtype=DOUBLE),
+            error,
+        )
+        for plateau, some in ((True, form), (False, form.without_plateau())):
+            mass = some.log_likelihood(grid[:, None]).exp() * measure
+            cdf = mass.cumsum(0) / mass.sum()
+            low, high = (grid[int(torch.searchsorted(cdf, p))] for p in (0.05, 0.95))
+            covered[plateau] += int(low < truth < high)
+            widths[plateau].append(float(high - low) / 3.29)
+    share = covered[False] / count
+    assert 0.85 < share < covered[True] / count + 0.01  # five standard errors below 0.9
+    assert torch.tensor(widths[True]).quantile(0.8) > 2 * torch.tensor(widths[False]).quantile(0.8)
+
+
 def test_a_round_shape_is_the_surrogate():
     size, std = 3, 1.3
     curvature, point = positive(size, 40.0), torch.randn(size, dtype=DOUBLE)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torch_dpbayes as dpb
+from torch_dpbayes.noise_aware import laplace, newton
 from torch_dpbayes.noise_aware.saturation import _mean_square, _unclipped, share_of_curvature
 from torch_dpbayes.noise_aware.transcript import CurvatureRelease
 
@@ -98,3 +99,29 @@ def test_runs_from_far_away_arrive():
         )
         errors.append(float((post.transcript.gradients[-1].theta - weights).norm()) / std)
     assert float(torch.tensor(errors).median()) < 0.3
+
+
+def test_a_curvature_without_the_mean_is_not_averaged_with_ones_that_hold_it(monkeypatch):
+    """Of few records noise hides how far apart they are."""
+    eye = torch.ones(1, 1, dtype=torch.float64)
+    steps = [(500.0, True), (500.0, True), (100.0, False)]
+    monkeypatch.setattr(
+        newton,
+        "_about_their_mean",
+        lambda release, best, count: (value := steps.pop(0)) and (value[0] * eye, 300.0, value[1]),
+    )
+    seen = []
+    denoised = newton.BlockLevels.denoised
+    monkeypatch.setattr(
+        newton.BlockLevels,
+        "denoised",
+        lambda self, raw, variances: seen.append(float(raw)) or denoised(self, raw, variances),
+    )
+
+    def model(x):
+        mean = pyro.sample("mean", dist.Normal(0 * eye[0, 0], 5 * eye[0, 0]))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(mean, eye[0, 0]), obs=x)
+
+    laplace(model, torch.randn(40).double(), epsilon=2.0, delta=1e-5, max_grad_norm=8.0)
+    assert seen == [500.0, 500.0, 100.0]

@@ -63,7 +63,7 @@ class BlockLevels:
         """Standard deviation of the error that is left when entries are multiplied by what of them
         it does not explain; the mean over all entries.
         """
-        return self._root_mean(variances * self._kept(released, variances))
+        return self.root_mean(variances * self._kept(released, variances))
 
     def denoised(self, released: Tensor, variances: Tensor) -> tuple[Tensor, float]:
         """A positive definite estimate of what was released, and the standard deviation of what is
@@ -74,7 +74,7 @@ class BlockLevels:
         level = found**3 / (found**2 + of_level)
         kept = self._kept(released, variances)
         share = 2 * len(means) / len(released)  # the levels' errors move all eigenvalues together
-        std = self._root_mean(variances * (kept + share).clamp(max=1.0))
+        std = self.root_mean(variances * (kept + share).clamp(max=1.0))
         matrix = torch.diag(level[self._site])
         matrix += kept[self._class] * (released - torch.diag(means[self._site]))
         least = max(FLOOR_OF_NOISE * std, _ROUNDING * float(level.max()))
@@ -123,7 +123,8 @@ class BlockLevels:
             0, self._class.flatten(), matrix.square().flatten()
         )
 
-    def _root_mean(self, variances: Tensor) -> float:
+    def root_mean(self, variances: Tensor) -> float:
+        """The standard deviation of an error, over all entries."""
         return math.sqrt(float((self._counts * variances).sum() / self._counts.sum()))
 
     def likely(

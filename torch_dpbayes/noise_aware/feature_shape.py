@@ -160,6 +160,11 @@ class InShape:
         self._inverse = torch.linalg.inv(shape)
         self.centre, self.predictor_std = inner.centre @ shape, inner.predictor_std
 
+    @property
+    def gradient_std(self) -> float:
+        """See :attr:`~torch_dpbayes.noise_aware.surrogate.AnySurrogate.gradient_std`."""
+        return self._inner.gradient_std
+
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
         return self._inner.log_likelihood(theta @ self._inverse)

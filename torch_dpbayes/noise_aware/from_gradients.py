@@ -11,6 +11,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from ..mcmc.density import Prior
+from .hidden_directions import num_like_walks
 from .normal_form import NOT_HEARD, NormalForm, roots, sure_part
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import PyroPrior
@@ -43,7 +44,19 @@ def posterior_from_gradients(
     likelihood = regression(releases[len(releases) // 2 :])
     latents = PyroPrior(prior)
     notes = []
-    if not likelihood.is_heard(latents.gaussian()):
+    if likelihood.is_heard(latents.gaussian()):
+        likelihood = likelihood.without_plateau()
+        if likelihood.unseen:
+            warn(
+                f"the gradients do not tell {likelihood.unseen} of {len(likelihood.centre)}"
+                " directions: intervals may be too narrow there. Give the model no parameters that"
+                " make up for each other, or make more steps."
+            )
+            notes.append(
+                f"  NOT TOLD    {likelihood.unseen} directions have no more curvature than iterates"
+                " seem to have that nothing draws back: intervals may be too narrow there"
+            )
+    else:
         warn(NOT_HEARD)
         notes.append(
             "  NOT HEARD   so little is known of the curvature that the prior alone explains the"
@@ -102,9 +115,12 @@ def regression(releases: Sequence[GradientRelease]) -> NormalForm:
     subsampling = (1 - rate) / rate
     each = own * torch.eye(size, dtype=torch.float64)
     for _ in range(_ROUNDS):
-        curvature, shape, std = sure_part(*_symmetric_slope(x, y, each), 1.0)
+        estimate, error = _symmetric_slope(x, y, each)
+        curvature, shape, std = sure_part(estimate, error, 1.0)
         each = own * torch.eye(size, dtype=torch.float64) + subsampling * curvature
     found = NormalForm(point, gradient, each / count, curvature, shape, std)
+    _, inverse = roots(error)
+    found.unseen = num_like_walks(torch.linalg.eigvalsh(inverse @ estimate @ inverse))
     # A small estimate makes the noise of sampling small, and with it its own error. So that such a
     # run is not refused, the noise is taken for what it would be at the largest curvature.
     largest = each

@@ -156,7 +156,11 @@ def from_run(
         ),
     ]
     return NoiseAwarePosterior(
-        likelihood, prior, _NamedCoordinates(shapes), statement, transcript=samples
+        likelihood.without_plateau(),
+        prior,
+        _NamedCoordinates(shapes),
+        statement,
+        transcript=samples,
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from pyro.nn import PyroModule
-from torch import Tensor, nn
+from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant
 from ..mcmc.checks import check_clip_bound
@@ -17,7 +18,10 @@ from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module
 from ..ops.softmax import Softmax
 from .arguments import budget_of, public_num_data
+from .contrasts import OfContrasts
+from .coupled_outputs import couples_outputs
 from .diagonal import run_diagonal
+from .feature_shape import InShape
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
 from .planning import Plan, diagonal_plan, general_plan, glm_plan, logistic_bound, total_multiplier
@@ -32,7 +36,9 @@ from .posterior import (
 from .priors import GaussianPrior, LatentPrior, PyroPrior
 from .records import DensitySums, GLMSums, SoftmaxSums
 from .some_coordinates import OfSome
+from .surrogate import AnySurrogate
 from .transcript import Transcript
+from .uncertain_level import UncertainLevel
 from .warn import warn
 
 Curvature = Literal["full", "diagonal"]
@@ -175,13 +181,14 @@ def laplace(
         _require_small(of_classes.dimension)
         return _general(
             of_classes,
-            of_classes.prior,
+            of_classes.prior_of_weights,
             of_classes.prior,
             MatrixCoordinates("weights", model.num_classes),
             epsilon,
             delta,
             accountant,
             num_data,
+            partial(OfContrasts, contrasts=of_classes.contrasts),
         )
     if not callable(model) or isinstance(model, type):
         raise TypeError(
@@ -253,6 +260,12 @@ def laplace_for_module(
     is_diagonal = _is_diagonal(curvature)
     if not is_diagonal:
         _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
+    elif couples_outputs(module, loss, inputs, targets):
+        warn(
+            "the loss couples a record's outputs, as a softmax does, and a diagonal curvature takes"
+            " them for independent: intervals are far too narrow. Train a last layer of at most"
+            f' {_LARGEST_DIMENSION} parameters with curvature="full".'
+        )
     bound = check_clip_bound("max_grad_norm", max_grad_norm, _BOUND)
     accountant = budget_of(accountant, epsilon, delta)
     with using_pyro, torch.no_grad():
@@ -311,27 +324,30 @@ def _of_density(
     return _general(
         sums,
         prior,
-        gaussian,
+        gaussian if told is None else gaussian.of(told),
         PyroCoordinates(density.prior),
         epsilon,
         delta,
         accountant,
         num_data,
-        told,
+        None if told is None else partial(OfSome, chosen=told, place=gaussian.mean),
     )
 
 
 def _general(
     sums: GeneralSums,
     prior: LatentPrior,
-    gaussian: GaussianPrior,
+    prior_of_sums: GaussianPrior,
     coordinates: Coordinates,
     epsilon: float | None,
     delta: float | None,
     accountant: PrivacyAccountant,
     num_data: int | None,
-    told: Tensor | None = None,
+    as_of_all: Callable[[AnySurrogate | UncertainLevel | InShape], OfSome | OfContrasts] | None,
 ) -> NoiseAwarePosterior:
+    """``as_of_all`` makes a likelihood of all parameters of one of those that sums are over; None:
+    these are all.
+    """
     count = public_num_data(num_data, sums.num_records, accountant)
     plan = general_plan(
         total_multiplier(accountant, epsilon, delta),
@@ -341,9 +357,8 @@ def _general(
         clips=sums.curvature_is_of_gradients,
     )
     charge(accountant, plan, _LABEL)
-    some = gaussian if told is None else gaussian.of(told)
-    surrogate, transcript = run_general(sums, plan, some, count)
-    likelihood = surrogate if told is None else OfSome(surrogate, told, gaussian.mean)
+    surrogate, transcript = run_general(sums, plan, prior_of_sums, count)
+    likelihood = surrogate if as_of_all is None else as_of_all(surrogate)
     statement = _statement(
         accountant,
         plan,
@@ -351,10 +366,10 @@ def _general(
         "the log likelihood is taken as quadratic around the last points of the run",
     )
     statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)
-    if told is not None:
+    if as_of_all is not None:
         statement.append(
-            f"  released    for the {int(told.sum())} of {len(told)} unconstrained coordinates that"
-            " records depend on; the others follow from them by the prior"
+            f"  released    for the {sums.dimension} of {len(likelihood.centre)} unconstrained"
+            " coordinates that records depend on; the others follow from them by the prior"
         )
     return NoiseAwarePosterior(
         likelihood,

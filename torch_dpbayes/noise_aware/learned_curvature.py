@@ -64,11 +64,14 @@ class LearnedCurvatureSurrogate(AnySurrogate):
         away = self._points - centre
         squares = ((away @ curvature) * away).sum(-1) / len(centre)
         misfits = (0.0,) if self._straight.is_linear else _MISFITS
+        added, multiples = self._noises.T[..., None, None]
+        own = added * torch.eye(len(centre), dtype=centre.dtype)
+        own = own + multiples * self._variability * curvature
         fits = [
             _Regression(
                 self._points,
                 self._values - self._points @ curvature,
-                self._noises + (c**2 * squares)[:, None, None] * curvature,
+                own + (c**2 * squares)[:, None, None] * curvature,
                 self._units,
                 max(curvature_std, _LEAST_STD),
             )

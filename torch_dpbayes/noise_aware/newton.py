@@ -12,6 +12,7 @@ from torch import Tensor
 from .block_levels import BlockLevels
 from .feature_lengths import EDGES, best_length
 from .feature_shape import InShape, feature_shape
+from .hidden_directions import with_hidden_levels
 from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
 from .mechanism import GeneralSums, Mechanism, PrivateGram
 from .modes import mode
@@ -20,6 +21,8 @@ from .priors import GaussianPrior
 from .response import (
     MISFIT,
     LinearResponse,
+    OuterProductResponse,
+    Response,
     at_level,
     combined,
     denoised,
@@ -124,7 +127,7 @@ def _run_glm(
 
 def run_general(
     sums: GeneralSums, plan: Plan, prior: GaussianPrior, num_data: int
-) -> tuple[AnySurrogate | UncertainLevel, Transcript]:
+) -> tuple[AnySurrogate | UncertainLevel | InShape, Transcript]:
     """A run for any model: its log likelihood is taken as quadratic around the last points.
 
     Args:
@@ -140,14 +143,18 @@ def run_general(
     )
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
-    theta, variances = prior.mean, blocks.variances(0.0)
+    theta, variances, holds_mean = prior.mean, blocks.variances(0.0), False
     raw = torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64)
+
+    def response(at: Tensor, place: Tensor, misfit: float = 0.0) -> Response:
+        if holds_mean:
+            return OuterProductResponse(at, place, num_data, misfit)
+        return LinearResponse(at, misfit=misfit)
 
     def fitted(spread: float) -> Surrogate:
         at, gradients = control.curvature, transcript.gradients
-        response = LinearResponse(at, misfit=MISFIT)
         counted = control.agreeing(gradients, spread)
-        return Surrogate(gradients, response, at, spread, centre, counted)
+        return Surrogate(gradients, response(at, centre, MISFIT), at, spread, centre, counted)
 
     for step, multiplier in enumerate(plan.gradient_multipliers):
         transcript.gradients.append(mechanism.gradient(theta, multiplier))
@@ -155,14 +162,16 @@ def run_general(
         centre = best.theta
         if step in multipliers:
             release = mechanism.curvature(centre, multipliers[step])
-            first = not transcript.curvatures
+            first, held_mean = not transcript.curvatures, holds_mean
             transcript.curvatures.append(release)
             value, std, share = release.value, release.noise_std, 1.0
             if sums.curvature_is_of_gradients:
-                value, std = _about_their_mean(release, best, num_data)
+                value, std, holds_mean = _about_their_mean(release, best, num_data)
                 share = share_of_curvature(release, num_data * sums.curvature_bound)
             own = blocks.variances(std)
-            raw, variances = (value, own) if first else blocks.combined(raw, variances, value, own)
+            # an average would keep the part of the mean that earlier ones have
+            afresh = first or (held_mean and not holds_mean)
+            raw, variances = (value, own) if afresh else blocks.combined(raw, variances, value, own)
             curvature, spread = blocks.denoised(raw, variances)
             control.released(share * curvature)
         theta = control.next_point(fitted(spread))
@@ -174,17 +183,25 @@ def run_general(
     control.released(curvature)
     spread = blocks.left(raw, variances)
     surrogate = fitted(spread)
-    if blocks.are_known(raw, variances, _SURE_LEVEL):
-        return surrogate, transcript
     counted = control.agreeing(transcript.gradients, spread)
     # the bounds as for a generalised linear model
     least, most = float(prior.precision.mean()), num_data * sums.curvature_bound
+    if blocks.are_known(raw, variances, _HARMLESS_NOISE):
+        std, gradients = blocks.root_mean(variances), transcript.gradients
+        found = with_hidden_levels(gradients, response, raw, std, centre, counted, least, most)
+        if found is not None:
+            return found, transcript
+    if blocks.are_known(raw, variances, _SURE_LEVEL):
+        return surrogate, transcript
     parts: list[AnySurrogate] = []
     for drawn in blocks.likely(raw, variances, least, most, _LEVELS):
         at = blocks.at(curvature, drawn)
         units = blocks.shape_scales(drawn, spread)
-        response = LinearResponse(at)
-        parts.append(Surrogate(transcript.gradients, response, at, spread, centre, counted, units))
+        parts.append(
+            Surrogate(
+                transcript.gradients, response(at, centre), at, spread, centre, counted, units
+            )
+        )
     return UncertainLevel(parts, surrogate), transcript
 
 
@@ -196,8 +213,8 @@ def _is_level_known(released: Tensor, noise_std: float) -> bool:
 
 def _about_their_mean(
     curvature: CurvatureRelease, gradient: GradientRelease, num_data: int
-) -> tuple[Tensor, float]:
-    """Σ c cᵀ − (Σ c)(Σ c)ᵀ/n and the noise that it has.
+) -> tuple[Tensor, float, bool]:
+    """Σ c cᵀ − (Σ c)(Σ c)ᵀ/n, the noise that it has, and whether the mean is in it still.
 
     Away from the mode the mean of the gradients is no curvature: with it, steps would be the
     shorter the further there is to go. Of few records the product is little but noise: there it
@@ -205,8 +222,8 @@ def _about_their_mean(
     """
     own = gradient.noise_std**2 / num_data
     if math.sqrt(2) * own > curvature.noise_std:
-        return curvature.value, curvature.noise_std
+        return curvature.value, curvature.noise_std, True
     mean = gradient.value / num_data
     value = curvature.value - num_data * mean.outer(mean) + own * torch.eye(len(mean)).to(mean)
     of_mean = 2 * float(mean.norm()) * gradient.noise_std
-    return value, math.hypot(curvature.noise_std, of_mean, math.sqrt(2) * own)
+    return value, math.hypot(curvature.noise_std, of_mean, math.sqrt(2) * own), False

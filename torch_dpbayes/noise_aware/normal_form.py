@@ -12,7 +12,14 @@ that is itself uncertain.
 with E symmetric Gaussian, of standard deviation v on the diagonal and v/√2 off it: the last term is
 the covariance of R^{1/2}ER^{1/2}Δ. It is :class:`~torch_dpbayes.noise_aware.surrogate.Surrogate`
 for a quadratic likelihood whose curvature was not released but estimated, more surely in some
-directions than in others. Derived in this project.
+directions than in others.
+
+As Δ grows, M grows with it, and log p comes to an end: far away hardly any curvature explains ḡ,
+and under a wide prior that plateau may have most of the mass, or a few per cent that decide the
+variance. A run that ended near θ̄ contradicts it, which log p does not know: the run's earlier
+gradients are not part of it. So where :meth:`~NormalForm.is_heard`, the error of the curvature is
+counted as at most that at the distance from θ̄ to the likelihood's mode and what one in 10⁶ exceeds
+(:meth:`~NormalForm.without_plateau`). Derived in this project.
 """
 
 from __future__ import annotations
@@ -44,7 +51,12 @@ class NormalForm:
         curvature: F̂, positive definite.
         shape: R, positive definite.
         curvature_std: v.
+        reach: of Δ, in standard deviations √(ΔᵀHΔ) under an exact F̂: from there on its direction
+            alone decides what M is.
     """
+
+    unseen = 0
+    """How many directions have no more curvature than its error."""
 
     def __init__(
         self,
@@ -54,9 +66,12 @@ class NormalForm:
         curvature: Tensor,
         shape: Tensor,
         curvature_std: float,
+        reach: float = math.inf,
     ) -> None:
         self.centre, self.curvature, self.noise = point, curvature, noise
-        self._gradient, self._shape, self._variance = gradient, shape, curvature_std**2
+        self._gradient, self._shape, self._std = gradient, shape, curvature_std
+        self._variance, self._reach = curvature_std**2, reach
+        self._sure = curvature @ torch.linalg.solve(curvature + noise, curvature)
         self._half, inverse = roots(shape)
         # in coordinates in which R is the identity, M is a matrix with known eigenvalues, a
         # multiple of I, and a matrix of rank one
@@ -68,7 +83,7 @@ class NormalForm:
         """Up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
         delta = self.centre - theta
         a = (self._gradient - delta @ self.curvature) @ self._rotated
-        b = delta @ self._half @ self._vectors
+        b = self._within_reach(delta) @ self._half @ self._vectors
         half = 0.5 * self._variance
         values = self._values + half * b.square().sum(-1, keepdim=True)
         aa, ab, bb = ((x * y / values).sum(-1) for x, y in ((a, a), (a, b), (b, b)))
@@ -107,8 +122,28 @@ class NormalForm:
         step = found - expected
         return bool(chi2.sf(float(step @ total @ step), len(step)) >= _SURELY)
 
+    def without_plateau(self) -> NormalForm:
+        """The same near θ̄, with a reach of the distance from θ̄ to the mode under an exact F̂ and
+        what one posterior in 10⁶ exceeds.
+        """
+        explained = torch.linalg.solve(self.curvature + self.noise, self._gradient)
+        reach = float(self._gradient @ explained) ** 0.5
+        reach += float(chi2.isf(_SURELY, len(self.centre))) ** 0.5
+        found = NormalForm(
+            self.centre, self._gradient, self.noise, self.curvature, self._shape, self._std, reach
+        )
+        found.unseen = self.unseen
+        return found
+
+    def _within_reach(self, delta: Tensor) -> Tensor:
+        if self._reach == math.inf:
+            return delta
+        squares = ((delta @ self._sure) * delta).sum(-1, keepdim=True)
+        return delta * (self._reach / squares.clamp_min(self._reach**2).sqrt())
+
     def of_curvature_error(self, delta: Tensor) -> Tensor:
-        """½v²(ΔᵀRΔ·R + RΔΔᵀR), the covariance of (F̂ − F)Δ."""
+        """½v²(ΔᵀRΔ·R + RΔΔᵀR), the covariance of (F̂ − F)Δ for Δ within reach."""
+        delta = self._within_reach(delta)
         moved = self._shape @ delta
         return 0.5 * self._variance * (delta @ moved * self._shape + torch.outer(moved, moved))
 

@@ -69,7 +69,7 @@ class NoiseAwarePosterior:
             self._note_agreement(agreement(self._mode, precision))
         if len(self._mode) <= _LARGEST_CHAIN:
             self._note_prior(*told_and_surprise(precision, product, gaussian))
-        self._draws = WeightedDraws(self._log_density, self._mode, self._precision)
+        self._draws = self._weighted()
         self._chains: Chains | None = None
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._warn_of_little_learnt()
@@ -203,6 +203,11 @@ class NoiseAwarePosterior:
     def _log_density(self, theta: Tensor) -> Tensor:
         return self._likelihood.log_likelihood(theta) + self._prior.log_density(theta)
 
+    def _weighted(self, count: int = 0) -> WeightedDraws:
+        return WeightedDraws(
+            self._log_density, self._mode, self._precision, count, self._prior.gaussian()
+        )
+
     def _width_left(self) -> float:
         """The posterior's standard deviations over the prior's, in the mean."""
         if not self._draws.are_good:
@@ -219,9 +224,7 @@ class NoiseAwarePosterior:
         if self.method == "importance":
             if 4 * count <= len(self._draws.weights):
                 return self._draws.resampled(count)
-            return WeightedDraws(
-                self._log_density, self._mode, self._precision, 4 * count
-            ).resampled(count)
+            return self._weighted(4 * count).resampled(count)
         if self.method == "gaussian":
             factor = torch.linalg.cholesky(self._precision)
             normal = torch.randn(len(self._mode), count, dtype=torch.float64)

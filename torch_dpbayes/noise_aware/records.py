@@ -15,6 +15,7 @@ from torch import Tensor
 from ..mcmc.density import RecordDensity
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
+from .contrasts import Contrasts
 from .priors import GaussianPrior
 from .response import LinearResponse, NormalFeatureResponse, Response
 from .scores import Bernoulli, Gaussian, Poisson, Target, scores, slopes, variances
@@ -190,6 +191,11 @@ class SoftmaxSums:
     """Sums over the records of a multinomial logistic regression: gradients need no clipping, and
     the curvature is the Hessian itself.
 
+    A vector that is added to the weights of all classes changes no probability: gradients and
+    Hessian are exactly 0 that way, and their noise would be taken for something that the records
+    say. So parameters are φ = (Qᵀ⊗I)θ, where Q ``[K, K−1]`` is an orthonormal basis of what sums to
+    0 over the classes: QᵀG is as long as the gradient G, and QᵀHQ as the Hessian.
+
     Args:
         model: the number of classes, the prior and the bound on the features.
         features: ``[n, d]``.
@@ -201,27 +207,35 @@ class SoftmaxSums:
     def __init__(self, model: Softmax, features: Tensor, labels: Tensor) -> None:
         self._records = model.records(*model.prepare((features, labels)))
         self.gradient_bound, self.curvature_bound = model.lipschitz, model.record_smoothness
-        self.dimension = model.num_classes * features.shape[1]
+        self.contrasts = Contrasts(model.num_classes, features.shape[1])
+        self.dimension = (model.num_classes - 1) * features.shape[1]
         self.site = torch.zeros(self.dimension, dtype=torch.int64)
         self.num_records = len(features)
-        precision = torch.full((self.dimension,), model.prior_std**-2, dtype=torch.float64)
-        self.prior = GaussianPrior(torch.zeros_like(precision), precision)
+        self.prior = _standard(self.dimension, model.prior_std)
+        self.prior_of_weights = _standard(model.num_classes * features.shape[1], model.prior_std)
 
     def is_valid(self, theta: Tensor) -> bool:
         """Everywhere."""
         return bool(theta.isfinite().all())
 
     def gradient_sum(self, theta: Tensor) -> Tensor:
-        """Σ ∇ℓ_i(θ). Private data."""
-        return self._records.gradient_sum(theta.to(self._records.x.device))
+        """Σ ∇ℓ_i(φ). Private data."""
+        found = self._records.gradient_sum(self.contrasts.back(theta).to(self._records.x.device))
+        return self.contrasts.of(found.cpu())
 
     def curvature_sum(self, theta: Tensor) -> Tensor:
-        """Σ ∇²ℓ_i(θ). Private data."""
-        return self._records.hessian_sum(theta.to(self._records.x.device))
+        """Σ ∇²ℓ_i(φ). Private data."""
+        found = self._records.hessian_sum(self.contrasts.back(theta).to(self._records.x.device))
+        return self.contrasts.of_matrix(found.cpu())
 
     def clipped_count(self, theta: Tensor) -> int:
         """None is."""
         return 0
+
+
+def _standard(size: int, std: float) -> GaussianPrior:
+    precision = torch.full((size,), std**-2, dtype=torch.float64)
+    return GaussianPrior(torch.zeros_like(precision), precision)
 
 
 class DensitySums:

@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from ..words import shown
-from .priors import Frame
+from .priors import Frame, GaussianPrior
 
 LogDensity = Callable[[Tensor], Tensor]
 
 _CANDIDATES = 4000
 _ROUNDS, _MOST_ADAPTED = 6, 50  # of adaptation, and dimensions
+# beyond which a tenth of the candidates shows whether all of them would be worth a quarter of
+# what is asked of them
+_TRIAL, _HOPE = 10, 0.25
+_FROM_PRIOR = 0.25  # candidates of the prior for each of the proposal
 _LEAST_SHARE = 0.1  # of the candidates, that weighted ones have to be worth
 _DEGREES = (8.0, math.inf)  # of freedom: heavy tails are safe, but too far out in many dimensions
 CHAINS = 64
@@ -38,17 +42,29 @@ class WeightedDraws:
     of the weighted candidates, a few times; of weights that a handful of candidates would share, a
     power is used (Cappé et al. 2008, with tempering).
 
+    Weights cannot tell of a part of the density that no candidate is in: a narrow peak above a
+    plateau that has most of the mass looks like a narrow peak. So one candidate in five is of a t
+    distribution in the prior's place, and weights are those of the mixture (Hesterberg 1995): as
+    the likelihood is bounded, so are they, unless the prior has heavier tails than that.
+
     Args:
         log_density: of the target, up to a constant, over ``[m, d]``.
         mean: of the first proposal, ``[d]``.
         precision: of the first proposal, ``[d, d]``.
-        count: how many candidates.
+        count: how many candidates, besides those of the prior.
+        prior: None: the density is known to have one peak.
     """
 
     def __init__(
-        self, log_density: LogDensity, mean: Tensor, precision: Tensor, count: int = _CANDIDATES
+        self,
+        log_density: LogDensity,
+        mean: Tensor,
+        precision: Tensor,
+        count: int = _CANDIDATES,
+        prior: GaussianPrior | None = None,
     ) -> None:
         self._log_density, self._count = log_density, max(count, _CANDIDATES)
+        self._wide = None if prior is None else _Proposal(prior.mean, prior.matrix, _DEGREES[0])
         for degrees in _DEGREES:
             self._propose(mean, precision, degrees)
             if self.are_good:
@@ -62,7 +78,22 @@ class WeightedDraws:
                 return
 
     def _propose(self, mean: Tensor, precision: Tensor, degrees: float) -> None:
-        self.values, self._log_proposal = _proposals(mean, precision, self._count, degrees)
+        near = _Proposal(mean, precision, degrees)
+        if len(mean) > _MOST_ADAPTED:
+            self._draw(near, self._count // _TRIAL)
+            if self.worth < _HOPE * _LEAST_SHARE * len(self.weights):
+                return
+        self._draw(near, self._count)
+
+    def _draw(self, near: _Proposal, count: int) -> None:
+        self.values = near.draws(count)
+        if self._wide is not None:
+            more = self._wide.draws(round(_FROM_PRIOR * count))
+            self.values = torch.cat([self.values, more])
+        self._log_proposal = near.log_density(self.values)
+        if self._wide is not None:
+            of_prior = math.log(_FROM_PRIOR) + self._wide.log_density(self.values)
+            self._log_proposal = torch.logaddexp(self._log_proposal, of_prior)
         self.weigh(self._log_density)
 
     def weigh(self, log_density: LogDensity) -> None:
@@ -120,21 +151,31 @@ class WeightedDraws:
         return self.values[torch.multinomial(self.weights, count, replacement=True)]
 
 
-def _proposals(
-    mean: Tensor, precision: Tensor, count: int, degrees: float
-) -> tuple[Tensor, Tensor]:
-    factor = torch.linalg.cholesky(precision)
-    normal = torch.randn(count, len(mean), dtype=mean.dtype)
-    squared = normal.square().sum(-1)
-    moved = torch.linalg.solve_triangular(factor.T, normal.T, upper=True).T
-    if degrees == math.inf:
-        return mean + moved, -0.5 * squared
-    scale = (
-        torch.distributions.Chi2(torch.tensor(degrees, dtype=mean.dtype)).sample((count,)) / degrees
-    )
-    return mean + moved / scale.sqrt()[:, None], -(degrees + len(mean)) / 2 * torch.log1p(
-        squared / scale / degrees
-    )
+class _Proposal:
+    """N(mean, precision⁻¹), or a t distribution of that shape."""
+
+    def __init__(self, mean: Tensor, precision: Tensor, degrees: float) -> None:
+        self._mean, self._degrees = mean, degrees
+        self._factor = torch.linalg.cholesky(precision)
+
+    def draws(self, count: int) -> Tensor:
+        normal = torch.randn(count, len(self._mean), dtype=self._mean.dtype)
+        moved = torch.linalg.solve_triangular(self._factor.T, normal.T, upper=True).T
+        if self._degrees < math.inf:
+            degrees = torch.tensor(self._degrees, dtype=moved.dtype)
+            chi2 = torch.distributions.Chi2(degrees).sample((count,))
+            moved = moved * (degrees / chi2).sqrt()[:, None]
+        return self._mean + moved
+
+    def log_density(self, values: Tensor) -> Tensor:
+        squared = ((values - self._mean) @ self._factor).square().sum(-1)
+        size, log_scale = len(self._mean), self._factor.diagonal().log().sum()
+        if self._degrees == math.inf:
+            return log_scale - 0.5 * (squared + size * math.log(2 * math.pi))
+        half = (self._degrees + size) / 2
+        constant = math.lgamma(half) - math.lgamma(self._degrees / 2)
+        constant -= size / 2 * math.log(math.pi * self._degrees)
+        return log_scale + constant - half * torch.log1p(squared / self._degrees)
 
 
 class Chains:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .feature_shape import InShape
 from .surrogate import AnySurrogate
 from .uncertain_level import UncertainLevel
 
@@ -18,7 +19,9 @@ class OfSome:
         place: where the others are at the centre, ``[D]``.
     """
 
-    def __init__(self, inner: AnySurrogate | UncertainLevel, chosen: Tensor, place: Tensor) -> None:
+    def __init__(
+        self, inner: AnySurrogate | UncertainLevel | InShape, chosen: Tensor, place: Tensor
+    ) -> None:
         self._inner, self._chosen = inner, chosen
         self.centre = place.clone()
         self.centre[chosen] = inner.centre

@@ -24,13 +24,21 @@ formulas are derived in this project.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from .response import FLOOR_OF_NOISE, LinearResponse, Response, floored
+from .response import (
+    FLOOR_OF_NOISE,
+    LinearResponse,
+    OuterProductResponse,
+    Response,
+    floored,
+    shorter,
+)
 from .transcript import GradientRelease
 
 HARMLESS = 0.1  # of the records' own variance
@@ -61,7 +69,7 @@ class AnySurrogate:
         centre: Tensor,
     ) -> None:
         self.curvature, self._curvature_std, self.centre = curvature, curvature_std, centre
-        self._straight = Straightening(response, centre)
+        self._response, self._straight = response, Straightening(response, centre)
         # of the gradient sum itself, given θ: it is the curvature where nothing is clipped
         self._variability = response.variability(centre)
         self._releases = gradients
@@ -69,7 +77,7 @@ class AnySurrogate:
         self.predictor_std = response.predictor_std(centre)
         self._points = self._straight.moved(torch.stack([g.theta for g in gradients]))
         self._values = torch.stack([g.value for g in gradients])
-        self._noises = noise_covariances(gradients, self._variability * curvature)
+        self._noises = noises(gradients, curvature.dtype)
 
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
         """The part of M that the error of F̂ has, at φ(θ) = ``moved``."""
@@ -166,23 +174,20 @@ class Surrogate(AnySurrogate):
         away = self._points - centre
         # where there is little noise, releases from far away would otherwise outvote the last ones
         misfits = self._misfit * away @ curvature
-        weights = trust(self._noises, away, misfits, curvature_std)
+        sampled = self._variability * curvature
+        own = self._noises @ torch.stack([sampled.new_ones(()), sampled.diagonal().mean()])
+        weights = trust(own, away, misfits, curvature_std)
         if counted is not None:
             weights = weights * counted / (weights * counted).sum()
         self._point = weights @ self._points
         self._mean = weights @ self._values - self._point @ curvature
-        self.noise = torch.einsum("k,kij->ij", weights.square(), self._noises)
         self._eye = torch.eye(len(curvature), dtype=curvature.dtype)
-        self._linear: ChangesOfRankOne | None = None
-        if self._straight.is_linear:
-            self._linear = ChangesOfRankOne.of(
-                self._point,
-                self._mean,
-                curvature,
-                self._variability * curvature + self.noise,
-                self._units,
-                curvature_std,
-            )
+        added, multiple = weights.square() @ self._noises
+        self.noise = added * self._eye + multiple * sampled
+
+    @cached_property
+    def _form(self) -> ChangesOfRankOne | None:
+        return self.change_of_rank_one()
 
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
         delta = self._units * (self._point - moved)
@@ -196,20 +201,32 @@ class Surrogate(AnySurrogate):
         )
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
-        """As of any surrogate; of a linear response by a change of rank one."""
-        if self._linear is None:
+        """As of any surrogate; of one that does not bend by a change of rank one."""
+        if self._form is None:
             return super().log_likelihood(theta)
         rows = theta.reshape(-1, theta.shape[-1])
-        return self._linear.log_likelihood(rows).reshape(theta.shape[:-1])
+        return self._form.log_likelihood(rows).reshape(theta.shape[:-1])
 
     def change_of_rank_one(self) -> ChangesOfRankOne | None:
-        """The form that a linear response gives the likelihood."""
-        return self._linear
+        """The form that a response that does not bend gives the likelihood."""
+        if self._straight.bends:
+            return None
+        response = self._response
+        return ChangesOfRankOne.of(
+            self._point,
+            self._mean,
+            self.curvature,
+            self._variability * self.curvature + self.noise,
+            self._units,
+            self._curvature_std,
+            self.centre,
+            response.shortening if isinstance(response, OuterProductResponse) else 0.0,
+        )
 
 
 class ChangesOfRankOne(NamedTuple):
-    """Likelihoods of linear responses, K of them at once: M = S(Q(Λ + c)Qᵀ + ½v²SΔΔᵀS)S, which
-    differs between points by c = ½v²‖SΔ‖² and one vector, S = diag(s).
+    """Likelihoods of responses that do not bend, K of them at once: M = S(Q(Λ + c)Qᵀ +
+    ½v²SΔΔᵀS)S, which differs between points by c = ½v²‖SΔ‖² and one vector, S = diag(s).
     """
 
     point: Tensor
@@ -226,6 +243,10 @@ class ChangesOfRankOne(NamedTuple):
     """Q, ``[K, d, d]``."""
     half: Tensor
     """½v², ``[K, 1]``."""
+    centre: Tensor
+    """Around which φ straightens, ``[K, 1, d]``."""
+    shortening: Tensor
+    """Of φ far from there, 0 for a linear response, ``[K, 1]``."""
 
     @staticmethod
     def of(
@@ -235,6 +256,8 @@ class ChangesOfRankOne(NamedTuple):
         covariance: Tensor,
         units: Tensor,
         curvature_std: float,
+        centre: Tensor,
+        shortening: float,
     ) -> ChangesOfRankOne:
         """One likelihood, whose M is ``covariance`` without the part of the curvature's error."""
         values, vectors = torch.linalg.eigh(covariance / torch.outer(units, units))
@@ -247,6 +270,8 @@ class ChangesOfRankOne(NamedTuple):
             values[None, None],
             vectors[None],
             half,
+            centre[None, None],
+            torch.full_like(half, shortening),
         )
 
     @staticmethod
@@ -256,8 +281,11 @@ class ChangesOfRankOne(NamedTuple):
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[K, m]`` for θ ``[m, d]``; differentiable."""
-        delta = self.units * (self.point - theta)
-        residual = (self.mean + theta @ self.curvature) / self.units
+        away = theta - self.centre
+        moved = away @ self.curvature
+        share = shorter((away * moved).sum(-1), self.shortening)[..., None]
+        delta = self.units * (self.point - self.centre - share * away)
+        residual = (self.mean + self.centre @ self.curvature + share * moved) / self.units
         values = self.eigenvalues + self.half[..., None] * delta.square().sum(-1, keepdim=True)
         a, b = residual @ self.vectors, delta @ self.vectors
         aa, ab, bb = ((x * y / values).sum(-1) for x, y in ((a, a), (a, b), (b, b)))
@@ -280,49 +308,51 @@ class Straightening:
     def __init__(self, response: Response, centre: Tensor) -> None:
         self._response, self._centre = response, centre
         self.is_linear = isinstance(response, LinearResponse)
-        self._eye = torch.eye(len(centre), dtype=centre.dtype)
-        if not self.is_linear:
+        self.bends = not isinstance(response, LinearResponse | OuterProductResponse)
+        if self.bends:
             self._slope_factor = torch.linalg.cholesky(response.slope(centre))
             self._response_at_centre = response.value(centre)
 
     def moved(self, theta: Tensor) -> Tensor:
         """φ(θ), ``[..., d]``; differentiable."""
-        if self.is_linear:
+        if isinstance(self._response, LinearResponse):
             return theta
+        if isinstance(self._response, OuterProductResponse):
+            return self._response.straight(theta)
         moved = self._response.value(theta) - self._response_at_centre
         return self._centre + torch.cholesky_solve(moved[..., None], self._slope_factor)[..., 0]
 
     def bend(self, theta: Tensor) -> Tensor:
         """T of F_α = T F̂ Tᵀ: I + ⅔(L(θ)L(c)⁻¹ − I), F_m = LLᵀ."""
-        if self.is_linear:
-            return self._eye
+        eye = torch.eye(len(self._centre), dtype=theta.dtype)
+        if not self.bends:
+            return eye
         change = torch.linalg.cholesky(self._response.slope(theta)) @ torch.linalg.inv(
             self._slope_factor
         )
-        return (self._eye + 2 * change) / 3
+        return (eye + 2 * change) / 3
 
     def tangent(self, curvature: Tensor, theta: Tensor) -> Tensor:
         """The derivative of F̂φ at θ."""
-        if self.is_linear:
+        if isinstance(self._response, LinearResponse):
             return curvature
+        if isinstance(self._response, OuterProductResponse):
+            return curvature @ self._response.slope_of_straight(theta)
         return curvature @ torch.cholesky_solve(self._response.slope(theta), self._slope_factor)
 
 
-def noise_covariances(releases: Sequence[GradientRelease], curvature: Tensor) -> Tensor:
-    """V_k = σ²·I, and under Poisson batches of rate q also the noise of sampling the records,
-    (1−q)/q·F; ``[releases, d, d]``.
+def noises(releases: Sequence[GradientRelease], dtype: torch.dtype) -> Tensor:
+    """σ² and (1−q)/q of each release, ``[releases, 2]``: V_k = σ²·I, and under Poisson batches of
+    rate q also the noise of sampling the records, (1−q)/q·F.
     """
-    own = torch.tensor([r.noise_std**2 for r in releases], dtype=curvature.dtype)
-    sampling = torch.tensor([1 / r.sample_rate - 1 for r in releases], dtype=curvature.dtype)
-    eye = torch.eye(len(curvature), dtype=curvature.dtype)
-    return own[:, None, None] * eye + sampling[:, None, None] * curvature
+    rows = [(r.noise_std**2, 1 / r.sample_rate - 1) for r in releases]
+    return torch.tensor(rows, dtype=dtype)
 
 
-def trust(noises: Tensor, distances: Tensor, misfits: Tensor, curvature_std: float) -> Tensor:
-    """ω: releases count by their noise, to which that of the curvature and what the response gets
-    wrong add where they lie far from the centre.
+def trust(own: Tensor, distances: Tensor, misfits: Tensor, curvature_std: float) -> Tensor:
+    """ω: releases count by their noise, a variance for each, to which that of the curvature and
+    what the response gets wrong add where they lie far from the centre.
     """
-    own = noises.diagonal(dim1=-2, dim2=-1).mean(-1)
     of_curvature = 0.5 * curvature_std**2 * distances.square().sum(-1)
     weights = 1 / (own + of_curvature + misfits.square().mean(-1))
     return weights / weights.sum()

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .surrogate import AnySurrogate, ChangesOfRankOne
 
+_NOTHING = 1e-12  # of the weights
+
 
 class UncertainLevel:
     r"""The mean of the surrogates' likelihoods, each of which has another level λ of the curvature:
@@ -47,11 +49,12 @@ class UncertainLevel:
         at ``theta``.
         """
         weights = self._each(theta).softmax(0)
-        tangents = [part.precision(theta) for part in self._parts]
-        return (
-            torch.einsum("k,kij->ij", weights, torch.stack([h for h, _ in tangents])),
-            torch.einsum("k,ki->i", weights, torch.stack([b for _, b in tangents])),
-        )
+        precision, product = theta.new_zeros(len(theta), len(theta)), torch.zeros_like(theta)
+        for weight, part in zip(weights, self._parts, strict=True):
+            if weight > _NOTHING:
+                own, its_product = part.precision(theta)
+                precision, product = precision + weight * own, product + weight * its_product
+        return precision, product
 
     def _each(self, theta: Tensor) -> Tensor:
         if self._together is not None:

@@ -1,0 +1,107 @@
+"""Losses that make a record's outputs depend on each other."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torch_dpbayes.noise_aware import laplace_for_module
+from torch_dpbayes.noise_aware.coupled_outputs import couples_outputs
+
+RECORDS, FEATURES = 6, 3
+
+
+def of_reference(outputs, targets):
+    return functional.cross_entropy(functional.pad(outputs, (0, 1)), targets, reduction="none")
+
+
+def squared(outputs, targets):
+    return (outputs - targets).square().sum(1)
+
+
+def absolute(outputs, targets):
+    return (outputs - targets).abs().sum(1)
+
+
+def of_total(outputs, targets):
+    return (outputs.sum(1) - targets.sum(1)).square()
+
+
+BCE = partial(functional.binary_cross_entropy_with_logits, reduction="none")
+CROSS_ENTROPY = partial(functional.cross_entropy, reduction="none")
+CLASSES = torch.randint(3, (RECORDS,))
+
+
+@pytest.mark.parametrize(
+    "loss, outputs, targets, coupled",
+    [
+        (CROSS_ENTROPY, 3, CLASSES, True),
+        (of_reference, 2, CLASSES, True),
+        (of_total, 2, torch.randn(RECORDS, 2), True),
+        (squared, 2, torch.randn(RECORDS, 2), False),
+        (absolute, 2, torch.randn(RECORDS, 2), False),
+        (lambda outputs, targets: BCE(outputs[:, 0], targets), 1, torch.ones(RECORDS), False),
+        (lambda outputs, targets: outputs.no_such_thing(), 2, CLASSES, False),
+    ],
+)
+def test_what_couples_outputs_is_seen(loss, outputs, targets, coupled):
+    net = nn.Linear(FEATURES, outputs)
+    assert couples_outputs(net, loss, torch.randn(RECORDS, FEATURES), targets) is coupled
+
+
+def test_neither_records_nor_module_are_touched():
+    """It sees zeros alone; running means of a batch norm and the mode stay."""
+    seen = []
+    net = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+
+    def loss(outputs, targets):
+        seen.append(targets)
+        return CROSS_ENTROPY(outputs, targets)
+
+    assert couples_outputs(net, loss, torch.randn(RECORDS, FEATURES), CLASSES + 1)
+    assert net.training and not any(target.any() for target in seen)
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_the_number_of_records_does_not_count(count):
+    net, inputs = nn.Linear(FEATURES, 3), torch.randn(count, FEATURES)
+    assert couples_outputs(net, CROSS_ENTROPY, inputs, torch.ones(count, dtype=torch.long))
+
+
+def test_what_is_no_tensor_does_not_reach_the_module():
+    class Net(nn.Module):
+        def forward(self, inputs):
+            raise AssertionError("it was asked of the records themselves")
+
+    inputs = {"x": torch.randn(RECORDS, FEATURES), "words": ["who", "is", "in", "it"]}
+    assert not couples_outputs(Net(), CROSS_ENTROPY, inputs, CLASSES)
+
+
+def posterior(net, loss, curvature):
+    return laplace_for_module(
+        net,
+        torch.randn(200, FEATURES),
+        torch.randint(2, (200,)),
+        loss=loss,
+        prior_std=1.0,
+        max_grad_norm=1.0,
+        epsilon=500.0,
+        delta=1e-5,
+        curvature=curvature,
+    )
+
+
+def test_a_diagonal_under_a_softmax_is_warned_of():
+    with pytest.warns(UserWarning, match="couples a record's outputs"):
+        posterior(nn.Linear(FEATURES, 2), CROSS_ENTROPY, "diagonal")
+    with warnings.catch_warnings(record=True) as caught:
+        posterior(nn.Linear(FEATURES, 2), CROSS_ENTROPY, "full")
+        one = nn.Sequential(nn.Linear(FEATURES, 1), nn.Flatten(0))
+        posterior(one, lambda outputs, targets: BCE(outputs, targets.float()), "diagonal")
+    assert not any("couples" in str(warning.message) for warning in caught)

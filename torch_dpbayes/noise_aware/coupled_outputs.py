@@ -1,0 +1,51 @@
+"""Whether a loss makes the outputs of a record depend on each other, as that of a softmax does."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..ops.models import Loss
+
+_SEEN = 1e-6  # of the row's largest entry
+
+
+def couples_outputs(module: nn.Module, loss: Loss, inputs: Any, targets: Any) -> bool:
+    """Whether the first row of the loss's Hessian in a record's outputs has entries off the
+    diagonal. Then so does the curvature of the parameters, whatever the records are.
+
+    It is asked of one record of zeros however many there are, so that nothing of the data is in the
+    answer; False where module or loss do not take one, or records are not tensors.
+
+    Args:
+        module, loss, inputs, targets: as for
+            :func:`~torch_dpbayes.noise_aware.laplace_for_module`.
+    """
+
+    def nothing(leaf: Any) -> Tensor:
+        if not isinstance(leaf, Tensor):  # it could hold what the records hold
+            raise TypeError
+        return leaf.new_zeros((1, *leaf.shape[1:]))
+
+    try:
+        with torch.no_grad():
+            found = deepcopy(module).eval()(pytree.tree_map(nothing, inputs))
+        with torch.enable_grad():
+            # apart from each other: at equal outputs some losses have a corner
+            steps = torch.linspace(0, 1, found.numel(), dtype=found.dtype, device=found.device)
+            outputs = (found + steps.reshape(found.shape)).requires_grad_()
+            value = loss(outputs, nothing(targets)).sum()
+            (slope,) = torch.autograd.grad(value, outputs, create_graph=True)
+            if not slope.requires_grad:
+                return False
+            (row,) = torch.autograd.grad(slope.flatten()[0], outputs, allow_unused=True)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+        return False
+    if row is None:
+        return False
+    entries = row.flatten().abs()
+    return bool((entries[1:] > _SEEN * entries.max()).any())
