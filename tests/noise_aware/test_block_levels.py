@@ -92,6 +92,15 @@ def test_likely_levels_have_each_sites_own_law():
     assert abs(float(torch.corrcoef(drawn.T)[0, 1])) < 0.5
 
 
+def test_levels_of_few_records_are_no_higher_than_these_allow():
+    """Under a narrow prior the level at which records begin to say something may be higher."""
+    blocks, most = BlockLevels(SITES, 10), 90.0
+    drawn = torch.stack(blocks.likely(EXACT, blocks.variances(1e4), 100.0, most, 12))
+    for column, size in zip(drawn.T, (12, 3), strict=True):
+        assert float(column.max()) <= most / size
+        assert float(column.min()) < 0.2 * most / size
+
+
 @pytest.mark.parametrize("spread", [0.0, 10.0, 300.0])
 def test_an_error_is_no_larger_than_the_levels(spread):
     blocks, levels = BlockLevels(SITES, 1000), torch.tensor([40.0, 600.0], dtype=DOUBLE)

@@ -136,15 +136,14 @@ class BlockLevels:
         Args:
             released: the noisy matrix.
             variances: of its errors.
-            least: no level is lower.
             most: of the sum over the diagonal.
-            count: how many.
+            least, count: as for :func:`~torch_dpbayes.noise_aware.response.level_quantiles`.
         """
         columns, order = [], torch.arange(count)
         of_level = (variances[: len(self._sizes)] / self._sizes).sqrt()
         for mean, size, std in zip(self.means(released), self._sizes, of_level, strict=True):
-            highest = max(most / float(size), 2 * least)
-            columns.append(level_quantiles(float(mean), float(std), least, highest, count)[order])
+            found = level_quantiles(float(mean), float(std), least, most / float(size), count)
+            columns.append(found[order])
             order = order * _STRIDE % count
         return list(torch.stack(columns, 1))
 

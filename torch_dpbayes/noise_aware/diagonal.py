@@ -221,7 +221,7 @@ def run_diagonal(
     released, noise_std = torch.zeros_like(theta), 0.0
     bound = sums.curvature_bound
     # below the prior's precision the records say nothing, and more than this they cannot say
-    least = min(float(prior.precision.mean()), num_data * bound / (2 * len(theta)))
+    least = float(prior.precision.mean())
     for step, multiplier in enumerate(plan.gradient_multipliers):
         transcript.gradients.append(mechanism.gradient(theta, multiplier))
         if step in multipliers:

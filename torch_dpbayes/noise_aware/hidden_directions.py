@@ -95,7 +95,7 @@ def with_hidden_levels(
         centre: where it was released.
         counted: which releases count.
         least: a level below which records say nothing beside the prior.
-        most: the largest that is possible.
+        most: of the sum of all levels.
     """
     values, vectors = torch.linalg.eigh(released)
     hidden = num_alike(values, noise_std)
@@ -115,7 +115,7 @@ def with_hidden_levels(
         own = response(matrix, place)
         return PartlyHidden(turned, own, matrix, noise_std, place, counted, hidden, share)
 
-    drawn = level_quantiles(mean, std, _NOTHING * least, most, _LEVELS)
+    drawn = level_quantiles(mean, std, _NOTHING * least, most / hidden, _LEVELS)
     parts: list[AnySurrogate] = [at(level) for level in map(float, drawn)]
     return InShape(UncertainLevel(parts, at(max(mean, std))), vectors.T)
 

@@ -112,7 +112,7 @@ def _run_glm(
         return surrogate
     # below the prior's precision the records say nothing, and more than this they cannot say
     least = float(prior.precision.mean()) * sums.gram_bound / sums.curvature_bound
-    most = max(num_data * sums.gram_bound / prior.dimension, 2 * least)
+    most = num_data * sums.gram_bound / prior.dimension
     spread = gram.noise_std * math.sqrt(shape_kept(gram.value, gram.noise_std))
     parts: list[AnySurrogate] = []
     for level in map(float, levels(gram.value, gram.noise_std, least, most, _LEVELS)):
@@ -169,8 +169,8 @@ def run_general(
                 value, std, holds_mean = _about_their_mean(release, best, num_data)
                 share = share_of_curvature(release, num_data * sums.curvature_bound)
             own = blocks.variances(std)
-            # an average would keep the part of the mean that earlier ones have
-            afresh = first or (held_mean and not holds_mean)
+            # an average would hold a part of the mean, of which no response is right
+            afresh = first or held_mean != holds_mean
             raw, variances = (value, own) if afresh else blocks.combined(raw, variances, value, own)
             curvature, spread = blocks.denoised(raw, variances)
             control.released(share * curvature)

@@ -25,6 +25,7 @@ MISFIT = 0.3  # the share of a gradient's change on a way that a model of it may
 FLOOR_OF_NOISE, _ROUNDING = 0.1, 1e-9  # of a released matrix, and of its level
 _LEAST_VARIANCE, _LARGEST_STD = 1e-10, 200.0  # of the linear predictor
 _LEAST_ALONG = 1e-4  # curvature along θ over that across it
+_LEAST_OF_MOST = 0.1  # of a level
 _POINTS, _LAST = 401, math.asinh(_LARGEST_STD)  # of a table in asinh(σ)
 
 
@@ -299,8 +300,7 @@ def levels(released: Tensor, noise_std: float, least: float, most: float, count:
     Args:
         released: the noisy matrix.
         noise_std: on the diagonal.
-        least, most: between which λ lies.
-        count: how many.
+        least, most, count: as for :func:`level_quantiles`.
     """
     size = len(released)
     return level_quantiles(
@@ -310,8 +310,16 @@ def levels(released: Tensor, noise_std: float, least: float, most: float, count:
 
 def level_quantiles(mean: float, std: float, least: float, most: float, count: int) -> Tensor:
     """Equally likely values of a level of which ``mean`` is an observation with the error
-    ``std``.
+    ``std``, ``[count]``, under p(λ) ∝ 1/λ.
+
+    Args:
+        mean, std: the observation.
+        least: below that level records say nothing beside the prior, so that none is lower, unless
+            few records bound it to hardly more: then it is between the bound and a tenth of it.
+        most: the bound.
+        count: how many.
     """
+    least = min(least, _LEAST_OF_MOST * most)
     grid = torch.linspace(math.log(least), math.log(most), 2000, dtype=torch.float64).exp()
     passed = torch.softmax(-((mean - grid) / std).square() / 2, dim=0).cumsum(0)
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
