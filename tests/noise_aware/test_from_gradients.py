@@ -2,11 +2,14 @@
 
 import math
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from scipy.stats import binom
 
-from torch_dpbayes.noise_aware.from_gradients import regression
+from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.noise_aware.from_gradients import posterior_from_gradients, regression
 from torch_dpbayes.noise_aware.modes import mode
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.transcript import GradientRelease
@@ -36,7 +39,7 @@ def curved(size=3, scale=300.0):
 
 def test_without_noise_it_is_exact():
     curvature, centre = curved(), torch.randn(3, dtype=DOUBLE)
-    found = regression(releases(curvature, centre, 1e-6))
+    found, _ = regression(releases(curvature, centre, 1e-6))
     torch.testing.assert_close(found.curvature, curvature, rtol=1e-5, atol=1e-4)
     precision, product = found.precision(found.centre)
     torch.testing.assert_close(torch.linalg.solve(precision, product), centre, rtol=1e-5, atol=1e-5)
@@ -47,7 +50,7 @@ def test_its_error_is_the_one_that_is_stated():
     curvature, noise_std, repeats = curved(), 40.0, 150
     centre, squares, stated = torch.zeros(3, dtype=DOUBLE), 0.0, 0.0
     for _ in range(repeats):
-        found = regression(releases(curvature, centre, noise_std))
+        found, _ = regression(releases(curvature, centre, noise_std))
         # r at the truth: ḡ − F̂(θ̄ − θ_L), whose records' own part is left out
         residual = found._gradient - found.curvature @ (found.centre - centre)
         squares += float(residual.square().sum())
@@ -64,7 +67,7 @@ def test_in_each_direction_the_curvature_is_as_sure_as_is_stated():
     curvature = basis @ torch.diag(eigenvalues) @ basis.T
     squares, stated = torch.zeros(2, dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
     for _ in range(repeats):
-        found = regression(releases(curvature, centre, 10.0, count=600, rate=0.02))
+        found, _ = regression(releases(curvature, centre, 10.0, count=600, rate=0.02))
         error = basis.T @ (found.curvature - curvature) @ basis
         squares += error.diagonal().square()
         stated += found._variance * (basis.T @ found._shape @ basis).diagonal().square()
@@ -84,7 +87,7 @@ def test_a_stiff_direction_among_many_is_as_sure_as_is_stated():
     curvature = basis @ torch.diag(eigenvalues) @ basis.T
     squares, stated = torch.zeros(size, dtype=DOUBLE), torch.zeros(size, dtype=DOUBLE)
     for _ in range(repeats):
-        found = regression(releases(curvature, centre, 10.0, count=400))
+        found, _ = regression(releases(curvature, centre, 10.0, count=400))
         squares += (basis.T @ (found.curvature - curvature) @ basis).diagonal().square()
         stated += found._variance * (basis.T @ found._shape @ basis).diagonal().square()
     assert float((squares / stated)[0]) < 8.0  # chi-square of 8 over 8, and what the rest adds
@@ -106,7 +109,7 @@ def test_intervals_cover(share, rate):
             GradientRelease(r.theta + centre, r.value, r.noise_std, r.sample_rate)
             for r in releases(curvature, torch.zeros(3, dtype=DOUBLE), noise_std, count, rate)
         ]
-        found = regression(shifted)
+        found, _ = regression(shifted)
         at = mode(found, prior)
         covariance = torch.linalg.inv(found.precision(at)[0] + torch.eye(3, dtype=DOUBLE))
         i = k % 3
@@ -142,19 +145,28 @@ def test_a_run_of_small_batches_that_has_arrived_is_not_refused():
         regression(releases(curvature, torch.zeros(2, dtype=DOUBLE), 10.0, count=600, rate=0.02))
 
 
+def test_far_away_no_run_is_likely():
+    """As of ``from_run``."""
+    found = releases(curved(2), torch.zeros(2, dtype=DOUBLE), 30.0)
+    prior = Prior(lambda: pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1)))
+    likelihood = posterior_from_gradients(found, prior, [])._likelihood
+    far = likelihood.centre + torch.tensor([[1e3, 1e3], [2e3, 2e3]], dtype=DOUBLE)
+    assert float(likelihood.log_likelihood(far).diff()) < -100
+
+
 def test_directions_without_curvature_are_counted():
     """Two of five, in which points are a random walk. 146 runs of 150 were seen through, and none
     of 150 with curvature everywhere was (2026-11-25).
     """
 
-    def unseen(information):
+    def untold(information):
         theta, found = torch.zeros(5, dtype=DOUBLE), []
         for _ in range(300):
             gradient = information * theta + 50.0 * torch.randn(5, dtype=DOUBLE)
             found.append(GradientRelease(theta, gradient, 50.0))
             theta = theta - 2e-3 * gradient
-        return regression(found[150:]).unseen
+        return regression(found[150:])[1]
 
     some = torch.tensor([800.0, 800.0, 800.0, 0.0, 0.0], dtype=DOUBLE)
-    assert 2 in [unseen(some) for _ in range(4)]
-    assert unseen(torch.full((5,), 800.0, dtype=DOUBLE)) == 0
+    assert 2 in [untold(some) for _ in range(4)]
+    assert untold(torch.full((5,), 800.0, dtype=DOUBLE)) == 0

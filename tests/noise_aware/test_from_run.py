@@ -127,6 +127,15 @@ def test_intervals_cover_often(cell):
     require_coverage(counts_of_coverage(runs, 400), 400, 0.04, 2 * len(CELLS))
 
 
+def test_far_away_no_run_is_likely():
+    """There the curvature's error would explain it, and as many draws of the prior as a wide one
+    has: a log likelihood would fall off there by 3·log 2 at most.
+    """
+    likelihood = Runs(dpb.optim.DPSGLD, datasets=1).posterior(0)._likelihood
+    far = likelihood.centre + torch.tensor([[1e3, 1e3], [2e3, 2e3]], dtype=DOUBLE)
+    assert float(likelihood.log_likelihood(far).diff()) < -100
+
+
 def test_the_temperature_is_taken_out():
     runs = Runs(*CELLS["hot momentum"][:1], datasets=1, steps=8000, **CELLS["hot momentum"][1])
     hot = runs.iterates[0].std(0)

@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy.stats import norm
 from torch import nn
 
 from torch_dpbayes.noise_aware import laplace_for_module
@@ -103,19 +105,41 @@ def test_without_levels_of_their_own_they_would_be_taken_for_told():
     assert inside < 100 * 0.88
 
 
+def one_of(released, noise_std, least=1.0, most=1e4):
+    """What the hidden levels of that matrix are, as parts of a likelihood."""
+    theta = torch.zeros(len(released), dtype=DOUBLE)
+    release = GradientRelease(theta, torch.ones_like(theta), 5.0)
+    counted = torch.ones(1, dtype=torch.bool)
+    return with_hidden_levels([release], of_point, released, noise_std, theta, counted, least, most)
+
+
+def levels_of(found):
+    return [float(part.curvature[0, 0]) for part in found._inner._parts]
+
+
+@pytest.mark.parametrize("mean", [-5.0, 12.0])
+def test_hidden_levels_have_their_law(mean):
+    """That of λ given the mean of two eigenvalues, under 1/λ from a thousandth of ``least`` to half
+    of ``most``, each twelfth of it.
+    """
+    values = [mean - 9, mean + 9, 500.0, 900.0]
+    found = one_of(torch.diag(torch.tensor(values, dtype=DOUBLE)), 10.0)
+    grid = np.geomspace(1e-3, 5e3, 200_000)
+    mass = norm.pdf(mean, grid, 10 / math.sqrt(2)).cumsum()
+    passed = np.interp(levels_of(found), grid, mass / mass[-1])
+    np.testing.assert_allclose(passed, (np.arange(12) + 0.5) / 12, atol=0.01)
+
+
+def test_what_stands_out_of_the_hidden_and_not_of_the_noise_is_positive():
+    values = [-60.0, -55.0, -5.0, 900.0]
+    found = one_of(torch.diag(torch.tensor(values, dtype=DOUBLE)), 10.0)
+    part = found._inner._parts[0]
+    assert part.curvature.diagonal()[2:].tolist() == [10.0, 900.0]
+    assert bool(found.log_likelihood(torch.ones(3, 4, dtype=DOUBLE)).isfinite().all())
+
+
 def test_where_all_stand_out_nothing_changes():
-    release = GradientRelease(torch.zeros(2).double(), torch.ones(2).double(), 1.0)
-    found = with_hidden_levels(
-        [release],
-        of_point,
-        torch.diag(torch.tensor([5000.0, 9000.0], dtype=DOUBLE)),
-        10.0,
-        release.theta,
-        torch.ones(1, dtype=torch.bool),
-        1.0,
-        1e5,
-    )
-    assert found is None
+    assert one_of(torch.diag(torch.tensor([5000.0, 9000.0], dtype=DOUBLE)), 10.0) is None
 
 
 def test_a_last_layer_is_as_unsure_as_its_prior_of_what_changes_no_probability():
@@ -149,7 +173,7 @@ def test_a_change_of_rank_two_is_the_dense_formula(records):
     if records is not None:
         response = OuterProductResponse(curvature, centre, records)
     counted = torch.ones(3, dtype=torch.bool)
-    found = PartlyHidden(releases, response, curvature, 4.0, centre, counted, 2, 0.03)
+    found = PartlyHidden(releases, response, curvature, 4.0, centre, counted, 2)
     theta = 3 * torch.randn(6, 5, dtype=DOUBLE)
     torch.testing.assert_close(
         found.log_likelihood(theta), AnySurrogate.log_likelihood(found, theta)
@@ -169,7 +193,6 @@ def test_the_error_has_the_covariance_that_is_stated():
         releases[0].theta,
         torch.ones(1, dtype=torch.bool),
         2,
-        0.25,
     )
     delta = releases[0].theta
     scales = torch.ones(5, 5, dtype=DOUBLE)

@@ -7,6 +7,7 @@ import torch
 from scipy.stats import kstest
 
 from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.noise_aware.posterior import FlatCoordinates, NoiseAwarePosterior
 from torch_dpbayes.noise_aware.priors import GaussianPrior, PyroPrior
 from torch_dpbayes.noise_aware.sampling import Chains, WeightedDraws
 
@@ -59,6 +60,25 @@ def test_a_plateau_below_a_narrow_peak_is_found():
     assert float(found.weights @ found.values[:, 0].square()) == pytest.approx(
         square, abs=6 * 3**0.5 * error
     )
+
+
+def test_a_posterior_has_candidates_of_its_prior():
+    """The same density, by the door that users have."""
+
+    class PeakAndPlateau:
+        centre = torch.full((1,), 0.5).double()
+
+        def log_likelihood(self, theta):
+            peak = -((theta[..., 0] - 0.5) / 0.01).square() / 2
+            return torch.logaddexp(peak + 3.0, 0 * peak)
+
+        def precision(self, theta):
+            return torch.full((1, 1), 1e4).double(), 1e4 * self.centre
+
+    prior = GaussianPrior(torch.zeros(1).double(), torch.ones(1).double())
+    post = NoiseAwarePosterior(PeakAndPlateau(), prior, FlatCoordinates("weights"), [])
+    # five sixths of N(0, 1); the peak alone has .01
+    assert float(post.sample(4000)["weights"].std()) > 0.7
 
 
 def test_in_many_dimensions_a_few_candidates_tell_that_a_proposal_is_no_good():

@@ -86,6 +86,26 @@ def test_a_plateau_has_no_say_and_what_is_near_stays():
     assert float(found.log_likelihood(far) - at_centre) < -50
 
 
+def test_beyond_its_reach_the_error_of_the_curvature_grows_no_more():
+    """In one dimension, by the formula; nothing in it is 1."""
+    gradient, noise, curvature, shape, std = 1.5, 3.0, 2.0, 0.7, 0.4
+    given = (torch.full((1,) * k, v, dtype=DOUBLE) for k, v in zip(
+        (1, 1, 2, 2, 2), (0.3, gradient, noise, curvature, shape), strict=True
+    ))  # fmt: skip
+    found = NormalForm(*given, std).without_plateau()
+    # √(ΔᵀHΔ) with H = F²/(F + V)
+    longest = abs(gradient) / math.sqrt(curvature + noise) + 4.891638  # √χ², one in 10⁶
+    longest *= math.sqrt(curvature + noise) / curvature
+    for away in (0.5, 0.99 * longest, 1.01 * longest, 5 * longest):
+        square = min(away, longest) ** 2 * (std * shape) ** 2
+        variance = curvature + noise + square
+        expected = -((gradient - curvature * away) ** 2) / variance / 2 - math.log(variance) / 2
+        theta = torch.tensor([0.3 - away], dtype=DOUBLE)
+        # R is in units of which M is stated: a constant
+        constant = math.log(shape) / 2
+        assert float(found.log_likelihood(theta)) == pytest.approx(expected + constant)
+
+
 def test_without_the_plateau_intervals_cover_what_they_say_and_are_shorter():
     """One dimension, by sums over a grid; the truth is where a run that arrived leaves it."""
     count, error, variance = 1000, 1 / 3, 1.0

@@ -41,19 +41,19 @@ def posterior_from_gradients(
     Raises:
         ValueError: too few releases, or their halves contradict each other.
     """
-    likelihood = regression(releases[len(releases) // 2 :])
+    likelihood, untold = regression(releases[len(releases) // 2 :])
     latents = PyroPrior(prior)
     notes = []
     if likelihood.is_heard(latents.gaussian()):
         likelihood = likelihood.without_plateau()
-        if likelihood.unseen:
+        if untold:
             warn(
-                f"the gradients do not tell {likelihood.unseen} of {len(likelihood.centre)}"
-                " directions: intervals may be too narrow there. Give the model no parameters that"
-                " make up for each other, or make more steps."
+                f"the gradients do not tell {untold} of {len(likelihood.centre)} directions:"
+                " intervals may be too narrow there. Give the model no parameters that make up for"
+                " each other, or make more steps."
             )
             notes.append(
-                f"  NOT TOLD    {likelihood.unseen} directions have no more curvature than iterates"
+                f"  NOT TOLD    {untold} directions have no more curvature than iterates"
                 " seem to have that nothing draws back: intervals may be too narrow there"
             )
     else:
@@ -81,7 +81,7 @@ def posterior_from_gradients(
     )
 
 
-def regression(releases: Sequence[GradientRelease]) -> NormalForm:
+def regression(releases: Sequence[GradientRelease]) -> tuple[NormalForm, int]:
     r"""Least squares of g̃_k on θ_k, with a symmetric slope, in coordinates in which the noise of a
     release, W = σ²I + κF with κ = (1−q)/q, is the same in all directions:
 
@@ -91,6 +91,10 @@ def regression(releases: Sequence[GradientRelease]) -> NormalForm:
     X and Y the centred W^{1/2}θ_k and W^{-1/2}g̃_k. In A's eigenvectors the entries of F̂' have the
     variance 1/a_i on the diagonal and 1/(a_i + a_j) ≤ 1/(2√(a_i a_j)) off it, that is, R =
     W^{1/2}A^{-1/2}W^{1/2} and v = 1. W is that of the F̂ before.
+
+    Returns:
+        What the releases say, and how many directions they do not tell: there the estimate is no
+        larger than where nothing draws the iterates back.
 
     Raises:
         ValueError: as :func:`posterior_from_gradients`.
@@ -120,7 +124,7 @@ def regression(releases: Sequence[GradientRelease]) -> NormalForm:
         each = own * torch.eye(size, dtype=torch.float64) + subsampling * curvature
     found = NormalForm(point, gradient, each / count, curvature, shape, std)
     _, inverse = roots(error)
-    found.unseen = num_like_walks(torch.linalg.eigvalsh(inverse @ estimate @ inverse))
+    untold = num_like_walks(torch.linalg.eigvalsh(inverse @ estimate @ inverse))
     # A small estimate makes the noise of sampling small, and with it its own error. So that such a
     # run is not refused, the noise is taken for what it would be at the largest curvature.
     largest = each
@@ -129,7 +133,7 @@ def regression(releases: Sequence[GradientRelease]) -> NormalForm:
         most = curvature + _DEVIATIONS * shape
         largest = own * torch.eye(size, dtype=torch.float64) + subsampling * most
     _require_agreement(points, values, largest, found)
-    return found
+    return found, untold
 
 
 def _symmetric_slope(x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

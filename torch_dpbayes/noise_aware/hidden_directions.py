@@ -111,9 +111,8 @@ def with_hidden_levels(
 
     def at(level: float) -> PartlyHidden:
         matrix = torch.diag(torch.cat([values.new_full((hidden,), level), values[hidden:]]))
-        share = min(1.0, level / noise_std) ** 2
         own = response(matrix, place)
-        return PartlyHidden(turned, own, matrix, noise_std, place, counted, hidden, share)
+        return PartlyHidden(turned, own, matrix, noise_std, place, counted, hidden)
 
     drawn = level_quantiles(mean, std, _NOTHING * least, most / hidden, _LEVELS)
     parts: list[AnySurrogate] = [at(level) for level in map(float, drawn)]
@@ -125,8 +124,7 @@ class PartlyHidden(Surrogate):
     :class:`~torch_dpbayes.noise_aware.surrogate.Surrogate`, with a diagonal curvature, and
 
     Args:
-        hidden: how many directions are, the first ones.
-        share: T_UU.
+        hidden: how many directions are, the first ones: there the curvature is λ.
     """
 
     def __init__(
@@ -138,10 +136,10 @@ class PartlyHidden(Surrogate):
         centre: Tensor,
         counted: Tensor,
         hidden: int,
-        share: float,
     ) -> None:
         super().__init__(gradients, response, curvature, curvature_std, centre, counted)
-        self._hidden, self._share = hidden, share
+        self._hidden = hidden
+        self._share = min(1.0, float(curvature[0, 0]) / curvature_std) ** 2
         self._half = 0.5 * curvature_std**2
         self._diagonal = curvature.diagonal()
         self._sure = self._variability * self._diagonal + self.noise.diagonal()

@@ -55,9 +55,6 @@ class NormalForm:
             alone decides what M is.
     """
 
-    unseen = 0
-    """How many directions have no more curvature than its error."""
-
     def __init__(
         self,
         point: Tensor,
@@ -129,11 +126,9 @@ class NormalForm:
         explained = torch.linalg.solve(self.curvature + self.noise, self._gradient)
         reach = float(self._gradient @ explained) ** 0.5
         reach += float(chi2.isf(_SURELY, len(self.centre))) ** 0.5
-        found = NormalForm(
+        return NormalForm(
             self.centre, self._gradient, self.noise, self.curvature, self._shape, self._std, reach
         )
-        found.unseen = self.unseen
-        return found
 
     def _within_reach(self, delta: Tensor) -> Tensor:
         if self._reach == math.inf:
