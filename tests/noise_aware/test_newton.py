@@ -54,7 +54,7 @@ def test_hidden_directions_are_told_the_noise_that_the_matrix_has(monkeypatch):
     calls = []
     monkeypatch.setattr(newton, "with_hidden_levels", lambda *given: calls.append(given))
     for _ in range(5):
-        run(400.0, 10_000, 0.5, of_gradients=False)
+        run(400.0, 10_000, 15.0, of_gradients=False)
     squares = []
     for _, _, released, noise_std, *_ in calls:
         error = (released - 400 * torch.eye(SIZE, dtype=DOUBLE)) / noise_std
