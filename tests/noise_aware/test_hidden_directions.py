@@ -142,13 +142,24 @@ def test_where_all_stand_out_nothing_changes():
     assert one_of(torch.diag(torch.tensor([5000.0, 9000.0], dtype=DOUBLE)), 10.0) is None
 
 
-def test_a_last_layer_is_as_unsure_as_its_prior_of_what_changes_no_probability():
+class Classes(nn.Module):
+    """Without a linear layer, whose outputs would be turned to contrasts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3, 2))
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+def test_a_module_is_as_unsure_as_its_prior_of_what_changes_no_probability():
     x = torch.randn(4000, 2)
     x = x / x.norm(dim=1, keepdim=True)
     weights = torch.randn(3, 2)
     labels = torch.distributions.Categorical(logits=x @ weights.T).sample()
     post = laplace_for_module(
-        nn.Linear(2, 3, bias=False),
+        Classes(),
         x,
         labels,
         loss=lambda out, target: nn.functional.cross_entropy(out, target, reduction="none"),

@@ -85,7 +85,7 @@ def test_a_noisy_diagonal_is_not_taken_as_exact(monkeypatch):
         DiagonalCurvature,
         "__init__",
         lambda self, released, *given: self.__dict__.update(
-            _means=released.clamp_min(1.0).log(), _stds=torch.zeros_like(released)
+            _means=released.clamp_min(1.0).log(), _stds=torch.zeros_like(released), _told=None
         ),
     )
     monkeypatch.setattr(DiagonalSurrogate, "_off_diagonal", lambda *given: 0.0)
@@ -110,6 +110,24 @@ def test_with_a_huge_budget_the_diagonal_form_has_the_posterior_of_the_data():
         w = w - (x.T @ (p - y) + w) / precision
     assert bool(((post.mean["weights"] - w).abs() < 0.5 / precision.sqrt()).all())
     torch.testing.assert_close(post.stddev["weights"], precision.rsqrt(), rtol=0.15, atol=0.0)
+
+
+def test_what_records_do_not_read_is_as_wide_as_the_prior():
+    """The noise of its gradients and curvatures is no sign of anything."""
+
+    def model(x):
+        rate = pyro.sample("rate", dist.Normal(torch.zeros(()), 1.0))
+        scale = pyro.sample("scale", dist.Normal(torch.zeros(()), 1.0))
+        pyro.sample("effect", dist.Normal(torch.zeros(30), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(rate, scale.exp()), obs=x)
+
+    x = torch.randn(5000)
+    post = laplace(model, x, epsilon=8.0, delta=1e-5, max_grad_norm=4.0, curvature="diagonal")
+    effects = post.stddev["effect"]
+    # each is as wide as quantiles of a few hundred draws say: six standard errors of thirty
+    assert float(effects.mean()) == pytest.approx(1.0, abs=0.1)
+    assert float(post.stddev["rate"]) < 0.1
 
 
 @pytest.mark.thorough

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from .feature_shape import InShape
+from .some_coordinates import OfSome
 from .surrogate import AnySurrogate
+from .turned_outputs import Turn
 from .uncertain_level import UncertainLevel
 
 
@@ -52,7 +54,9 @@ class OfContrasts:
     """
 
     def __init__(
-        self, inner: AnySurrogate | UncertainLevel | InShape, contrasts: Contrasts
+        self,
+        inner: AnySurrogate | UncertainLevel | InShape | OfSome,
+        contrasts: Contrasts | Turn,
     ) -> None:
         self._inner, self._contrasts = inner, contrasts
         self.centre = contrasts.back(inner.centre)

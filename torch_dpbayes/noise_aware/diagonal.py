@@ -50,11 +50,21 @@ class DiagonalCurvature:
         noise_std: v.
         least, most: public bounds on the mean of F_j.
         largest: a public bound on F_j.
+        told: coordinates of which records tell, ``[d]``; F_j is 0 in the others. None: all.
     """
 
     def __init__(
-        self, released: Tensor, noise_std: float, least: float, most: float, largest: float
+        self,
+        released: Tensor,
+        noise_std: float,
+        least: float,
+        most: float,
+        largest: float,
+        told: Tensor | None = None,
     ) -> None:
+        self._told = told
+        if told is not None:
+            released = released[told]
         size, mean = len(released), float(released.mean())
         of_mean = noise_std / math.sqrt(size)
         levels = torch.tensor([mean], dtype=torch.float64)
@@ -84,7 +94,12 @@ class DiagonalCurvature:
         shares = (torch.arange(_VALUES, dtype=torch.float64) + 0.5) / _VALUES
         normal = torch.special.ndtri(shares)
         normal = normal / normal.square().mean().sqrt()
-        return (self._means + self._stds * normal[:, None]).exp()
+        values = (self._means + self._stds * normal[:, None]).exp()
+        if self._told is None:
+            return values
+        all_values = values.new_zeros(_VALUES, len(self._told))
+        all_values[:, self._told] = values
+        return all_values
 
 
 class DiagonalSurrogate:
@@ -205,7 +220,11 @@ def noise_variances(releases: Sequence[GradientRelease]) -> Tensor:
 
 
 def run_diagonal(
-    sums: DiagonalSums, plan: Plan, prior: GaussianPrior, num_data: int
+    sums: DiagonalSums,
+    plan: Plan,
+    prior: GaussianPrior,
+    num_data: int,
+    told: Tensor | None = None,
 ) -> tuple[DiagonalSurrogate, Transcript]:
     """A run for any model, with the diagonal of the curvature in the place of the whole.
 
@@ -214,12 +233,14 @@ def run_diagonal(
         plan: the noise, charged already.
         prior: independent coordinates.
         num_data: number of records, a public constant.
+        told: coordinates in which gradients are not 0 in any case, ``[d]``. None: all.
     """
     mechanism, transcript = Mechanism(sums), Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
     theta = prior.mean
     released, noise_std = torch.zeros_like(theta), 0.0
-    bound = sums.curvature_bound
+    most = num_data * sums.curvature_bound
+    size = len(theta) if told is None else int(told.sum())
     # below the prior's precision the records say nothing, and more than this they cannot say
     least = float(prior.precision.mean())
     for step, multiplier in enumerate(plan.gradient_multipliers):
@@ -239,9 +260,7 @@ def run_diagonal(
             share = older / (older + std**2)
             released = released + share * (value - released)
             noise_std = std * math.sqrt(share)
-            curvature = DiagonalCurvature(
-                released, noise_std, least, num_data * bound / len(theta), num_data * bound
-            )
+            curvature = DiagonalCurvature(released, noise_std, least, most / size, most, told)
         surrogate = DiagonalSurrogate(transcript.gradients, curvature, prior)
         centre, theta = theta, surrogate.mean
         # the point before it is valid, and all between them are public or released

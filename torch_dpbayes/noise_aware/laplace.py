@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from pyro.nn import PyroModule
-from torch import nn
+from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
 from ..mcmc.checks import check_clip_bound
@@ -19,7 +20,7 @@ from ..ops.pyro_model import model_of_module
 from ..ops.softmax import Softmax
 from .arguments import budget_of, public_num_data
 from .contrasts import OfContrasts
-from .coupled_outputs import couples_outputs
+from .coupled_outputs import coupled_outputs
 from .diagonal import run_diagonal
 from .feature_shape import InShape
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
@@ -30,6 +31,7 @@ from .posterior import (
     DiagonalPosterior,
     FlatCoordinates,
     MatrixCoordinates,
+    Mixture,
     NoiseAwarePosterior,
     PyroCoordinates,
 )
@@ -38,6 +40,7 @@ from .records import DensitySums, GLMSums, SoftmaxSums
 from .some_coordinates import OfSome
 from .surrogate import AnySurrogate
 from .transcript import Transcript
+from .turned_outputs import Turn, TurnedMixture, turn_of_layer
 from .uncertain_level import UncertainLevel
 from .warn import warn
 
@@ -260,12 +263,7 @@ def laplace_for_module(
     is_diagonal = _is_diagonal(curvature)
     if not is_diagonal:
         _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
-    elif couples_outputs(module, loss, inputs, targets):
-        warn(
-            "the loss couples a record's outputs, as a softmax does, and a diagonal curvature takes"
-            " them for independent: intervals are far too narrow. Train a last layer of at most"
-            f' {_LARGEST_DIMENSION} parameters with curvature="full".'
-        )
+    coupling = coupled_outputs(module, loss, inputs, targets)
     bound = check_clip_bound("max_grad_norm", max_grad_norm, _BOUND)
     accountant = budget_of(accountant, epsilon, delta)
     with using_pyro, torch.no_grad():
@@ -279,6 +277,13 @@ def laplace_for_module(
             torch.zeros(size, dtype=torch.float64),
             torch.full((size,), prior_std**-2, dtype=torch.float64),
         )
+        turn = None if coupling is None else turn_of_layer(density.prior, coupling)
+        if is_diagonal and coupling is not None and (turn is None or turn.told.all()):
+            warn(
+                "the loss couples a record's outputs, and a diagonal curvature takes them for"
+                " independent: intervals are too narrow. Give a softmax a linear layer with an"
+                ' output for every class, or use curvature="full".'
+            )
         return _of_density(
             density,
             prior,
@@ -289,6 +294,7 @@ def laplace_for_module(
             accountant,
             num_data,
             is_diagonal,
+            turn,
         )
 
 
@@ -302,36 +308,53 @@ def _of_density(
     accountant: PrivacyAccountant,
     num_data: int | None,
     is_diagonal: bool,
+    turn: Turn | None = None,
 ) -> NoiseAwarePosterior:
     # the noise of sums that are 0 in any case would be taken for something that the records say
-    told = density.read if not is_diagonal and not density.read.all() else None
-    sums = DensitySums(density, max_grad_norm, None if told is None else gaussian.mean, told)
-    if not sums.is_valid(gaussian.mean if told is None else gaussian.mean[told]):
-        raise ValueError(
-            "the model cannot be evaluated at the median of its prior, where the run starts: use a"
-            " prior that suits the likelihood."
-        )
+    told = density.read if turn is None else density.read & turn.told
     if is_diagonal:
+        every = DensitySums(density, max_grad_norm, turn=turn)
+        _require_valid(every, gaussian.mean)
         return _diagonal(
-            sums,
+            every,
             gaussian,
             PyroCoordinates(density.prior),
             epsilon,
             delta,
             accountant,
             num_data,
+            told,
+            turn,
         )
-    return _general(
+    if told.all():
+        sums = DensitySums(density, max_grad_norm)
+        _require_valid(sums, gaussian.mean)
+        as_of_all = None
+    else:
+        sums = DensitySums(density, max_grad_norm, gaussian.mean, told, turn)
+        _require_valid(sums, gaussian.mean[told])
+        as_of_all = partial(_of_all, told=told, place=gaussian.mean, turn=turn)
+    found = _general(
         sums,
         prior,
-        gaussian if told is None else gaussian.of(told),
+        gaussian.of(told),
         PyroCoordinates(density.prior),
         epsilon,
         delta,
         accountant,
         num_data,
-        None if told is None else partial(OfSome, chosen=told, place=gaussian.mean),
+        as_of_all,
     )
+    if turn is not None and as_of_all is not None:
+        found.transcript = replace(found.transcript, output_basis=turn.basis)
+    return found
+
+
+def _of_all(
+    inner: AnySurrogate | UncertainLevel | InShape, told: Tensor, place: Tensor, turn: Turn | None
+) -> OfSome | OfContrasts:
+    of_some = OfSome(inner, told, place)
+    return of_some if turn is None else OfContrasts(of_some, turn)
 
 
 def _general(
@@ -389,6 +412,8 @@ def _diagonal(
     delta: float | None,
     accountant: PrivacyAccountant,
     num_data: int | None,
+    told: Tensor | None = None,
+    turn: Turn | None = None,
 ) -> NoiseAwarePosterior:
     count = public_num_data(num_data, sums.num_records, accountant)
     plan = diagonal_plan(
@@ -397,7 +422,7 @@ def _diagonal(
         clips=sums.curvature_is_of_gradients,
     )
     charge(accountant, plan, _LABEL)
-    surrogate, transcript = run_diagonal(sums, plan, prior, count)
+    surrogate, transcript = run_diagonal(sums, plan, prior, count, told)
     statement = _statement(
         accountant,
         plan,
@@ -408,7 +433,24 @@ def _diagonal(
         "diagonals of matrices",
     )
     statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)
-    return DiagonalPosterior(surrogate, prior, coordinates, statement, transcript)
+    mixture: Mixture = surrogate
+    if turn is not None:
+        mixture = TurnedMixture(surrogate, turn)
+        transcript = replace(transcript, output_basis=turn.basis)
+        statement.append(
+            "  coordinates outputs of the last layer are turned to where the loss does not couple"
+            f" them: transcript.output_basis. Records tell {int(turn.told.sum())} of"
+            f" {len(turn.told)} coordinates"
+        )
+    return DiagonalPosterior(mixture, prior, coordinates, statement, transcript)
+
+
+def _require_valid(sums: DensitySums, start: Tensor) -> None:
+    if not sums.is_valid(start):
+        raise ValueError(
+            "the model cannot be evaluated at the median of its prior, where the run starts: use a"
+            " prior that suits the likelihood."
+        )
 
 
 def _is_diagonal(curvature: str) -> bool:

@@ -10,7 +10,6 @@ from scipy.stats import chi2
 from torch import Tensor
 from torch.func import vmap
 
-from .diagonal import DiagonalSurrogate
 from .modes import Likelihood, mode
 from .priors import GaussianPrior, LatentPrior
 from .sampling import CHAINS, Chains, WeightedDraws
@@ -35,6 +34,22 @@ class Coordinates(Protocol):
 
     def unconstrained(self, values: Mapping[str, Tensor]) -> tuple[Tensor, float]:
         """The vector, and log |∂θ/∂values|."""
+
+
+class Mixture(Protocol):
+    """A density with known moments and exact draws."""
+
+    mean: Tensor
+    variance: Tensor
+
+    def log_density(self, theta: Tensor) -> Tensor:
+        """``[...]`` for θ ``[..., d]``."""
+
+    def draws(self, count: int) -> Tensor:
+        """``[count, d]``."""
+
+    def agreement(self) -> float:
+        """How well the last releases agree with it, a tail probability."""
 
 
 class NoiseAwarePosterior:
@@ -294,17 +309,18 @@ def told_and_surprise(
 
 
 class DiagonalPosterior(NoiseAwarePosterior):
-    """The same where every coordinate is a mixture of Gaussians, independent of the others.
+    """The same where every coordinate, or contrast of outputs, is a mixture of Gaussians,
+    independent of the others.
 
     Args:
-        mixture: of every coordinate.
+        mixture: of all of them.
         prior: of every coordinate.
         coordinates, statement, transcript: as above.
     """
 
     def __init__(
         self,
-        mixture: DiagonalSurrogate,
+        mixture: Mixture,
         prior: GaussianPrior,
         coordinates: Coordinates,
         statement: Sequence[str],
@@ -329,7 +345,7 @@ class DiagonalPosterior(NoiseAwarePosterior):
 
     def guarantee(self) -> str:
         """What was charged, and what the width of this posterior rests on, in words."""
-        drawn = "  drawn       draws are of a mixture of Gaussians in each coordinate"
+        drawn = "  drawn       draws are exact: a mixture of Gaussians in each coordinate"
         return "\n".join([*self._statement, drawn])
 
     def _log_density(self, theta: Tensor) -> Tensor:

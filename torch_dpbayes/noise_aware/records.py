@@ -19,6 +19,7 @@ from .contrasts import Contrasts
 from .priors import GaussianPrior
 from .response import LinearResponse, NormalFeatureResponse, Response
 from .scores import Bernoulli, Gaussian, Poisson, Target, scores, slopes, variances
+from .turned_outputs import Turn
 
 _LARGEST_RESIDUAL = 1e30  # of a record whose features are zero: its gradient is zero anyway
 _ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
@@ -249,6 +250,7 @@ class DensitySums:
         place: a vector of all latents ``[D]``, in which ``told`` are replaced.
         told: the d coordinates that sums are over, ``[D]``; gradients of the others have to be 0.
             None: all.
+        turn: which φ of the latents the sums, ``place`` and ``told`` are of. None: themselves.
     """
 
     curvature_is_of_gradients = True
@@ -259,8 +261,9 @@ class DensitySums:
         max_grad_norm: float,
         place: Tensor | None = None,
         told: Tensor | None = None,
+        turn: Turn | None = None,
     ) -> None:
-        self._density, self._place = density, place
+        self._density, self._place, self._turn = density, place, turn
         self._told = slice(None) if told is None else told
         self.dimension = density.prior.dimension if told is None else int(told.sum())
         self.num_records = density.num_records
@@ -271,16 +274,16 @@ class DensitySums:
 
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ clip(−∇ log p(x_i | θ)). Private data."""
-        return -self._density.clipped_gradient_sum(self._own(theta), self._clip)[self._told]
+        return self._of(-self._density.clipped_gradient_sum(self._own(theta), self._clip))
 
     def curvature_sum(self, theta: Tensor) -> Tensor:
         """Σ c cᵀ. Private data."""
-        found = self._density.clipped_outer_sum(self._own(theta), self._clip)
-        return found[self._told][:, self._told]
+        return self._of(self._of(self._density.clipped_outer_sum(self._own(theta), self._clip)).T)
 
     def curvature_diagonal(self, theta: Tensor) -> Tensor:
         """Σ c∘c. Private data."""
-        return self._density.clipped_square_sum(self._own(theta), self._clip)[self._told]
+        turned = None if self._turn is None else self._turn.of
+        return self._density.clipped_square_sum(self._own(theta), self._clip, turned)[self._told]
 
     def clipped_count(self, theta: Tensor) -> int:
         """How many gradients are clipped. Private data."""
@@ -290,8 +293,14 @@ class DensitySums:
         """Whether gradients can be computed at θ, whatever the records are."""
         return self._density.has_gradients(self._own(theta))
 
+    def _of(self, vectors: Tensor) -> Tensor:
+        turned = vectors if self._turn is None else self._turn.of(vectors)
+        return turned[..., self._told]
+
     def _own(self, theta: Tensor) -> Tensor:
         if self._place is not None:
             theta, told = self._place.to(theta).clone(), theta
             theta[self._told] = told
+        if self._turn is not None:
+            theta = self._turn.back(theta)
         return theta.to(self._density.prior.device, self._density.prior.dtype)

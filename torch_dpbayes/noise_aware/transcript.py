@@ -76,3 +76,6 @@ class Transcript:
     feature_map: Tensor | None = None
     """A, where all later releases are of the features Ax, weighted, and of the parameters A⁻ᵀθ
     (:mod:`~torch_dpbayes.noise_aware.feature_shape`)."""
+    output_basis: Tensor | None = None
+    """Q, where all releases are of QᵀW and Qᵀb of the last layer's parameters
+    (:mod:`~torch_dpbayes.noise_aware.turned_outputs`)."""

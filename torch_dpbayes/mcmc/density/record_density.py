@@ -200,9 +200,15 @@ class RecordDensity:
         return result
 
     @torch.no_grad()
-    def clipped_square_sum(self, theta: Tensor, max_norm: float) -> Tensor:
+    def clipped_square_sum(
+        self,
+        theta: Tensor,
+        max_norm: float,
+        turned: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         r"""Σ_i c_i∘c_i, squares entry by entry of the clipped gradients of
-        :meth:`clipped_gradient_sum`, (dimension,) in float64. Private data.
+        :meth:`clipped_gradient_sum`, (dimension,) in float64; with ``turned``, of what that
+        orthogonal map of rows makes of them. Private data.
 
         It moves by at most C² when a record is added or removed, C being ``max_norm``: with entries
         e_j of c, ‖c∘c‖² = Σ e_j⁴ ≤ (Σ e_j²)² ≤ C⁴. When one is replaced it moves by at most √2·C²:
@@ -214,7 +220,8 @@ class RecordDensity:
         size = self.prior.dimension
         result = torch.zeros(size, dtype=torch.float64, device=self.prior.device)
         for block, factors in self._clipped_blocks(theta, max_norm):
-            result += (factors[:, None] * dense(block, size)).square().sum(0)
+            clipped = factors[:, None] * dense(block, size)
+            result += (clipped if turned is None else turned(clipped)).square().sum(0)
         return result
 
     @torch.no_grad()
