@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.mcmc.density import RecordDensity
 from torch_dpbayes.noise_aware.from_gradients import posterior_from_gradients, regression
 from torch_dpbayes.noise_aware.modes import mode
 from torch_dpbayes.noise_aware.priors import GaussianPrior
@@ -148,8 +148,14 @@ def test_a_run_of_small_batches_that_has_arrived_is_not_refused():
 def test_far_away_no_run_is_likely():
     """As of ``from_run``."""
     found = releases(curved(2), torch.zeros(2, dtype=DOUBLE), 30.0)
-    prior = Prior(lambda: pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1)))
-    likelihood = posterior_from_gradients(found, prior, [])._likelihood
+
+    def model(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(w, 1.0).to_event(1), obs=x)
+
+    density = RecordDensity(model, (torch.zeros(5, 2),))
+    likelihood = posterior_from_gradients(found, density, [])._likelihood
     far = likelihood.centre + torch.tensor([[1e3, 1e3], [2e3, 2e3]], dtype=DOUBLE)
     assert float(likelihood.log_likelihood(far).diff()) < -100
 

@@ -85,7 +85,7 @@ def test_a_noisy_diagonal_is_not_taken_as_exact(monkeypatch):
         DiagonalCurvature,
         "__init__",
         lambda self, released, *given: self.__dict__.update(
-            _means=released.clamp_min(1.0).log(), _stds=torch.zeros_like(released), _told=None
+            _means=released.clamp_min(1.0).log(), _stds=torch.zeros_like(released)
         ),
     )
     monkeypatch.setattr(DiagonalSurrogate, "_off_diagonal", lambda *given: 0.0)

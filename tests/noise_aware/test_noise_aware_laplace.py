@@ -480,7 +480,7 @@ def test_only_what_records_depend_on_is_released():
     post = laplace(groups, *grouped_data(), epsilon=5.0, delta=1e-5, max_grad_norm=1.0)
     assert all(len(g.value) == 6 for g in post.transcript.gradients)
     assert all(c.value.shape == (6, 6) for c in post.transcript.curvatures)
-    assert "for the 6 of 8 unconstrained coordinates that records depend on" in post.guarantee()
+    assert "records tell 6 of 8 unconstrained coordinates" in post.guarantee()
     assert post.sample(10)["scale"].shape == (10,)
 
 

@@ -228,7 +228,7 @@ class DPSVI:
         delta = 1e-5 if self.accountant.delta is None else self.accountant.delta
         return posterior_from_gradients(
             self._transcript,
-            self._density.prior,
+            self._density,
             [
                 f"Noise-aware posterior from {len(self._transcript)} steps of DPSVI",
                 (

@@ -50,21 +50,11 @@ class DiagonalCurvature:
         noise_std: v.
         least, most: public bounds on the mean of F_j.
         largest: a public bound on F_j.
-        told: coordinates of which records tell, ``[d]``; F_j is 0 in the others. None: all.
     """
 
     def __init__(
-        self,
-        released: Tensor,
-        noise_std: float,
-        least: float,
-        most: float,
-        largest: float,
-        told: Tensor | None = None,
+        self, released: Tensor, noise_std: float, least: float, most: float, largest: float
     ) -> None:
-        self._told = told
-        if told is not None:
-            released = released[told]
         size, mean = len(released), float(released.mean())
         of_mean = noise_std / math.sqrt(size)
         levels = torch.tensor([mean], dtype=torch.float64)
@@ -94,12 +84,7 @@ class DiagonalCurvature:
         shares = (torch.arange(_VALUES, dtype=torch.float64) + 0.5) / _VALUES
         normal = torch.special.ndtri(shares)
         normal = normal / normal.square().mean().sqrt()
-        values = (self._means + self._stds * normal[:, None]).exp()
-        if self._told is None:
-            return values
-        all_values = values.new_zeros(_VALUES, len(self._told))
-        all_values[:, self._told] = values
-        return all_values
+        return (self._means + self._stds * normal[:, None]).exp()
 
 
 class DiagonalSurrogate:
@@ -220,11 +205,7 @@ def noise_variances(releases: Sequence[GradientRelease]) -> Tensor:
 
 
 def run_diagonal(
-    sums: DiagonalSums,
-    plan: Plan,
-    prior: GaussianPrior,
-    num_data: int,
-    told: Tensor | None = None,
+    sums: DiagonalSums, plan: Plan, prior: GaussianPrior, num_data: int
 ) -> tuple[DiagonalSurrogate, Transcript]:
     """A run for any model, with the diagonal of the curvature in the place of the whole.
 
@@ -233,14 +214,12 @@ def run_diagonal(
         plan: the noise, charged already.
         prior: independent coordinates.
         num_data: number of records, a public constant.
-        told: coordinates in which gradients are not 0 in any case, ``[d]``. None: all.
     """
     mechanism, transcript = Mechanism(sums), Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
     theta = prior.mean
     released, noise_std = torch.zeros_like(theta), 0.0
-    most = num_data * sums.curvature_bound
-    size = len(theta) if told is None else int(told.sum())
+    bound = sums.curvature_bound
     # below the prior's precision the records say nothing, and more than this they cannot say
     least = float(prior.precision.mean())
     for step, multiplier in enumerate(plan.gradient_multipliers):
@@ -260,7 +239,9 @@ def run_diagonal(
             share = older / (older + std**2)
             released = released + share * (value - released)
             noise_std = std * math.sqrt(share)
-            curvature = DiagonalCurvature(released, noise_std, least, most / size, most, told)
+            curvature = DiagonalCurvature(
+                released, noise_std, least, num_data * bound / len(theta), num_data * bound
+            )
         surrogate = DiagonalSurrogate(transcript.gradients, curvature, prior)
         centre, theta = theta, surrogate.mean
         # the point before it is valid, and all between them are public or released

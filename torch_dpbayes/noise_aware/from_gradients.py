@@ -5,17 +5,19 @@ of their regression on the points.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from scipy.stats import chi2
 from torch import Tensor
 
-from ..mcmc.density import Prior
+from ..mcmc.density import RecordDensity
 from .hidden_directions import num_like_walks
 from .normal_form import NOT_HEARD, NormalForm, roots, sure_part
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import PyroPrior
 from .transcript import GradientRelease, Transcript
+from .turned import OfTold, Turn
 from .warn import warn
 
 _RELEASES_PER_PARAMETER = 4
@@ -29,26 +31,30 @@ _QUARTERS = 4
 
 
 def posterior_from_gradients(
-    releases: Sequence[GradientRelease], prior: Prior, statement: Sequence[str]
+    releases: Sequence[GradientRelease], density: RecordDensity, statement: Sequence[str]
 ) -> NoiseAwarePosterior:
     """What the later half of ``releases``, all at one rate and noise, says about a Pyro model.
 
     Args:
         releases: in their order.
-        prior: of the model's latents.
+        density: the model; its records are not used.
         statement: what was charged, in words.
 
     Raises:
         ValueError: too few releases, or their halves contradict each other.
     """
-    likelihood, untold = regression(releases[len(releases) // 2 :])
-    latents = PyroPrior(prior)
+    latents = PyroPrior(density.prior)
+    gaussian = latents.gaussian()
+    turn = Turn(density.zero_sums(), density.read, gaussian.mean)
+    form, untold = regression([turned(r, turn) for r in releases[len(releases) // 2 :]])
     notes = []
-    if likelihood.is_heard(latents.gaussian()):
-        likelihood = likelihood.without_plateau()
+    if not turn.told.all():
+        notes.append(turn.note())
+    if form.is_heard(turn.of_prior(gaussian).of(turn.told)):
+        form = form.without_plateau()
         if untold:
             warn(
-                f"the gradients do not tell {untold} of {len(likelihood.centre)} directions:"
+                f"the gradients do not tell {untold} of {len(form.centre)} directions:"
                 " intervals may be too narrow there. Give the model no parameters that make up for"
                 " each other, or make more steps."
             )
@@ -73,12 +79,17 @@ def posterior_from_gradients(
         ),
     ]
     return NoiseAwarePosterior(
-        likelihood,
+        OfTold(form, turn),
         latents,
-        PyroCoordinates(prior),
+        PyroCoordinates(density.prior),
         [*statement, *assumed, *notes],
         transcript=Transcript(list(releases)),
     )
+
+
+def turned(release: GradientRelease, turn: Turn) -> GradientRelease:
+    """What it says of the coordinates that records tell. The noise is the same in all of them."""
+    return replace(release, theta=turn.some(release.theta), value=turn.some(release.value))
 
 
 def regression(releases: Sequence[GradientRelease]) -> tuple[NormalForm, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,10 +18,8 @@ from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module
 from ..ops.softmax import Softmax
 from .arguments import budget_of, public_num_data
-from .contrasts import OfContrasts
-from .coupled_outputs import coupled_outputs
+from .coupled_outputs import couples_outputs
 from .diagonal import run_diagonal
-from .feature_shape import InShape
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
 from .planning import Plan, diagonal_plan, general_plan, glm_plan, logistic_bound, total_multiplier
@@ -37,11 +34,8 @@ from .posterior import (
 )
 from .priors import GaussianPrior, LatentPrior, PyroPrior
 from .records import DensitySums, GLMSums, SoftmaxSums
-from .some_coordinates import OfSome
-from .surrogate import AnySurrogate
 from .transcript import Transcript
-from .turned_outputs import Turn, TurnedMixture, turn_of_layer
-from .uncertain_level import UncertainLevel
+from .turned import OfTold, Turn, TurnedMixture
 from .warn import warn
 
 Curvature = Literal["full", "diagonal"]
@@ -191,7 +185,7 @@ def laplace(
             delta,
             accountant,
             num_data,
-            partial(OfContrasts, contrasts=of_classes.contrasts),
+            of_classes.turn,
         )
     if not callable(model) or isinstance(model, type):
         raise TypeError(
@@ -258,12 +252,16 @@ def laplace_for_module(
         prior_std: standard deviation of the N(0, prior_std²) prior of every trainable parameter.
         max_grad_norm, epsilon, delta, accountant, num_data, curvature: as for :func:`laplace`.
 
-    Raises, **Privacy**: as for :func:`laplace`.
+    Raises: as for :func:`laplace`.
+
+    **Privacy.** As for :func:`laplace`. Where the loss couples the outputs of the last linear
+    layer, as a softmax does, gradients are turned by an orthogonal matrix, which leaves them as
+    long; it is made of the module and the loss at a record of zeros
+    (:mod:`~torch_dpbayes.noise_aware.turned_outputs`).
     """
     is_diagonal = _is_diagonal(curvature)
     if not is_diagonal:
         _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
-    coupling = coupled_outputs(module, loss, inputs, targets)
     bound = check_clip_bound("max_grad_norm", max_grad_norm, _BOUND)
     accountant = budget_of(accountant, epsilon, delta)
     with using_pyro, torch.no_grad():
@@ -277,14 +275,7 @@ def laplace_for_module(
             torch.zeros(size, dtype=torch.float64),
             torch.full((size,), prior_std**-2, dtype=torch.float64),
         )
-        turn = None if coupling is None else turn_of_layer(density.prior, coupling)
-        if is_diagonal and coupling is not None and (turn is None or turn.told.all()):
-            warn(
-                "the loss couples a record's outputs, and a diagonal curvature takes them for"
-                " independent: intervals are too narrow. Give a softmax a linear layer with an"
-                ' output for every class, or use curvature="full".'
-            )
-        return _of_density(
+        found = _of_density(
             density,
             prior,
             prior,
@@ -294,8 +285,18 @@ def laplace_for_module(
             accountant,
             num_data,
             is_diagonal,
-            turn,
         )
+    if (
+        is_diagonal
+        and not found.transcript.turned
+        and couples_outputs(module, loss, inputs, targets)
+    ):
+        warn(
+            "the loss couples a record's outputs, and a diagonal curvature takes them for"
+            " independent: intervals are too narrow. Give a softmax an output for every class, or"
+            ' use curvature="full".'
+        )
+    return found
 
 
 def _of_density(
@@ -308,53 +309,23 @@ def _of_density(
     accountant: PrivacyAccountant,
     num_data: int | None,
     is_diagonal: bool,
-    turn: Turn | None = None,
 ) -> NoiseAwarePosterior:
     # the noise of sums that are 0 in any case would be taken for something that the records say
-    told = density.read if turn is None else density.read & turn.told
-    if is_diagonal:
-        every = DensitySums(density, max_grad_norm, turn=turn)
-        _require_valid(every, gaussian.mean)
-        return _diagonal(
-            every,
-            gaussian,
-            PyroCoordinates(density.prior),
-            epsilon,
-            delta,
-            accountant,
-            num_data,
-            told,
-            turn,
+    found = Turn(density.zero_sums(), density.read, gaussian.mean)
+    turn = None if found.told.all() else found
+    sums = DensitySums(density, max_grad_norm, turn)
+    if not sums.is_valid(gaussian.mean if turn is None else turn.some(gaussian.mean)):
+        raise ValueError(
+            "the model cannot be evaluated at the median of its prior, where the run starts: use a"
+            " prior that suits the likelihood."
         )
-    if told.all():
-        sums = DensitySums(density, max_grad_norm)
-        _require_valid(sums, gaussian.mean)
-        as_of_all = None
-    else:
-        sums = DensitySums(density, max_grad_norm, gaussian.mean, told, turn)
-        _require_valid(sums, gaussian.mean[told])
-        as_of_all = partial(_of_all, told=told, place=gaussian.mean, turn=turn)
-    found = _general(
-        sums,
-        prior,
-        gaussian.of(told),
-        PyroCoordinates(density.prior),
-        epsilon,
-        delta,
-        accountant,
-        num_data,
-        as_of_all,
+    coordinates = PyroCoordinates(density.prior)
+    if is_diagonal:
+        return _diagonal(sums, gaussian, coordinates, epsilon, delta, accountant, num_data, turn)
+    prior_of_sums = gaussian if turn is None else turn.of_prior(gaussian).of(turn.told)
+    return _general(
+        sums, prior, prior_of_sums, coordinates, epsilon, delta, accountant, num_data, turn
     )
-    if turn is not None and as_of_all is not None:
-        found.transcript = replace(found.transcript, output_basis=turn.basis)
-    return found
-
-
-def _of_all(
-    inner: AnySurrogate | UncertainLevel | InShape, told: Tensor, place: Tensor, turn: Turn | None
-) -> OfSome | OfContrasts:
-    of_some = OfSome(inner, told, place)
-    return of_some if turn is None else OfContrasts(of_some, turn)
 
 
 def _general(
@@ -366,11 +337,8 @@ def _general(
     delta: float | None,
     accountant: PrivacyAccountant,
     num_data: int | None,
-    as_of_all: Callable[[AnySurrogate | UncertainLevel | InShape], OfSome | OfContrasts] | None,
+    turn: Turn | None,
 ) -> NoiseAwarePosterior:
-    """``as_of_all`` makes a likelihood of all parameters of one of those that sums are over; None:
-    these are all.
-    """
     count = public_num_data(num_data, sums.num_records, accountant)
     plan = general_plan(
         total_multiplier(accountant, epsilon, delta),
@@ -381,7 +349,12 @@ def _general(
     )
     charge(accountant, plan, _LABEL)
     surrogate, transcript = run_general(sums, plan, prior_of_sums, count)
-    likelihood = surrogate if as_of_all is None else as_of_all(surrogate)
+
+    def agreement(mode: Tensor, precision: Tensor) -> float:
+        if turn is not None:
+            mode, precision = turn.some(mode), turn.some_of_matrix(precision)
+        return surrogate.agreement(mode, precision)
+
     statement = _statement(
         accountant,
         plan,
@@ -389,18 +362,16 @@ def _general(
         "the log likelihood is taken as quadratic around the last points of the run",
     )
     statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)
-    if as_of_all is not None:
-        statement.append(
-            f"  released    for the {sums.dimension} of {len(likelihood.centre)} unconstrained"
-            " coordinates that records depend on; the others follow from them by the prior"
-        )
+    if turn is not None:
+        statement.append(turn.note())
+        transcript = replace(transcript, turned=turn.places)
     return NoiseAwarePosterior(
-        likelihood,
+        surrogate if turn is None else OfTold(surrogate, turn),
         prior,
         coordinates,
         statement,
         transcript=transcript,
-        agreement=likelihood.agreement,
+        agreement=agreement,
     )
 
 
@@ -412,7 +383,6 @@ def _diagonal(
     delta: float | None,
     accountant: PrivacyAccountant,
     num_data: int | None,
-    told: Tensor | None = None,
     turn: Turn | None = None,
 ) -> NoiseAwarePosterior:
     count = public_num_data(num_data, sums.num_records, accountant)
@@ -422,7 +392,9 @@ def _diagonal(
         clips=sums.curvature_is_of_gradients,
     )
     charge(accountant, plan, _LABEL)
-    surrogate, transcript = run_diagonal(sums, plan, prior, count, told)
+    prior_of_phi = prior if turn is None else turn.of_prior(prior)
+    prior_of_sums = prior if turn is None else prior_of_phi.of(turn.told)
+    surrogate, transcript = run_diagonal(sums, plan, prior_of_sums, count)
     statement = _statement(
         accountant,
         plan,
@@ -435,22 +407,10 @@ def _diagonal(
     statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)
     mixture: Mixture = surrogate
     if turn is not None:
-        mixture = TurnedMixture(surrogate, turn)
-        transcript = replace(transcript, output_basis=turn.basis)
-        statement.append(
-            "  coordinates outputs of the last layer are turned to where the loss does not couple"
-            f" them: transcript.output_basis. Records tell {int(turn.told.sum())} of"
-            f" {len(turn.told)} coordinates"
-        )
+        mixture = TurnedMixture(surrogate, prior_of_phi, turn)
+        statement.append(turn.note())
+        transcript = replace(transcript, turned=turn.places)
     return DiagonalPosterior(mixture, prior, coordinates, statement, transcript)
-
-
-def _require_valid(sums: DensitySums, start: Tensor) -> None:
-    if not sums.is_valid(start):
-        raise ValueError(
-            "the model cannot be evaluated at the median of its prior, where the run starts: use a"
-            " prior that suits the likelihood."
-        )
 
 
 def _is_diagonal(curvature: str) -> bool:

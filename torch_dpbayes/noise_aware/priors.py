@@ -76,6 +76,16 @@ class GaussianPrior:
         """d."""
         return len(self.mean)
 
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether coordinates are independent."""
+        return self._covariance is None
+
+    @property
+    def covariance(self) -> Tensor:
+        """``[d, d]``."""
+        return torch.diag(1 / self.precision) if self._covariance is None else self._covariance
+
     def log_density(self, theta: Tensor) -> Tensor:
         """Up to a constant, ``[...]`` for ``[..., d]``; differentiable."""
         apart = theta - self.mean

@@ -15,11 +15,10 @@ from torch import Tensor
 from ..mcmc.density import RecordDensity
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
-from .contrasts import Contrasts
 from .priors import GaussianPrior
 from .response import LinearResponse, NormalFeatureResponse, Response
 from .scores import Bernoulli, Gaussian, Poisson, Target, scores, slopes, variances
-from .turned_outputs import Turn
+from .turned import Turn
 
 _LARGEST_RESIDUAL = 1e30  # of a record whose features are zero: its gradient is zero anyway
 _ROUNDING = 1e-6  # clipped gradients are shortened by this share, which covers float32
@@ -192,10 +191,8 @@ class SoftmaxSums:
     """Sums over the records of a multinomial logistic regression: gradients need no clipping, and
     the curvature is the Hessian itself.
 
-    A vector that is added to the weights of all classes changes no probability: gradients and
-    Hessian are exactly 0 that way, and their noise would be taken for something that the records
-    say. So parameters are φ = (Qᵀ⊗I)θ, where Q ``[K, K−1]`` is an orthonormal basis of what sums to
-    0 over the classes: QᵀG is as long as the gradient G, and QᵀHQ as the Hessian.
+    A vector that is added to the weights of all classes changes no probability, so that parameters
+    are the contrasts of the classes (:mod:`~torch_dpbayes.noise_aware.turned`).
 
     Args:
         model: the number of classes, the prior and the bound on the features.
@@ -208,12 +205,14 @@ class SoftmaxSums:
     def __init__(self, model: Softmax, features: Tensor, labels: Tensor) -> None:
         self._records = model.records(*model.prepare((features, labels)))
         self.gradient_bound, self.curvature_bound = model.lipschitz, model.record_smoothness
-        self.contrasts = Contrasts(model.num_classes, features.shape[1])
-        self.dimension = (model.num_classes - 1) * features.shape[1]
+        size = model.num_classes * features.shape[1]
+        places = torch.arange(size).reshape(model.num_classes, -1)
+        self.prior_of_weights = _standard(size, model.prior_std)
+        self.turn = Turn([places], torch.ones(size, dtype=torch.bool), self.prior_of_weights.mean)
+        self.dimension = size - features.shape[1]
         self.site = torch.zeros(self.dimension, dtype=torch.int64)
         self.num_records = len(features)
         self.prior = _standard(self.dimension, model.prior_std)
-        self.prior_of_weights = _standard(model.num_classes * features.shape[1], model.prior_std)
 
     def is_valid(self, theta: Tensor) -> bool:
         """Everywhere."""
@@ -221,13 +220,13 @@ class SoftmaxSums:
 
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ ∇ℓ_i(φ). Private data."""
-        found = self._records.gradient_sum(self.contrasts.back(theta).to(self._records.x.device))
-        return self.contrasts.of(found.cpu())
+        found = self._records.gradient_sum(self.turn.whole(theta).to(self._records.x.device))
+        return self.turn.some(found.cpu())
 
     def curvature_sum(self, theta: Tensor) -> Tensor:
         """Σ ∇²ℓ_i(φ). Private data."""
-        found = self._records.hessian_sum(self.contrasts.back(theta).to(self._records.x.device))
-        return self.contrasts.of_matrix(found.cpu())
+        found = self._records.hessian_sum(self.turn.whole(theta).to(self._records.x.device))
+        return self.turn.some_of_matrix(found.cpu())
 
     def clipped_count(self, theta: Tensor) -> int:
         """None is."""
@@ -247,43 +246,39 @@ class DensitySums:
     Args:
         density: the model on its data.
         max_grad_norm: clip bound of a record's gradient in unconstrained space.
-        place: a vector of all latents ``[D]``, in which ``told`` are replaced.
-        told: the d coordinates that sums are over, ``[D]``; gradients of the others have to be 0.
-            None: all.
-        turn: which φ of the latents the sums, ``place`` and ``told`` are of. None: themselves.
+        turn: which coordinates of the latents sums are over. None: the latents themselves.
     """
 
     curvature_is_of_gradients = True
 
     def __init__(
-        self,
-        density: RecordDensity,
-        max_grad_norm: float,
-        place: Tensor | None = None,
-        told: Tensor | None = None,
-        turn: Turn | None = None,
+        self, density: RecordDensity, max_grad_norm: float, turn: Turn | None = None
     ) -> None:
-        self._density, self._place, self._turn = density, place, turn
-        self._told = slice(None) if told is None else told
-        self.dimension = density.prior.dimension if told is None else int(told.sum())
+        self._density, self._turn = density, turn
+        told = torch.ones(density.prior.dimension, dtype=torch.bool) if turn is None else turn.told
+        self.dimension = int(told.sum())
+        self.site = density.sites[told].unique(return_inverse=True)[1]
         self.num_records = density.num_records
-        self.site = density.sites[self._told].unique(return_inverse=True)[1]
         self.gradient_bound = float(max_grad_norm)
         self.curvature_bound = self.gradient_bound**2
         self._clip = (1 - _ROUNDING) * self.gradient_bound
 
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ clip(−∇ log p(x_i | θ)). Private data."""
-        return self._of(-self._density.clipped_gradient_sum(self._own(theta), self._clip))
+        found = -self._density.clipped_gradient_sum(self._own(theta), self._clip)
+        return found if self._turn is None else self._turn.some(found)
 
     def curvature_sum(self, theta: Tensor) -> Tensor:
         """Σ c cᵀ. Private data."""
-        return self._of(self._of(self._density.clipped_outer_sum(self._own(theta), self._clip)).T)
+        found = self._density.clipped_outer_sum(self._own(theta), self._clip)
+        return found if self._turn is None else self._turn.some_of_matrix(found)
 
     def curvature_diagonal(self, theta: Tensor) -> Tensor:
         """Σ c∘c. Private data."""
-        turned = None if self._turn is None else self._turn.of
-        return self._density.clipped_square_sum(self._own(theta), self._clip, turned)[self._told]
+        own, turn = self._own(theta), self._turn
+        if turn is None:
+            return self._density.clipped_square_sum(own, self._clip)
+        return self._density.clipped_square_sum(own, self._clip, turn.of)[turn.told]
 
     def clipped_count(self, theta: Tensor) -> int:
         """How many gradients are clipped. Private data."""
@@ -293,14 +288,7 @@ class DensitySums:
         """Whether gradients can be computed at θ, whatever the records are."""
         return self._density.has_gradients(self._own(theta))
 
-    def _of(self, vectors: Tensor) -> Tensor:
-        turned = vectors if self._turn is None else self._turn.of(vectors)
-        return turned[..., self._told]
-
     def _own(self, theta: Tensor) -> Tensor:
-        if self._place is not None:
-            theta, told = self._place.to(theta).clone(), theta
-            theta[self._told] = told
         if self._turn is not None:
-            theta = self._turn.back(theta)
+            theta = self._turn.whole(theta)
         return theta.to(self._density.prior.device, self._density.prior.dtype)

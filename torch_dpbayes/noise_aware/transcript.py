@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -76,6 +77,6 @@ class Transcript:
     feature_map: Tensor | None = None
     """A, where all later releases are of the features Ax, weighted, and of the parameters A⁻ᵀθ
     (:mod:`~torch_dpbayes.noise_aware.feature_shape`)."""
-    output_basis: Tensor | None = None
-    """Q, where all releases are of QᵀW and Qᵀb of the last layer's parameters
-    (:mod:`~torch_dpbayes.noise_aware.turned_outputs`)."""
+    turned: Sequence[Tensor] = ()
+    """Places ``[K, m]`` of latents of which records tell only differences: all releases are of φ =
+    Qθ, without what each K have in common (:mod:`~torch_dpbayes.noise_aware.turned`)."""

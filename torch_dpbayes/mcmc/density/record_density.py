@@ -14,8 +14,15 @@ from .arguments import Arguments, Call
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, norms_of
 from .program import Program, Recorder
-from .pyro_runs import InvalidPoint, Model, without_value_checks
+from .pyro_runs import (
+    FLAVOURS,
+    InvalidPoint,
+    Model,
+    public_randomness,
+    without_value_checks,
+)
 from .structure import find_structure
+from .zero_sums import zero_sums
 
 _CHUNK_BYTES = 2**24  # of intermediate results: larger chunks fall out of the processor's caches
 _NUMBERS_IN_FLOAT64 = 2**17  # likewise
@@ -109,6 +116,30 @@ class RecordDensity:
         site is a parent of others alone.
         """
         return torch.tensor(self._terms.parts_read(self._site_sizes))[self.sites]
+
+    @torch.no_grad()
+    def zero_sums(self) -> list[Tensor]:
+        """Latents whose gradients add up to 0 along a dimension, whatever the records are, as those
+        of classes under a softmax: see :func:`~torch_dpbayes.mcmc.density.zero_sums.zero_sums`. No
+        function of the data: it is seen on made-up rows, at draws of the prior and near 0.
+        """
+        return zero_sums(self.prior, self._gradients_of_made_up())
+
+    def _gradients_of_made_up(self) -> Iterator[Tensor]:
+        gradients, prior = self._gradients, self.prior
+        on_cpu = prior.device.type == "cpu"  # elsewhere an index out of range ends the process
+        for flavour in (None, *(f for f in FLAVOURS if on_cpu or f != "counts")):
+            for near_zero in (False, True):
+                with public_randomness():
+                    rows = self._few_rows
+                    if flavour is not None:
+                        rows = self._arguments.made_up_rows(gradients.few_rows, flavour)
+                    theta = prior.samples(1)[0]
+                    if near_zero:
+                        theta = 0.3 * torch.randn_like(theta)
+                found = gradients.of_few(theta, rows)
+                if found is not None:
+                    yield found
 
     @property
     def _site_sizes(self) -> list[int]:
