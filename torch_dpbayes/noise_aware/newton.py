@@ -162,14 +162,16 @@ def run_general(
         centre = best.theta
         if step in multipliers:
             release = mechanism.curvature(centre, multipliers[step])
-            first = not transcript.curvatures
+            first, held_mean = not transcript.curvatures, holds_mean
             transcript.curvatures.append(release)
             value, std, share = release.value, release.noise_std, 1.0
             if sums.curvature_is_of_gradients:
                 value, std, holds_mean = _about_their_mean(release, best, num_data)
                 share = share_of_curvature(release, num_data * sums.curvature_bound)
             own = blocks.variances(std)
-            raw, variances = (value, own) if first else blocks.combined(raw, variances, value, own)
+            # an average would keep the part of the mean that earlier ones have
+            afresh = first or (held_mean and not holds_mean)
+            raw, variances = (value, own) if afresh else blocks.combined(raw, variances, value, own)
             curvature, spread = blocks.denoised(raw, variances)
             control.released(share * curvature)
         theta = control.next_point(fitted(spread))

@@ -17,6 +17,7 @@ ORDER = [
     "record_terms",
     "locality",
     "program",
+    "zero_sums",
     "record_density",
     "record_statistics",
 ]
