@@ -211,33 +211,28 @@ def test_what_changes_no_probability_of_a_softmax_is_as_wide_as_the_prior(epsilo
 
 
 @pytest.mark.parametrize("curvature", ["full", "diagonal"])
-def test_the_same_of_a_pyro_model_whose_classes_have_other_priors(curvature):
-    """What the classes have in common depends on their contrasts by the prior, where it has other
-    widths: N(0, s²) weights whose differences are known to be 0 have the precision Σ s⁻².
-    """
-    stds = torch.tensor([[0.5], [1.0], [2.0]]).expand(3, 2)
+def test_priors_of_other_widths_are_kept(curvature):
+    """One class is held at zero by its prior."""
+    stds = torch.tensor([[0.01], [1.0], [1.0]]).expand(3, 2)
 
     def model(x, labels):
         weights = pyro.sample("weights", dist.Normal(0 * stds, stds).to_event(2))
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Categorical(logits=x @ weights.T), obs=labels)
 
-    x, labels = softmax_data(50_000, torch.zeros(3, 2, dtype=DOUBLE))
+    x, labels = softmax_data(20_000, torch.zeros(3, 2, dtype=DOUBLE))
     post = laplace(
         model,
         x.float(),
         labels,
-        epsilon=30.0,
+        epsilon=8.0,
         delta=1e-5,
         max_grad_norm=1.42,
         curvature=curvature,
     )
-    common = post.sample(4000)["weights"].mean(1).std(0)
-    exact = float((stds[:, 0] ** -2).sum() ** -0.5)
-    if curvature == "full":
-        assert bool((common / exact - 1).abs().lt(0.25).all())
-    else:  # independent of the contrasts, and so no narrower
-        assert bool((common > 0.9 * exact).all())
+    draws = post.sample(4000)["weights"]
+    assert bool((draws[:, 0].std(0) < 0.015).all()) and bool((draws[:, 0].abs() < 0.1).all())
+    assert bool((draws[:, 1:].std(0) < 0.1).all())
 
 
 def test_few_records_leave_a_narrow_prior_as_it_is():

@@ -254,10 +254,9 @@ def laplace_for_module(
 
     Raises: as for :func:`laplace`.
 
-    **Privacy.** As for :func:`laplace`. Where the loss couples the outputs of the last linear
-    layer, as a softmax does, gradients are turned by an orthogonal matrix, which leaves them as
-    long; it is made of the module and the loss at a record of zeros
-    (:mod:`~torch_dpbayes.noise_aware.turned_outputs`).
+    **Privacy.** As for :func:`laplace`. What parameters have in common and no record tells, as
+    those of the classes of a softmax, is set apart by a reflection, which leaves gradients as long
+    as they are; it is found on made-up rows (:mod:`~torch_dpbayes.noise_aware.turned`).
     """
     is_diagonal = _is_diagonal(curvature)
     if not is_diagonal:
@@ -311,7 +310,10 @@ def _of_density(
     is_diagonal: bool,
 ) -> NoiseAwarePosterior:
     # the noise of sums that are 0 in any case would be taken for something that the records say
-    found = Turn(density.zero_sums(), density.read, gaussian.mean)
+    places = density.zero_sums()
+    if is_diagonal:  # coordinates of φ depend on each other where those of θ have other priors
+        places = [rows for rows in places if gaussian.is_alike(rows)]
+    found = Turn(places, density.read, gaussian.mean)
     turn = None if found.told.all() else found
     sums = DensitySums(density, max_grad_norm, turn)
     if not sums.is_valid(gaussian.mean if turn is None else turn.some(gaussian.mean)):

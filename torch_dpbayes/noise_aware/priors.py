@@ -81,6 +81,12 @@ class GaussianPrior:
         """Whether coordinates are independent."""
         return self._covariance is None
 
+    def is_alike(self, places: Tensor) -> bool:
+        """Whether independent coordinates ``[K, m]`` have the same prior for all K."""
+        mean, precision = self.mean[places], self.precision[places]
+        same = bool((mean == mean[:1]).all()) and bool((precision == precision[:1]).all())
+        return same and self.is_diagonal
+
     @property
     def covariance(self) -> Tensor:
         """``[d, d]``."""

@@ -149,7 +149,9 @@ class TurnedMixture:
 
     def __init__(self, inner: DiagonalSurrogate, prior: GaussianPrior, turn: Turn) -> None:
         self._inner, self._prior, self._turn = inner, prior, turn
-        self._told, self._rest = turn.told, prior.of(~turn.told)
+        self._told = turn.told
+        # without correlations, as all of the diagonal form
+        self._rest = GaussianPrior(prior.mean[~turn.told], prior.precision[~turn.told])
         self.mean = turn.of(self._with_rest(inner.mean, self._rest.mean))
         variances = self._with_rest(inner.variance, 1 / self._rest.precision)
         self.variance = turn.of_variances(variances)

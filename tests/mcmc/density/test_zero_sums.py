@@ -166,3 +166,24 @@ def test_neither_records_nor_trained_values_nor_the_random_state_count():
         module[2].bias.copy_(torch.tensor([0.0, 0.0, -90.0, -90.0]))
     after = density_of(module, CROSS_ENTROPY, torch.zeros(RECORDS).long()).zero_sums()
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_rows_of_groups_that_made_up_rows_do_not_have_are_found():
+    def model(group, labels):
+        weights = pyro.sample("w", dist.Normal(torch.zeros(10, 3), 1.0).to_event(2))
+        with pyro.plate("data", len(group)):
+            pyro.sample("y", dist.Categorical(logits=weights[group]), obs=labels)
+
+    data = torch.randint(10, (RECORDS,)), torch.randint(3, (RECORDS,))
+    (rows,) = RecordDensity(model, data, count_is_public=True).zero_sums()
+    assert rows.shape == (3, 10)
+
+
+def test_a_prior_that_has_no_draws_is_no_error(monkeypatch):
+    density = density_of(net(), CROSS_ENTROPY)
+
+    def none(count):
+        raise ValueError("no draw has a density")
+
+    monkeypatch.setattr(density.prior, "samples", none)
+    assert len(density.zero_sums()) == 2

@@ -128,15 +128,21 @@ class RecordDensity:
     def _gradients_of_made_up(self) -> Iterator[Tensor]:
         gradients, prior = self._gradients, self.prior
         on_cpu = prior.device.type == "cpu"  # elsewhere an index out of range ends the process
-        for flavour in (None, *(f for f in FLAVOURS if on_cpu or f != "counts")):
-            for near_zero in (False, True):
-                with public_randomness():
-                    rows = self._few_rows
-                    if flavour is not None:
+        flavours = (None, *(f for f in FLAVOURS if on_cpu or f != "counts"))
+        with public_randomness():
+            near_zero = 0.3 * torch.randn(
+                len(flavours), prior.dimension, dtype=prior.dtype, device=prior.device
+            )
+            try:
+                drawn = prior.samples(len(flavours))
+            except ValueError:  # hardly any draw has a density
+                drawn = near_zero
+        for flavour, *thetas in zip(flavours, drawn, near_zero, strict=True):
+            for theta in thetas:
+                rows = self._few_rows
+                if flavour is not None:
+                    with public_randomness():
                         rows = self._arguments.made_up_rows(gradients.few_rows, flavour)
-                    theta = prior.samples(1)[0]
-                    if near_zero:
-                        theta = 0.3 * torch.randn_like(theta)
                 found = gradients.of_few(theta, rows)
                 if found is not None:
                     yield found

@@ -26,7 +26,8 @@ def zero_sums(prior: Prior, gradients: Iterable[Tensor]) -> list[Tensor]:
 
     Returns:
         For each of the latents the places of its entries in θ, ``[K, m]``: gradients add up to 0
-        over the K. Columns in which no gradient was seen are left out.
+        over the K, in every column in which one was seen. Others are taken for such, too: where a
+        latent has a row for each group, made-up rows see few groups.
     """
     places = prior.unflatten(torch.arange(prior.dimension))
     candidates = [
@@ -50,9 +51,8 @@ def zero_sums(prior: Prior, gradients: Iterable[Tensor]) -> list[Tensor]:
     found, taken = [], torch.zeros(prior.dimension, dtype=torch.bool)
     for place, largest, size in zip(candidates, sums, sizes, strict=True):
         seen = size > 0
-        if bool(seen.any()) and bool((largest <= tolerance * size).all()):
-            chosen = place[:, seen]
-            if not taken[chosen].any():
-                taken[chosen] = True
-                found.append(chosen)
+        adds_up = bool(seen.any()) and bool((largest <= tolerance * size).all())
+        if adds_up and not taken[place].any():
+            taken[place] = True
+            found.append(place)
     return found
