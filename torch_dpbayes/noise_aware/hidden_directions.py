@@ -1,13 +1,12 @@
 r"""Directions whose curvature is no larger than the noise of its release, beside others that are
 known.
 
-A network's last layer can add one vector to the weights of all classes, a hidden layer can be
-scaled up if the next one is scaled down: the log likelihood does not change, its curvature is 0
-there, and what is released of it is noise. A surrogate marginalises that noise under a flat prior
-of the curvature; a gradient near zero would then say that θ is near, as hardly any curvature under
-a flat prior is so small that it says nothing. The mean level over all directions, which
-:class:`~torch_dpbayes.noise_aware.uncertain_level.UncertainLevel` has, is known well and does not
-tell of them.
+A network's hidden layer can be scaled up if the next one is scaled down: the log likelihood does
+not change, its curvature is 0 there, and what is released of it is noise. A surrogate marginalises
+that noise under a flat prior of the curvature; a gradient near zero would then say that θ is near,
+as hardly any curvature under a flat prior is so small that it says nothing. The mean level over all
+directions, which :class:`~torch_dpbayes.noise_aware.uncertain_level.UncertainLevel` has, is known
+well and does not tell of them.
 
 So the directions U of the released matrix whose eigenvalues lie within the semicircle of its noise
 around their own mean have a level λ of their own: p(λ) ∝ 1/λ given that mean. In the matrix's

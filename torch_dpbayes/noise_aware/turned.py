@@ -148,7 +148,7 @@ class TurnedMixture:
     """
 
     def __init__(self, inner: DiagonalSurrogate, prior: GaussianPrior, turn: Turn) -> None:
-        self._inner, self._prior, self._turn = inner, prior, turn
+        self._inner, self._turn = inner, turn
         self._told = turn.told
         # without correlations, as all of the diagonal form
         self._rest = GaussianPrior(prior.mean[~turn.told], prior.precision[~turn.told])
