@@ -219,11 +219,38 @@ def beta_bernoulli(cell: Cell) -> Outcome:
     )
 
 
+def hierarchical_oracle(
+    curvature: Tensor, noise_variance: float, truth: Tensor, groups: int
+) -> float:
+    """Mean posterior standard deviation of the groups' effects, given a gradient at the mode drawn
+    from the normal form at the true curvature; over the groups' scale by quadrature.
+    """
+    size = len(truth)
+    noisy = curvature + noise_variance * torch.eye(size, dtype=torch.float64)
+    precision = curvature @ torch.linalg.solve(noisy, curvature)
+    covariance = torch.linalg.inv(precision + 1e-9 * torch.eye(size, dtype=torch.float64))
+    normal = torch.distributions.MultivariateNormal
+    seen = normal(truth, covariance).sample()
+    scales = torch.linspace(0.005, 5.0, 500, dtype=torch.float64)
+    own = torch.ones(len(scales), size, dtype=torch.float64)  # of slopes
+    own[:, :groups] = scales[:, None].square()
+    prior = torch.diag_embed(own)
+    prior[:, :groups, :groups] += 1.0  # the mean's
+    weights = normal(torch.zeros_like(seen), prior + covariance).log_prob(seen)
+    weights = (weights - scales.square() / 2).softmax(0)
+    gain = torch.linalg.solve(prior + covariance, prior).mT
+    means = gain @ seen
+    variances = (prior - gain @ prior).diagonal(dim1=-2, dim2=-1)
+    mean = weights @ means
+    total = weights @ (variances + (means - mean).square())
+    return float(total[:groups].sqrt().mean())
+
+
 def hierarchical(cell: Cell) -> Outcome:
     """20 groups with an intercept each around a common mean, and two slopes; the groups'
     scale has a half-normal prior.
     """
-    groups, slopes = 20, 2
+    groups, slopes, bound = 20, 2, math.sqrt(2)
     one = torch.ones((), dtype=torch.float64)
 
     def model(group: Tensor, x: Tensor, y: Tensor | None = None) -> None:
@@ -243,14 +270,28 @@ def hierarchical(cell: Cell) -> Outcome:
     y = truth.nodes["y"]["value"]
     held = accountant(cell)
     post = noise_aware.laplace(
-        model, group, x, y, accountant=held, max_grad_norm=math.sqrt(2), num_data=cell.num_data
+        model, group, x, y, accountant=held, max_grad_norm=bound, num_data=cell.num_data
     )
     draws = post.sample(1000)
     found = [
         ranks(draws[name], truth.nodes[name]["value"]).reshape(-1)
         for name in ("intercept", "slope", "mean", "scale")
     ]
-    return Outcome(torch.cat(found), float(post.stddev["intercept"].mean()), scale_rank=found[-1])
+    told = torch.cat([truth.nodes[name]["value"] for name in ("intercept", "slope")])
+    design = torch.cat([torch.nn.functional.one_hot(group, groups), x], 1)
+    mean = (design @ told).sigmoid()
+    curvature = (design.T * (mean * (1 - mean))) @ design
+    spent = 1 / sum(g.noise_std**-2 for g in post.transcript.gradients)
+    oracles = (
+        hierarchical_oracle(curvature, variance, told, groups)
+        for variance in (spent, (bound * whole_budget(cell)) ** 2)
+    )
+    return Outcome(
+        torch.cat(found),
+        float(post.stddev["intercept"].mean()),
+        *oracles,
+        scale_rank=found[-1],
+    )
 
 
 SIMULATE: dict[str, Callable[[Cell], Outcome]] = {

@@ -23,7 +23,7 @@ class QuadraticSums:
     def __init__(self, level, num_records, of_gradients):
         self.curvature = level * torch.eye(SIZE, dtype=DOUBLE)
         self.num_records, self.curvature_is_of_gradients = num_records, of_gradients
-        self.site = torch.zeros(SIZE, dtype=torch.int64)
+        self.site, self.groups = torch.zeros(SIZE, dtype=torch.int64), None
 
     def is_valid(self, theta):
         return True

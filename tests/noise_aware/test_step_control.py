@@ -140,7 +140,7 @@ class Records:
 
     def __init__(self, dimension, num_records, bound):
         self.dimension, self.num_records = dimension, num_records
-        self.site = torch.zeros(dimension, dtype=torch.int64)
+        self.site, self.groups = torch.zeros(dimension, dtype=torch.int64), None
         self.gradient_bound, self.curvature_bound = bound, bound**2
 
     def gradients(self, theta):

@@ -17,6 +17,7 @@ import math
 import torch
 from torch import Tensor
 
+from .groups import Groups
 from .noisy_gram import mean_part
 from .response import FLOOR_OF_NOISE, floored, level_quantiles
 
@@ -33,21 +34,27 @@ class BlockLevels:
     Args:
         site: number of each coordinate's site, ``[d]``, from 0 without gaps.
         num_data: n, public: entries are known to be no more alike than those of n records.
+        groups: between which entries are known to be 0.
     """
 
-    def __init__(self, site: Tensor, num_data: int) -> None:
-        self._site, self._num_data = site, num_data
+    def __init__(self, site: Tensor, num_data: int, groups: Groups | None = None) -> None:
+        self._site, self._num_data, self._groups = site, num_data, groups
         self._sizes = torch.bincount(site).to(torch.float64)
         sites = len(self._sizes)
         low, high = torch.minimum(site[:, None], site), torch.maximum(site[:, None], site)
         self._class = (sites + low * sites + high).fill_diagonal_(0) + torch.diag(site)
-        counts = torch.bincount(self._class.flatten(), minlength=sites * (1 + sites))
+        known = sites * (1 + sites)  # the last class
+        if groups is not None:
+            self._class[groups.apart] = known
+        counts = torch.bincount(self._class.flatten(), minlength=known + 1)
         self._counts = counts.to(torch.float64)
         self._counts[sites:] /= 2  # entries off the diagonal are there twice
 
     def variances(self, noise_std: float) -> Tensor:
-        """Those of a matrix whose entries all have the same noise."""
-        return torch.full_like(self._counts, noise_std**2)
+        """Those of a matrix whose entries all have the same noise, but for those known to be 0."""
+        found = torch.full_like(self._counts, noise_std**2)
+        found[-1] = 0.0
+        return found
 
     def means(self, matrix: Tensor) -> Tensor:
         """Of a matrix' diagonal, for each site."""
@@ -78,7 +85,7 @@ class BlockLevels:
         matrix = torch.diag(level[self._site])
         matrix += kept[self._class] * (released - torch.diag(means[self._site]))
         least = max(FLOOR_OF_NOISE * std, _ROUNDING * float(level.max()))
-        return floored(matrix, least), std
+        return self._floored(matrix, least), std
 
     def combined(
         self, earlier: Tensor, earlier_variances: Tensor, later: Tensor, later_variances: Tensor
@@ -90,7 +97,7 @@ class BlockLevels:
         """
         apart = self._squares(later - earlier) / self._counts.clamp_min(1.0)
         earlier_variances = torch.maximum(earlier_variances, apart - later_variances)
-        weight = earlier_variances / (earlier_variances + later_variances)
+        weight = (earlier_variances / (earlier_variances + later_variances)).nan_to_num(0.0)
         return earlier + weight[self._class] * (later - earlier), weight * later_variances
 
     def _kept(self, released: Tensor, variances: Tensor) -> Tensor:
@@ -105,9 +112,9 @@ class BlockLevels:
         # of a site's sum one coordinate has it all; and no entry is larger than the two on the
         # diagonal beside it
         most = torch.cat([self._sizes * levels**2, 2 * torch.outer(levels, levels).flatten()])
-        free = self._counts.clone()
+        free = self._counts[:-1].clone()
         free[:sites] -= 1
-        kept = torch.zeros_like(free)
+        kept = torch.zeros_like(self._counts)
         for k in (free > 0).nonzero().flatten().tolist():
             noise, highest = float(variances[k]), float(most[k])
             if noise:
@@ -116,6 +123,19 @@ class BlockLevels:
             else:
                 kept[k] = 1.0
         return kept
+
+    def error_variances(self, released: Tensor, variances: Tensor, levels: Tensor) -> Tensor:
+        """Those of what is left of each entry's error, ``[d, d]``, where sites have these levels:
+        without negative eigenvalues no entry is larger than the levels of its two sites.
+        """
+        entries = (variances * self._kept(released, variances))[self._class]
+        own = levels[self._site]
+        return _as_off_diagonal(torch.minimum(entries, torch.outer(own, own)))
+
+    def _floored(self, matrix: Tensor, least: float) -> Tensor:
+        if self._groups is None:
+            return floored(matrix, least)
+        return self._groups.floored(matrix, least)
 
     def _squares(self, matrix: Tensor) -> Tensor:
         """Sums over each class, of as many numbers as ``_counts`` says."""
@@ -153,7 +173,8 @@ class BlockLevels:
         """
         unit = levels[self._site].sqrt()
         moved = matrix + torch.diag((levels - self.means(matrix))[self._site])
-        bounded = unit[:, None] * floored(moved / torch.outer(unit, unit), _SMALLEST_PART) * unit
+        relative = self._floored(moved / torch.outer(unit, unit), _SMALLEST_PART)
+        bounded = unit[:, None] * relative * unit
         scale = (levels / self.means(bounded)).sqrt()[self._site]
         return scale[:, None] * bounded * scale
 
@@ -164,3 +185,8 @@ class BlockLevels:
         if spread <= 0:
             return torch.ones(len(self._site), dtype=levels.dtype)
         return (levels / spread).sqrt().clamp(max=1.0)[self._site]
+
+
+def _as_off_diagonal(variances: Tensor) -> Tensor:
+    """Half of what is off the diagonal."""
+    return (variances + torch.diag(variances.diagonal())) / 2

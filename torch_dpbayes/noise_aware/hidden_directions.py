@@ -150,8 +150,8 @@ class PartlyHidden(Surrogate):
         outer = delta[..., :, None] * delta[..., None, :]
         return self._half * (torch.diag_embed(delta.square() @ entries) + entries * outer)
 
-    def change_of_rank_one(self) -> None:
-        """It is of rank two."""
+    def form(self) -> None:
+        """A change of rank two has none."""
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """By a change of rank two: M = D + ½v²BCBᵀ, B = (Δ_U, Δ_S) with zeros elsewhere, C =

@@ -15,6 +15,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.choices import Neighboring, neighboring_relation
 from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent
 from ..noise import GaussianNoise
+from .groups import Groups
 from .planning import Plan
 from .priors import GaussianPrior
 from .response import Response
@@ -56,6 +57,8 @@ class GeneralSums(PrivateSums, Protocol):
     num_records: int
     site: Tensor
     """The number of each parameter's site, ``[d]``, from 0 without gaps."""
+    groups: Groups | None
+    """Parameters of which every record reads one group's; None where there are none."""
     curvature_is_of_gradients: bool
     """Whether :meth:`curvature_sum` is Σ c cᵀ of the clipped gradients."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from .block_levels import BlockLevels
 from .feature_lengths import EDGES, best_length
 from .feature_shape import InShape, feature_shape
+from .grouped_surrogate import GroupedSurrogate
 from .hidden_directions import with_hidden_levels
 from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
 from .mechanism import GeneralSums, Mechanism, PrivateGram
@@ -136,11 +137,8 @@ def run_general(
         prior: a Gaussian one, or what a Gaussian says of another one; the steps alone use it.
         num_data: number of records, a public constant.
     """
-    mechanism, control, blocks = (
-        Mechanism(sums),
-        StepControl(prior),
-        BlockLevels(sums.site, num_data),
-    )
+    mechanism, control, groups = Mechanism(sums), StepControl(prior), sums.groups
+    blocks = BlockLevels(sums.site, num_data, groups)
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
     theta, variances, holds_mean = prior.mean, blocks.variances(0.0), False
@@ -168,9 +166,11 @@ def run_general(
             if sums.curvature_is_of_gradients:
                 value, std, holds_mean = _about_their_mean(release, best, num_data)
                 share = share_of_curvature(release, num_data * sums.curvature_bound)
-            own = blocks.variances(std)
             # an average would keep the part of the mean that earlier ones have
             afresh = first or (held_mean and not holds_mean)
+            if groups is not None and groups.contradict(release):
+                groups, blocks, afresh = None, BlockLevels(sums.site, num_data), True
+            own = blocks.variances(std)
             raw, variances = (value, own) if afresh else blocks.combined(raw, variances, value, own)
             curvature, spread = blocks.denoised(raw, variances)
             control.released(share * curvature)
@@ -186,6 +186,27 @@ def run_general(
     counted = control.agreeing(transcript.gradients, spread)
     # the bounds as for a generalised linear model
     least, most = float(prior.precision.mean()), num_data * sums.curvature_bound
+
+    if groups is not None:
+        grouped = groups
+
+        def of_groups(levels: Tensor, at: Tensor, misfit: float = 0.0) -> GroupedSurrogate:
+            return GroupedSurrogate(
+                transcript.gradients,
+                response(at, centre, misfit),
+                at,
+                blocks.error_variances(raw, variances, levels),
+                centre,
+                counted,
+                grouped,
+            )
+
+        middle = of_groups(blocks.means(curvature), curvature, MISFIT)
+        if blocks.are_known(raw, variances, _SURE_LEVEL):
+            return middle, transcript
+        likely = blocks.likely(raw, variances, least, most, _LEVELS)
+        at_levels = [of_groups(each, blocks.at(curvature, each)) for each in likely]
+        return UncertainLevel(at_levels, middle), transcript
     if blocks.are_known(raw, variances, _HARMLESS_NOISE):
         std, gradients = blocks.root_mean(variances), transcript.gradients
         found = with_hidden_levels(gradients, response, raw, std, centre, counted, least, most)

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..mcmc.density import RecordDensity
 from ..ops.glm import GLM
 from ..ops.softmax import Softmax
+from .groups import Groups
 from .priors import GaussianPrior
 from .response import LinearResponse, NormalFeatureResponse, Response
 from .scores import Bernoulli, Gaussian, Poisson, Target, scores, slopes, variances
@@ -201,6 +202,7 @@ class SoftmaxSums:
     """
 
     curvature_is_of_gradients = False
+    groups: Groups | None = None
 
     def __init__(self, model: Softmax, features: Tensor, labels: Tensor) -> None:
         self._records = model.records(*model.prepare((features, labels)))
@@ -258,10 +260,17 @@ class DensitySums:
         told = torch.ones(density.prior.dimension, dtype=torch.bool) if turn is None else turn.told
         self.dimension = int(told.sum())
         self.site = density.sites[told].unique(return_inverse=True)[1]
+        self.groups = self._groups()
         self.num_records = density.num_records
         self.gradient_bound = float(max_grad_norm)
         self.curvature_bound = self.gradient_bound**2
         self._clip = (1 - _ROUNDING) * self.gradient_bound
+
+    def _groups(self) -> Groups | None:
+        places = self._density.groups()
+        if places is not None and self._turn is not None:
+            places = self._turn.told_of_groups(places)
+        return None if places is None else Groups.of(places, self.dimension)
 
     def gradient_sum(self, theta: Tensor) -> Tensor:
         """Σ clip(−∇ log p(x_i | θ)). Private data."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from scipy.stats import chi2
@@ -83,8 +83,8 @@ class AnySurrogate:
         """The part of M that the error of F̂ has, at φ(θ) = ``moved``."""
         raise NotImplementedError
 
-    def change_of_rank_one(self) -> ChangesOfRankOne | None:
-        """None where the likelihood has no such form."""
+    def form(self) -> Form | None:
+        """A form of which several are computed at once; None where there is none."""
         return None
 
     @property
@@ -186,8 +186,8 @@ class Surrogate(AnySurrogate):
         self.noise = added * self._eye + multiple * sampled
 
     @cached_property
-    def _form(self) -> ChangesOfRankOne | None:
-        return self.change_of_rank_one()
+    def _form(self) -> Form | None:
+        return self.form()
 
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
         delta = self._units * (self._point - moved)
@@ -201,14 +201,14 @@ class Surrogate(AnySurrogate):
         )
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
-        """As of any surrogate; of one that does not bend by a change of rank one."""
+        """As of any surrogate; of one that does not bend by its form."""
         if self._form is None:
             return super().log_likelihood(theta)
         rows = theta.reshape(-1, theta.shape[-1])
         return self._form.log_likelihood(rows).reshape(theta.shape[:-1])
 
-    def change_of_rank_one(self) -> ChangesOfRankOne | None:
-        """The form that a response that does not bend gives the likelihood."""
+    def form(self) -> Form | None:
+        """That of a response that does not bend: a change of rank one."""
         if self._straight.bends:
             return None
         response = self._response
@@ -222,6 +222,17 @@ class Surrogate(AnySurrogate):
             self.centre,
             response.shortening if isinstance(response, OuterProductResponse) else 0.0,
         )
+
+
+class Form(Protocol):
+    """Likelihoods of the same kind, K of them at once."""
+
+    @staticmethod
+    def stacked(forms: Sequence[Any]) -> Form:
+        """All of them, which are of this kind."""
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """log p(transcript | θ) up to a constant, ``[K, m]`` for θ ``[m, d]``; differentiable."""
 
 
 class ChangesOfRankOne(NamedTuple):

@@ -99,6 +99,24 @@ class Turn:
             turned[rows] = entries * (1 - 2 * squares) + squares * (squares * entries).sum(0)
         return turned
 
+    def told_of_groups(self, places: Tensor) -> Tensor:
+        """Of each group's coordinates those that records tell, by their number among these,
+        ``[groups, m']``: none where φ mixes groups, or where they have not equally many.
+
+        Args:
+            places: of groups' entries in θ, ``[groups, m]``, of which no record reads two groups'.
+        """
+        group = torch.full_like(self.told, -1, dtype=torch.int64)
+        group[places] = torch.arange(len(places))[:, None]
+        for rows in self.places:
+            mixed = (group[rows] != group[rows[0]]).any(0)
+            group[rows[:, mixed]] = -1
+        told = group[self.told]
+        own = [(told == g).nonzero().flatten() for g in range(len(places))]
+        if any(len(some) != len(own[0]) for some in own):
+            return places.new_empty(0, 0)
+        return torch.stack(own)
+
     def of_prior(self, prior: GaussianPrior) -> GaussianPrior:
         """The prior of φ; without correlations, as the one of θ, unless that has them."""
         mean = self.of(prior.mean)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .surrogate import AnySurrogate, ChangesOfRankOne
+from .surrogate import AnySurrogate
 
 _NOTHING = 1e-12  # of the weights
 
@@ -35,10 +35,8 @@ class UncertainLevel:
         self._parts, self._middle = parts, middle
         self.centre, self.predictor_std = middle.centre, middle.predictor_std
         self.gradient_std = middle.gradient_std
-        forms = [part.change_of_rank_one() for part in parts]
-        self._together: ChangesOfRankOne | None = None
-        if all(form is not None for form in forms):
-            self._together = ChangesOfRankOne.stacked([form for form in forms if form is not None])
+        forms = [form for part in parts if (form := part.form()) is not None]
+        self._together = forms[0].stacked(forms) if len(forms) == len(parts) else None
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""

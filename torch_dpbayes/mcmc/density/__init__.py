@@ -23,6 +23,7 @@ Each file needs only those above it:
 * ``locality``: made-up rows, on which a model that mixes records is found out;
 * ``program``: terms and gradients, recorded on made-up rows; ``pieces``: gradients without
   their zeros;
+* ``zero_sums``, ``groups``: what all made-up rows have in common is so whatever the records are;
 * ``record_density``: the programs run on the data, clipped and summed; ``record_statistics``:
   likewise the statistics of an exponential family. Only these files and ``arguments`` touch data.
 """

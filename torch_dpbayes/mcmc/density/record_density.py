@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .arguments import Arguments, Call
+from .groups import groups
 from .locality import MadeUpRecords
 from .pieces import Piece, dense, norms_of
 from .program import Program, Recorder
@@ -124,6 +125,13 @@ class RecordDensity:
         function of the data: it is seen on made-up rows, at draws of the prior and near 0.
         """
         return zero_sums(self.prior, self._gradients_of_made_up())
+
+    @torch.no_grad()
+    def groups(self) -> Tensor | None:
+        """Latents with an entry for each group, of which a record reads one: see
+        :func:`~torch_dpbayes.mcmc.density.groups.groups`. No function of the data.
+        """
+        return groups(self.prior, self._gradients_of_made_up())
 
     def _gradients_of_made_up(self) -> Iterator[Tensor]:
         gradients, prior = self._gradients, self.prior

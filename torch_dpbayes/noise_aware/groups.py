@@ -1,0 +1,140 @@
+r"""Parameters of groups, of which every record reads one: what their curvature cannot have, and its
+inverse.
+
+No record's gradient has entries of two groups, so that all sums of outer products, and second
+derivatives, are 0 between them: noise there is known to be noise. With the entries of group g as
+block A_g, what all groups have in common with the rest as C_g, and the rest as E,
+
+.. math::
+    M = \begin{pmatrix} A_1 & & C_1 \\ & \ddots & \vdots \\ C_1^\top & \cdots & E \end{pmatrix},
+    \qquad E' = E - \sum_g C_g^\top A_g^{-1} C_g,
+
+which is eliminated one entry of the groups after the other, of all groups at once.
+
+Derived in this project.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from .response import floored
+from .transcript import CurvatureRelease
+
+# a group has few coordinates, and the rest is inverted as a whole
+_MOST_OF_A_GROUP, _MOST_OF_THE_REST = 8, 32
+_CONTRADICTS = 1e-6  # tail probability of what should be noise
+_SMALLEST_PART = 0.05  # of what the blocks on the diagonal have, in any direction
+
+
+class Groups:
+    """Which coordinates belong to each group.
+
+    Args:
+        places: of each group's entries, ``[groups, m]``.
+        dimension: of all coordinates, d.
+    """
+
+    def __init__(self, places: Tensor, dimension: int) -> None:
+        self.places = places
+        own = torch.full((dimension,), -1, dtype=torch.int64)
+        own[places] = torch.arange(len(places))[:, None]
+        self.rest = (own < 0).nonzero().flatten()
+        in_one = own >= 0
+        both = in_one[:, None] & in_one
+        self.apart = both & (own[:, None] != own)
+        """Pairs of coordinates of two groups, ``[d, d]``."""
+        self._is_cross = in_one[:, None] != in_one
+
+    @staticmethod
+    def of(places: Tensor, dimension: int) -> Groups | None:
+        """None where there are none, or where a group or the rest has too many coordinates."""
+        if not places.numel() or places.shape[1] > _MOST_OF_A_GROUP:
+            return None
+        found = Groups(places, dimension)
+        return found if len(found.rest) <= _MOST_OF_THE_REST else None
+
+    def contradict(self, release: CurvatureRelease) -> bool:
+        """Whether what a release has between two groups is more than noise: made-up rows, which
+        have few of the groups, would not show it.
+        """
+        entries = release.value[self.apart]
+        # off the diagonal it has half of the variance; every entry is there twice
+        total = float(entries.square().sum()) / max(release.noise_std, 1e-30) ** 2
+        return bool(chi2.sf(total, len(entries) / 2) < _CONTRADICTS)
+
+    def floored(self, matrix: Tensor, least: float) -> Tensor:
+        """``matrix`` without entries between groups, eigenvalues of its blocks raised to ``least``,
+        and what groups have in common with the rest as far as it leaves the whole positive.
+        """
+        found = torch.where(self.apart, 0.0, matrix)
+        for block in (*self.places, self.rest):
+            found[block[:, None], block] = floored(found[block[:, None], block], least)
+        blocks = torch.where(self._is_cross, 0.0, found)
+        root = torch.linalg.inv(torch.linalg.cholesky(blocks))
+        lowest = float(torch.linalg.eigvalsh(root @ (found - blocks) @ root.T)[0])
+        share = 1.0 if lowest > _SMALLEST_PART - 1 else (_SMALLEST_PART - 1) / lowest
+        return blocks + share * (found - blocks)
+
+    @property
+    def order(self) -> Tensor:
+        """The coordinates of one group after the other, and then the rest, ``[d]``."""
+        return torch.cat([self.places.flatten(), self.rest])
+
+    def parts(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """The groups' coordinates ``[..., groups, m]`` of a vector in that order, and the rest."""
+        count, own = self.places.shape
+        some, rest = vector.split([count * own, len(self.rest)], -1)
+        return some.unflatten(-1, (count, own)), rest
+
+    def blocks(self, matrix: Tensor) -> GroupedMatrix:
+        """The blocks of a matrix, ``[..., d, d]``."""
+        places, rest = self.places, self.rest
+        return GroupedMatrix(
+            matrix[..., places[:, :, None], places[:, None, :]],
+            matrix[..., places[:, :, None], rest],
+            matrix[..., rest[:, None], rest],
+        )
+
+
+class GroupedMatrix(NamedTuple):
+    """M by its blocks."""
+
+    groups: Tensor
+    """A, ``[..., groups, m, m]``."""
+    cross: Tensor
+    """C, ``[..., groups, m, s]``."""
+    rest: Tensor
+    """E, ``[..., s, s]``."""
+
+    def misfit(self, of_groups: Tensor, of_rest: Tensor) -> tuple[Tensor, Tensor]:
+        """rᵀM⁻¹r and log|M|, ``[...]``; differentiable.
+
+        Args:
+            of_groups: r, ``[..., groups, m]``.
+            of_rest: r, ``[..., s]``.
+        """
+        a, c, e = self
+        square = log_determinant = torch.zeros((), dtype=e.dtype)
+        for left in reversed(range(a.shape[-1])):
+            pivot, row, first = a[..., 0, 0], c[..., 0, :], of_groups[..., 0]
+            scaled = row / pivot[..., None]
+            square = square + (first.square() / pivot).sum(-1)
+            log_determinant = log_determinant + pivot.log().sum(-1)
+            e = e - scaled.mT @ row
+            of_rest = of_rest - (scaled * first[..., None]).sum(-2)
+            if left:
+                below = a[..., 1:, 0]
+                share = below / pivot[..., None]
+                a = a[..., 1:, 1:] - share[..., :, None] * below[..., None, :]
+                c = c[..., 1:, :] - share[..., :, None] * row[..., None, :]
+                of_groups = of_groups[..., 1:] - share * first[..., None]
+        # where θ is no number, neither is this
+        factor = torch.linalg.cholesky_ex(e).L
+        whitened = torch.linalg.solve_triangular(factor, of_rest[..., None], upper=False)[..., 0]
+        square = square + whitened.square().sum(-1)
+        return square, log_determinant + 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
