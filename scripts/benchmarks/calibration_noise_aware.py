@@ -42,6 +42,7 @@ from reproduction import commit
 
 DELTA = 1e-5
 DRAWS = 1000
+ORACLE_DRAWS = 10  # of noises
 SIZES, EPSILONS = (10_000, 1_000, 100_000), (1.0, 0.3, 3.0, 0.1)
 ROUNDS = (10, 25, 60, 120, 250, 500, 2000)
 
@@ -220,30 +221,38 @@ def beta_bernoulli(cell: Cell) -> Outcome:
 
 
 def hierarchical_oracle(
-    curvature: Tensor, noise_variance: float, truth: Tensor, groups: int
+    curvature: Tensor, noise_variance: float, truth: Tensor, score: Tensor, groups: int
 ) -> float:
-    """Mean posterior standard deviation of the groups' effects, given a gradient at the mode drawn
-    from the normal form at the true curvature; over the groups' scale by quadrature.
+    """Mean posterior standard deviation of the groups' effects in the normal form at the true
+    curvature, given a gradient at the true parameters with noise; over the groups' scale by
+    quadrature, and over noises.
+
+    Args:
+        curvature: F.
+        noise_variance: of the gradient.
+        truth: the effects and the slopes.
+        score: the gradient there without noise.
+        groups: how many effects.
     """
-    size = len(truth)
-    noisy = curvature + noise_variance * torch.eye(size, dtype=torch.float64)
-    precision = curvature @ torch.linalg.solve(noisy, curvature)
-    covariance = torch.linalg.inv(precision + 1e-9 * torch.eye(size, dtype=torch.float64))
-    normal = torch.distributions.MultivariateNormal
-    seen = normal(truth, covariance).sample()
-    scales = torch.linspace(0.005, 5.0, 500, dtype=torch.float64)
+    size, eye = len(truth), torch.eye(len(truth), dtype=torch.float64)
+    precision = curvature @ torch.linalg.solve(curvature + noise_variance * eye, curvature)
+    covariance = torch.linalg.inv(precision + 1e-6 * eye)
+    noise = math.sqrt(noise_variance) * torch.randn(ORACLE_DRAWS, size, dtype=torch.float64)
+    seen = truth - torch.linalg.solve(curvature + 1e-6 * eye, (score + noise).T).T
+    scales = torch.linspace(0.01, 4.0, 200, dtype=torch.float64)
     own = torch.ones(len(scales), size, dtype=torch.float64)  # of slopes
     own[:, :groups] = scales[:, None].square()
     prior = torch.diag_embed(own)
-    prior[:, :groups, :groups] += 1.0  # the mean's
-    weights = normal(torch.zeros_like(seen), prior + covariance).log_prob(seen)
-    weights = (weights - scales.square() / 2).softmax(0)
+    prior[:, :groups, :groups] += 1.0  # of the mean
+    law = torch.distributions.MultivariateNormal(torch.zeros_like(truth), prior + covariance)
+    weights = (law.log_prob(seen[:, None]) - scales.square() / 2).softmax(1)
     gain = torch.linalg.solve(prior + covariance, prior).mT
-    means = gain @ seen
+    means = torch.einsum("sij,nj->nsi", gain, seen)
     variances = (prior - gain @ prior).diagonal(dim1=-2, dim2=-1)
-    mean = weights @ means
-    total = weights @ (variances + (means - mean).square())
-    return float(total[:groups].sqrt().mean())
+    mean = torch.einsum("ns,nsi->ni", weights, means)
+    spread = variances + (means - mean[:, None]).square()
+    total = torch.einsum("ns,nsi->ni", weights, spread)
+    return float(total[:, :groups].sqrt().mean())
 
 
 def hierarchical(cell: Cell) -> Outcome:
@@ -281,9 +290,10 @@ def hierarchical(cell: Cell) -> Outcome:
     design = torch.cat([torch.nn.functional.one_hot(group, groups), x], 1)
     mean = (design @ told).sigmoid()
     curvature = (design.T * (mean * (1 - mean))) @ design
+    score = design.T @ (mean - y)
     spent = 1 / sum(g.noise_std**-2 for g in post.transcript.gradients)
     oracles = (
-        hierarchical_oracle(curvature, variance, told, groups)
+        hierarchical_oracle(curvature, variance, told, score, groups)
         for variance in (spent, (bound * whole_budget(cell)) ** 2)
     )
     return Outcome(

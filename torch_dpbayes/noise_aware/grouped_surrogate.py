@@ -133,13 +133,13 @@ class GroupedForm(NamedTuple):
         some, rest = self.groups.parts(delta)
         sure, off = self.sure, self.off
         total = GroupedMatrix(
-            sure.groups + off.groups * some[..., :, None] * some[..., None, :] + _diagonal(own),
-            sure.cross + off.cross * some[..., None] * rest[..., None, None, :],
-            sure.rest + off.rest * rest[..., :, None] * rest[..., None, :] + _diagonal(rest_own),
+            sure.groups
+            + off.groups * some[..., :, None, :] * some[..., None, :, :]
+            + own[..., None, :] * torch.eye(some.shape[-2], dtype=some.dtype)[..., None],
+            sure.cross + off.cross * some[..., None, :] * rest[..., None, :, None],
+            sure.rest
+            + off.rest * rest[..., :, None] * rest[..., None, :]
+            + rest_own[..., None] * torch.eye(rest.shape[-1], dtype=rest.dtype),
         )
         square, log_determinant = total.misfit(*self.groups.parts(residual))
         return -0.5 * (square + log_determinant)
-
-
-def _diagonal(entries: Tensor) -> Tensor:
-    return entries[..., None] * torch.eye(entries.shape[-1], dtype=entries.dtype)

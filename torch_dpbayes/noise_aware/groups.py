@@ -82,32 +82,36 @@ class Groups:
 
     @property
     def order(self) -> Tensor:
-        """The coordinates of one group after the other, and then the rest, ``[d]``."""
-        return torch.cat([self.places.flatten(), self.rest])
+        """The first coordinates of all groups, the second ones, and so on, and then the rest,
+        ``[d]``.
+        """
+        return torch.cat([self.places.T.flatten(), self.rest])
 
     def parts(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """The groups' coordinates ``[..., groups, m]`` of a vector in that order, and the rest."""
+        """The groups' coordinates ``[..., m, groups]`` of a vector in that order, and the rest."""
         count, own = self.places.shape
         some, rest = vector.split([count * own, len(self.rest)], -1)
-        return some.unflatten(-1, (count, own)), rest
+        return some.unflatten(-1, (own, count)), rest
 
     def blocks(self, matrix: Tensor) -> GroupedMatrix:
         """The blocks of a matrix, ``[..., d, d]``."""
-        places, rest = self.places, self.rest
+        places, rest = self.places.T, self.rest
         return GroupedMatrix(
-            matrix[..., places[:, :, None], places[:, None, :]],
-            matrix[..., places[:, :, None], rest],
+            matrix[..., places[:, None], places],
+            matrix[..., places[:, None], rest[:, None]],
             matrix[..., rest[:, None], rest],
         )
 
 
 class GroupedMatrix(NamedTuple):
-    """M by its blocks."""
+    """M by its blocks, with the groups along the last dimension: what is computed of all of them
+    at once lies together in memory.
+    """
 
     groups: Tensor
-    """A, ``[..., groups, m, m]``."""
+    """A, ``[..., m, m, groups]``."""
     cross: Tensor
-    """C, ``[..., groups, m, s]``."""
+    """C, ``[..., m, s, groups]``."""
     rest: Tensor
     """E, ``[..., s, s]``."""
 
@@ -115,24 +119,24 @@ class GroupedMatrix(NamedTuple):
         """rᵀM⁻¹r and log|M|, ``[...]``; differentiable.
 
         Args:
-            of_groups: r, ``[..., groups, m]``.
+            of_groups: r, ``[..., m, groups]``.
             of_rest: r, ``[..., s]``.
         """
         a, c, e = self
         square = log_determinant = torch.zeros((), dtype=e.dtype)
-        for left in reversed(range(a.shape[-1])):
-            pivot, row, first = a[..., 0, 0], c[..., 0, :], of_groups[..., 0]
-            scaled = row / pivot[..., None]
+        for left in reversed(range(a.shape[-2])):
+            pivot, row, first = a[..., 0, 0, :], c[..., 0, :, :], of_groups[..., 0, :]
+            scaled = row / pivot[..., None, :]
             square = square + (first.square() / pivot).sum(-1)
             log_determinant = log_determinant + pivot.log().sum(-1)
-            e = e - scaled.mT @ row
-            of_rest = of_rest - (scaled * first[..., None]).sum(-2)
+            e = e - scaled @ row.mT
+            of_rest = of_rest - (scaled * first[..., None, :]).sum(-1)
             if left:
-                below = a[..., 1:, 0]
-                share = below / pivot[..., None]
-                a = a[..., 1:, 1:] - share[..., :, None] * below[..., None, :]
-                c = c[..., 1:, :] - share[..., :, None] * row[..., None, :]
-                of_groups = of_groups[..., 1:] - share * first[..., None]
+                below = a[..., 1:, 0, :]
+                share = below / pivot[..., None, :]
+                a = a[..., 1:, 1:, :] - share[..., :, None, :] * below[..., None, :, :]
+                c = c[..., 1:, :, :] - share[..., :, None, :] * row[..., None, :, :]
+                of_groups = of_groups[..., 1:, :] - share * first[..., None, :]
         # where θ is no number, neither is this
         factor = torch.linalg.cholesky_ex(e).L
         whitened = torch.linalg.solve_triangular(factor, of_rest[..., None], upper=False)[..., 0]
