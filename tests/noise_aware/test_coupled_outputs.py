@@ -63,6 +63,10 @@ def test_neither_records_nor_module_are_touched():
         return CROSS_ENTROPY(outputs, targets)
 
     assert couples_outputs(net, loss, torch.randn(RECORDS, FEATURES), CLASSES + 1)
+    inputs, turned = torch.randn(RECORDS, FEATURES), [torch.zeros(3, 1)]
+    state = torch.get_rng_state()
+    assert not couples_outputs(net, loss, inputs, CLASSES + 1, turned)
+    assert torch.equal(torch.get_rng_state(), state)
     assert net.training and not any(target.any() for target in seen)
     for name, value in net.state_dict().items():
         assert torch.equal(value, before[name])
@@ -137,3 +141,56 @@ def test_a_diagonal_is_warned_of_where_outputs_stay_coupled():
     assert not warned(nn.Linear(FEATURES, 3), CROSS_ENTROPY)
     one = nn.Sequential(nn.Linear(FEATURES, 1), nn.Flatten(0))
     assert not warned(one, lambda outputs, targets: BCE(outputs, targets.float()))
+
+
+class Twice(nn.Module):
+    """Of its two biases a softmax of all four outputs tells one number, of its weights all."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, 2)
+
+    def forward(self, x):
+        return torch.cat([self.layer(x), self.layer(x.square())], dim=1)
+
+
+def of_groups(outputs, targets):
+    """Which of two groups, and which of its classes: three softmaxes."""
+    group = targets % 2
+    members = torch.where((group == 0)[:, None], outputs[:, 2:5], outputs[:, 5:8])
+    return CROSS_ENTROPY(outputs[:, :2], group) + CROSS_ENTROPY(members, targets % 3)
+
+
+def of_steps(outputs, targets):
+    """A softmax at each of several steps, the last dimension."""
+    return CROSS_ENTROPY(outputs, targets[:, None].expand(-1, outputs.shape[2])).sum(1)
+
+
+def of_first_steps(outputs, targets):
+    return of_steps(outputs.transpose(1, 2), targets)
+
+
+def with_norm(width, outputs):
+    """Of what goes into the norm records tell differences, whatever the loss is."""
+    norm = nn.LayerNorm(width, elementwise_affine=False)
+    return nn.Sequential(nn.Linear(FEATURES, width), norm, nn.Tanh(), nn.Linear(width, outputs))
+
+
+@pytest.mark.first_cases(5)
+@pytest.mark.parametrize(
+    "net, loss, silent",
+    [
+        (with_norm(4, 3), CROSS_ENTROPY, True),
+        (nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 4)), of_first_steps, True),
+        (with_norm(3, 3), of_reference, False),
+        (Twice(), CROSS_ENTROPY, False),
+        (nn.Linear(FEATURES, 8), of_groups, False),
+        (with_norm(4, 2), of_reference, False),
+        (nn.Sequential(nn.Linear(FEATURES, 6), nn.Unflatten(1, (3, 2))), of_steps, False),
+        (nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 4, 1)), of_steps, True),
+        (nn.Linear(FEATURES, 10), CROSS_ENTROPY, True),
+        (nn.Linear(FEATURES, 3), partial(CROSS_ENTROPY, label_smoothing=0.1), True),
+    ],
+)
+def test_only_contrasts_of_the_outputs_themselves_silence_it(net, loss, silent):
+    assert warned(net, loss) is not silent

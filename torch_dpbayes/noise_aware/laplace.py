@@ -285,11 +285,7 @@ def laplace_for_module(
             num_data,
             is_diagonal,
         )
-    if (
-        is_diagonal
-        and not found.transcript.turned
-        and couples_outputs(module, loss, inputs, targets)
-    ):
+    if is_diagonal and couples_outputs(module, loss, inputs, targets, found.transcript.turned):
         warn(
             "the loss couples a record's outputs, and a diagonal curvature takes them for"
             " independent: intervals are too narrow. Give a softmax an output for every class, or"
