@@ -21,8 +21,11 @@ def net(*more, classes=CLASSES, bias=True):
 
 
 def with_pull(outputs, labels):
-    """A softmax whose logarithm of the normaliser is held near zero."""
-    return CROSS_ENTROPY(outputs, labels) + 1e-3 * outputs.logsumexp(1).square()
+    """A softmax whose logarithm of the normaliser is held near zero, by some ten times as much as
+    is taken for rounding.
+    """
+    pull = 1e-12 if outputs.dtype == torch.float64 else 1e-5
+    return CROSS_ENTROPY(outputs, labels) + pull * outputs.logsumexp(1).square()
 
 
 def of_reference(outputs, labels):
@@ -30,8 +33,8 @@ def of_reference(outputs, labels):
 
 
 def of_tasks(outputs, labels):
-    """Three classes and, of some records, a number."""
-    return CROSS_ENTROPY(outputs[:, :3], labels) + (labels == 1) * outputs[:, 3].square()
+    """Three classes and, of some records, a number. Of made-up rows only counts are such."""
+    return CROSS_ENTROPY(outputs[:, :3], labels) + (labels == 2) * outputs[:, 3].square()
 
 
 def of_groups(outputs, labels):
@@ -78,6 +81,13 @@ class Tied(nn.Module):
         return self.last(self.first(x).tanh())
 
 
+class OfShares(nn.Linear):
+    """Of numbers between 0 and 1: some normal ones, and all counts, give no finite gradients."""
+
+    def forward(self, x):
+        return super().forward(x.logit())
+
+
 class Scaled(nn.Module):
     def __init__(self):
         super().__init__()
@@ -113,6 +123,7 @@ def shapes_of(places):
         (net(classes=8), of_groups, [(8, 1), (8, 5)]),
         (Sum(), CROSS_ENTROPY, [(4, 1), (4, 1), (4, 3), (4, 3)]),
         (Twice(), CROSS_ENTROPY, [(2, 1)]),
+        (OfShares(FEATURES, CLASSES), CROSS_ENTROPY, [(4, 1), (4, 3)]),
         (net(), with_pull, []),
         (net(), of_reference, []),
         (net(), of_tasks, []),
@@ -148,6 +159,31 @@ def test_the_classes_of_a_pyro_model_may_be_its_last_dimension():
     (rows,) = density.zero_sums()
     places = density.prior.unflatten(torch.arange(density.prior.dimension))
     assert torch.equal(rows, places["w"].T)
+
+
+def density_of_scores(scores, prior):
+    """Of a class for each entry of a latent."""
+
+    def model(labels):
+        found = scores(pyro.sample("w", prior.to_event(len(prior.batch_shape)))).flatten()
+        with pyro.plate("data", len(labels)):
+            pyro.sample("y", dist.Categorical(logits=found), obs=labels)
+
+    return RecordDensity(model, (torch.randint(2, (RECORDS,)),), count_is_public=True)
+
+
+@pytest.mark.parametrize("scores", [torch.abs, lambda w: w + (w - 10).relu().square()])
+def test_it_has_to_be_so_at_draws_of_the_prior_and_near_zero(scores):
+    """It is so at one of the two."""
+    density = density_of_scores(scores, dist.Normal(torch.full((10,), 20.0), 0.1))
+    assert density.zero_sums() == []
+
+
+def test_no_entry_belongs_to_two():
+    """What all rows and all columns of a latent have in common is not told."""
+    scores = lambda w: w - w.mean(0) - w.mean(1, keepdim=True)  # noqa: E731
+    density = density_of_scores(scores, dist.Normal(torch.zeros(3, 4), 1.0))
+    assert shapes_of(density.zero_sums()) == [(3, 4)]
 
 
 def test_neither_records_nor_trained_values_nor_the_random_state_count():
