@@ -4,6 +4,8 @@ common.
 
 import math
 from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
 
 import pyro
 import pyro.distributions as dist
@@ -14,10 +16,11 @@ from torch.nn import functional
 
 from torch_dpbayes.mcmc.density import RecordDensity
 from torch_dpbayes.noise_aware import laplace, laplace_for_module
+from torch_dpbayes.noise_aware.newton import run_general
 from torch_dpbayes.noise_aware.normal_form import NormalForm
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.records import DensitySums, SoftmaxSums
-from torch_dpbayes.noise_aware.turned import OfTold, Turn
+from torch_dpbayes.noise_aware.turned import OfTold, Turn, TurnedMixture
 from torch_dpbayes.ops import Softmax
 from torch_dpbayes.ops.pyro_model import model_of_module
 
@@ -161,7 +164,51 @@ def test_sums_are_those_of_the_turned_gradients_of_each_record():
     close(sums.curvature_diagonal(phi), expected.square().sum(0))
     close(sums.curvature_sum(phi), expected.T @ expected)
     assert sums.clipped_count(phi) == count and sums.is_valid(phi)
-    assert len(sums.site) == sums.dimension == len(phi)
+    assert sums.dimension == len(phi)
+    # biases and weights of each layer, without what classes have in common
+    assert torch.bincount(sums.site).tolist() == [3, 6, 3, 9]
+    assert torch.equal(sums.site, sums.site.sort().values)
+
+
+def test_what_no_record_reads_adds_up_to_nothing():
+    """And is not counted among the sites."""
+
+    def model(x, labels):
+        levels = pyro.sample("levels", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        prior = dist.Normal(levels[:, None].expand(3, 2), 1.0).to_event(2)
+        weights = pyro.sample("weights", prior)
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=x @ weights.T), obs=labels)
+
+    data = torch.randn(30, 2), torch.randint(3, (30,))
+    density = RecordDensity(model, data, count_is_public=True)
+    (places,) = density.zero_sums()
+    assert places.shape == (3, 2)
+    found = Turn([places], density.read, torch.zeros(9, dtype=DOUBLE))
+    assert DensitySums(density, 1.0, found).site.tolist() == [0] * 4
+
+
+def test_what_records_do_not_tell_is_where_the_prior_has_it():
+    """Seventeen means within six standard errors."""
+    mean = torch.randn(SIZE, dtype=DOUBLE)
+    found, q = turn(mean), matrix_of(turn())
+    told, centre = found.told, torch.randn(SIZE, dtype=DOUBLE)
+    inner = SimpleNamespace(
+        mean=centre[told],
+        variance=torch.ones_like(centre[told]),
+        log_density=lambda some: -0.5 * (some - centre[told]).square().sum(-1),
+        draws=lambda count: centre[told] + torch.randn(count, int(told.sum()), dtype=DOUBLE),
+    )
+    prior = found.of_prior(GaussianPrior(mean, torch.ones_like(mean)))
+    mixture = TurnedMixture(inner, prior, found)
+    # all variances are 1, before and after
+    expected = q @ torch.where(told, centre, q @ mean)
+    torch.testing.assert_close(mixture.mean, expected)
+    torch.testing.assert_close(mixture.variance, torch.ones_like(mean))
+    draws = mixture.draws(4000)
+    assert bool((draws.mean(0) - expected).abs().lt(6 / math.sqrt(4000)).all())
+    densities = mixture.log_density(draws) - mixture.log_density(expected)
+    torch.testing.assert_close(densities, -0.5 * (draws - expected).square().sum(1))
 
 
 # --- posteriors -----------------------------------------------------------------------------------
@@ -199,6 +246,23 @@ def test_what_classes_have_in_common_is_as_wide_as_the_prior(curvature):
     assert rows.shape == (3, 2)
     assert all(len(release.theta) == 4 for release in post.transcript.gradients)
     assert "records tell 4 of 6 unconstrained coordinates" in post.guarantee()
+
+
+def test_a_run_is_checked_in_the_coordinates_of_its_releases(monkeypatch):
+    asked = []
+
+    def run(*args):
+        surrogate, transcript = run_general(*args)
+        surrogate.agreement = lambda *found: asked.append((surrogate, *found)) or 1.0
+        return surrogate, transcript
+
+    # the package's name for it is the function's
+    monkeypatch.setattr(import_module("torch_dpbayes.noise_aware.laplace"), "run_general", run)
+    post = posterior("full", n=300)
+    ((surrogate, mode, precision),) = asked
+    found = Turn(post.transcript.turned, torch.ones(6, dtype=torch.bool), torch.zeros(6))
+    torch.testing.assert_close(mode, found.some(post._mode))
+    torch.testing.assert_close(precision, surrogate.precision(mode)[0])
 
 
 @pytest.mark.parametrize("epsilon", [1.0, 8.0])
