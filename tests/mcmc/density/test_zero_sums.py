@@ -204,15 +204,18 @@ def test_neither_records_nor_trained_values_nor_the_random_state_count():
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_rows_of_groups_that_made_up_rows_do_not_have_are_found():
+@pytest.mark.parametrize("groups", [10, 2])
+def test_rows_of_groups_that_made_up_rows_do_not_have_are_found(groups):
+    """Or that made-up counts are too large for."""
+
     def model(group, labels):
-        weights = pyro.sample("w", dist.Normal(torch.zeros(10, 3), 1.0).to_event(2))
+        weights = pyro.sample("w", dist.Normal(torch.zeros(groups, 3), 1.0).to_event(2))
         with pyro.plate("data", len(group)):
             pyro.sample("y", dist.Categorical(logits=weights[group]), obs=labels)
 
-    data = torch.randint(10, (RECORDS,)), torch.randint(3, (RECORDS,))
+    data = torch.randint(groups, (RECORDS,)), torch.randint(3, (RECORDS,))
     (rows,) = RecordDensity(model, data, count_is_public=True).zero_sums()
-    assert rows.shape == (3, 10)
+    assert rows.shape == (3, groups)
 
 
 def test_a_prior_that_has_no_draws_is_no_error(monkeypatch):
