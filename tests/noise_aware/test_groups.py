@@ -1,0 +1,254 @@
+"""Curvatures and likelihoods of groups' parameters, against dense matrices."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy.stats import binom
+
+from torch_dpbayes.mcmc.density import RecordDensity
+from torch_dpbayes.noise_aware import laplace, newton
+from torch_dpbayes.noise_aware.block_levels import BlockLevels
+from torch_dpbayes.noise_aware.grouped_surrogate import GroupedForm, GroupedSurrogate
+from torch_dpbayes.noise_aware.groups import Groups
+from torch_dpbayes.noise_aware.records import DensitySums
+from torch_dpbayes.noise_aware.response import LinearResponse, OuterProductResponse
+from torch_dpbayes.noise_aware.surrogate import AnySurrogate
+from torch_dpbayes.noise_aware.transcript import CurvatureRelease, GradientRelease
+from torch_dpbayes.noise_aware.turned import Turn
+from torch_dpbayes.noise_aware.uncertain_level import UncertainLevel
+
+DOUBLE = torch.float64
+COUNT, OWN, REST = 5, 2, 3
+SIZE = COUNT * OWN + REST
+# in any order among the coordinates
+PLACES = torch.randperm(SIZE)[: COUNT * OWN].reshape(COUNT, OWN)
+GROUPS = Groups(PLACES, SIZE)
+SITE = torch.ones(SIZE, dtype=torch.int64)
+SITE[PLACES] = 0
+
+
+def outer_products(count, size=SIZE, places=PLACES):
+    """A sum over records that read one group each."""
+    records = torch.randn(count, size, dtype=DOUBLE)
+    of_group = torch.zeros(len(places), size, dtype=DOUBLE)
+    of_group[:, [k for k in range(size) if k not in places]] = 1.0
+    of_group[torch.arange(len(places))[:, None], places] = 1.0
+    records *= of_group[torch.randint(len(places), (count,))]
+    return records.T @ records
+
+
+def noise(std, size=SIZE):
+    found = std * torch.randn(size, size, dtype=DOUBLE)
+    return (found + found.T) / 2
+
+
+@pytest.mark.parametrize("own, rest", [(1, 2), (2, 3), (3, 0), (1, 0), (4, 1)])
+def test_the_misfit_is_that_of_the_whole_matrix(own, rest):
+    size = 4 * own + rest
+    places = torch.randperm(size)[: 4 * own].reshape(4, own)
+    groups = Groups(places, size)
+    matrix = outer_products(60, size, places) + torch.eye(size, dtype=DOUBLE)
+    residual = torch.randn(7, size, dtype=DOUBLE)
+    ordered = residual[:, groups.order].requires_grad_()
+    blocks = groups.blocks(matrix.expand(7, size, size))
+    square, log_determinant = blocks.misfit(*groups.parts(ordered))
+    solved = torch.linalg.solve(matrix, residual.T).T
+    torch.testing.assert_close(square, (residual * solved).sum(1))
+    torch.testing.assert_close(log_determinant, torch.logdet(matrix).expand(7))
+    (slope,) = torch.autograd.grad(square.sum(), ordered)
+    torch.testing.assert_close(slope, 2 * solved[:, groups.order])
+
+
+def test_a_positive_matrix_is_left_as_it_is_but_for_what_lies_between_groups():
+    matrix = outer_products(200) + 3 * torch.eye(SIZE, dtype=DOUBLE)
+    between = GROUPS.apart * noise(1.0)
+    torch.testing.assert_close(GROUPS.floored(matrix + between, 1.0), matrix)
+
+
+def test_another_one_is_made_positive():
+    for _ in range(20):
+        found = GROUPS.floored(noise(5.0), 0.5)
+        assert float(torch.linalg.eigvalsh(found)[0]) > 0.01
+        assert not found[GROUPS.apart].any()
+        torch.testing.assert_close(found, found.T)
+
+
+def test_noise_contradicts_no_groups_and_records_that_read_two_do():
+    """Of a thousand releases one in a million is allowed: none, or one in a thousand runs."""
+    std = 4.0
+    exact = 100 * torch.eye(SIZE, dtype=DOUBLE)
+    told = [GROUPS.contradict(CurvatureRelease(None, exact + noise(std), std)) for _ in range(1000)]
+    assert sum(told) <= binom.isf(1e-6, 1000, 1e-6)
+    two = PLACES[0, 0], PLACES[1, 0]
+    exact[two], exact[two[::-1]] = 60.0, 60.0
+    assert GROUPS.contradict(CurvatureRelease(None, exact + noise(std), std))
+    assert not GROUPS.contradict(CurvatureRelease(None, torch.eye(SIZE, dtype=DOUBLE), 0.0))
+
+
+def test_noise_between_groups_does_not_get_into_a_curvature():
+    blocks, std = BlockLevels(SITE, 1000, GROUPS), 30.0
+    exact = outer_products(200)
+    one, two = exact + noise(std), exact + noise(std)
+    own = blocks.variances(std)
+    raw, variances = blocks.combined(one, own, two, own)
+    found, left = blocks.denoised(raw, variances)
+    assert not found[GROUPS.apart].any()
+    at = blocks.at(found, torch.tensor([20.0, 200.0], dtype=DOUBLE))
+    torch.testing.assert_close(blocks.means(at), torch.tensor([20.0, 200.0], dtype=DOUBLE))
+    assert not at[GROUPS.apart].any() and float(torch.linalg.eigvalsh(at)[0]) > 0
+    assert left < BlockLevels(SITE, 1000).denoised(raw, BlockLevels(SITE, 1000).variances(std))[1]
+
+
+def test_variances_are_those_of_the_error_that_is_made():
+    """In the mean over 300 releases of matrices whose entries have that law, for each kind."""
+    std, kinds = 20.0, (GROUPS.apart, torch.eye(SIZE, dtype=torch.bool))
+    blocks, level = BlockLevels(SITE, 1000, GROUPS), torch.full((2,), 100.0, dtype=DOUBLE)
+    made = stated = torch.zeros(SIZE, SIZE, dtype=DOUBLE)
+    for _ in range(300):
+        exact = torch.where(GROUPS.apart, 0.0, 100 * torch.eye(SIZE, dtype=DOUBLE) + noise(15.0))
+        raw = exact + noise(std)
+        found, _ = blocks.denoised(raw, blocks.variances(std))
+        made = made + (found - exact).square()
+        stated = stated + blocks.error_variances(raw, blocks.variances(std), level)
+    others = ~(kinds[0] | kinds[1])
+    assert not stated[kinds[0]].any() and not made[kinds[0]].any()
+    for kind in (kinds[1], others):
+        assert 0.6 < float((made[kind].sum() / stated[kind].sum()).sqrt()) < 1.15
+
+
+def test_an_error_is_no_larger_than_the_levels():
+    blocks, low = BlockLevels(SITE, 1000, GROUPS), torch.tensor([0.3, 2.0], dtype=DOUBLE)
+    found = blocks.error_variances(noise(1e3), blocks.variances(1e3), low)
+    bound = torch.outer(low[SITE], low[SITE])
+    assert bool((found <= bound * (1 + 1e-9)).all()) and bool((found > 0.01 * bound).any())
+
+
+def gradients(curvature):
+    thetas = torch.randn(4, SIZE, dtype=DOUBLE)
+    values = thetas @ curvature + torch.randn(4, SIZE, dtype=DOUBLE)
+    return [GradientRelease(*each, 1.0 + k) for k, each in enumerate(zip(thetas, values))]
+
+
+def surrogate(kind, curvature):
+    centre, variances = torch.randn(SIZE, dtype=DOUBLE), (GROUPS.floored(noise(2.0), 0.5)).square()
+    response = {
+        "linear": LinearResponse(curvature),
+        "outer": OuterProductResponse(curvature, centre, 50),
+    }[kind]
+    counted = torch.tensor([True, False, True, True])
+    return GroupedSurrogate(
+        gradients(curvature), response, curvature, variances, centre, counted, GROUPS
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "outer"])
+def test_the_blocks_have_the_density_of_the_whole(kind):
+    """And so have several of them at once, up to the constant of each."""
+    some = [surrogate(kind, outer_products(30) + torch.eye(SIZE, dtype=DOUBLE)) for _ in range(3)]
+    theta = 2 * torch.randn(6, SIZE, dtype=DOUBLE)
+    dense = torch.stack([AnySurrogate.log_likelihood(each, theta) for each in some])
+    torch.testing.assert_close(torch.stack([s.log_likelihood(theta) for s in some]), dense)
+    together = GroupedForm.stacked([s.form() for s in some]).log_likelihood(theta)
+    torch.testing.assert_close(together, dense)
+
+
+def test_the_covariance_is_that_of_independent_errors():
+    """Of 20,000 errors; every entry within six standard errors of a product of normal numbers."""
+    count, found = 20_000, surrogate("linear", torch.eye(SIZE, dtype=DOUBLE))
+    variances = found._variances
+    moved = torch.randn(SIZE, dtype=DOUBLE)
+    errors = variances.sqrt() * torch.randn(count, SIZE, SIZE, dtype=DOUBLE)
+    errors = errors.tril() + errors.tril(-1).mT
+    apart = errors @ (found._point - moved)
+    products = apart[:, :, None] * apart[:, None, :]
+    stated = found._of_curvature_error(moved)
+    error = 6 * products.std(0) / math.sqrt(count)
+    assert bool(((products.mean(0) - stated).abs() <= error + 1e-12).all())
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def varying(groups, also=None):
+    """Effects of groups; one of the groups can have that of another, too."""
+
+    def model(group, y=None):
+        scale = pyro.sample("scale", dist.HalfNormal(torch.ones((), dtype=DOUBLE)))
+        with pyro.plate("groups", groups):
+            effect = pyro.sample("effect", dist.Normal(0 * scale, scale))
+        logits = effect[group]
+        if also is not None:
+            logits = logits + (group == also[0]) * effect[also[1]]
+        with pyro.plate("data", len(group)):
+            pyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+
+    return model
+
+
+def simulated(groups, size):
+    group = torch.randint(groups, (size,))
+    return group, torch.bernoulli(torch.randn(groups, dtype=DOUBLE)[group].sigmoid())
+
+
+def run(model, *data):
+    return laplace(model, *data, epsilon=8.0, delta=1e-5, max_grad_norm=1.0)
+
+
+def test_a_run_uses_what_groups_cannot_have_in_common():
+    post = run(varying(12), *simulated(12, 2000))
+    form = post._likelihood._inner
+    parts = form._parts if isinstance(form, UncertainLevel) else [form]
+    assert all(isinstance(part, GroupedSurrogate) for part in parts)
+    off = ~torch.eye(12, dtype=torch.bool)
+    assert not any(part.curvature[off].any() for part in parts)
+
+
+def test_what_made_up_rows_did_not_show_is_seen_in_the_releases():
+    """Records of the eleventh group read the twelfth's effect, too."""
+    group, y = simulated(12, 4000)
+    group[:2000] = 10
+    post = run(varying(12, also=(10, 11)), group, y)
+    assert not isinstance(post._likelihood._inner, GroupedSurrogate)
+    inner = post._likelihood._inner
+    middle = getattr(inner, "_middle", inner)
+    assert float(middle.curvature[10, 11]) > 0
+
+
+def test_groups_are_those_of_the_coordinates_that_records_tell():
+    """Weights of three classes in each group: two contrasts are told."""
+
+    def model(group, y):
+        weights = pyro.sample("weights", dist.Normal(torch.zeros(6, 3), 1.0).to_event(2))
+        with pyro.plate("data", len(group)):
+            pyro.sample("y", dist.Categorical(logits=weights[group]), obs=y)
+
+    density = RecordDensity(model, (torch.randint(6, (20,)), torch.randint(3, (20,))))
+    turn = Turn(density.zero_sums(), density.read, torch.zeros(18, dtype=DOUBLE))
+    sums = DensitySums(density, 1.0, turn)
+    places = sums.groups.places
+    assert sorted(places.flatten().tolist()) == list(range(12)) and places.shape == (6, 2)
+    rows = torch.zeros(1, 18, dtype=DOUBLE)
+    rows[0, 9:12] = torch.tensor([0.2, 0.3, -0.5])
+    told = turn.some(rows)[0]
+    assert sorted(told.nonzero().flatten().tolist()) == sorted(places[3].tolist())
+
+
+def test_a_turn_that_mixes_groups_leaves_none():
+    turn = Turn([torch.arange(6)[:, None]], torch.ones(8).bool(), torch.zeros(8, dtype=DOUBLE))
+    assert not turn.told_of_groups(torch.arange(6)[:, None]).numel()
+    assert Groups.of(turn.told_of_groups(torch.arange(6)[:, None]), 7) is None
+
+
+@pytest.mark.parametrize("own, rest, are", [(8, 32, True), (9, 2, False), (2, 33, False)])
+def test_large_groups_and_a_large_rest_are_left_alone(own, rest, are):
+    found = Groups.of(torch.arange(3 * own).reshape(3, own), 3 * own + rest)
+    assert (found is not None) is are
+
+
+def test_a_sure_level_is_one_likelihood(monkeypatch):
+    monkeypatch.setattr(newton, "_SURE_LEVEL", 1e9)
+    inner = run(varying(12), *simulated(12, 2000))._likelihood._inner
+    assert isinstance(inner, GroupedSurrogate)
