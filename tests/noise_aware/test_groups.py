@@ -204,6 +204,8 @@ def test_a_run_uses_what_groups_cannot_have_in_common():
     assert all(isinstance(part, GroupedSurrogate) for part in parts)
     off = ~torch.eye(12, dtype=torch.bool)
     assert not any(part.curvature[off].any() for part in parts)
+    assert post.transcript.groups.tolist() == [[k] for k in range(12)]
+    assert "every record reads the parameters of one of 12 groups" in post.guarantee()
 
 
 def test_what_made_up_rows_did_not_show_is_seen_in_the_releases():
@@ -211,10 +213,7 @@ def test_what_made_up_rows_did_not_show_is_seen_in_the_releases():
     group, y = simulated(12, 4000)
     group[:2000] = 10
     post = run(varying(12, also=(10, 11)), group, y)
-    assert not isinstance(post._likelihood._inner, GroupedSurrogate)
-    inner = post._likelihood._inner
-    middle = getattr(inner, "_middle", inner)
-    assert float(middle.curvature[10, 11]) > 0
+    assert post.transcript.groups is None and "groups" not in post.guarantee()
 
 
 def test_groups_are_those_of_the_coordinates_that_records_tell():

@@ -360,6 +360,11 @@ def _general(
         "the log likelihood is taken as quadratic around the last points of the run",
     )
     statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)
+    if transcript.groups is not None:
+        statement.append(
+            f"  groups      every record reads the parameters of one of {len(transcript.groups)}"
+            " groups, as made-up rows do"
+        )
     if turn is not None:
         statement.append(turn.note())
         transcript = replace(transcript, turned=turn.places)

@@ -5,6 +5,7 @@ surrogate choose.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -186,43 +187,28 @@ def run_general(
     counted = control.agreeing(transcript.gradients, spread)
     # the bounds as for a generalised linear model
     least, most = float(prior.precision.mean()), num_data * sums.curvature_bound
+    gradients = transcript.gradients
+
+    def likelihood(at: Tensor, levels: Tensor, misfit: float = 0.0) -> Surrogate:
+        of_gradients = response(at, centre, misfit)
+        if groups is None:
+            units = blocks.shape_scales(levels, spread)
+            return Surrogate(gradients, of_gradients, at, spread, centre, counted, units)
+        left = blocks.error_variances(raw, variances, levels)
+        return GroupedSurrogate(gradients, of_gradients, at, left, centre, counted, groups)
 
     if groups is not None:
-        grouped = groups
-
-        def of_groups(levels: Tensor, at: Tensor, misfit: float = 0.0) -> GroupedSurrogate:
-            return GroupedSurrogate(
-                transcript.gradients,
-                response(at, centre, misfit),
-                at,
-                blocks.error_variances(raw, variances, levels),
-                centre,
-                counted,
-                grouped,
-            )
-
-        middle = of_groups(blocks.means(curvature), curvature, MISFIT)
-        if blocks.are_known(raw, variances, _SURE_LEVEL):
-            return middle, transcript
-        likely = blocks.likely(raw, variances, least, most, _LEVELS)
-        at_levels = [of_groups(each, blocks.at(curvature, each)) for each in likely]
-        return UncertainLevel(at_levels, middle), transcript
-    if blocks.are_known(raw, variances, _HARMLESS_NOISE):
-        std, gradients = blocks.root_mean(variances), transcript.gradients
+        surrogate = likelihood(curvature, blocks.means(curvature), MISFIT)
+        transcript = replace(transcript, groups=groups.places)
+    elif blocks.are_known(raw, variances, _HARMLESS_NOISE):
+        std = blocks.root_mean(variances)
         found = with_hidden_levels(gradients, response, raw, std, centre, counted, least, most)
         if found is not None:
             return found, transcript
     if blocks.are_known(raw, variances, _SURE_LEVEL):
         return surrogate, transcript
-    parts: list[AnySurrogate] = []
-    for drawn in blocks.likely(raw, variances, least, most, _LEVELS):
-        at = blocks.at(curvature, drawn)
-        units = blocks.shape_scales(drawn, spread)
-        parts.append(
-            Surrogate(
-                transcript.gradients, response(at, centre), at, spread, centre, counted, units
-            )
-        )
+    likely = blocks.likely(raw, variances, least, most, _LEVELS)
+    parts = [likelihood(blocks.at(curvature, levels), levels) for levels in likely]
     return UncertainLevel(parts, surrogate), transcript
 
 

@@ -80,3 +80,7 @@ class Transcript:
     turned: Sequence[Tensor] = ()
     """Places ``[K, m]`` of latents of which records tell only differences: all releases are of φ =
     Qθ, without what each K have in common (:mod:`~torch_dpbayes.noise_aware.turned`)."""
+    groups: Tensor | None = None
+    """Of each group the places in these θ, ``[groups, m]``: no record reads those of two. None
+    where there are no groups, or where releases contradict it.
+    """
