@@ -8,7 +8,8 @@ of entry: none between two groups, and v_ij elsewhere, so that
 
 for independent entries of the variances V. One variance for all of them would take the error of a
 group's own curvature for one that all groups' parameters share, and intervals of hierarchical
-models were twice as wide with it.
+models were up to twice as wide with it. What a group's own curvature errs is no Gaussian there
+(:class:`~torch_dpbayes.noise_aware.groups.GroupLevels`).
 
 Derived in this project.
 """
@@ -16,15 +17,17 @@ Derived in this project.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .groups import GroupedMatrix, Groups
+from .groups import GroupedMatrix, GroupLevels, Groups
 from .response import OuterProductResponse, Response, shorter
 from .surrogate import Surrogate
 from .transcript import GradientRelease
+
+_LEVELS = 5
 
 
 class GroupedSurrogate(Surrogate):
@@ -61,18 +64,24 @@ class GroupedSurrogate(Surrogate):
         return own + off * delta[..., :, None] * delta[..., None, :]
 
     def form(self) -> GroupedForm:
-        """The same, by blocks."""
-        order, blocks = self._groups.order, self._groups.blocks
+        """The same, by blocks, and with levels of the groups' own curvatures."""
+        groups, order = self._groups, self._groups.order
         sure = self._variability * self.curvature + self.noise
-        off = self._variances - torch.diag(self._variances.diagonal())
+        own = self._variances.diagonal()
+        off = self._variances - torch.diag(own)
+        levels = _positive_quantiles(self.curvature.diagonal(), own)
+        changes, _ = groups.parts((levels - self.curvature.diagonal())[:, order])
         return GroupedForm(
-            self._groups,
+            groups,
             self._point[None, None, order],
             self._mean[None, None, order],
             self.curvature[None, order[:, None], order],
             self._variances[None, order[:, None], order],
-            blocks(sure[None, None]),
-            blocks(off[None, None]),
+            groups.blocks(sure[None, None]),
+            groups.blocks(off[None, None]),
+            changes.movedim(0, -1)[None, None],
+            groups.parts(own[order])[0][None, None],
+            groups.parts(self.noise.diagonal()[order])[0][None, None],
             self.centre[None, None, order],
             torch.full((1, 1), self._shortening, dtype=sure.dtype),
         )
@@ -94,6 +103,12 @@ class GroupedForm(NamedTuple):
     """What M has at any θ, ``[K, 1, ...]``."""
     off: GroupedMatrix
     """V without its diagonal, ``[K, 1, ...]``."""
+    changes: Tensor
+    """Equally likely errors of the groups' own curvatures, ``[K, 1, m, groups, levels]``."""
+    own: Tensor
+    """Their variances, ``[K, 1, m, groups]``."""
+    noise: Tensor
+    """Of the groups' gradients alone, ``[K, 1, m, groups]``."""
     centre: Tensor
     """Around which φ straightens, ``[K, 1, d]``."""
     shortening: Tensor
@@ -102,25 +117,8 @@ class GroupedForm(NamedTuple):
     @staticmethod
     def stacked(forms: Sequence[GroupedForm]) -> GroupedForm:
         """All of them."""
-
-        def together(name: str) -> Tensor:
-            return torch.cat([getattr(form, name) for form in forms])
-
-        def blocks(name: str) -> GroupedMatrix:
-            parts = zip(*(getattr(form, name) for form in forms), strict=True)
-            return GroupedMatrix(*map(torch.cat, parts))
-
-        return GroupedForm(
-            forms[0].groups,
-            together("point"),
-            together("mean"),
-            together("curvature"),
-            together("variances"),
-            blocks("sure"),
-            blocks("off"),
-            together("centre"),
-            together("shortening"),
-        )
+        groups, *fields = zip(*forms, strict=True)
+        return GroupedForm(groups[0], *map(_together, fields))
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(transcript | θ) up to a constant, ``[K, m]`` for θ ``[m, d]``; differentiable."""
@@ -129,17 +127,36 @@ class GroupedForm(NamedTuple):
         share = shorter((away * moved).sum(-1), self.shortening)[..., None]
         delta = self.point - self.centre - share * away
         residual = self.mean + self.centre @ self.curvature + share * moved
-        own, rest_own = self.groups.parts(delta.square() @ self.variances)
+        of_groups, of_rest = self.groups.parts(delta.square() @ self.variances)
         some, rest = self.groups.parts(delta)
         sure, off = self.sure, self.off
         total = GroupedMatrix(
             sure.groups
             + off.groups * some[..., :, None, :] * some[..., None, :, :]
-            + own[..., None, :] * torch.eye(some.shape[-2], dtype=some.dtype)[..., None],
+            + of_groups[..., None, :] * torch.eye(some.shape[-2], dtype=some.dtype)[..., None],
             sure.cross + off.cross * some[..., None, :] * rest[..., None, :, None],
             sure.rest
             + off.rest * rest[..., :, None] * rest[..., None, :]
-            + rest_own[..., None] * torch.eye(rest.shape[-1], dtype=rest.dtype),
+            + of_rest[..., None] * torch.eye(rest.shape[-1], dtype=rest.dtype),
         )
-        square, log_determinant = total.misfit(*self.groups.parts(residual))
-        return -0.5 * (square + log_determinant)
+        levels = GroupLevels(
+            -self.changes * some[..., None],
+            self.changes - (self.own * some.square())[..., None],
+            self.noise,
+        )
+        return -0.5 * total.misfit(*self.groups.parts(residual), levels)
+
+
+def _together(parts: Sequence[Any]) -> Any:
+    """Tensors, or blocks of them, one after the other."""
+    if isinstance(parts[0], Tensor):
+        return torch.cat(list(parts))
+    return GroupedMatrix(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _positive_quantiles(means: Tensor, variances: Tensor) -> Tensor:
+    """Equally likely values of normal numbers that are known to be positive, ``[levels, d]``."""
+    stds = variances.sqrt().clamp_min(1e-9 * means)
+    negative = torch.special.ndtr(-means / stds)
+    shares = (torch.arange(_LEVELS, dtype=means.dtype)[:, None] + 0.5) / _LEVELS
+    return means + stds * torch.special.ndtri(negative + (1 - negative) * shares)

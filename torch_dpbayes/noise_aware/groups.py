@@ -16,6 +16,7 @@ Derived in this project.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -115,23 +116,27 @@ class GroupedMatrix(NamedTuple):
     rest: Tensor
     """E, ``[..., s, s]``."""
 
-    def misfit(self, of_groups: Tensor, of_rest: Tensor) -> tuple[Tensor, Tensor]:
-        """rᵀM⁻¹r and log|M|, ``[...]``; differentiable.
+    def misfit(self, of_groups: Tensor, of_rest: Tensor, own: GroupLevels | None = None) -> Tensor:
+        """rᵀM⁻¹r + log|M|, ``[...]``; differentiable. With ``own``, −2·log of the density that has
+        its mean over levels in place of each group's Gaussian.
 
         Args:
             of_groups: r, ``[..., m, groups]``.
             of_rest: r, ``[..., s]``.
+            own: of each group's coordinates, given those before it.
         """
         a, c, e = self
-        square = log_determinant = torch.zeros((), dtype=e.dtype)
-        for left in reversed(range(a.shape[-2])):
+        total = torch.zeros((), dtype=e.dtype)
+        size = a.shape[-2]
+        for k in range(size):
             pivot, row, first = a[..., 0, 0, :], c[..., 0, :, :], of_groups[..., 0, :]
             scaled = row / pivot[..., None, :]
-            square = square + (first.square() / pivot).sum(-1)
-            log_determinant = log_determinant + pivot.log().sum(-1)
+            gaussian = first.square() / pivot + pivot.log()
+            each = gaussian if own is None else own.misfit(k, pivot, first)
+            total = total + each.sum(-1)
             e = e - scaled @ row.mT
             of_rest = of_rest - (scaled * first[..., None, :]).sum(-1)
-            if left:
+            if k + 1 < size:
                 below = a[..., 1:, 0, :]
                 share = below / pivot[..., None, :]
                 a = a[..., 1:, 1:, :] - share[..., :, None, :] * below[..., None, :, :]
@@ -140,5 +145,31 @@ class GroupedMatrix(NamedTuple):
         # where θ is no number, neither is this
         factor = torch.linalg.cholesky_ex(e).L
         whitened = torch.linalg.solve_triangular(factor, of_rest[..., None], upper=False)[..., 0]
-        square = square + whitened.square().sum(-1)
-        return square, log_determinant + 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        log_determinant = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return total + whitened.square().sum(-1) + log_determinant
+
+
+class GroupLevels(NamedTuple):
+    """What the curvature of a group's coordinate may be, where its error is a large part of it.
+
+    A Gaussian error has negative curvatures, too, and nearly none: far away, where nothing else
+    would explain a gradient near zero, they do, for each group by itself. So the density of a
+    group's residual is the mean of those at equally likely levels above 0.
+    """
+
+    change: Tensor
+    """Of the residual, ``[..., m, groups, levels]``: by the level less the estimate."""
+    added: Tensor
+    """To the variance, likewise, in place of the error's."""
+    least: Tensor
+    """Of the variance, ``[..., m, groups]``."""
+
+    def misfit(self, k: int, pivot: Tensor, first: Tensor) -> Tensor:
+        """−2·log of the mean density at ``first``, ``[..., groups]``, of which ``pivot`` is the
+        Gaussian variance.
+        """
+        residual = first[..., None] + self.change[..., k, :, :]
+        variance = pivot[..., None] + self.added[..., k, :, :]
+        variance = torch.maximum(variance, self.least[..., k, :, None])
+        logs = -0.5 * (residual.square() / variance + variance.log())
+        return -2 * (logs.logsumexp(-1) - math.log(logs.shape[-1]))
