@@ -18,6 +18,7 @@ ORDER = [
     "locality",
     "program",
     "zero_sums",
+    "groups",
     "record_density",
     "record_statistics",
 ]
