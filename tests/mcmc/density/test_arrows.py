@@ -12,6 +12,7 @@ ORDER = [
     "recording",
     "prior",
     "noncentred",
+    "exchangeable",
     "arguments",
     "structure",
     "record_terms",

@@ -16,7 +16,7 @@ Each file needs only those above it:
 * ``pyro_runs``: how the user's model is run; ``refusals``: what of Pyro's it may not use;
   ``recording``: functions as graphs of operations;
 * ``prior``: the latents as one vector θ, and its density; ``noncentred``: other coordinates for
-  those of hierarchical models;
+  those of hierarchical models; ``exchangeable``: which of them have the same prior;
 * ``arguments``: which arguments are data, and their rows;
 * ``structure``: from shapes, which sites belong to the records;
 * ``record_terms``: the terms of any rows, as Pyro computes them;
@@ -28,6 +28,7 @@ Each file needs only those above it:
   likewise the statistics of an exponential family. Only these files and ``arguments`` touch data.
 """
 
+from .exchangeable import is_exchangeable
 from .noncentred import NonCentred, is_hierarchical
 from .prior import Prior
 from .pyro_runs import InvalidPoint, Model, UnfitModel, without_value_checks
@@ -43,6 +44,7 @@ __all__ = [
     "RecordStatistics",
     "UnfitModel",
     "clipped_ratio_sum",
+    "is_exchangeable",
     "is_hierarchical",
     "without_value_checks",
 ]
