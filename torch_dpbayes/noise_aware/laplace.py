@@ -308,7 +308,7 @@ def _of_density(
     # the noise of sums that are 0 in any case would be taken for something that the records say
     places = density.zero_sums()
     if is_diagonal:  # coordinates of φ depend on each other where those of θ have other priors
-        places = [rows for rows in places if gaussian.is_alike(rows)]
+        places = [rows for rows in places if prior.is_alike(rows)]
     found = Turn(places, density.read, gaussian.mean)
     turn = None if found.told.all() else found
     sums = DensitySums(density, max_grad_norm, turn)
@@ -395,7 +395,7 @@ def _diagonal(
         clips=sums.curvature_is_of_gradients,
     )
     charge(accountant, plan, _LABEL)
-    prior_of_phi = prior if turn is None else turn.of_prior(prior)
+    prior_of_phi = prior if turn is None else turn.of_alike(prior)
     prior_of_sums = prior if turn is None else prior_of_phi.of(turn.told)
     surrogate, transcript = run_diagonal(sums, plan, prior_of_sums, count)
     statement = _statement(

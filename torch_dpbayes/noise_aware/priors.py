@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..mcmc.density import NonCentred, Prior, is_hierarchical
+from ..mcmc.density import NonCentred, Prior, is_exchangeable, is_hierarchical
 
 _DRAWS, _DRAWS_WITH_CORRELATIONS = 200, 500
 
@@ -35,6 +35,9 @@ class LatentPrior(Protocol):
 
     def gaussian(self) -> GaussianPrior:
         """A Gaussian of about this place and width."""
+
+    def is_alike(self, places: Tensor) -> bool:
+        """Whether the K of coordinates ``[K, m]`` have the same prior."""
 
 
 class GaussianPrior:
@@ -139,6 +142,12 @@ class PyroPrior:
                 covariance = std[:, None] * _correlations(draws) * std
             self._gaussian = GaussianPrior(middle, std**-2, covariance)
         return self._gaussian
+
+    def is_alike(self, places: Tensor) -> bool:
+        """Whether the K of coordinates ``[K, m]`` have the same prior: that of the model itself, as
+        quantiles of draws always differ.
+        """
+        return is_exchangeable(self._prior, places)
 
 
 def _correlations(draws: Tensor) -> Tensor:

@@ -125,6 +125,17 @@ class Turn:
             return GaussianPrior(mean, 1 / covariance.diagonal(), covariance)
         return GaussianPrior(mean, 1 / self.of_variances(1 / prior.precision))
 
+    def of_alike(self, prior: GaussianPrior) -> GaussianPrior:
+        """The same, without correlations, where the K entries have one prior, of which that of θ is
+        an estimate: then contrasts are around 0 and equally wide.
+        """
+        turned = self.of_prior(prior)
+        mean, variance = turned.mean, 1 / turned.precision
+        for rows in self.places:
+            mean[rows[1:]] = 0.0
+            variance[rows[1:]] = variance[rows[1:]].mean(0)
+        return GaussianPrior(mean, 1 / variance)
+
 
 def _mirror(count: int, like: Tensor) -> Tensor:
     """√(2/vᵀv)·v."""
