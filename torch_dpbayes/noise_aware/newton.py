@@ -41,6 +41,7 @@ from .uncertain_level import UncertainLevel
 _HARMLESS_NOISE = 0.1
 _SURE_LEVEL = 0.02  # where their distribution is in any case no more than a few evaluations
 _LEVELS = 12
+_LEVELS_OF_GROUPS = 6  # where every group has a level of its own besides
 
 
 def run_glm(
@@ -207,7 +208,8 @@ def run_general(
             return found, transcript
     if blocks.are_known(raw, variances, _SURE_LEVEL):
         return surrogate, transcript
-    likely = blocks.likely(raw, variances, least, most, _LEVELS)
+    count = _LEVELS if groups is None else _LEVELS_OF_GROUPS
+    likely = blocks.likely(raw, variances, least, most, count)
     parts = [likelihood(blocks.at(curvature, levels), levels) for levels in likely]
     return UncertainLevel(parts, surrogate), transcript
 
