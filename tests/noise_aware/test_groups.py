@@ -6,10 +6,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from scipy.stats import binom
+from scipy.integrate import quad
+from scipy.stats import binom, norm
 
 from torch_dpbayes.mcmc.density import RecordDensity
-from torch_dpbayes.noise_aware import laplace, newton
+from torch_dpbayes.noise_aware import grouped_surrogate, laplace, newton
 from torch_dpbayes.noise_aware.block_levels import BlockLevels
 from torch_dpbayes.noise_aware.grouped_surrogate import GroupedForm, GroupedSurrogate
 from torch_dpbayes.noise_aware.groups import Groups
@@ -54,11 +55,10 @@ def test_the_misfit_is_that_of_the_whole_matrix(own, rest):
     residual = torch.randn(7, size, dtype=DOUBLE)
     ordered = residual[:, groups.order].requires_grad_()
     blocks = groups.blocks(matrix.expand(7, size, size))
-    square, log_determinant = blocks.misfit(*groups.parts(ordered))
+    misfit = blocks.misfit(*groups.parts(ordered))
     solved = torch.linalg.solve(matrix, residual.T).T
-    torch.testing.assert_close(square, (residual * solved).sum(1))
-    torch.testing.assert_close(log_determinant, torch.logdet(matrix).expand(7))
-    (slope,) = torch.autograd.grad(square.sum(), ordered)
+    torch.testing.assert_close(misfit, (residual * solved).sum(1) + torch.logdet(matrix))
+    (slope,) = torch.autograd.grad(misfit.sum(), ordered)
     torch.testing.assert_close(slope, 2 * solved[:, groups.order])
 
 
@@ -146,8 +146,10 @@ def surrogate(kind, curvature):
 
 @pytest.mark.parametrize("kind", ["linear", "outer"])
 def test_the_blocks_have_the_density_of_the_whole(kind):
-    """And so have several of them at once, up to the constant of each."""
+    """And so have several of them at once, where groups' own curvatures are sure."""
     some = [surrogate(kind, outer_products(30) + torch.eye(SIZE, dtype=DOUBLE)) for _ in range(3)]
+    for each in some:
+        each._variances[PLACES, PLACES] = 0.0
     theta = 2 * torch.randn(6, SIZE, dtype=DOUBLE)
     dense = torch.stack([AnySurrogate.log_likelihood(each, theta) for each in some])
     torch.testing.assert_close(torch.stack([s.log_likelihood(theta) for s in some]), dense)
@@ -167,6 +169,84 @@ def test_the_covariance_is_that_of_independent_errors():
     stated = found._of_curvature_error(moved)
     error = 6 * products.std(0) / math.sqrt(count)
     assert bool(((products.mean(0) - stated).abs() <= error + 1e-12).all())
+
+
+def of_one_group_each(variances, curvature=95.0, rest=1):
+    """Three groups of one parameter, and the rest; the last release is at 0."""
+    size = 3 + rest
+    groups = Groups(torch.arange(3)[:, None], size)
+    exact = curvature * torch.eye(size, dtype=DOUBLE)
+    exact[:3, 3:] = exact[3:, :3] = 10.0
+    error = torch.full((size, size), 4.0, dtype=DOUBLE)
+    error[range(size), range(size)] = variances
+    error[groups.apart] = 0.0
+    last = GradientRelease(torch.zeros(size, dtype=DOUBLE), torch.randn(size, dtype=DOUBLE), 6.0)
+    every = torch.ones(1, dtype=torch.bool)
+    return GroupedSurrogate([last], LinearResponse(exact), exact, error, last.theta, every, groups)
+
+
+def test_a_groups_own_curvature_is_integrated_out(monkeypatch):
+    """The mean over many levels against quadrature over the truncated normal law."""
+    monkeypatch.setattr(grouped_surrogate, "_LEVELS", 4000)
+    mean, std = 10.0, 8.0
+    found = of_one_group_each(std**2, mean, rest=0)
+    theta = torch.tensor([[0.5, -1.0, 3.0]], dtype=DOUBLE)
+    expected = 0.0
+    for at, gradient in zip(theta[0].tolist(), found._mean.tolist(), strict=True):
+
+        def density(level, at=at, gradient=gradient):
+            law = norm.pdf(level, mean, std) / norm.sf(0, mean, std)
+            return law * norm.pdf(gradient + level * at, 0, math.sqrt(level + 36.0))
+
+        expected += math.log(quad(density, 0, mean + 12 * std, epsrel=1e-9)[0])
+    expected += 1.5 * math.log(2 * math.pi)
+    assert float(found.log_likelihood(theta)) == pytest.approx(expected, abs=0.01)
+
+
+def test_the_rest_is_given_what_groups_have():
+    """The product of each group's mean density and of the rest's, from whole matrices."""
+    found = of_one_group_each(64.0, rest=2)
+    theta = torch.randn(1, 5, dtype=DOUBLE)
+    residual = found._mean + theta[0] @ found.curvature
+    sure = found.curvature + found.noise
+    error = found._of_curvature_error(theta[0])
+    law = torch.distributions.MultivariateNormal(torch.zeros(5, dtype=DOUBLE), sure + error)
+    expected = float(law.log_prob(residual))
+    levels = grouped_surrogate._positive_quantiles(
+        found.curvature.diagonal(), found._variances.diagonal()
+    )
+    for g in range(3):
+        variance = float((sure + error)[g, g])
+        expected -= norm.logpdf(float(residual[g]), 0, math.sqrt(variance))
+        change = levels[:, g] - found.curvature[g, g]
+        own = variance - 64.0 * float(theta[0, g]) ** 2 + change
+        at = residual[g] + change * theta[0, g]
+        expected += math.log(float(norm.pdf(at, 0, own.sqrt()).mean()))
+    expected += 2.5 * math.log(2 * math.pi)
+    assert float(found.log_likelihood(theta)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_far_away_hardly_any_curvature_is_no_explanation():
+    """A Gaussian error of a quarter of the curvature has a plateau there, of .001 of the maximum;
+    under a wide prior chains stayed on it.
+    """
+    found = of_one_group_each(25.0**2)
+    theta = torch.zeros(2, 4, dtype=DOUBLE)
+    theta[1, 0] = 3.0
+    near, far = found.log_likelihood(theta)
+    assert float(near - far) > 30
+    near, far = AnySurrogate.log_likelihood(found, theta)
+    assert float(near - far) < 15
+
+
+def test_levels_are_positive_quantiles():
+    found = grouped_surrogate._positive_quantiles(
+        torch.tensor([10.0, 1.0, 5.0], dtype=DOUBLE), torch.tensor([1.0, 100.0, 0.0], dtype=DOUBLE)
+    )
+    assert bool((found > 0).all())
+    torch.testing.assert_close(found[:, 0].mean(), torch.tensor(10.0, dtype=DOUBLE))
+    assert float(found[:, 1].mean()) > 5
+    torch.testing.assert_close(found[:, 2], torch.full_like(found[:, 2], 5.0))
 
 
 # --- runs -----------------------------------------------------------------------------------------
