@@ -73,8 +73,8 @@ class GroupedSurrogate(Surrogate):
         changes, _ = groups.parts((levels - self.curvature.diagonal())[:, order])
         return GroupedForm(
             groups,
-            self._point[None, None, order],
-            self._mean[None, None, order],
+            (self._point - self.centre)[None, None, order],
+            (self._mean + self.centre @ self.curvature)[None, None, order],
             self.curvature[None, order[:, None], order],
             self._variances[None, order[:, None], order],
             groups.blocks(sure[None, None]),
@@ -92,9 +92,9 @@ class GroupedForm(NamedTuple):
 
     groups: Groups
     point: Tensor
-    """Where the mean release was, ``[K, 1, d]``."""
+    """Where the mean release was, from the centre on, ``[K, 1, d]``."""
     mean: Tensor
-    """m of the residual m + F̂θ, ``[K, 1, d]``."""
+    """The residual at the centre, ``[K, 1, d]``."""
     curvature: Tensor
     """F̂, ``[K, d, d]``."""
     variances: Tensor
@@ -124,20 +124,22 @@ class GroupedForm(NamedTuple):
         """log p(transcript | θ) up to a constant, ``[K, m]`` for θ ``[m, d]``; differentiable."""
         away = theta.index_select(-1, self.groups.order) - self.centre
         moved = away @ self.curvature
-        share = shorter((away * moved).sum(-1), self.shortening)[..., None]
-        delta = self.point - self.centre - share * away
-        residual = self.mean + self.centre @ self.curvature + share * moved
+        if self.shortening.any():
+            share = shorter((away * moved).sum(-1), self.shortening)[..., None]
+            away, moved = share * away, share * moved
+        delta, residual = self.point - away, self.mean + moved
         of_groups, of_rest = self.groups.parts(delta.square() @ self.variances)
         some, rest = self.groups.parts(delta)
         sure, off = self.sure, self.off
+        a = sure.groups + of_groups[..., None, :] * torch.eye(some.shape[-2]).to(some)[..., None]
+        if some.shape[-2] > 1:
+            a = a + off.groups * some[..., :, None, :] * some[..., None, :, :]
         total = GroupedMatrix(
-            sure.groups
-            + off.groups * some[..., :, None, :] * some[..., None, :, :]
-            + of_groups[..., None, :] * torch.eye(some.shape[-2], dtype=some.dtype)[..., None],
+            a,
             sure.cross + off.cross * some[..., None, :] * rest[..., None, :, None],
             sure.rest
             + off.rest * rest[..., :, None] * rest[..., None, :]
-            + of_rest[..., None] * torch.eye(rest.shape[-1], dtype=rest.dtype),
+            + torch.diag_embed(of_rest),
         )
         levels = GroupLevels(
             -self.changes * some[..., None],
