@@ -186,19 +186,24 @@ def of_one_group_each(variances, curvature=95.0, rest=1):
 
 
 def test_a_groups_own_curvature_is_integrated_out(monkeypatch):
-    """The mean over many levels against quadrature over the truncated normal law."""
+    """The mean over many levels against quadrature under p(λ) ∝ 1/λ."""
     monkeypatch.setattr(grouped_surrogate, "_LEVELS", 4000)
+    monkeypatch.setattr(grouped_surrogate, "_GRID", 20_000)
     mean, std = 10.0, 8.0
     found = of_one_group_each(std**2, mean, rest=0)
     theta = torch.tensor([[0.5, -1.0, 3.0]], dtype=DOUBLE)
     expected = 0.0
     for at, gradient in zip(theta[0].tolist(), found._mean.tolist(), strict=True):
 
-        def density(level, at=at, gradient=gradient):
-            law = norm.pdf(level, mean, std) / norm.sf(0, mean, std)
-            return law * norm.pdf(gradient + level * at, 0, math.sqrt(level + 36.0))
+        def law(log_level):
+            return norm.pdf(math.exp(log_level), mean, std)
 
-        expected += math.log(quad(density, 0, mean + 12 * std, epsrel=1e-9)[0])
+        def density(log_level, at=at, gradient=gradient):
+            level = math.exp(log_level)
+            return law(log_level) * norm.pdf(gradient + level * at, 0, math.sqrt(level + 36.0))
+
+        ends = math.log(1e-3 * mean), math.log(mean + 6 * std)
+        expected += math.log(quad(density, *ends, epsrel=1e-9)[0] / quad(law, *ends)[0])
     expected += 1.5 * math.log(2 * math.pi)
     assert float(found.log_likelihood(theta)) == pytest.approx(expected, abs=0.01)
 
@@ -212,9 +217,7 @@ def test_the_rest_is_given_what_groups_have():
     error = found._of_curvature_error(theta[0])
     law = torch.distributions.MultivariateNormal(torch.zeros(5, dtype=DOUBLE), sure + error)
     expected = float(law.log_prob(residual))
-    levels = grouped_surrogate._positive_quantiles(
-        found.curvature.diagonal(), found._variances.diagonal()
-    )
+    levels = grouped_surrogate._quantiles(found.curvature.diagonal(), found._variances.diagonal())
     for g in range(3):
         variance = float((sure + error)[g, g])
         expected -= norm.logpdf(float(residual[g]), 0, math.sqrt(variance))
@@ -239,13 +242,15 @@ def test_far_away_hardly_any_curvature_is_no_explanation():
     assert float(near - far) < 15
 
 
-def test_levels_are_positive_quantiles():
-    found = grouped_surrogate._positive_quantiles(
-        torch.tensor([10.0, 1.0, 5.0], dtype=DOUBLE), torch.tensor([1.0, 100.0, 0.0], dtype=DOUBLE)
-    )
+def test_levels_are_quantiles():
+    """A group that nothing is seen of has hardly any curvature; of a sure one it is known."""
+    estimates = torch.tensor([100.0, 1.0, 5.0], dtype=DOUBLE)
+    variances = torch.tensor([1.0, 100.0, 0.0], dtype=DOUBLE)
+    found = grouped_surrogate._quantiles(estimates, variances)
     assert bool((found > 0).all())
-    torch.testing.assert_close(found[:, 0].mean(), torch.tensor(10.0, dtype=DOUBLE))
-    assert float(found[:, 1].mean()) > 5
+    assert float(found[:, 0].mean()) == pytest.approx(100.0, abs=0.1)
+    assert 0.5 < float(found[:, 0].std()) < 1.2
+    assert 0.05 < float(found[:, 1].median()) < 2 and float(found[-1, 1]) > 5
     torch.testing.assert_close(found[:, 2], torch.full_like(found[:, 2], 5.0))
 
 
@@ -294,6 +299,25 @@ def test_what_made_up_rows_did_not_show_is_seen_in_the_releases():
     group[:2000] = 10
     post = run(varying(12, also=(10, 11)), group, y)
     assert post.transcript.groups is None and "groups" not in post.guarantee()
+
+
+def test_groups_that_the_rest_makes_up_for_in_the_data_are_not_used():
+    """All records have the same covariate, which is then no more than an intercept; made-up rows
+    have others.
+    """
+
+    def model(group, x, y=None):
+        effect = pyro.sample("effect", dist.Normal(torch.zeros(8, dtype=DOUBLE), 1.0).to_event(1))
+        slope = pyro.sample("slope", dist.Normal(0 * effect[0], 1.0))
+        with pyro.plate("data", len(group)):
+            pyro.sample("y", dist.Bernoulli(logits=effect[group] + slope * x), obs=y)
+
+    group, y = simulated(8, 20_000)
+    for x, are in (
+        (torch.ones(20_000, dtype=DOUBLE), False),
+        (torch.randn(20_000, dtype=DOUBLE), True),
+    ):
+        assert (run(model, group, x, y).transcript.groups is not None) is are
 
 
 def test_groups_are_those_of_the_coordinates_that_records_tell():

@@ -13,6 +13,7 @@ Derived in this project.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from .response import FLOOR_OF_NOISE, floored, level_quantiles
 
 _ROUNDING = 1e-9  # of a level
 _SMALLEST_PART = 0.05  # of a site's level, that a direction of its coordinates has
-_STRIDE = 7  # has no factor in common with the number of draws
+# modulo 5, 11 or 13, which are prime, no two of the first four powers are the same
+_STRIDE = 7
 
 
 class BlockLevels:
@@ -99,6 +101,16 @@ class BlockLevels:
         earlier_variances = torch.maximum(earlier_variances, apart - later_variances)
         weight = (earlier_variances / (earlier_variances + later_variances)).nan_to_num(0.0)
         return earlier + weight[self._class] * (later - earlier), weight * later_variances
+
+    def average(self, releases: Sequence[tuple[Tensor, float]]) -> tuple[Tensor, Tensor]:
+        """Matrices in the order of their release, with the standard deviations of their noise;
+        their average for the last one's point, and its variances.
+        """
+        (average, std), *later = releases
+        variances = self.variances(std)
+        for value, own in later:
+            average, variances = self.combined(average, variances, value, self.variances(own))
+        return average, variances
 
     def _kept(self, released: Tensor, variances: Tensor) -> Tensor:
         """The part of what tells a released matrix from its sites' levels that its error does not

@@ -1,7 +1,7 @@
 r"""What a transcript says about θ where every record reads the parameters of one group.
 
-As in :mod:`~torch_dpbayes.noise_aware.surrogate`, but the error of F̂ has a variance for each kind
-of entry: none between two groups, and v_ij elsewhere, so that
+As in :mod:`~torch_dpbayes.noise_aware.surrogate`, for full batches, but the error of F̂ has a
+variance for each kind of entry: none between two groups, and v_ij elsewhere, so that
 
 .. math:: M(\theta) = F_\alpha + \sum_k \omega_k^2 V_k + \operatorname{diag}(V \Delta^2) + (V -
     \operatorname{diag} V) \circ \Delta\Delta^\top
@@ -27,11 +27,12 @@ from .response import OuterProductResponse, Response, shorter
 from .surrogate import Surrogate
 from .transcript import GradientRelease
 
-_LEVELS = 5
+_LEVELS, _GRID = 7, 500
+_DEVIATIONS, _NOTHING = 6.0, 1e-3
 
 
 class GroupedSurrogate(Surrogate):
-    """log p(transcript | θ); arguments as in
+    """log p(transcript | θ), and tangents to what it is with Gaussian errors; arguments as in
     :class:`~torch_dpbayes.noise_aware.surrogate.Surrogate`, with a response that does not bend, and
 
     Args:
@@ -69,7 +70,7 @@ class GroupedSurrogate(Surrogate):
         sure = self._variability * self.curvature + self.noise
         own = self._variances.diagonal()
         off = self._variances - torch.diag(own)
-        levels = _positive_quantiles(self.curvature.diagonal(), own)
+        levels = _quantiles(self.curvature.diagonal(), own)
         changes, _ = groups.parts((levels - self.curvature.diagonal())[:, order])
         return GroupedForm(
             groups,
@@ -156,9 +157,15 @@ def _together(parts: Sequence[Any]) -> Any:
     return GroupedMatrix(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _positive_quantiles(means: Tensor, variances: Tensor) -> Tensor:
-    """Equally likely values of normal numbers that are known to be positive, ``[levels, d]``."""
-    stds = variances.sqrt().clamp_min(1e-9 * means)
-    negative = torch.special.ndtr(-means / stds)
-    shares = (torch.arange(_LEVELS, dtype=means.dtype)[:, None] + 0.5) / _LEVELS
-    return means + stds * torch.special.ndtri(negative + (1 - negative) * shares)
+def _quantiles(estimates: Tensor, variances: Tensor) -> Tensor:
+    """Equally likely levels, ``[levels, d]``, of which there are such estimates, under p(λ) ∝ 1/λ:
+    a group without records has none.
+    """
+    stds = variances.sqrt().clamp_min(1e-9 * estimates)
+    low = torch.maximum(estimates - _DEVIATIONS * stds, _NOTHING * torch.maximum(estimates, stds))
+    high = estimates + _DEVIATIONS * stds
+    grid = low * (high / low) ** torch.linspace(0, 1, _GRID, dtype=low.dtype)[:, None]
+    passed = torch.softmax(-((estimates - grid) / stds).square() / 2, dim=0).cumsum(0)
+    shares = (torch.arange(_LEVELS, dtype=low.dtype) + 0.5) / _LEVELS
+    at = torch.searchsorted(passed.T.contiguous(), shares.expand(len(estimates), -1).contiguous())
+    return grid.gather(0, at.clamp(max=_GRID - 1).T)

@@ -29,6 +29,7 @@ from .transcript import CurvatureRelease
 # a group has few coordinates, and the rest is inverted as a whole
 _MOST_OF_A_GROUP, _MOST_OF_THE_REST = 8, 32
 _CONTRADICTS = 1e-6  # tail probability of what should be noise
+_TOLD = 0.5
 _SMALLEST_PART = 0.05  # of what the blocks on the diagonal have, in any direction
 
 
@@ -67,6 +68,16 @@ class Groups:
         # off the diagonal it has half of the variance; every entry is there twice
         total = float(entries.square().sum()) / max(release.noise_std, 1e-30) ** 2
         return bool(chi2.sf(total, len(entries) / 2) < _CONTRADICTS)
+
+    def are_told_apart(self, curvature: Tensor) -> bool:
+        """Whether the rest keeps half of its curvature where groups make up for it as far as they
+        can. Where it does not, what the two have in common can have none, and noise hides that.
+        """
+        a, c, e = self.blocks(curvature)
+        solved = torch.linalg.solve(a.movedim(-1, 0), c.movedim(-1, 0))
+        left = e - (c.movedim(-1, 0).mT @ solved).sum(0)
+        root = torch.linalg.inv(torch.linalg.cholesky(e))
+        return not len(e) or bool(torch.linalg.eigvalsh(root @ left @ root.T)[0] > _TOLD)
 
     def floored(self, matrix: Tensor, least: float) -> Tensor:
         """``matrix`` without entries between groups, eigenvalues of its blocks raised to ``least``,

@@ -40,8 +40,7 @@ from .uncertain_level import UncertainLevel
 # of the level of a curvature; above it the level's distribution counts and not its deviation alone
 _HARMLESS_NOISE = 0.1
 _SURE_LEVEL = 0.02  # where their distribution is in any case no more than a few evaluations
-_LEVELS = 12
-_LEVELS_OF_GROUPS = 6  # where every group has a level of its own besides
+_LEVELS, _LEVELS_OF_GROUPS = 11, 5  # where every group has a level of its own besides
 
 
 def run_glm(
@@ -143,8 +142,8 @@ def run_general(
     blocks = BlockLevels(sums.site, num_data, groups)
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
-    theta, variances, holds_mean = prior.mean, blocks.variances(0.0), False
-    raw = torch.zeros(prior.dimension, prior.dimension, dtype=torch.float64)
+    theta, holds_mean = prior.mean, False
+    estimates: list[tuple[Tensor, float]] = []
 
     def response(at: Tensor, place: Tensor, misfit: float = 0.0) -> Response:
         if holds_mean:
@@ -162,18 +161,19 @@ def run_general(
         centre = best.theta
         if step in multipliers:
             release = mechanism.curvature(centre, multipliers[step])
-            first, held_mean = not transcript.curvatures, holds_mean
+            held_mean = holds_mean
             transcript.curvatures.append(release)
             value, std, share = release.value, release.noise_std, 1.0
             if sums.curvature_is_of_gradients:
                 value, std, holds_mean = _about_their_mean(release, best, num_data)
                 share = share_of_curvature(release, num_data * sums.curvature_bound)
-            # an average would keep the part of the mean that earlier ones have
-            afresh = first or (held_mean and not holds_mean)
+            if held_mean and not holds_mean:
+                # an average would keep the part of the mean that earlier ones have
+                estimates.clear()
             if groups is not None and groups.contradict(release):
-                groups, blocks, afresh = None, BlockLevels(sums.site, num_data), True
-            own = blocks.variances(std)
-            raw, variances = (value, own) if afresh else blocks.combined(raw, variances, value, own)
+                groups, blocks = None, BlockLevels(sums.site, num_data)
+            estimates.append((value, std))
+            raw, variances = blocks.average(estimates)
             curvature, spread = blocks.denoised(raw, variances)
             control.released(share * curvature)
         theta = control.next_point(fitted(spread))
@@ -182,6 +182,10 @@ def run_general(
             theta = (theta + centre) / 2
     for multiplier in plan.clipped_multipliers:
         transcript.clipped.append(mechanism.clipped_count(sums, centre, multiplier))
+    if groups is not None and not groups.are_told_apart(curvature):
+        groups, blocks = None, BlockLevels(sums.site, num_data)
+        raw, variances = blocks.average(estimates)
+        curvature, _ = blocks.denoised(raw, variances)
     control.released(curvature)
     spread = blocks.left(raw, variances)
     surrogate = fitted(spread)

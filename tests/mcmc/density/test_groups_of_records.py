@@ -57,7 +57,32 @@ def pairs(group, x, y):
 def crossed(group, x, other, y):
     """Other groups, as many, that go with any of these."""
     one, two = pyro.sample("one", normal(GROUPS)), pyro.sample("two", normal(GROUPS))
-    observed(one[group] + two[other], y)
+    observed(one[group] + two[other] * x[:, 0], y)
+
+
+def intercept_too(group, x, y):
+    """What all groups have in common may as well be in the intercept."""
+    effect, mean = pyro.sample("effect", normal(GROUPS)), pyro.sample("mean", normal(1))
+    observed(mean + effect[group], y)
+
+
+def not_centred(group, x, y):
+    scale = pyro.sample("scale", dist.HalfNormal(1.0))
+    effect, mean = pyro.sample("effect", normal(GROUPS)), pyro.sample("mean", normal(1))
+    observed(mean + scale * effect[group], y)
+
+
+def classes(group, y):
+    """The gradients of a group's classes add up to 0: that is another matter."""
+    weights = pyro.sample("weights", normal(GROUPS, 3))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Categorical(logits=weights[group]), obs=y.long())
+
+
+def both_dimensions(group, x, y):
+    """Entries on the diagonal belong to one group along either dimension."""
+    effect, matrix = pyro.sample("effect", normal(3)), pyro.sample("matrix", normal(3, 3))
+    observed(effect[group % 3] + matrix[group % 3, group % 3], y)
 
 
 def none(group, x, y):
@@ -83,7 +108,10 @@ def groups_of(model, *more):
         (slopes_too, lambda at: torch.stack([at["effect"], at["slope"]], 1)),
         (rows, lambda at: at["weights"]),
         (columns, lambda at: at["weights"].T),
+        (both_dimensions, lambda at: torch.cat([at["effect"][:, None], at["matrix"]], 1)),
         (pairs, lambda at: None),
+        (intercept_too, lambda at: None),
+        (not_centred, lambda at: None),
         (none, lambda at: None),
         (constant, lambda at: None),
     ],
@@ -94,6 +122,21 @@ def test_what_belongs_to_one_group_is_found(model, expected):
     assert (found is None) == (wanted is None)
     if wanted is not None:
         assert torch.equal(found, wanted)
+
+
+def test_classes_of_each_group_are_found():
+    group, y = torch.randint(GROUPS, (RECORDS,)), torch.randint(3, (RECORDS,))
+    density = RecordDensity(classes, (group, y), count_is_public=True)
+    assert density.groups().shape == (GROUPS, 3)
+
+
+def test_groups_that_cross_and_go_with_each_other_are_none():
+    def model(group, x, other, y):
+        one, two = pyro.sample("one", normal(GROUPS)), pyro.sample("two", normal(GROUPS + 1))
+        observed(one[group] + two[other], y)
+
+    found, _ = groups_of(model, torch.randint(GROUPS + 1, (RECORDS,)))
+    assert found is None
 
 
 def test_groups_that_cross_are_not_taken_for_the_same():
