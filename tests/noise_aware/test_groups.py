@@ -74,6 +74,8 @@ def test_another_one_is_made_positive():
         assert float(torch.linalg.eigvalsh(found)[0]) > 0.01
         assert not found[GROUPS.apart].any()
         torch.testing.assert_close(found, found.T)
+        # what groups and the rest have in common is lessened and not left out
+        assert bool(found[PLACES.flatten()][:, GROUPS.rest].any())
 
 
 def test_noise_contradicts_no_groups_and_records_that_read_two_do():
@@ -240,6 +242,21 @@ def test_far_away_hardly_any_curvature_is_no_explanation():
     assert float(near - far) > 30
     near, far = AnySurrogate.log_likelihood(found, theta)
     assert float(near - far) < 15
+
+
+def test_a_level_leaves_no_less_than_the_noise():
+    """A group's second parameter, given the first, has less curvature than any level of its own
+    says.
+    """
+    block = torch.full((2, 2), 9.9, dtype=DOUBLE) + 0.1 * torch.eye(2, dtype=DOUBLE)
+    curvature = torch.block_diag(block, block)
+    groups = Groups(torch.arange(4).reshape(2, 2), 4)
+    last = GradientRelease(torch.zeros(4, dtype=DOUBLE), torch.zeros(4, dtype=DOUBLE), 0.1)
+    every = torch.ones(1, dtype=torch.bool)
+    variances = 100 * torch.eye(4, dtype=DOUBLE)
+    response = LinearResponse(curvature)
+    found = GroupedSurrogate([last], response, curvature, variances, last.theta, every, groups)
+    assert bool(found.log_likelihood(torch.randn(9, 4, dtype=DOUBLE)).isfinite().all())
 
 
 def test_levels_are_quantiles():

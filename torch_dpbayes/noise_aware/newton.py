@@ -40,7 +40,8 @@ from .uncertain_level import UncertainLevel
 # of the level of a curvature; above it the level's distribution counts and not its deviation alone
 _HARMLESS_NOISE = 0.1
 _SURE_LEVEL = 0.02  # where their distribution is in any case no more than a few evaluations
-_LEVELS, _LEVELS_OF_GROUPS = 11, 5  # where every group has a level of its own besides
+_LEVELS = 11
+_LEVELS_OF_GROUPS = 5  # each group has levels of its own besides
 
 
 def run_glm(
