@@ -24,6 +24,8 @@ from .response import FLOOR_OF_NOISE, floored, level_quantiles
 
 _ROUNDING = 1e-9  # of a level
 _SMALLEST_PART = 0.05  # of a site's level, that a direction of its coordinates has
+_FEW = 0.1  # of a site's coordinates, about which its level says nothing
+_NOTHING, _DEVIATIONS, _GRID, _SHAPES = 1e-3, 6.0, 500, (1e-2, 1e6)
 # modulo 5, 11 or 13, which are prime, no two of the first four powers are the same
 _STRIDE = 7
 
@@ -143,6 +145,31 @@ class BlockLevels:
         entries = (variances * self._kept(released, variances))[self._class]
         own = levels[self._site]
         return _as_off_diagonal(torch.minimum(entries, torch.outer(own, own)))
+
+    def own_levels(self, released: Tensor, variances: Tensor, levels: Tensor, count: int) -> Tensor:
+        """``count`` equally likely curvatures of each coordinate, ``[count, d]``, where sites have
+        these levels: from a gamma distribution around its site's as wide as the released diagonal
+        is, or, of a few, from p(λ) ∝ 1/λ, for groups with hardly any records.
+        """
+        sites = len(self._sizes)
+        kept = self._kept(released, variances)[:sites].clamp(max=1 - 1e-9)
+        mean = levels[self._site]
+        noise = variances[:sites][self._site].sqrt().clamp_min(_ROUNDING * mean)
+        spread = noise.square() * (kept / (1 - kept))[self._site]
+        shape = (mean.square() / spread).clamp(*_SHAPES)
+        found = released.diagonal()
+        nothing = _NOTHING * (mean + noise)
+        low = torch.maximum(found - _DEVIATIONS * noise, nothing)
+        high = torch.maximum(found + _DEVIATIONS * noise, 2 * low)
+        grid = low * (high / low) ** torch.linspace(0, 1, _GRID).to(low)[:, None]
+        of_site = torch.distributions.Gamma(shape, shape / mean).log_prob(grid)
+        of_few = -grid.log() - math.log(-math.log(_NOTHING))
+        prior = torch.logaddexp(of_site + math.log(1 - _FEW), of_few + math.log(_FEW))
+        seen = -((found - grid) / noise).square() / 2
+        passed = torch.softmax(seen + prior + grid.log(), dim=0).cumsum(0).T.contiguous()
+        shares = ((torch.arange(count) + 0.5) / count).to(low)
+        at = torch.searchsorted(passed, shares.expand(len(low), -1).contiguous())
+        return grid.gather(0, at.clamp(max=_GRID - 1).T)
 
     def _floored(self, matrix: Tensor, least: float) -> Tensor:
         if self._groups is None:

@@ -27,9 +27,6 @@ from .response import OuterProductResponse, Response, shorter
 from .surrogate import Surrogate
 from .transcript import GradientRelease
 
-_LEVELS, _GRID = 7, 500
-_DEVIATIONS, _NOTHING = 6.0, 1e-3
-
 
 class GroupedSurrogate(Surrogate):
     """log p(transcript | θ), and tangents to what it is with Gaussian errors; arguments as in
@@ -37,6 +34,7 @@ class GroupedSurrogate(Surrogate):
 
     Args:
         variances: V, of what is left of the error of each entry of the curvature, ``[d, d]``.
+        levels: equally likely ones of each coordinate's own curvature, ``[levels, d]``.
         groups: of the parameters.
     """
 
@@ -46,6 +44,7 @@ class GroupedSurrogate(Surrogate):
         response: Response,
         curvature: Tensor,
         variances: Tensor,
+        levels: Tensor,
         centre: Tensor,
         counted: Tensor,
         groups: Groups,
@@ -53,7 +52,7 @@ class GroupedSurrogate(Surrogate):
         # of a symmetric Gaussian matrix that errs as much
         std = float(2 * variances.mean()) ** 0.5
         super().__init__(gradients, response, curvature, std, centre, counted)
-        self._variances, self._groups = variances, groups
+        self._variances, self._levels, self._groups = variances, levels, groups
         self._shortening = (
             response.shortening if isinstance(response, OuterProductResponse) else 0.0
         )
@@ -70,8 +69,7 @@ class GroupedSurrogate(Surrogate):
         sure = self._variability * self.curvature + self.noise
         own = self._variances.diagonal()
         off = self._variances - torch.diag(own)
-        levels = _quantiles(self.curvature.diagonal(), own)
-        changes, _ = groups.parts((levels - self.curvature.diagonal())[:, order])
+        changes, _ = groups.parts((self._levels - self.curvature.diagonal())[:, order])
         return GroupedForm(
             groups,
             (self._point - self.centre)[None, None, order],
@@ -155,17 +153,3 @@ def _together(parts: Sequence[Any]) -> Any:
     if isinstance(parts[0], Tensor):
         return torch.cat(list(parts))
     return GroupedMatrix(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def _quantiles(estimates: Tensor, variances: Tensor) -> Tensor:
-    """Equally likely levels, ``[levels, d]``, of which there are such estimates, under p(λ) ∝ 1/λ:
-    a group without records has none.
-    """
-    stds = variances.sqrt().clamp_min(1e-9 * estimates)
-    low = torch.maximum(estimates - _DEVIATIONS * stds, _NOTHING * torch.maximum(estimates, stds))
-    high = estimates + _DEVIATIONS * stds
-    grid = low * (high / low) ** torch.linspace(0, 1, _GRID, dtype=low.dtype)[:, None]
-    passed = torch.softmax(-((estimates - grid) / stds).square() / 2, dim=0).cumsum(0)
-    shares = (torch.arange(_LEVELS, dtype=low.dtype) + 0.5) / _LEVELS
-    at = torch.searchsorted(passed.T.contiguous(), shares.expand(len(estimates), -1).contiguous())
-    return grid.gather(0, at.clamp(max=_GRID - 1).T)

@@ -41,7 +41,7 @@ from .uncertain_level import UncertainLevel
 _HARMLESS_NOISE = 0.1
 _SURE_LEVEL = 0.02  # where their distribution is in any case no more than a few evaluations
 _LEVELS = 11
-_LEVELS_OF_GROUPS = 5  # each group has levels of its own besides
+_LEVELS_OF_GROUPS, _OWN_LEVELS = 5, 7  # of all groups, and of each besides
 
 
 def run_glm(
@@ -201,7 +201,8 @@ def run_general(
             units = blocks.shape_scales(levels, spread)
             return Surrogate(gradients, of_gradients, at, spread, centre, counted, units)
         left = blocks.error_variances(raw, variances, levels)
-        return GroupedSurrogate(gradients, of_gradients, at, left, centre, counted, groups)
+        own = blocks.own_levels(raw, variances, levels, _OWN_LEVELS)
+        return GroupedSurrogate(gradients, of_gradients, at, left, own, centre, counted, groups)
 
     if groups is not None:
         surrogate = likelihood(curvature, blocks.means(curvature), MISFIT)
