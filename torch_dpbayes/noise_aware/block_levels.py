@@ -158,7 +158,7 @@ class BlockLevels:
         spread = noise.square() * (kept / (1 - kept))[self._site]
         shape = (mean.square() / spread).clamp(*_SHAPES)
         found = released.diagonal()
-        nothing = _NOTHING * (mean + noise)
+        nothing = _NOTHING * noise
         low = torch.maximum(found - _DEVIATIONS * noise, nothing)
         high = torch.maximum(found + _DEVIATIONS * noise, 2 * low)
         grid = low * (high / low) ** torch.linspace(0, 1, _GRID).to(low)[:, None]
