@@ -10,7 +10,7 @@ from scipy.integrate import quad
 from scipy.stats import binom, norm
 
 from torch_dpbayes.mcmc.density import RecordDensity
-from torch_dpbayes.noise_aware import grouped_surrogate, laplace, newton
+from torch_dpbayes.noise_aware import laplace, newton
 from torch_dpbayes.noise_aware.block_levels import BlockLevels
 from torch_dpbayes.noise_aware.grouped_surrogate import GroupedForm, GroupedSurrogate
 from torch_dpbayes.noise_aware.groups import Groups
@@ -141,8 +141,9 @@ def surrogate(kind, curvature):
         "outer": OuterProductResponse(curvature, centre, 50),
     }[kind]
     counted = torch.tensor([True, False, True, True])
+    levels = curvature.diagonal()[None]  # these are sure
     return GroupedSurrogate(
-        gradients(curvature), response, curvature, variances, centre, counted, GROUPS
+        gradients(curvature), response, curvature, variances, levels, centre, counted, GROUPS
     )
 
 
@@ -173,57 +174,60 @@ def test_the_covariance_is_that_of_independent_errors():
     assert bool(((products.mean(0) - stated).abs() <= error + 1e-12).all())
 
 
-def of_one_group_each(variances, curvature=95.0, rest=1):
+def likely(mean, std, count):
+    """Equally likely positive numbers of a normal law."""
+    negative = norm.cdf(0, mean, std)
+    shares = negative + (1 - negative) * (torch.arange(count) + 0.5).double().numpy() / count
+    return torch.from_numpy(norm.ppf(shares, mean, std))[:, None]
+
+
+def of_one_group_each(std, curvature=95.0, rest=1, count=5):
     """Three groups of one parameter, and the rest; the last release is at 0."""
     size = 3 + rest
     groups = Groups(torch.arange(3)[:, None], size)
     exact = curvature * torch.eye(size, dtype=DOUBLE)
     exact[:3, 3:] = exact[3:, :3] = 10.0
     error = torch.full((size, size), 4.0, dtype=DOUBLE)
-    error[range(size), range(size)] = variances
+    error[range(size), range(size)] = std**2
     error[groups.apart] = 0.0
     last = GradientRelease(torch.zeros(size, dtype=DOUBLE), torch.randn(size, dtype=DOUBLE), 6.0)
     every = torch.ones(1, dtype=torch.bool)
-    return GroupedSurrogate([last], LinearResponse(exact), exact, error, last.theta, every, groups)
+    levels = likely(curvature, std, count).expand(-1, size)
+    response = LinearResponse(exact)
+    return GroupedSurrogate([last], response, exact, error, levels, last.theta, every, groups)
 
 
-def test_a_groups_own_curvature_is_integrated_out(monkeypatch):
-    """The mean over many levels against quadrature under p(λ) ∝ 1/λ."""
-    monkeypatch.setattr(grouped_surrogate, "_LEVELS", 4000)
-    monkeypatch.setattr(grouped_surrogate, "_GRID", 20_000)
+def test_a_groups_own_curvature_is_integrated_out():
+    """The mean over many levels against quadrature over their law."""
     mean, std = 10.0, 8.0
-    found = of_one_group_each(std**2, mean, rest=0)
+    found = of_one_group_each(std, mean, rest=0, count=4000)
     theta = torch.tensor([[0.5, -1.0, 3.0]], dtype=DOUBLE)
     expected = 0.0
     for at, gradient in zip(theta[0].tolist(), found._mean.tolist(), strict=True):
 
-        def law(log_level):
-            return norm.pdf(math.exp(log_level), mean, std)
+        def density(level, at=at, gradient=gradient):
+            law = norm.pdf(level, mean, std) / norm.sf(0, mean, std)
+            return law * norm.pdf(gradient + level * at, 0, math.sqrt(level + 36.0))
 
-        def density(log_level, at=at, gradient=gradient):
-            level = math.exp(log_level)
-            return law(log_level) * norm.pdf(gradient + level * at, 0, math.sqrt(level + 36.0))
-
-        ends = math.log(1e-3 * mean), math.log(mean + 6 * std)
-        expected += math.log(quad(density, *ends, epsrel=1e-9)[0] / quad(law, *ends)[0])
+        expected += math.log(quad(density, 0, mean + 12 * std, epsrel=1e-9)[0])
     expected += 1.5 * math.log(2 * math.pi)
     assert float(found.log_likelihood(theta)) == pytest.approx(expected, abs=0.01)
 
 
 def test_the_rest_is_given_what_groups_have():
     """The product of each group's mean density and of the rest's, from whole matrices."""
-    found = of_one_group_each(64.0, rest=2)
+    found = of_one_group_each(8.0, rest=2)
     theta = torch.randn(1, 5, dtype=DOUBLE)
     residual = found._mean + theta[0] @ found.curvature
     sure = found.curvature + found.noise
     error = found._of_curvature_error(theta[0])
     law = torch.distributions.MultivariateNormal(torch.zeros(5, dtype=DOUBLE), sure + error)
     expected = float(law.log_prob(residual))
-    levels = grouped_surrogate._quantiles(found.curvature.diagonal(), found._variances.diagonal())
+    levels = likely(95.0, 8.0, 5)[:, 0]
     for g in range(3):
         variance = float((sure + error)[g, g])
         expected -= norm.logpdf(float(residual[g]), 0, math.sqrt(variance))
-        change = levels[:, g] - found.curvature[g, g]
+        change = levels - found.curvature[g, g]
         own = variance - 64.0 * float(theta[0, g]) ** 2 + change
         at = residual[g] + change * theta[0, g]
         expected += math.log(float(norm.pdf(at, 0, own.sqrt()).mean()))
@@ -235,7 +239,7 @@ def test_far_away_hardly_any_curvature_is_no_explanation():
     """A Gaussian error of a quarter of the curvature has a plateau there, of .001 of the maximum;
     under a wide prior chains stayed on it.
     """
-    found = of_one_group_each(25.0**2)
+    found = of_one_group_each(25.0)
     theta = torch.zeros(2, 4, dtype=DOUBLE)
     theta[1, 0] = 3.0
     near, far = found.log_likelihood(theta)
@@ -255,20 +259,50 @@ def test_a_level_leaves_no_less_than_the_noise():
     every = torch.ones(1, dtype=torch.bool)
     variances = 100 * torch.eye(4, dtype=DOUBLE)
     response = LinearResponse(curvature)
-    found = GroupedSurrogate([last], response, curvature, variances, last.theta, every, groups)
+    own = likely(10.0, 10.0, 5).expand(-1, 4)
+    found = GroupedSurrogate([last], response, curvature, variances, own, last.theta, every, groups)
     assert bool(found.log_likelihood(torch.randn(9, 4, dtype=DOUBLE)).isfinite().all())
 
 
-def test_levels_are_quantiles():
-    """A group that nothing is seen of has hardly any curvature; of a sure one it is known."""
-    estimates = torch.tensor([100.0, 1.0, 5.0], dtype=DOUBLE)
-    variances = torch.tensor([1.0, 100.0, 0.0], dtype=DOUBLE)
-    found = grouped_surrogate._quantiles(estimates, variances)
-    assert bool((found > 0).all())
-    assert float(found[:, 0].mean()) == pytest.approx(100.0, abs=0.1)
-    assert 0.5 < float(found[:, 0].std()) < 1.2
-    assert 0.05 < float(found[:, 1].median()) < 2 and float(found[-1, 1]) > 5
-    torch.testing.assert_close(found[:, 2], torch.full_like(found[:, 2], 5.0))
+def levels_of(exact, std, count=101):
+    """Of groups' own curvatures ``exact``, in ten releases, ``[10, count, groups]``."""
+    size = len(exact)
+    groups = Groups(torch.arange(size)[:, None], size)
+    blocks = BlockLevels(torch.zeros(size, dtype=torch.int64), 1000, groups)
+    found = []
+    for _ in range(10):
+        raw = torch.diag(exact) + noise(std, size)
+        level = blocks.means(raw).clamp_min(1.0)
+        found.append(blocks.own_levels(raw, blocks.variances(std), level, count))
+    return torch.stack(found)
+
+
+def test_levels_are_near_what_was_released_where_that_is_sure():
+    """Within six standard deviations of the noise, and as uncertain as that."""
+    exact = torch.linspace(200.0, 900.0, 20, dtype=DOUBLE)
+    found = levels_of(exact, 5.0)
+    assert bool(((found.median(1).values - exact).abs() < 30).all())
+    assert float(found.std(1).mean()) == pytest.approx(5.0, rel=0.1)
+
+
+def test_levels_are_near_their_sites_where_noise_hides_single_ones():
+    """And positive. The level of each release errs by 40/√20; six standard errors are allowed."""
+    found = levels_of(torch.full((20,), 60.0, dtype=DOUBLE), 40.0)
+    assert float(found.mean()) == pytest.approx(60.0, abs=6 * 40 / math.sqrt(20 * 10))
+    assert bool((found > 0).all()) and float(found.std(1).mean()) < 40
+
+
+def test_groups_without_records_have_hardly_any_curvature():
+    """A law as wide as the others are apart would have two or three times the noise."""
+    exact = torch.full((20,), 1000.0, dtype=DOUBLE)
+    exact[:3] = 0.0
+    found = levels_of(exact, 8.0)
+    assert float(found[:, :, :3].median()) < 0.5 * 8
+
+
+def test_levels_without_noise_are_what_was_released():
+    exact = torch.linspace(1.0, 9.0, 20, dtype=DOUBLE)
+    torch.testing.assert_close(levels_of(exact, 0.0, 3).mean((0, 1)), exact)
 
 
 # --- runs -----------------------------------------------------------------------------------------
