@@ -13,7 +13,7 @@ from torch_dpbayes.mcmc.density import RecordDensity
 from torch_dpbayes.noise_aware import laplace, newton
 from torch_dpbayes.noise_aware.block_levels import BlockLevels
 from torch_dpbayes.noise_aware.grouped_surrogate import GroupedForm, GroupedSurrogate
-from torch_dpbayes.noise_aware.groups import Groups
+from torch_dpbayes.noise_aware.groups import GroupLevels, Groups
 from torch_dpbayes.noise_aware.records import DensitySums
 from torch_dpbayes.noise_aware.response import LinearResponse, OuterProductResponse
 from torch_dpbayes.noise_aware.surrogate import AnySurrogate
@@ -55,7 +55,8 @@ def test_the_misfit_is_that_of_the_whole_matrix(own, rest):
     residual = torch.randn(7, size, dtype=DOUBLE)
     ordered = residual[:, groups.order].requires_grad_()
     blocks = groups.blocks(matrix.expand(7, size, size))
-    misfit = blocks.misfit(*groups.parts(ordered))
+    none = torch.zeros(7, own, 4, 1, dtype=DOUBLE)
+    misfit = blocks.misfit(*groups.parts(ordered), GroupLevels(none, none, none[..., 0]))
     solved = torch.linalg.solve(matrix, residual.T).T
     torch.testing.assert_close(misfit, (residual * solved).sum(1) + torch.logdet(matrix))
     (slope,) = torch.autograd.grad(misfit.sum(), ordered)

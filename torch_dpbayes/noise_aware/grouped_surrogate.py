@@ -7,9 +7,9 @@ variance for each kind of entry: none between two groups, and v_ij elsewhere, so
     \operatorname{diag} V) \circ \Delta\Delta^\top
 
 for independent entries of the variances V. One variance for all of them would take the error of a
-group's own curvature for one that all groups' parameters share, and intervals of hierarchical
-models were up to twice as wide with it. What a group's own curvature errs is no Gaussian there
-(:class:`~torch_dpbayes.noise_aware.groups.GroupLevels`).
+group's own curvature for one that all groups' parameters share. The Gaussian density of a group's
+residual, given those before it, gives way to a mean over levels of the group's own curvature
+(:class:`~torch_dpbayes.noise_aware.groups.GroupLevels`); the rest's, given the groups', stays.
 
 Derived in this project.
 """

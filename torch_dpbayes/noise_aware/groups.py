@@ -127,9 +127,9 @@ class GroupedMatrix(NamedTuple):
     rest: Tensor
     """E, ``[..., s, s]``."""
 
-    def misfit(self, of_groups: Tensor, of_rest: Tensor, own: GroupLevels | None = None) -> Tensor:
-        """rᵀM⁻¹r + log|M|, ``[...]``; differentiable. With ``own``, −2·log of the density that has
-        its mean over levels in place of each group's Gaussian.
+    def misfit(self, of_groups: Tensor, of_rest: Tensor, own: GroupLevels) -> Tensor:
+        """rᵀM⁻¹r + log|M|, ``[...]``, with −2·log of a mean over levels in place of each group's
+        Gaussian; differentiable.
 
         Args:
             of_groups: r, ``[..., m, groups]``.
@@ -142,9 +142,7 @@ class GroupedMatrix(NamedTuple):
         for k in range(size):
             pivot, row, first = a[..., 0, 0, :], c[..., 0, :, :], of_groups[..., 0, :]
             scaled = row / pivot[..., None, :]
-            gaussian = first.square() / pivot + pivot.log()
-            each = gaussian if own is None else own.misfit(k, pivot, first)
-            total = total + each.sum(-1)
+            total = total + own.misfit(k, pivot, first).sum(-1)
             e = e - scaled @ row.mT
             of_rest = of_rest - (scaled * first[..., None, :]).sum(-1)
             if k + 1 < size:
