@@ -391,6 +391,20 @@ def test_groups_are_those_of_the_coordinates_that_records_tell():
     assert sorted(told.nonzero().flatten().tolist()) == sorted(places[3].tolist())
 
 
+def test_the_diagonal_form_does_not_look_for_groups(monkeypatch):
+    """Gradients of made-up rows, all at once, are too many numbers there."""
+
+    def fail(self):
+        raise AssertionError("it was asked for groups")
+
+    monkeypatch.setattr(RecordDensity, "groups", fail)
+    group, y = simulated(12, 500)
+    post = laplace(
+        varying(12), group, y, epsilon=8.0, delta=1e-5, max_grad_norm=1.0, curvature="diagonal"
+    )
+    assert post.transcript.groups is None
+
+
 def test_a_turn_that_mixes_groups_leaves_none():
     turn = Turn([torch.arange(6)[:, None]], torch.ones(8).bool(), torch.zeros(8, dtype=DOUBLE))
     assert not turn.told_of_groups(torch.arange(6)[:, None]).numel()

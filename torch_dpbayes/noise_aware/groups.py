@@ -29,7 +29,7 @@ from .transcript import CurvatureRelease
 # a group has few coordinates, and the rest is inverted as a whole
 _MOST_OF_A_GROUP, _MOST_OF_THE_REST = 8, 32
 _CONTRADICTS = 1e-6  # tail probability of what should be noise
-_TOLD = 0.5
+_TOLD = 0.5  # of the rest's curvature, that is left
 _SMALLEST_PART = 0.05  # of what the blocks on the diagonal have, in any direction
 
 

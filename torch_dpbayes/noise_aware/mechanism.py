@@ -57,10 +57,12 @@ class GeneralSums(PrivateSums, Protocol):
     num_records: int
     site: Tensor
     """The number of each parameter's site, ``[d]``, from 0 without gaps."""
-    groups: Groups | None
-    """Parameters of which every record reads one group's; None where there are none."""
     curvature_is_of_gradients: bool
     """Whether :meth:`curvature_sum` is Σ c cᵀ of the clipped gradients."""
+
+    @property
+    def groups(self) -> Groups | None:
+        """Parameters of which every record reads one group's; None where there are none."""
 
     def clipped_count(self, theta: Tensor) -> int:
         """How many gradients are clipped and nothing makes up for it. Private data."""

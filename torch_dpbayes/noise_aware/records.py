@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -260,13 +261,16 @@ class DensitySums:
         told = torch.ones(density.prior.dimension, dtype=torch.bool) if turn is None else turn.told
         self.dimension = int(told.sum())
         self.site = density.sites[told].unique(return_inverse=True)[1]
-        self.groups = self._groups()
         self.num_records = density.num_records
         self.gradient_bound = float(max_grad_norm)
         self.curvature_bound = self.gradient_bound**2
         self._clip = (1 - _ROUNDING) * self.gradient_bound
 
-    def _groups(self) -> Groups | None:
+    @cached_property
+    def groups(self) -> Groups | None:
+        """Parameters of which every record reads one group's. The diagonal form does not ask: it
+        has too many parameters for that.
+        """
         places = self._density.groups()
         if places is not None and self._turn is not None:
             places = self._turn.told_of_groups(places)
