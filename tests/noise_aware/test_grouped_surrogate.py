@@ -265,7 +265,7 @@ def test_a_level_leaves_no_less_than_the_noise():
     assert bool(found.log_likelihood(torch.randn(9, 4, dtype=DOUBLE)).isfinite().all())
 
 
-def levels_of(exact, std, count=101):
+def levels_of(exact, std, count=101, most=1e9):
     """Of groups' own curvatures ``exact``, in ten releases, ``[10, count, groups]``."""
     size = len(exact)
     groups = Groups(torch.arange(size)[:, None], size)
@@ -274,7 +274,7 @@ def levels_of(exact, std, count=101):
     for _ in range(10):
         raw = torch.diag(exact) + noise(std, size)
         level = blocks.means(raw).clamp_min(1.0)
-        found.append(blocks.own_levels(raw, blocks.variances(std), level, count))
+        found.append(blocks.own_levels(raw, blocks.variances(std), level, most, count))
     return torch.stack(found)
 
 
@@ -291,6 +291,13 @@ def test_levels_are_near_their_sites_where_noise_hides_single_ones():
     found = levels_of(torch.full((20,), 60.0, dtype=DOUBLE), 40.0)
     assert float(found.mean()) == pytest.approx(60.0, abs=6 * 40 / math.sqrt(20 * 10))
     assert bool((found > 0).all()) and float(found.std(1).mean()) < 40
+
+
+def test_no_level_is_above_what_the_records_can_have():
+    """Where noise hides that, too, and where what was found lies above it."""
+    for exact, std in ((10.0, 1e5), (10.0, 100.0), (190.0, 5.0), (260.0, 5.0)):
+        found = levels_of(torch.full((20,), exact, dtype=DOUBLE), std, most=200.0)
+        assert bool((found > 0).all()) and bool((found <= 200 * (1 + 1e-9)).all())
 
 
 def test_groups_without_records_have_hardly_any_curvature():

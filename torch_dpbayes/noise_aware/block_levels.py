@@ -146,10 +146,13 @@ class BlockLevels:
         own = levels[self._site]
         return _as_off_diagonal(torch.minimum(entries, torch.outer(own, own)))
 
-    def own_levels(self, released: Tensor, variances: Tensor, levels: Tensor, count: int) -> Tensor:
+    def own_levels(
+        self, released: Tensor, variances: Tensor, levels: Tensor, most: float, count: int
+    ) -> Tensor:
         """``count`` equally likely curvatures of each coordinate, ``[count, d]``, where sites have
         these levels: from a gamma distribution around its site's as wide as the released diagonal
-        is, or, of a few, from p(λ) ∝ 1/λ, for groups with hardly any records.
+        is, or, of a few, from p(λ) ∝ 1/λ, for groups with hardly any records; below ``most``, as
+        without that bound a gradient of nothing but large noise would be taken for a steep slope.
         """
         sites = len(self._sizes)
         kept = self._kept(released, variances)[:sites].clamp(max=1 - 1e-9)
@@ -158,9 +161,9 @@ class BlockLevels:
         spread = noise.square() * (kept / (1 - kept))[self._site]
         shape = (mean.square() / spread).clamp(*_SHAPES)
         found = released.diagonal()
-        nothing = _NOTHING * noise
-        low = torch.maximum(found - _DEVIATIONS * noise, nothing)
-        high = torch.maximum(found + _DEVIATIONS * noise, 2 * low)
+        nothing = _NOTHING * noise.clamp(max=most)
+        low = torch.maximum(found - _DEVIATIONS * noise, nothing).clamp(max=most / 2)
+        high = torch.maximum(found + _DEVIATIONS * noise, 2 * low).clamp(max=most)
         grid = low * (high / low) ** torch.linspace(0, 1, _GRID).to(low)[:, None]
         of_site = torch.distributions.Gamma(shape, shape / mean).log_prob(grid)
         of_few = -grid.log() - math.log(-math.log(_NOTHING))

@@ -201,7 +201,7 @@ def run_general(
             units = blocks.shape_scales(levels, spread)
             return Surrogate(gradients, of_gradients, at, spread, centre, counted, units)
         left = blocks.error_variances(raw, variances, levels)
-        own = blocks.own_levels(raw, variances, levels, _OWN_LEVELS)
+        own = blocks.own_levels(raw, variances, levels, most, _OWN_LEVELS)
         return GroupedSurrogate(gradients, of_gradients, at, left, own, centre, counted, groups)
 
     if groups is not None:

@@ -290,3 +290,15 @@ def test_a_whole_number_that_scales_all_rows_only_if_it_is_large_is_refused():
 
     with pytest.raises(ValueError, match="changes when another row is very large"):
         RecordDensity(model, (torch.randint(0, 10, (20,)), torch.randint(0, 3, (20,))))
+
+
+def test_a_model_that_most_parameters_are_outside_of_is_seen_where_it_can_be_evaluated():
+    """In an eighth of all points; that 120 of them are outside has a probability of 1e-7."""
+
+    def model(y):
+        scales = [pyro.sample(name, dist.Normal(0.0, 1.0)).sqrt() for name in "abc"]
+        with pyro.plate("data", len(y)):
+            pyro.factor("y", -((y - sum(scales)) ** 2))
+
+    for _ in range(10):
+        RecordDensity(model, (torch.randn(20),))

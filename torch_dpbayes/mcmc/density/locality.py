@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from .structure import Structure
 _ROWS = 7  # made-up rows of the checks, and one to exchange for
 _LARGE = 10**4
 _SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite
+_ROUNDS = 10  # of all of them: half of all θ are outside where a square root is taken of one
 
 
 class MadeUpRecords:
@@ -44,33 +46,27 @@ class MadeUpRecords:
         count = _ROWS + 1 if abs(arguments.num_records - _ROWS) > 1 else _ROWS + 4
         self._count = count - 1  # without the one to exchange for
         error: Exception | None = None
-        for flavour in FLAVOURS:
-            for spread in _SPREADS:
-                with public_randomness():
-                    try:
-                        rows = arguments.made_up_rows(count, flavour)
-                        call = arguments.with_rows(arguments.pick(rows, range(count - 1)))
-                        self.prior = Prior(model, *call, factors=structure.outside)
-                        self.theta = spread * (
-                            2
-                            * torch.rand(
-                                self.prior.dimension,
-                                dtype=self.prior.dtype,
-                                device=self.prior.device,
-                            )
-                            - 1
-                        )
-                        self.prior.require_no_tensors_in(structure.factors, self.theta)
-                        self.terms = RecordTerms(model, arguments, structure, self.prior)
-                        self._rows = self._with_observations(model, structure, rows)
-                        terms = self.terms(self.theta, self._rows)
-                    except UnfitModel:
-                        raise
-                    except Exception as caught:
-                        error = error or caught
-                        continue
-                if bool(terms.isfinite().all()):
-                    return
+        for _, flavour, spread in product(range(_ROUNDS), FLAVOURS, _SPREADS):
+            with public_randomness():
+                try:
+                    rows = arguments.made_up_rows(count, flavour)
+                    call = arguments.with_rows(arguments.pick(rows, range(count - 1)))
+                    self.prior = Prior(model, *call, factors=structure.outside)
+                    uniform = torch.rand(
+                        self.prior.dimension, dtype=self.prior.dtype, device=self.prior.device
+                    )
+                    self.theta = spread * (2 * uniform - 1)
+                    self.prior.require_no_tensors_in(structure.factors, self.theta)
+                    self.terms = RecordTerms(model, arguments, structure, self.prior)
+                    self._rows = self._with_observations(model, structure, rows)
+                    terms = self.terms(self.theta, self._rows)
+                except UnfitModel:
+                    raise
+                except Exception as caught:
+                    error = error or caught
+                    continue
+            if bool(terms.isfinite().all()):
+                return
         if error is not None:
             raise UnfitModel(
                 f"the model does not run on {count} made-up rows: {first_line(error)}. Its plate"
