@@ -29,9 +29,11 @@ _FROM_PRIOR = 0.25  # candidates of the prior for each of the proposal
 _LEAST_SHARE = 0.1  # of the candidates, that weighted ones have to be worth
 _DEGREES = (8.0, math.inf)  # of freedom: heavy tails are safe, but too far out in many dimensions
 CHAINS = 64
-_WARMUP, _LEAST_KEPT, _MOST_KEPT = 160, 16, 256  # iterations of every chain
+_STAGES = (20, 60, 80)  # of warm-up: between them chains take over their covariance
+_FOR_EACH = 10  # dimension, states that tell it
+_LEAST_KEPT, _MOST_KEPT = 16, 256  # iterations of every chain
 _AGREED = 1.1  # R-hat, at which draws are worth about five for each chain
-_MOST_STEPS, _ACCEPTANCE = 32, 0.8
+_FIRST_STEP, _MOST_STEPS, _ACCEPTANCE = 0.5, 32, 0.8
 _NUMBERS_AT_ONCE = 2**22
 
 
@@ -205,14 +207,12 @@ class Chains:
         self._walks = [_Walk(log_density, root, None)]
         self._walks += [_Walk(log_density, torch.eye(len(root)).to(root), f) for f in frames]
         self._theta, self._kept = starts, [starts][:0]
-        half_way = _WARMUP // 2
-        warmup = iter(shown(range(2 * half_way), "adapting chains to the posterior"))
-        states = [self._iterate(1 / math.sqrt(1 + k)) for k in islice(warmup, half_way)]
-        half = torch.cat(states[len(states) // 2 :])
-        for walk in self._walks:
-            walk.adapt_to(half)
-        for k in warmup:
-            self._iterate(1 / math.sqrt(1 + k - half_way))
+        warmup = iter(shown(range(sum(_STAGES)), "adapting chains to the posterior"))
+        states: list[Tensor] = []
+        for length in _STAGES:
+            self._adapt_to(states)
+            rates = (1 / math.sqrt(1 + k) for k, _ in enumerate(islice(warmup, length)))
+            states = [self._iterate(rate) for rate in rates]
 
     def draws(self, count: int) -> Tensor:
         """``count`` states in any order, ``[count, d]``."""
@@ -237,6 +237,13 @@ class Chains:
         between = states.mean(0).var(0)
         return float((((len(states) - 1) / len(states) * within + between) / within).sqrt().max())
 
+    def _adapt_to(self, states: list[Tensor]) -> None:
+        """The later half of them tells the covariance, unless they are too few for it."""
+        later = states[len(states) // 2 :]
+        if len(later) * len(self._theta) > _FOR_EACH * self._theta.shape[1]:
+            for walk in self._walks:
+                walk.adapt_to(torch.cat(later))
+
     def _keep(self, count: int) -> None:
         self._kept += [
             self._iterate(0.0) for _ in shown(range(count), "drawing from the posterior")
@@ -255,12 +262,12 @@ class _Walk:
     The number of leapfrog steps is uniform up to half of the Gaussian's period, the same for all
     chains. Each chain's step size is a random part of a common one: small steps get a chain out of
     where the density is narrow. In warm-up the common one is adapted to the mean acceptance, and
-    the root once to the covariance of all chains.
+    the root to the covariance of all chains.
     """
 
     def __init__(self, log_density: LogDensity, root: Tensor, frame: Frame | None) -> None:
         self._log_density, self._root, self._frame = log_density, root, frame
-        self._step = 0.5
+        self._step = _FIRST_STEP
         self._theta: Tensor | None = None
         self._state: tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -269,7 +276,7 @@ class _Walk:
         if self._frame is not None:
             states = self._frame.inner(states)
         spread = torch.cov(states.T) + 1e-9 * torch.diag(states.var(0) + 1e-12)
-        self._root, self._theta = torch.linalg.cholesky(spread).T, None
+        self._root, self._theta, self._step = torch.linalg.cholesky(spread).T, None, _FIRST_STEP
 
     def moved(self, theta: Tensor, learning_rate: float) -> Tensor:
         """The next states of chains at ``theta``."""
