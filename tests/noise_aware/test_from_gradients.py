@@ -9,7 +9,11 @@ import torch
 from scipy.stats import binom
 
 from torch_dpbayes.mcmc.density import RecordDensity
-from torch_dpbayes.noise_aware.from_gradients import posterior_from_gradients, regression
+from torch_dpbayes.noise_aware.from_gradients import (
+    is_contradicted,
+    posterior_from_gradients,
+    regression,
+)
 from torch_dpbayes.noise_aware.modes import mode
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.transcript import GradientRelease
@@ -176,3 +180,100 @@ def test_directions_without_curvature_are_counted():
     some = torch.tensor([800.0, 800.0, 800.0, 0.0, 0.0], dtype=DOUBLE)
     assert 2 in [untold(some) for _ in range(4)]
     assert untold(torch.full((5,), 800.0, dtype=DOUBLE)) == 0
+
+
+# -- gradients on the way --------------------------------------------------------------------------
+
+
+def walk(curvature, centre, noise_std, count=300, rate=1.0, step=0.01, spread=0.3, adam=False):
+    """Releases at iterates which they drive, from zero on."""
+    size = len(curvature)
+    theta, moments = torch.zeros(size, dtype=DOUBLE), torch.zeros(2, size, dtype=DOUBLE)
+    covariance = noise_std**2 * torch.eye(size, dtype=DOUBLE) + (1 - rate) / rate * curvature
+    factor, found = torch.linalg.cholesky(covariance), []
+    for k in range(1, count + 1):
+        at = theta + spread * torch.randn(size, dtype=DOUBLE)
+        gradient = curvature @ (at - centre) + factor @ torch.randn(size, dtype=DOUBLE)
+        found.append(GradientRelease(at, gradient, noise_std, rate))
+        if adam:
+            moments = torch.stack(
+                [0.9 * moments[0] + 0.1 * gradient, 0.99 * moments[1] + 0.01 * gradient**2]
+            )
+            first, second = moments[0] / (1 - 0.9**k), moments[1] / (1 - 0.99**k)
+            gradient = first / second.sqrt()
+        theta = theta - step * gradient
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"curvature": 1e-3, "noise_std": 1.0, "step": 0.03},  # noise alone moves them
+        {"curvature": 1.0, "noise_std": 10.0},
+        {"curvature": 1.0, "noise_std": 30.0, "step": 0.05, "adam": True},
+        {"curvature": 1.0, "noise_std": 3.0, "rate": 0.1},
+    ],
+    ids=["walk", "drawn", "Adam", "batches"],
+)
+def test_gradients_on_the_way_do_not_contradict_what_is_true(how):
+    """Of a hundred runs one contradicts with probability .01 at most; three do so in 2e-7."""
+    contradicted = 0
+    shape = torch.diag(torch.tensor([1.0, 0.3, 0.1], dtype=DOUBLE))
+    curvature = shape * how["curvature"]
+    for _ in range(100):
+        truth = 5 * torch.randn(3, dtype=DOUBLE)
+        noise = torch.randn(3, dtype=DOUBLE)
+        mode_of_records = truth + torch.linalg.solve(torch.linalg.cholesky(curvature).T, noise)
+        found = walk(centre=mode_of_records, **how | {"curvature": curvature})
+        try:
+            form, _ = regression(found[150:])
+        except ValueError:  # it has not arrived
+            continue
+        contradicted += is_contradicted(truth, found[:150], form)
+    assert contradicted < 3
+
+
+def far_away(count=1000, on_the_way=200):
+    """A run from the prior's mean to six prior deviations away, where it says of its curvature that
+    it is 25 ± 15.
+    """
+    centre = torch.tensor([-17.0, 10.0, 8.0], dtype=DOUBLE)
+    found = []
+    for k in range(count):
+        theta = min(1.0, k / on_the_way) * centre + 0.1 * torch.randn(3, dtype=DOUBLE)
+        gradient = 25 * (theta - centre) + 33 * torch.randn(3, dtype=DOUBLE)
+        found.append(GradientRelease(theta, gradient, 33.0))
+    return found, centre
+
+
+def far_prior(x):
+    w = pyro.sample("w", dist.Normal(torch.zeros(3), 3.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(w, 1.0).to_event(1), obs=x)
+
+
+def test_a_prior_far_away_is_contradicted_by_gradients_on_the_way(recwarn):
+    """They draw away from it all the way. Without them the curvature's error would explain the run,
+    and a warning says so.
+    """
+    density = RecordDensity(far_prior, (torch.zeros(5, 3),))
+    for _ in range(3):
+        found, centre = far_away()
+        apart = posterior_from_gradients(found, density, []).mean["w"] - centre
+        assert float(apart.norm()) < 0.1 * float(centre.norm())
+    assert not any("prior alone" in str(each.message) for each in recwarn)
+    found, _ = far_away(on_the_way=1)
+    with pytest.warns(UserWarning, match="so little of the curvature that the prior alone"):
+        posterior_from_gradients(found, density, [])
+
+
+def test_the_way_that_is_left_counts_as_less_sure_than_the_rest():
+    """A share of .3 of the gradient where the run ended may be wrong, and the noise of no other
+    direction.
+    """
+    curvature = 300 * torch.eye(3, dtype=DOUBLE)
+    centre = torch.tensor([1.0, 0.0, 0.0], dtype=DOUBLE)
+    found, _ = regression(releases(curvature, centre, 10.0, count=400))
+    expected = (0.3 * 300) ** 2
+    assert float(found.noise[0, 0]) == pytest.approx(expected, rel=0.15)
+    assert float(found.noise[1, 1]) < 0.01 * expected

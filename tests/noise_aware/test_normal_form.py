@@ -67,8 +67,8 @@ def test_a_prior_far_away_does_not_take_the_place_of_the_records(std):
     eye, point = torch.eye(size, dtype=DOUBLE), 10 * torch.ones(size, dtype=DOUBLE)
     prior = GaussianPrior(torch.zeros(size, dtype=DOUBLE), torch.ones(size, dtype=DOUBLE))
     found = NormalForm(point, -point, 0.1 * eye, 10.0 * eye, eye, std)
-    assert found.is_heard(prior) == (std < 1)
-    assert found.is_heard(GaussianPrior(prior.mean, 1e-3 * prior.precision))
+    assert (found.plateau(prior) is None) == (std < 1)
+    assert found.plateau(GaussianPrior(prior.mean, 1e-3 * prior.precision)) is None
 
 
 def test_a_plateau_has_no_say_and_what_is_near_stays():
@@ -198,3 +198,26 @@ def test_a_direction_that_stands_out_is_freed_of_what_the_error_adds_to_it():
     # a standard deviation of about 1 each
     assert abs(float(torch.stack(found).mean()) - true) < 5 / repeats**0.5
     assert float(torch.stack(raw).mean()) > true + 0.8
+
+
+def test_a_direction_that_is_set_apart_is_not_shrunk_to_the_others():
+    """A third of the others' curvature, ten standard deviations of its error below them: too little
+    for it to stand out among so many. The mean of 40 has a standard error of 1/√40.
+    """
+    size, repeats = 30, 40
+    exact = 15 * torch.eye(size, dtype=DOUBLE)
+    exact[0, 0] = 5.0
+    shape = torch.diag(torch.linspace(0.5, 2.0, size, dtype=DOUBLE))
+    root = shape.sqrt()
+    apart = torch.zeros(size, dtype=DOUBLE)
+    apart[0] = 7.0
+    found, shrunk = [], []
+    for _ in range(repeats):
+        draws = torch.randn(size, size, dtype=DOUBLE)
+        noisy = root @ (exact + (draws + draws.T) / 2) @ root
+        kept, left, _ = sure_part(noisy, shape, 1.0, apart)
+        found.append(kept[0, 0] / shape[0, 0])
+        assert float(left[0, 0] / shape[0, 0]) == pytest.approx(1.0)
+        shrunk.append(sure_part(noisy, shape, 1.0)[0][0, 0] / shape[0, 0])
+    assert float(torch.stack(found).mean()) == pytest.approx(5.0, abs=5 / repeats**0.5)
+    assert float(torch.stack(shrunk).mean()) > 6.5

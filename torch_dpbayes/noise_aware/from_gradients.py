@@ -4,18 +4,21 @@ of their regression on the points.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from scipy.stats import chi2
+from scipy.stats import chi2, norm
 from torch import Tensor
 
 from ..mcmc.density import RecordDensity
 from .hidden_directions import num_like_walks
+from .modes import mode
 from .normal_form import NOT_HEARD, NormalForm, roots, sure_part
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import PyroPrior
+from .response import MISFIT
 from .transcript import GradientRelease, Transcript
 from .turned import OfTold, Turn
 from .warn import warn
@@ -24,6 +27,7 @@ _RELEASES_PER_PARAMETER = 4
 _DEVIATIONS = 3.0  # by which a curvature may be larger than estimated, where noise grows with it
 _ROUNDS = 3  # between the curvature and the noise of sampling, which is a multiple of it
 _SURELY = 1e-6  # probability that a run which has arrived is refused
+_CONTRADICTS = 1e-4  # tail probability of gradients on the way, if the mode was another one
 _MOST_ROUNDS = 8
 # posterior standard deviations by which a likelihood that is not quite quadratic may move the mean
 _LITTLE = 0.3
@@ -46,11 +50,19 @@ def posterior_from_gradients(
     latents = PyroPrior(density.prior)
     gaussian = latents.gaussian()
     turn = Turn(density.zero_sums(), density.read, gaussian.mean)
-    form, untold = regression([turned(r, turn) for r in releases[len(releases) // 2 :]])
+    told = [turned(r, turn) for r in releases]
+    earlier, later = told[: len(told) // 2], told[len(told) // 2 :]
+    form, untold = regression(later, turn.some(gaussian.mean))
     notes = []
     if not turn.told.all():
         notes.append(turn.note())
-    if form.is_heard(turn.of_prior(gaussian).of(turn.told)):
+    inner_prior = turn.of_prior(gaussian).of(turn.told)
+    plateau = form.plateau(inner_prior)
+    place = mode(form.without_plateau(), inner_prior) if plateau is None else plateau
+    contradicted = is_contradicted(place, earlier, form)
+    if contradicted:
+        form, untold = regression(later)
+    if plateau is None or contradicted:
         form = form.without_plateau()
         if untold:
             warn(
@@ -92,7 +104,9 @@ def turned(release: GradientRelease, turn: Turn) -> GradientRelease:
     return replace(release, theta=turn.some(release.theta), value=turn.some(release.value))
 
 
-def regression(releases: Sequence[GradientRelease]) -> tuple[NormalForm, int]:
+def regression(
+    releases: Sequence[GradientRelease], prior_mean: Tensor | None = None
+) -> tuple[NormalForm, int]:
     r"""Least squares of g̃_k on θ_k, with a symmetric slope, in coordinates in which the noise of a
     release, W = σ²I + κF with κ = (1−q)/q, is the same in all directions:
 
@@ -102,6 +116,12 @@ def regression(releases: Sequence[GradientRelease]) -> tuple[NormalForm, int]:
     X and Y the centred W^{1/2}θ_k and W^{-1/2}g̃_k. In A's eigenvectors the entries of F̂' have the
     variance 1/a_i on the diagonal and 1/(a_i + a_j) ≤ 1/(2√(a_i a_j)) off it, that is, R =
     W^{1/2}A^{-1/2}W^{1/2} and v = 1. W is that of the F̂ before.
+
+    Args:
+        releases: at one noise and rate.
+        prior_mean: from there to θ̄ the curvature may be another one than everywhere else, as of a
+            logistic regression with large weights, which says less of their length than of the
+            rest: it is not taken to be like the other directions'. None: it is.
 
     Returns:
         What the releases say, and how many directions they do not tell: there the estimate is no
@@ -131,9 +151,13 @@ def regression(releases: Sequence[GradientRelease]) -> tuple[NormalForm, int]:
     each = own * torch.eye(size, dtype=torch.float64)
     for _ in range(_ROUNDS):
         estimate, error = _symmetric_slope(x, y, each)
-        curvature, shape, std = sure_part(estimate, error, 1.0)
+        curvature, shape, std = sure_part(
+            estimate, error, 1.0, None if prior_mean is None else point - prior_mean
+        )
         each = own * torch.eye(size, dtype=torch.float64) + subsampling * curvature
-    found = NormalForm(point, gradient, each / count, curvature, shape, std)
+    wrong = MISFIT * gradient  # by a quadratic log likelihood, on the way that is left
+    noise = each / count + wrong.outer(wrong)
+    found = NormalForm(point, gradient, noise, curvature, shape, std)
     _, inverse = roots(error)
     untold = num_like_walks(torch.linalg.eigvalsh(inverse @ estimate @ inverse))
     # A small estimate makes the noise of sampling small, and with it its own error. So that such a
@@ -145,6 +169,40 @@ def regression(releases: Sequence[GradientRelease]) -> tuple[NormalForm, int]:
         largest = own * torch.eye(size, dtype=torch.float64) + subsampling * most
     _require_agreement(points, values, largest, found)
     return found, untold
+
+
+def is_contradicted(place: Tensor, earlier: Sequence[GradientRelease], form: NormalForm) -> bool:
+    r"""Whether gradients on the way show that the log likelihood has its maximum elsewhere.
+
+    Where it is concave, −∇·(θ_k − θ_L) is not negative for any θ_k. From ``place`` on, gradients
+    that still draw towards the end of the run say that it is not θ_L: what is far below 0 is
+
+    .. math::
+        s = \sum_k w_k\, \tilde g_k^\top x_k, \quad x_k = \theta_k - \text{place}, \qquad
+        w_k = \frac{\max(0, x_k^\top \hat F(\bar\theta - \theta_k))}{x_k^\top W x_k}, \qquad
+        \operatorname{Var} s = \sum_k w_k^2\, x_k^\top W x_k + u^\top F u, \quad
+        u = \sum_k w_k x_k,
+
+    with weights that suit the quadratic log likelihood around the end. The last term is the
+    sampling noise, which all releases have in common.
+
+    Args:
+        place: ``[d]``.
+        earlier: releases that ``form`` is not of.
+        form: what later ones say; F is counted as large as it may be.
+    """
+    points, values = (torch.stack([getattr(r, n) for r in earlier]) for n in ("theta", "value"))
+    most = form.most_curvature(_DEVIATIONS)
+    own = torch.tensor([r.noise_std**2 for r in earlier], dtype=torch.float64)
+    rates = torch.tensor([r.sample_rate for r in earlier], dtype=torch.float64)
+    away = points - place
+    noise = own * away.square().sum(1) + (1 - rates) / rates * ((away @ most) * away).sum(1)
+    signal = (away @ form.curvature * (form.centre - points)).sum(1)
+    weights = torch.where(noise > 0, signal.clamp_min(0) / noise, 0.0)
+    common = weights @ away
+    variance = float(weights.square() @ noise + common @ most @ common)
+    found = float(weights @ (away * values).sum(1))
+    return variance > 0 and norm.cdf(found / math.sqrt(variance)) < _CONTRADICTS
 
 
 def _symmetric_slope(x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,7 @@ def from_run(
         torch.full((size,), run.mean, dtype=torch.float64),
         torch.full((size,), run.precision, dtype=torch.float64),
     )
-    if not likelihood.is_heard(prior):
+    if likelihood.plateau(prior) is not None:
         raise ValueError(NOT_HEARD)
     accountant = optimizer.accountant
     delta = 1e-5 if accountant.delta is None else accountant.delta

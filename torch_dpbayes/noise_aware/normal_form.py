@@ -17,8 +17,9 @@ directions than in others.
 As Δ grows, M grows with it, and log p comes to an end: far away hardly any curvature explains ḡ,
 and under a wide prior that plateau may have most of the mass, or a few per cent that decide the
 variance. A run that ended near θ̄ contradicts it, which log p does not know: the run's earlier
-gradients are not part of it. So where :meth:`~NormalForm.is_heard`, the error of the curvature is
-counted as at most that at the distance from θ̄ to the likelihood's mode and what one in 10⁶ exceeds
+gradients are not part of it. So where the :meth:`~NormalForm.plateau` does not decide, or where
+earlier gradients contradict it, the error of the curvature is counted as at most that at the
+distance from θ̄ to the likelihood's mode and what one in 10⁶ exceeds
 (:meth:`~NormalForm.without_plateau`). Derived in this project.
 """
 
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from .modes import mode
 from .priors import GaussianPrior
-from .response import denoised, floored
+from .response import FLOOR_OF_NOISE, denoised, floored
 
 NOT_HEARD = (
     "the run says so little of the curvature that the prior alone would explain it: make more"
@@ -99,13 +100,14 @@ class NormalForm:
         precision = weighted @ self.curvature
         return (precision + precision.T) / 2, precision @ theta - weighted @ residual
 
-    def is_heard(self, prior: GaussianPrior) -> bool:
-        """Whether the records decide where the mode is. Far from θ̄ the curvature's error explains
-        any gradient, and a prior that lies there would be the posterior, whatever the records say.
+    def plateau(self, prior: GaussianPrior) -> Tensor | None:
+        """The mode, where the prior decides it and not the records. Far from θ̄ the curvature's
+        error explains any gradient, and a prior that lies there would be the posterior, whatever
+        the records say.
 
         Returns:
-            False where the mode is further from where it were if F̂ was exact than one posterior in
-            10⁶ is.
+            None where the mode is no further from where it were if F̂ was exact than all but one
+            posterior in 10⁶ is.
         """
         sure, product = self.precision(self.centre)
         total = sure + prior.matrix
@@ -117,7 +119,12 @@ class NormalForm:
 
         found = max((mode(self, prior, start) for start in (self.centre, prior.mean)), key=log_mass)
         step = found - expected
-        return bool(chi2.sf(float(step @ total @ step), len(step)) >= _SURELY)
+        is_far = chi2.sf(float(step @ total @ step), len(step)) < _SURELY
+        return found if is_far else None
+
+    def most_curvature(self, deviations: float) -> Tensor:
+        """F̂ and so many standard deviations of its error, in every direction."""
+        return self.curvature + deviations * self._std * self._shape
 
     def without_plateau(self) -> NormalForm:
         """The same near θ̄, with a reach of the distance from θ̄ to the mode under an exact F̂ and
@@ -149,7 +156,9 @@ def roots(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
 
 
-def sure_part(estimate: Tensor, shape: Tensor, std: float) -> tuple[Tensor, Tensor, float]:
+def sure_part(
+    estimate: Tensor, shape: Tensor, std: float, apart: Tensor | None = None
+) -> tuple[Tensor, Tensor, float]:
     """A positive definite curvature from an estimate with the error R^{1/2}ER^{1/2}.
 
     In coordinates in which R is the identity, eigenvalues that stand out of the error's semicircle
@@ -160,12 +169,27 @@ def sure_part(estimate: Tensor, shape: Tensor, std: float) -> tuple[Tensor, Tens
         estimate: of the curvature.
         shape: R.
         std: on E's diagonal; 1/√2 of it off the diagonal.
+        apart: a direction whose curvature may be another one than that of all others, which is
+            not shrunk to theirs, ``[d]``.
 
     Returns:
         The curvature, and R and standard deviation of the error that is left.
     """
     half, inverse = roots(shape)
     whitened = inverse @ estimate @ inverse
+    if apart is None or len(estimate) == 1:
+        found, left = _shrunk(whitened, std)
+        return half @ found @ half, half @ left @ half, std
+    eye = torch.eye(len(estimate)).to(estimate)
+    turn, _ = torch.linalg.qr(torch.cat([(half @ apart)[:, None], eye], 1))  # that one first
+    found, left = turn.T @ whitened @ turn, eye.clone()
+    found[1:, 1:], left[1:, 1:] = _shrunk(found[1:, 1:], std)
+    found = floored(turn @ found @ turn.T, FLOOR_OF_NOISE * std)
+    return half @ found @ half, half @ turn @ left @ turn.T @ half, std
+
+
+def _shrunk(whitened: Tensor, std: float) -> tuple[Tensor, Tensor]:
+    """What is left of an estimate with the error E, and R of the error that is left."""
     values, vectors = torch.linalg.eigh(whitened)
     edge, count, before = std * math.sqrt(2 * len(values)), len(values), 0
     while count not in (before, 1):  # of those that do not stand out
@@ -179,4 +203,4 @@ def sure_part(estimate: Tensor, shape: Tensor, std: float) -> tuple[Tensor, Tens
     found = (vectors[:, count:] * freed) @ vectors[:, count:].T + rest @ kept @ rest.T
     share = torch.ones(len(values), dtype=values.dtype)
     share[:count] = left / std
-    return half @ found @ half, half @ (vectors * share) @ vectors.T @ half, std
+    return found, (vectors * share) @ vectors.T
