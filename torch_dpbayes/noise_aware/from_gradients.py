@@ -17,7 +17,7 @@ from .hidden_directions import num_like_walks
 from .modes import mode
 from .normal_form import NOT_HEARD, NormalForm, roots, sure_part
 from .posterior import NoiseAwarePosterior, PyroCoordinates
-from .priors import PyroPrior
+from .priors import GaussianPrior, PyroPrior
 from .response import MISFIT
 from .transcript import GradientRelease, Transcript
 from .turned import OfTold, Turn
@@ -37,7 +37,8 @@ _QUARTERS = 4
 def posterior_from_gradients(
     releases: Sequence[GradientRelease], density: RecordDensity, statement: Sequence[str]
 ) -> NoiseAwarePosterior:
-    """What the later half of ``releases``, all at one rate and noise, says about a Pyro model.
+    """What the later half of ``releases``, all at one rate and noise, says about a Pyro model. The
+    earlier half says whether the prior alone may explain it.
 
     Args:
         releases: in their order.
@@ -50,36 +51,7 @@ def posterior_from_gradients(
     latents = PyroPrior(density.prior)
     gaussian = latents.gaussian()
     turn = Turn(density.zero_sums(), density.read, gaussian.mean)
-    told = [turned(r, turn) for r in releases]
-    earlier, later = told[: len(told) // 2], told[len(told) // 2 :]
-    form, untold = regression(later, turn.some(gaussian.mean))
-    notes = []
-    if not turn.told.all():
-        notes.append(turn.note())
-    inner_prior = turn.of_prior(gaussian).of(turn.told)
-    plateau = form.plateau(inner_prior)
-    place = mode(form.without_plateau(), inner_prior) if plateau is None else plateau
-    contradicted = is_contradicted(place, earlier, form)
-    if contradicted:
-        form, untold = regression(later)
-    if plateau is None or contradicted:
-        form = form.without_plateau()
-        if untold:
-            warn(
-                f"the gradients do not tell {untold} of {len(form.centre)} directions:"
-                " intervals may be too narrow there. Give the model no parameters that make up for"
-                " each other, or make more steps."
-            )
-            notes.append(
-                f"  NOT TOLD    {untold} directions have no more curvature than iterates"
-                " seem to have that nothing draws back: intervals may be too narrow there"
-            )
-    else:
-        warn(NOT_HEARD)
-        notes.append(
-            "  NOT HEARD   so little is known of the curvature that the prior alone explains the"
-            " run: the mean is the prior's rather than the records'"
-        )
+    form, notes = _heard([turned(r, turn) for r in releases], turn.of_prior(gaussian).of(turn.told))
     assumed = [
         (
             "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic where"
@@ -94,9 +66,45 @@ def posterior_from_gradients(
         OfTold(form, turn),
         latents,
         PyroCoordinates(density.prior),
-        [*statement, *assumed, *notes],
+        [*statement, *assumed, *([] if turn.told.all() else [turn.note()]), *notes],
         transcript=Transcript(list(releases)),
     )
+
+
+def _heard(
+    releases: Sequence[GradientRelease], prior: GaussianPrior
+) -> tuple[NormalForm, list[str]]:
+    """The likelihood, and what to say of it in a statement; warns, too."""
+    earlier, later = releases[: len(releases) // 2], releases[len(releases) // 2 :]
+    form, untold = regression(later, prior.mean)
+    plateau, notes, exceed = form.plateau(prior), [], _SURELY
+    place = mode(form.without_plateau(), prior) if plateau is None else plateau
+    if is_contradicted(place, earlier, form):
+        # neither is the curvature smaller from the prior to the end than elsewhere, nor are places
+        # far from the end likely
+        (form, untold), exceed = regression(later), 0.5
+        notes.append(
+            "  ASSUMED     for the width, not for privacy: the log likelihood is concave on the way"
+            " to the end of the run, where gradients contradict that the prior alone explains it"
+        )
+    elif plateau is not None:
+        warn(NOT_HEARD)
+        notes.append(
+            "  NOT HEARD   so little is known of the curvature that the prior alone explains the"
+            " run: the mean is the prior's rather than the records'"
+        )
+        return form, notes
+    if untold:
+        warn(
+            f"the gradients do not tell {untold} of {len(form.centre)} directions:"
+            " intervals may be too narrow there. Give the model no parameters that make up for"
+            " each other, or make more steps."
+        )
+        notes.append(
+            f"  NOT TOLD    {untold} directions have no more curvature than iterates"
+            " seem to have that nothing draws back: intervals may be too narrow there"
+        )
+    return form.without_plateau(exceed), notes
 
 
 def turned(release: GradientRelease, turn: Turn) -> GradientRelease:

@@ -126,13 +126,13 @@ class NormalForm:
         """F̂ and so many standard deviations of its error, in every direction."""
         return self.curvature + deviations * self._std * self._shape
 
-    def without_plateau(self) -> NormalForm:
+    def without_plateau(self, exceed: float = _SURELY) -> NormalForm:
         """The same near θ̄, with a reach of the distance from θ̄ to the mode under an exact F̂ and
-        what one posterior in 10⁶ exceeds.
+        what that share of posteriors exceeds.
         """
         explained = torch.linalg.solve(self.curvature + self.noise, self._gradient)
         reach = float(self._gradient @ explained) ** 0.5
-        reach += float(chi2.isf(_SURELY, len(self.centre))) ** 0.5
+        reach += float(chi2.isf(exceed, len(self.centre))) ** 0.5
         return NormalForm(
             self.centre, self._gradient, self.noise, self.curvature, self._shape, self._std, reach
         )
