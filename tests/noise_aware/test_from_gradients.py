@@ -280,3 +280,30 @@ def test_the_way_that_is_left_counts_as_less_sure_than_the_rest():
     expected = (0.3 * 300) ** 2
     assert float(found.noise[0, 0]) == pytest.approx(expected, rel=0.15)
     assert float(found.noise[1, 1]) < 0.01 * expected
+
+
+def test_the_curvature_from_the_prior_to_the_end_is_not_taken_for_that_of_other_directions():
+    """A fifth of theirs, 2.1 standard deviations of its error where theirs is 4.8: too little to
+    stand out by itself. The mean of ten runs has a standard error of 12, and was 178 when the
+    direction was shrunk to the others.
+    """
+    along = torch.tensor([0.6, 0.0, 0.8, 0.0, 0.0, 0.0], dtype=DOUBLE)
+    curvature = 500 * torch.eye(6, dtype=DOUBLE) - 400 * torch.outer(along, along)
+    factor = torch.linalg.cholesky(curvature)
+
+    def model(x):
+        w = pyro.sample("w", dist.Normal(torch.zeros(6), 3.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(w, 1.0).to_event(1), obs=x)
+
+    density = RecordDensity(model, (torch.zeros(5, 6),))
+    found = []
+    for _ in range(10):
+        run = []
+        for _ in range(1000):
+            theta = 3 * along + torch.linalg.solve(factor.T, torch.randn(6, dtype=DOUBLE))
+            gradient = curvature @ (theta - 3 * along) + 105 * torch.randn(6, dtype=DOUBLE)
+            run.append(GradientRelease(theta, gradient, 105.0))
+        inner = posterior_from_gradients(run, density, [])._likelihood._inner
+        found.append(float(along @ inner.curvature @ along))
+    assert sum(found) / 10 == pytest.approx(100.0, abs=55)
