@@ -9,6 +9,7 @@ import torch
 from scipy.stats import binom
 
 from torch_dpbayes.mcmc.density import RecordDensity
+from torch_dpbayes.noise_aware import from_gradients
 from torch_dpbayes.noise_aware.from_gradients import (
     is_contradicted,
     posterior_from_gradients,
@@ -212,8 +213,9 @@ def walk(curvature, centre, noise_std, count=300, rate=1.0, step=0.01, spread=0.
         {"curvature": 1.0, "noise_std": 10.0},
         {"curvature": 1.0, "noise_std": 30.0, "step": 0.05, "adam": True},
         {"curvature": 1.0, "noise_std": 3.0, "rate": 0.1},
+        {"curvature": 1.0, "noise_std": 0.3, "step": 0.1},  # less than the records' own
     ],
-    ids=["walk", "drawn", "Adam", "batches"],
+    ids=["walk", "drawn", "Adam", "batches", "little noise"],
 )
 def test_gradients_on_the_way_do_not_contradict_what_is_true(how):
     """Of a hundred runs one contradicts with probability .01 at most; three do so in 2e-7."""
@@ -307,3 +309,17 @@ def test_the_curvature_from_the_prior_to_the_end_is_not_taken_for_that_of_other_
         inner = posterior_from_gradients(run, density, [])._likelihood._inner
         found.append(float(along @ inner.curvature @ along))
     assert sum(found) / 10 == pytest.approx(100.0, abs=55)
+
+
+def test_a_contradicted_prior_changes_the_curvature_and_the_reach(monkeypatch):
+    """The curvature is that without a direction apart, and errs as at half of all posteriors."""
+    density = RecordDensity(far_prior, (torch.zeros(5, 3),))
+    found, _ = far_away()
+    forms = []
+    for answer in (False, True):
+        monkeypatch.setattr(from_gradients, "is_contradicted", lambda *_, it=answer: it)
+        forms.append(posterior_from_gradients(found, density, [])._likelihood._inner)
+    plain, _ = regression(found[500:])
+    torch.testing.assert_close(forms[1].curvature, plain.curvature)
+    assert not torch.allclose(forms[0].curvature, plain.curvature)
+    assert forms[1]._reach == pytest.approx(plain.without_plateau(0.5)._reach)
