@@ -78,14 +78,18 @@ def _heard(
     earlier, later = releases[: len(releases) // 2], releases[len(releases) // 2 :]
     form, untold = regression(later, prior.mean)
     plateau, notes, exceed = form.plateau(prior), [], _SURELY
-    place = mode(form.without_plateau(), prior) if plateau is None else plateau
-    if is_contradicted(place, earlier, form):
-        # neither is the curvature smaller from the prior to the end than elsewhere, nor are places
-        # far from the end likely
+    if plateau is None:
+        places = [mode(form.without_plateau(), prior)]
+    else:
+        places = [plateau, prior.mean]
+    if any(is_contradicted(place, earlier, form) for place in places):
+        # the curvature along the way is more than nothing: it is taken to be like the others', and
+        # its error to be no larger than at half of all posteriors
         (form, untold), exceed = regression(later), 0.5
         notes.append(
-            "  ASSUMED     for the width, not for privacy: the log likelihood is concave on the way"
-            " to the end of the run, where gradients contradict that the prior alone explains it"
+            "  ASSUMED     for the width, not for privacy: gradients on the way to the end of the"
+            " run contradict that the prior alone explains it; the log likelihood is concave there,"
+            " and its curvature along the way is like that in other directions"
         )
     elif plateau is not None:
         warn(NOT_HEARD)
@@ -210,7 +214,7 @@ def is_contradicted(place: Tensor, earlier: Sequence[GradientRelease], form: Nor
     common = weights @ away
     variance = float(weights.square() @ noise + common @ most @ common)
     found = float(weights @ (away * values).sum(1))
-    return variance > 0 and norm.cdf(found / math.sqrt(variance)) < _CONTRADICTS
+    return variance > 0 and bool(norm.cdf(found / math.sqrt(variance)) < _CONTRADICTS)
 
 
 def _symmetric_slope(x: Tensor, y: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:

@@ -119,8 +119,8 @@ class NormalForm:
 
         found = max((mode(self, prior, start) for start in (self.centre, prior.mean)), key=log_mass)
         step = found - expected
-        is_far = chi2.sf(float(step @ total @ step), len(step)) < _SURELY
-        return found if is_far else None
+        is_near = chi2.sf(float(step @ total @ step), len(step)) >= _SURELY
+        return None if is_near else found
 
     def most_curvature(self, deviations: float) -> Tensor:
         """F̂ and so many standard deviations of its error, in every direction."""
@@ -184,6 +184,11 @@ def sure_part(
     turn, _ = torch.linalg.qr(torch.cat([(half @ apart)[:, None], eye], 1))  # that one first
     found, left = turn.T @ whitened @ turn, eye.clone()
     found[1:, 1:], left[1:, 1:] = _shrunk(found[1:, 1:], std)
+    # what it has in common with the others, as far as the error does not explain that
+    square = float(found[0, 1:].square().sum())
+    kept = max(0.0, 1 - std**2 * (len(found) - 1) / (2 * square)) if square > 0 else 0.0
+    found[0, 1:] *= kept
+    found[1:, 0] *= kept
     found = floored(turn @ found @ turn.T, FLOOR_OF_NOISE * std)
     return half @ found @ half, half @ turn @ left @ turn.T @ half, std
 

@@ -30,7 +30,7 @@ _LEAST_SHARE = 0.1  # of the candidates, that weighted ones have to be worth
 _DEGREES = (8.0, math.inf)  # of freedom: heavy tails are safe, but too far out in many dimensions
 CHAINS = 64
 _STAGES = (20, 60, 80)  # of warm-up: between them chains take over their covariance
-_FOR_EACH = 10  # dimension, states that tell it
+_FOR_EACH = 9  # dimension, states that tell it
 _LEAST_KEPT, _MOST_KEPT = 16, 256  # iterations of every chain
 _AGREED = 1.1  # R-hat, at which draws are worth about five for each chain
 _FIRST_STEP, _MOST_STEPS, _ACCEPTANCE = 0.5, 32, 0.8
@@ -240,7 +240,7 @@ class Chains:
     def _adapt_to(self, states: list[Tensor]) -> None:
         """The later half of them tells the covariance, unless they are too few for it."""
         later = states[len(states) // 2 :]
-        if len(later) * len(self._theta) > _FOR_EACH * self._theta.shape[1]:
+        if states and len(later) * len(self._theta) >= _FOR_EACH * self._theta.shape[1]:
             for walk in self._walks:
                 walk.adapt_to(torch.cat(later))
 
