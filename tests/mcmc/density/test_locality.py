@@ -13,6 +13,7 @@ from support.pyro_models import (
 from torch import nn
 
 from torch_dpbayes.mcmc import RecordDensity
+from torch_dpbayes.mcmc.density.locality import MadeUpRecords
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -302,3 +303,25 @@ def test_a_model_that_most_parameters_are_outside_of_is_seen_where_it_can_be_eva
 
     for _ in range(10):
         RecordDensity(model, (torch.randn(20),))
+
+
+def test_rounding_is_no_dependence_on_other_rows(monkeypatch):
+    """Where eleven products of 10⁴ cancel, their sum is rounding, and another one in a matrix of
+    other height: 111 of 150 such models were refused.
+    """
+
+    def model(x, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros(11, dtype=torch.float32), 3.0).to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    check = MadeUpRecords.require_local
+
+    def where_they_cancel(self, plate):
+        self.theta[-1] = -self.theta[:-1].sum()
+        check(self, plate)
+
+    monkeypatch.setattr(MadeUpRecords, "require_local", where_they_cancel)
+    for _ in range(20):
+        x = torch.randn(50, 11, dtype=torch.float32)
+        RecordDensity(model, (x, torch.bernoulli(x[:, 0].sigmoid())))
