@@ -212,7 +212,8 @@ class DPSVI:
         The later half of the releases, g̃_k at θ_k, is regressed on θ_k: the slope is the curvature
         F̂ of the log likelihood, with an error that counts, and the means are one observation ḡ of
         F̂(θ̄ − θ_L). With the prior that is the posterior of
-        :class:`~torch_dpbayes.noise_aware.normal_form.NormalForm`.
+        :class:`~torch_dpbayes.noise_aware.normal_form.NormalForm`. The earlier half says whether
+        the prior alone may explain the run: not where gradients drew on from there.
 
         The guide alone is narrower: it is a Gaussian around a point that the noise moved, and does
         not know by how much.
