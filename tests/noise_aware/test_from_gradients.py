@@ -268,7 +268,7 @@ def test_a_prior_far_away_is_contradicted_by_gradients_on_the_way(recwarn):
         found, centre = far_away()
         post = posterior_from_gradients(found, density, [])
         apart.append(float((post.mean["w"] - centre).norm()))
-        assert "contradict that the prior alone" in post.guarantee()
+        assert "gradients contradict that the prior alone" in post.guarantee()
     assert sorted(apart)[3] < 4
     assert not any("prior alone" in str(each.message) for each in recwarn)
     found, _ = far_away()

@@ -86,11 +86,13 @@ def _heard(
         # the curvature along the way is more than nothing: it is taken to be like the others', and
         # its error to be no larger than at half of all posteriors
         (form, untold), exceed = regression(later), 0.5
-        notes.append(
-            "  ASSUMED     for the width, not for privacy: gradients on the way to the end of the"
-            " run contradict that the prior alone explains it; the log likelihood is concave there,"
-            " and its curvature along the way is like that in other directions"
-        )
+        notes += [
+            "  ON THE WAY  gradients contradict that the prior alone explains the run",
+            (
+                "  ASSUMED     for the width, not for privacy: the log likelihood is concave on the"
+                " way to the end of the run, and its curvature there like that in other directions"
+            ),
+        ]
     elif plateau is not None:
         warn(NOT_HEARD)
         notes.append(
