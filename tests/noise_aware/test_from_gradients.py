@@ -317,7 +317,9 @@ def test_the_curvature_from_the_prior_to_the_end_is_not_taken_for_that_of_other_
 
 
 def test_a_contradicted_prior_changes_the_curvature_and_the_reach(monkeypatch):
-    """The curvature is that without a direction apart, and errs as at half of all posteriors."""
+    """The curvature is that without a direction apart, and its error grows no further than to the
+    distance that half of all posteriors exceed.
+    """
     density = RecordDensity(far_prior, (torch.zeros(5, 3),))
     found, _ = far_away()
     forms = []

@@ -213,7 +213,7 @@ class DPSVI:
         F̂ of the log likelihood, with an error that counts, and the means are one observation ḡ of
         F̂(θ̄ − θ_L). With the prior that is the posterior of
         :class:`~torch_dpbayes.noise_aware.normal_form.NormalForm`. The earlier half says whether
-        the prior alone may explain the run: not where gradients drew on from there.
+        the prior alone may explain the run: not where gradients still drew away from there.
 
         The guide alone is narrower: it is a Gaussian around a point that the noise moved, and does
         not know by how much.

@@ -51,7 +51,9 @@ def posterior_from_gradients(
     latents = PyroPrior(density.prior)
     gaussian = latents.gaussian()
     turn = Turn(density.zero_sums(), density.read, gaussian.mean)
-    form, notes = _heard([turned(r, turn) for r in releases], turn.of_prior(gaussian).of(turn.told))
+    form, notes = _likelihood(
+        [turned(r, turn) for r in releases], turn.of_prior(gaussian).of(turn.told)
+    )
     assumed = [
         (
             "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic where"
@@ -71,21 +73,21 @@ def posterior_from_gradients(
     )
 
 
-def _heard(
+def _likelihood(
     releases: Sequence[GradientRelease], prior: GaussianPrior
 ) -> tuple[NormalForm, list[str]]:
-    """The likelihood, and what to say of it in a statement; warns, too."""
+    """What a run says, and lines about it for a statement. Warns where it says little."""
     earlier, later = releases[: len(releases) // 2], releases[len(releases) // 2 :]
     form, untold = regression(later, prior.mean)
-    plateau, notes, exceed = form.plateau(prior), [], _SURELY
+    plateau, notes, share_beyond = form.plateau(prior), [], _SURELY
     if plateau is None:
         places = [mode(form.without_plateau(), prior)]
     else:
         places = [plateau, prior.mean]
     if any(is_contradicted(place, earlier, form) for place in places):
         # the curvature along the way is more than nothing: it is taken to be like the others', and
-        # its error to be no larger than at half of all posteriors
-        (form, untold), exceed = regression(later), 0.5
+        # its error to grow no further than to the distance that half of all posteriors exceed
+        (form, untold), share_beyond = regression(later), 0.5
         notes += [
             "  ON THE WAY  gradients contradict that the prior alone explains the run",
             (
@@ -110,7 +112,7 @@ def _heard(
             f"  NOT TOLD    {untold} directions have no more curvature than iterates"
             " seem to have that nothing draws back: intervals may be too narrow there"
         )
-    return form.without_plateau(exceed), notes
+    return form.without_plateau(share_beyond), notes
 
 
 def turned(release: GradientRelease, turn: Turn) -> GradientRelease:

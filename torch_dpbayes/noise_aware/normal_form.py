@@ -19,7 +19,7 @@ and under a wide prior that plateau may have most of the mass, or a few per cent
 variance. A run that ended near θ̄ contradicts it, which log p does not know: the run's earlier
 gradients are not part of it. So where the :meth:`~NormalForm.plateau` does not decide, or where
 earlier gradients contradict it, the error of the curvature is counted as at most that at the
-distance from θ̄ to the likelihood's mode and what one in 10⁶ exceeds
+distance from θ̄ to the likelihood's mode and what a stated share of posteriors exceeds
 (:meth:`~NormalForm.without_plateau`). Derived in this project.
 """
 
@@ -126,13 +126,13 @@ class NormalForm:
         """F̂ and so many standard deviations of its error, in every direction."""
         return self.curvature + deviations * self._std * self._shape
 
-    def without_plateau(self, exceed: float = _SURELY) -> NormalForm:
+    def without_plateau(self, share_beyond: float = _SURELY) -> NormalForm:
         """The same near θ̄, with a reach of the distance from θ̄ to the mode under an exact F̂ and
-        what that share of posteriors exceeds.
+        what such a share of posteriors exceeds.
         """
         explained = torch.linalg.solve(self.curvature + self.noise, self._gradient)
         reach = float(self._gradient @ explained) ** 0.5
-        reach += float(chi2.isf(exceed, len(self.centre))) ** 0.5
+        reach += float(chi2.isf(share_beyond, len(self.centre))) ** 0.5
         return NormalForm(
             self.centre, self._gradient, self.noise, self.curvature, self._shape, self._std, reach
         )

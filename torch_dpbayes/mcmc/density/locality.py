@@ -24,7 +24,7 @@ from .structure import Structure
 
 _ROWS = 7  # made-up rows of the checks, and one to exchange for
 _LARGE = 10**4
-_PERTURBED = 4  # times, to see how much of a term is rounding
+_PERTURBED, _FEW = 4, 1e-5  # times, and at most by this share, to see what of a term is rounding
 _SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite
 _ROUNDS = 10  # of all of them: half of all θ are outside where a square root is taken of one
 
@@ -158,9 +158,11 @@ class MadeUpRecords:
 
     def _rounding(self, rows: list[Tensor], odd: int) -> float:
         """How much a row's term may change by rounding: where large values cancel, which a
-        perturbation of θ in its last digits shows, that is many times what is usual.
+        perturbation of θ in its last digits shows, that is many times what is usual. In a dtype of
+        few digits such a perturbation would hide a dependence: there it is 0.
         """
-        row, last_digits = self._arguments.pick(rows, [odd]), 16 * torch.finfo(self.theta.dtype).eps
+        row = self._arguments.pick(rows, [odd])
+        last_digits = min(16 * torch.finfo(self.theta.dtype).eps, _FEW)
         with public_randomness():
             signs = torch.randn(_PERTURBED, *self.theta.shape).sign().to(self.theta)
         changed = [self.terms(self.theta * (1 + last_digits * some), row) for some in signs]
