@@ -5,25 +5,21 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-import pyro
 import torch
-from pyro import poutine
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuide
 from pyro.optim import PyroOptim
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 from ..batches.draws import PoissonSampler
 from ..mcmc.checks import check_clip_bound
-from ..mcmc.density import Model, RecordDensity, UnfitModel
-from ..mcmc.density.arguments import Call
-from ..mcmc.density.pyro_runs import public_randomness, without_value_checks
+from ..mcmc.density import Model, RecordDensity
+from ..mcmc.density.refusals import frozen_ones_kept
 from ..noise_aware.arguments import public_num_data
 from ..noise_aware.from_gradients import posterior_from_gradients
 from ..noise_aware.posterior import NoiseAwarePosterior
@@ -121,12 +117,6 @@ class DPSVI:
         self._settings(num_data or 2**62)  # what is out of range is refused at once
         self.model, self.guide, self.optim = model, guide, optim
         self._plate = data_plate
-        # Pyro makes parameters trainable whenever a module runs
-        self._frozen = (
-            {name for name, p in model.named_parameters() if not p.requires_grad}
-            if isinstance(model, nn.Module)
-            else set()
-        )
         self._gaussian = GaussianGuide(guide)
         self._density: RecordDensity | None = None
         self._saved: dict[str, Any] | None = None
@@ -302,7 +292,6 @@ class DPSVI:
                 count_is_public=self._accountant.neighboring == "replace_one",
             )
         call = density.made_up_call()
-        _require_no_parameters(self.model, call, self._frozen)
         count = public_num_data(self._stated_num_data, density.num_records, self._accountant)
         settings = self._settings(count)
         release = Release(
@@ -321,7 +310,8 @@ class DPSVI:
             label=_LABEL,
         )
         release.draws = draws
-        self._gaussian.set_up(call, density.prior)
+        with frozen_ones_kept(self.model):  # the guide runs the model
+            self._gaussian.set_up(call, density.prior)
         theta = torch.zeros(
             density.prior.dimension, dtype=torch.float64, device=density.prior.device
         ).requires_grad_()
@@ -458,24 +448,6 @@ def _check_loss(loss: Any) -> None:
             f"num_particles = {loss.num_particles} would be as many releases a step: use 1, and"
             " more steps or a smaller learning rate."
         )
-
-
-def _require_no_parameters(model: Callable[..., Any], call: Call, frozen: set[str]) -> None:
-    """Refuse what ``pyro.infer.SVI`` would train in the model itself."""
-    args, kwargs = call
-    with (
-        pyro.get_param_store().scope(),
-        poutine.block(),
-        public_randomness(),
-        without_value_checks(),
-    ):
-        trace = poutine.trace(model).get_trace(*args, **kwargs)
-    for name, site in trace.nodes.items():
-        if site["type"] == "param" and name not in frozen:
-            raise UnfitModel(
-                f"the model has a parameter {name!r} to be trained, which has no prior and no"
-                " private gradient: make it a pyro.sample site, or freeze it."
-            )
 
 
 def _parts(optimizer: Any) -> list[Any]:

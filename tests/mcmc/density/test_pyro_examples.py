@@ -335,7 +335,48 @@ def test_pyros_handlers_are_as_before_afterwards():
     )
 
 
-def test_parameters_are_constants():
+def with_a_module(y, net):
+    pyro.module("net", net)
+    mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean + net.bias, 1.0), obs=y)
+
+
+class Shifted(PyroModule):
+    def __init__(self):
+        super().__init__()
+        self.shift = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, y):
+        mean = pyro.sample("mean", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(mean + self.shift, 1.0), obs=y)
+
+
+@pytest.mark.parametrize(
+    "model, named",
+    [
+        (positive_parameter, "scale"),
+        (partial(with_a_module, net=torch.nn.Linear(1, 1)), r"net\$\$\$weight"),
+        (Shifted(), "shift"),
+    ],
+)
+@pytest.mark.parametrize("fitted", [False, True])
+def test_parameters_are_refused_as_they_may_be_fitted_to_the_records(model, named, fitted):
     pyro.clear_param_store()
-    density = RecordDensity(partial(positive_parameter), (normals(),))
-    assert list(density.prior.transforms) == ["mean"]
+    if fitted:
+        poutine.trace(model).get_trace(normals())
+    with pytest.raises(ValueError, match=f"parameter '{named}'"):
+        RecordDensity(model, (normals(),))
+
+
+def test_frozen_parameters_are_constants_and_stay_frozen():
+    pyro.clear_param_store()
+    model, y = Shifted().requires_grad_(False), normals()
+    for _ in range(2):
+        density = RecordDensity(model, (y,))
+        assert list(density.prior.transforms) == ["mean"]
+    assert not model.shift.requires_grad
+    assert not list(pyro.get_param_store())
+    at_minus_one = density.log_likelihoods(torch.tensor([-1.0]))
+    torch.testing.assert_close(at_minus_one, dist.Normal(0.0, 1.0).log_prob(y))

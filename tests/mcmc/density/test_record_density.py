@@ -58,7 +58,7 @@ def network(x, y):
 class Net(PyroModule):
     def __init__(self):
         super().__init__()
-        self.fixed = nn.Linear(3, 4)
+        self.fixed = nn.Linear(3, 4).requires_grad_(False).eval()
         self.last = PyroModule[nn.Linear](4, 1)
         self.last.weight = PyroSample(dist.Normal(0.0, 1.0).expand([1, 4]).to_event(2))
         self.last.bias = PyroSample(dist.Normal(0.0, 1.0).expand([1]).to_event(1))

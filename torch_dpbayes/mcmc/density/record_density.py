@@ -22,6 +22,7 @@ from .pyro_runs import (
     public_randomness,
     without_value_checks,
 )
+from .refusals import WithoutParameters
 from .structure import find_structure
 from .zero_sums import zero_sums
 
@@ -54,8 +55,9 @@ class RecordDensity:
 
     Raises:
         ValueError: the model has no such plate, observes something outside it, has local continuous
-            or global discrete latents, subsamples, or a record's term depends on other records; the
-            message says what to write instead. All of it is found on made-up rows.
+            or global discrete latents or parameters, subsamples, or a record's term depends on
+            other records; the message says what to write instead. All of it is found on made-up
+            rows.
 
     **Privacy.** The methods return exact functions of the data, which are no release: add noise to
     a clipped sum, and charge it before. A clipped sum moves by at most its bound when a record is
@@ -77,6 +79,7 @@ class RecordDensity:
         count_is_public: bool = True,
     ) -> None:
         self._arguments = Arguments(args, kwargs)
+        model = WithoutParameters(model)
         seen = self._arguments if count_is_public else self._arguments.standing_in()
         with torch.no_grad(), without_value_checks():
             structure = find_structure(model, seen, data_plate)

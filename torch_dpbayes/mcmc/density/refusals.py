@@ -1,5 +1,5 @@
-"""Handlers of Pyro's that no kernel can run with, refused by their own names instead of those of
-sites that the user never wrote.
+"""What no private method can run with: handlers of Pyro's, refused by their own names instead of
+those of sites that the user never wrote, and parameters.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 from pyro.infer.reparam import ConjugateReparam
 from pyro.infer.reparam.reparam import Reparam
 from pyro.poutine.collapse_messenger import CollapseMessenger
+from pyro.poutine.messenger import Messenger
+from torch.nn import Module, Parameter
 
-from .pyro_runs import UnfitModel
+from .pyro_runs import Model, UnfitModel
 
 _COLLAPSE = (
     "poutine.collapse sums sites out over all records together: write the marginal instead, such as"
@@ -53,6 +55,45 @@ def handlers_refused() -> Iterator[None]:
     finally:
         for owner, name, method in before:
             setattr(owner, name, method)
+
+
+class WithoutParameters:
+    """A model in which :func:`pyro.param` raises :class:`UnfitModel`: what it returns may come from
+    Pyro's store, where a run that was not private has left what it fitted to the same records.
+    Frozen parameters of modules are public and stay frozen, whereas Pyro would let them be trained.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model itself."""
+        with _RefusesParameters():
+            return self._model(*args, **kwargs)
+
+
+@contextmanager
+def frozen_ones_kept(model: Model) -> Iterator[None]:
+    """Pyro lets a module's frozen parameters be trained whenever it runs; not afterwards."""
+    own = list(model.parameters()) if isinstance(model, Module) else []
+    frozen = [p for p in own if not p.requires_grad]
+    try:
+        yield
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+
+
+class _RefusesParameters(Messenger):
+    def _pyro_param(self, message: Any) -> None:
+        name, *start = message["args"]
+        if not start or not isinstance(start[0], Parameter) or start[0].requires_grad:
+            raise UnfitModel(
+                f"the model has a parameter {name!r}, which may have been fitted to the records but"
+                " would count as public: make it a pyro.sample site, write a public number, or"
+                " freeze its module (requires_grad_(False))."
+            )
+        message["value"], message["done"] = start[0], True
 
 
 def branching_reparam(error: BaseException) -> str | None:

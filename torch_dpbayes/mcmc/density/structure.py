@@ -85,8 +85,8 @@ def _traced(model: Model, arguments: Arguments) -> Trace:
             args, kwargs = arguments.made_up_call(flavour)
             try:
                 return poutine.trace(model).get_trace(*args, **kwargs)
-            except UnfitModel:
-                raise
+            except UnfitModel as error:  # to which Pyro appends a table of shapes
+                raise UnfitModel(str(error).splitlines()[0]) from None
             except Exception as error:
                 errors.append(error)
     if isinstance(errors[0], NotImplementedError):
