@@ -13,6 +13,7 @@ from scipy.stats import chi2
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import compare_methods, laplace
+from torch_dpbayes.noise_aware.comparison import MethodComparison, MethodForecast
 
 DOUBLE = torch.float64
 COUNT, SIZE, BOUND = 2000, 2, 4.0
@@ -161,6 +162,49 @@ def test_what_the_table_says():
     by_name = {f.method: f for f in comparison.forecasts}
     assert not by_name["mcmc.DPPenalty"].covers
     assert by_name["noise_aware.laplace"].covers
+
+
+@pytest.mark.parametrize("size", [4001, 20_000, 10**9])
+def test_beyond_what_a_full_curvature_can_be_of_the_diagonal_is_named(size):
+    comparison = compare_methods(
+        num_data=10**6, dimension=size, epsilon=1.0, delta=1e-5, max_grad_norm=1.0
+    )
+    assert comparison.recommended.method == 'noise_aware.laplace(curvature="diagonal")'
+    by_name = {f.method: f for f in comparison.forecasts}
+    assert "noise_aware.laplace" not in by_name
+    assert not by_name["infer.DPSVI, posterior()"].is_possible
+    assert f"{8 * (size + 1):,} steps" in by_name["infer.DPSVI, posterior()"].note
+    (cooled,) = (f for f in comparison.forecasts if "from_run()" in f.note)
+    assert f"{4 * (size + 2):,} samples" in cooled.note
+
+
+def test_up_to_there_it_is_the_full_curvature_and_steps_are_counted():
+    comparison = compare_methods(
+        num_data=10**6, dimension=4000, epsilon=1.0, delta=1e-5, max_grad_norm=1.0
+    )
+    by_name = {f.method: f for f in comparison.forecasts}
+    assert by_name["infer.DPSVI, posterior()"].is_possible
+    assert "32,008 steps" in by_name["infer.DPSVI, posterior()"].note
+    assert "noise_aware.laplace" in by_name
+
+
+def test_what_is_not_possible_is_not_recommended():
+    sharp = MethodForecast("sharp", 1.2, 0.1, is_possible=False)
+    wide = MethodForecast("wide", 3.0, 0.1)
+    assert MethodComparison((sharp, wide), 0.1, 5.0).recommended is wide
+
+
+@pytest.mark.parametrize("name", ["prior_std", "max_grad_norm", "information", "log_ratio_slope"])
+def test_extreme_numbers_have_a_forecast_or_are_refused_by_name(name):
+    settings = {
+        "num_data": 100, "dimension": 2, "epsilon": 1.0, "delta": 1e-5, "max_grad_norm": 1.0
+    }  # fmt: skip
+    for value in (1e-30, 1e30):
+        found = compare_methods(**settings | {name: value})
+        assert all(math.isfinite(f.width) and math.isfinite(f.error) for f in found.forecasts)
+    for value in (1e-200, 1e200):
+        with pytest.raises(ValueError, match=f"{name} = .* is too extreme for a forecast"):
+            compare_methods(**settings | {name: value})
 
 
 @pytest.mark.parametrize("neighboring", ["replace_one", "add_or_remove_one"])

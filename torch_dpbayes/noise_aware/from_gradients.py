@@ -115,6 +115,11 @@ def _likelihood(
     return form.without_plateau(share_beyond), notes
 
 
+def steps_needed(dimension: int) -> int:
+    """Of a run, whose later half is regressed."""
+    return 2 * _RELEASES_PER_PARAMETER * (dimension + 1)
+
+
 def turned(release: GradientRelease, turn: Turn) -> GradientRelease:
     """What it says of the coordinates that records tell. The noise is the same in all of them."""
     return replace(release, theta=turn.some(release.theta), value=turn.some(release.value))
@@ -147,10 +152,10 @@ def regression(
         ValueError: as :func:`posterior_from_gradients`.
     """
     size, count = len(releases[0].theta), len(releases)
-    needed = _RELEASES_PER_PARAMETER * (size + 1)
-    if count < needed:
+    if 2 * count < steps_needed(size):
         raise ValueError(
-            f"the curvature of {size} parameters needs {2 * needed} steps, got about {2 * count}:"
+            f"the curvature of {size} parameters needs {steps_needed(size)} steps, got about"
+            f" {2 * count}:"
             " make more steps (with more noise each, for the same budget)."
         )
     if len({(r.noise_std, r.sample_rate) for r in releases}) > 1:

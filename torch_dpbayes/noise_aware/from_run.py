@@ -83,10 +83,10 @@ def from_run(
         dim=1,
     )
     count, size = values.shape
-    if count < 4 * (size + 2):
+    if count < samples_needed(size):
         raise ValueError(
             f"{count} samples say too little about the spread of {size} parameters: collect at"
-            f" least {4 * (size + 2)}, or train a last layer alone."
+            f" least {samples_needed(size)}, or train a last layer alone."
         )
     point = values.mean(0)
     spread, vectors = torch.linalg.eigh(torch.cov(values.T).reshape(size, size))
@@ -96,7 +96,7 @@ def from_run(
     correlation = _autocorrelation(total, run, count)
     of_mean, of_spread = _worth(correlation), _worth(correlation.square())
     least = float(torch.minimum(of_mean, of_spread).min())
-    if least < max(_TOO_FEW, 2 * (size + 2)):
+    if least < max(_TOO_FEW, independent_samples_needed(size)):
         raise ValueError(
             f"in its softest direction the run is worth {least:.2g} independent samples: run it"
             " longer, or with a larger temperature or learning rate (a deep network needs"
@@ -162,6 +162,16 @@ def from_run(
         statement,
         transcript=samples,
     )
+
+
+def samples_needed(dimension: int) -> int:
+    """How many iterates say enough about the spread of so many parameters."""
+    return 4 * (dimension + 2)
+
+
+def independent_samples_needed(dimension: int) -> int:
+    """What these have to be worth in every direction."""
+    return 2 * (dimension + 2)
 
 
 class _Run(NamedTuple):

@@ -22,7 +22,15 @@ from .coupled_outputs import couples_outputs
 from .diagonal import run_diagonal
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
-from .planning import Plan, diagonal_plan, general_plan, glm_plan, logistic_bound, total_multiplier
+from .planning import (
+    LARGEST_FULL_CURVATURE,
+    Plan,
+    diagonal_plan,
+    general_plan,
+    glm_plan,
+    logistic_bound,
+    total_multiplier,
+)
 from .posterior import (
     Coordinates,
     DiagonalPosterior,
@@ -39,7 +47,6 @@ from .turned import OfTold, Turn, TurnedMixture
 from .warn import warn
 
 Curvature = Literal["full", "diagonal"]
-_LARGEST_DIMENSION = 4000
 _LABEL = "noise_aware.laplace"
 _BOUND = "the clip bound of a record's gradient"
 # the share of the bound that a clipped gradient loses, if all lose it to the same side: of a normal
@@ -423,10 +430,10 @@ def _is_diagonal(curvature: str) -> bool:
 
 
 def _require_small(dimension: int) -> None:
-    if dimension > _LARGEST_DIMENSION:
+    if dimension > LARGEST_FULL_CURVATURE:
         raise ValueError(
             f"{dimension} parameters need a curvature of {dimension}² numbers; at most"
-            f' {_LARGEST_DIMENSION} are possible. Write curvature="diagonal", or freeze all but'
+            f' {LARGEST_FULL_CURVATURE} are possible. Write curvature="diagonal", or freeze all but'
             " the last layer (requires_grad_(False))."
         )
 

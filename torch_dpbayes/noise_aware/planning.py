@@ -10,6 +10,7 @@ from ..accounting.calibration import calibrated
 from ..accounting.choices import Neighboring, neighboring_relation
 from ..accounting.events import GaussianDpEvent
 
+LARGEST_FULL_CURVATURE = 4000  # parameters
 _ROUNDING = 1e-9  # the parts' prices add up to the whole but for this
 _STEPS = 16
 # of the gradients' shares from one step to the next: the first ones only serve to arrive
