@@ -42,6 +42,45 @@ def test_count_is_of_gradients_longer_than_the_bound():
     assert sums_of(y, 1.0).clipped_count(theta) == int(longer.sum()) > 0
 
 
+def laplacian(y):
+    """Every gradient is as long as 1 exactly, or as 1 up to rounding for three coordinates."""
+    mean = pyro.sample("mean", dist.Normal(torch.zeros(y.shape[1:]), 1.0).to_event(y.dim() - 1))
+    direction = torch.ones(y.shape[1:]) / math.sqrt(max(y[0].numel(), 1))
+    along = (mean * direction).sum()
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Laplace(along, 1.0), obs=y.reshape(len(y), -1)[:, 0])
+
+
+@pytest.mark.parametrize("shape", [(2000,), (2000, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+def test_gradients_as_long_as_the_bound_are_not_counted(shape, dtype):
+    density = RecordDensity(laplacian, (torch.randn(shape, dtype=dtype),), count_is_public=True)
+    theta = torch.full(shape[1:] or (1,), 0.1, dtype=dtype)
+    assert DensitySums(density, 1.0).clipped_count(theta) == 0
+    assert DensitySums(density, 1.0 - 1e-4).clipped_count(theta) == 2000
+
+
+def test_a_bound_that_every_gradient_reaches_is_not_named():
+    y = 0.5 + torch.distributions.Laplace(0.0, 1.0).sample((2000,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        post = dpb.noise_aware.laplace(laplacian, y, epsilon=8.0, delta=1e-5, max_grad_norm=1.0)
+    assert "  CLIPPED     " not in post.guarantee()
+    assert abs(float(post.mean["mean"]) - 0.5) < 6 * float(post.stddev["mean"])
+
+
+@pytest.mark.parametrize("bound", [0.3, 1.0, 3.0])
+def test_a_record_moves_the_count_by_at_most_one(bound):
+    """Whatever the threshold is, which is what is charged."""
+    y, theta = records(60), torch.tensor([0.4], dtype=DOUBLE)
+    before = sums_of(y, bound).clipped_count(theta)
+    for value in (0.0, 0.7, 1e3, 1e200):
+        longer = torch.cat([y, torch.tensor([value], dtype=DOUBLE)])
+        assert sums_of(longer, bound).clipped_count(theta) - before in (0, 1)
+        replaced = torch.cat([y[1:], longer[-1:]])
+        assert abs(sums_of(replaced, bound).clipped_count(theta) - before) <= 1
+
+
 def test_a_record_without_a_finite_gradient_counts_as_one():
     y = records(50)
     theta = torch.zeros(1, dtype=DOUBLE)

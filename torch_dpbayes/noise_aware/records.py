@@ -294,8 +294,12 @@ class DensitySums:
         return self._density.clipped_square_sum(own, self._clip, turn.of)[turn.told]
 
     def clipped_count(self, theta: Tensor) -> int:
-        """How many gradients are clipped. Private data."""
-        return self._density.clipped_count(self._own(theta), self._clip)
+        """How many gradients are longer than the stated bound, but for rounding: those that end at
+        the bound itself lose nothing to speak of. A record counts as 0 or 1 at any threshold.
+        Private data.
+        """
+        threshold = (1 + _ROUNDING) * self.gradient_bound
+        return self._density.clipped_count(self._own(theta), threshold)
 
     def is_valid(self, theta: Tensor) -> bool:
         """Whether gradients can be computed at θ, whatever the records are."""

@@ -274,7 +274,7 @@ class RecordDensity:
 
     @torch.no_grad()
     def clipped_count(self, theta: Tensor, max_norm: float) -> int:
-        """How many records have gradients that are clipped or cut out. Private data.
+        """How many records have gradients longer than ``max_norm``, or cut out. Private data.
 
         It moves by at most 1 when a record is added, removed or replaced.
 
