@@ -9,6 +9,7 @@ import torch
 from pyro.infer import MCMC
 
 import torch_dpbayes as dpb
+from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.mcmc import DPHMC, DPPenalty
 
 
@@ -72,6 +73,19 @@ def test_a_chain_that_cannot_mix_is_named_before_it_is_paid():
             posterior, model, accountant=accountant, num_iterations=50, log_ratio_slope=10.0
         )
     assert accountant.get_epsilon() == charged
+    # a run that leaves next to nothing: named, and not refused
+    posterior = dpb.noise_aware.laplace(model, y, accountant=accountant, max_grad_norm=1.0)
+    assert 0.499 < accountant.get_epsilon() < 0.5
+    with pytest.warns(UserWarning, match="cannot mix on such a posterior"):
+        dpb.noise_aware.kernel_from(
+            posterior, model, accountant=accountant, num_iterations=50, log_ratio_slope=1.0
+        )
+    least = GaussianDpEvent(1e7)
+    accountant.compose(least, accountant.remaining(least))
+    with pytest.raises(ValueError, match="no noise multiplier"):
+        dpb.noise_aware.kernel_from(
+            posterior, model, accountant=accountant, num_iterations=50, log_ratio_slope=1.0
+        )
     with pytest.raises(ValueError, match="make the accountant with epsilon and delta"):
         dpb.noise_aware.kernel_from(
             posterior,

@@ -95,6 +95,38 @@ def test_a_budget_too_small_returns_the_prior_and_says_so():
     )
 
 
+@pytest.mark.first_cases(2)
+@pytest.mark.parametrize("way", ["glm", "sufficient_statistics", "diagonal", "pyro"])
+def test_a_run_on_what_an_earlier_one_left_says_so(way):
+    x, y = logistic_data(50)
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+
+    def run():
+        if way == "sufficient_statistics":
+            beta = dpb.noise_aware.beta_bernoulli()
+            return dpb.noise_aware.sufficient_statistics(beta, y, accountant=accountant)
+        how = {"curvature": "diagonal"} if way == "diagonal" else {}
+        if way == "pyro":
+            return laplace(model, x, y, accountant=accountant, max_grad_norm=1.0)
+        return laplace(dpb.ops.GLM(), x, y, accountant=accountant, **how)
+
+    accountant.compose(GaussianDpEvent(7.4651))
+    assert 0.999 < accountant.get_epsilon() < 1.0
+    with pytest.warns(UserWarning, match="too small for these records") as found:
+        run()
+    said = [str(w.message) for w in found if "too small" in str(w.message)]
+    assert all("held epsilon = 0.99" in line and "State epsilon=" in line for line in said)
+    assert not any("More records" in line for line in said)
+
+
+def test_a_run_on_most_of_a_budget_blames_the_records():
+    x, y = logistic_data(30)
+    accountant = dpb.PrivacyAccountant(0.1, 1e-5, neighboring="replace_one")
+    accountant.compose(GaussianDpEvent(1e4))
+    with pytest.warns(UserWarning, match="More records or a larger epsilon"):
+        laplace(dpb.ops.GLM(), x, y, accountant=accountant)
+
+
 @pytest.mark.thorough
 def test_draws_are_what_pyros_predictive_and_arviz_take():
     x, y = logistic_data()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
 
+_MOST = 0.5  # of a budget; an accountant that held more left little to the run
+
 
 def budget_of(
     accountant: PrivacyAccountant | None, epsilon: float | None, delta: float | None
@@ -15,6 +17,29 @@ def budget_of(
     if not isinstance(accountant, PrivacyAccountant):
         raise TypeError(f"accountant must be a PrivacyAccountant, got {accountant!r}")
     return accountant
+
+
+def little_left(
+    accountant: PrivacyAccountant, epsilon: float | None, delta: float | None
+) -> str | None:
+    """That earlier charges took most of the budget, and what to do; None where they did not.
+
+    Args:
+        accountant: before the run is charged.
+        epsilon: for everything on the accountant. None: its own budget.
+        delta: likewise.
+    """
+    epsilon = accountant.epsilon if epsilon is None else epsilon
+    delta = accountant.delta if delta is None else delta
+    if epsilon is None or delta is None or not len(accountant):
+        return None
+    held = accountant.get_epsilon(delta)
+    if held <= _MOST * epsilon:
+        return None
+    return (
+        f"the accountant held epsilon = {held:.5g} of {epsilon:g} before this run. State epsilon="
+        " in each run, or pass a new accountant."
+    )
 
 
 def public_num_data(stated: int | None, found: int, accountant: PrivacyAccountant) -> int:

@@ -30,16 +30,18 @@ def kernel_from(
     ``MCMC(kernel, num_samples=..., warmup_steps=0)``.
 
     The posterior given what was released is wider than that of the records by what the noise hides.
-    A chain has the records' own posterior as its law, if the budget lets it arrive: a warning says
-    if it will not. Its number of samples is that of a Gaussian posterior of this width, an upper
-    bound: one that is bent is worth up to eleven times fewer (measured on bananas), which nothing
-    that was released tells. A rehearsal on made-up records does.
+    A chain has the records' own posterior as its law, if what is left of the budget lets it arrive:
+    a warning says if it will not, as where an earlier run has left next to nothing. Its number of
+    samples is that of a Gaussian posterior of this width, an upper bound: one that is bent is worth
+    up to eleven times fewer (measured on bananas), which nothing that was released tells. A
+    rehearsal on made-up records does.
 
     Args:
         posterior: of the same latents, whose run was charged to ``accountant`` or to one of its
             own.
         model: the Pyro model, as for :class:`~torch_dpbayes.mcmc.DPPenalty`.
-        accountant: with a budget, of which something is left.
+        accountant: with a budget, of which the posterior's run has left something: state
+            ``epsilon=`` there.
         num_iterations: of all chains together.
         log_ratio_slope: c, as for ``DPPenalty``.
         max_grad_norm: b of :class:`~torch_dpbayes.mcmc.DPHMC`.
@@ -48,8 +50,8 @@ def kernel_from(
         data_plate: name of the data plate.
 
     Raises:
-        ValueError: the accountant has no budget, or nothing left of it, or an argument is out of
-            range.
+        ValueError: the accountant has no budget, or no noise fits into what is left of it, or an
+            argument is out of range. Where noise fits, but no sample to speak of, it only warns.
 
     **Privacy.** Starts, shape and scale are post-processing of the posterior's releases; the noise
     depends on charges alone. What the kernel releases is charged as it runs.

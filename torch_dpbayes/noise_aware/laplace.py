@@ -17,7 +17,7 @@ from ..ops.glm import GLM
 from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module
 from ..ops.softmax import Softmax
-from .arguments import budget_of, public_num_data
+from .arguments import budget_of, little_left, public_num_data
 from .coupled_outputs import couples_outputs
 from .diagonal import run_diagonal
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
@@ -146,6 +146,7 @@ def laplace(
         plan = glm_plan(
             multiplier, sums.dimension, count, accountant.neighboring, quadratic=sums.is_quadratic
         )
+        held_before = little_left(accountant, epsilon, delta)
         charge(accountant, plan, _LABEL)
         surrogate, transcript = run_glm(sums, plan, count)
         statement = _statement(
@@ -168,6 +169,7 @@ def laplace(
             statement,
             transcript=transcript,
             agreement=surrogate.agreement,
+            little_left=held_before,
         )
     if isinstance(model, Softmax):
         if len(data) != 2:
@@ -352,6 +354,7 @@ def _general(
         accountant.neighboring,
         clips=sums.curvature_is_of_gradients,
     )
+    held_before = little_left(accountant, epsilon, delta)
     charge(accountant, plan, _LABEL)
     surrogate, transcript = run_general(sums, plan, prior_of_sums, count)
 
@@ -382,6 +385,7 @@ def _general(
         statement,
         transcript=transcript,
         agreement=agreement,
+        little_left=held_before,
     )
 
 
@@ -401,6 +405,7 @@ def _diagonal(
         accountant.neighboring,
         clips=sums.curvature_is_of_gradients,
     )
+    held_before = little_left(accountant, epsilon, delta)
     charge(accountant, plan, _LABEL)
     prior_of_phi = prior if turn is None else turn.of_alike(prior)
     prior_of_sums = prior if turn is None else prior_of_phi.of(turn.told)
@@ -420,7 +425,7 @@ def _diagonal(
         mixture = TurnedMixture(surrogate, prior_of_phi, turn)
         statement.append(turn.note())
         transcript = replace(transcript, turned=turn.places)
-    return DiagonalPosterior(mixture, prior, coordinates, statement, transcript)
+    return DiagonalPosterior(mixture, prior, coordinates, statement, transcript, held_before)
 
 
 def _is_diagonal(curvature: str) -> bool:

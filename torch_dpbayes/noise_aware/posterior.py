@@ -71,6 +71,7 @@ class NoiseAwarePosterior:
         *,
         transcript: Any = None,
         agreement: Callable[[Tensor, Tensor], float] | None = None,
+        little_left: str | None = None,
     ) -> None:
         self._likelihood, self._prior, self._coordinates = likelihood, prior, coordinates
         self._statement = list(statement)
@@ -87,7 +88,7 @@ class NoiseAwarePosterior:
         self._draws = self._weighted()
         self._chains: Chains | None = None
         self._moments: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
-        self._warn_of_little_learnt()
+        self._warn_of_little_learnt(little_left)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._mode)} parameters): guarantee() says what it is"
@@ -176,13 +177,13 @@ class NoiseAwarePosterior:
             return arviz.from_dict(posterior=posterior)
         return arviz.from_dict({"posterior": posterior})
 
-    def _warn_of_little_learnt(self) -> None:
+    def _warn_of_little_learnt(self, little_left: str | None) -> None:
         if self._width_left() > _LITTLE_LEARNT:
-            warn(
-                "the budget is too small for these records to move the prior: the posterior"
-                " returned is nearly the prior. More records or a larger epsilon would change"
-                " that.",
+            why = little_left or (
+                "the posterior returned is nearly the prior. More records or a larger epsilon"
+                " would change that."
             )
+            warn(f"the budget is too small for these records to move the prior: {why}")
 
     def _note_agreement(self, probability: float) -> None:
         if probability >= _LEAST_AGREEMENT:
@@ -315,7 +316,7 @@ class DiagonalPosterior(NoiseAwarePosterior):
     Args:
         mixture: of all of them.
         prior: of every coordinate.
-        coordinates, statement, transcript: as above.
+        coordinates, statement, transcript, little_left: as above.
     """
 
     def __init__(
@@ -325,13 +326,14 @@ class DiagonalPosterior(NoiseAwarePosterior):
         coordinates: Coordinates,
         statement: Sequence[str],
         transcript: Any,
+        little_left: str | None = None,
     ) -> None:
         self._mixture, self._prior, self._coordinates = mixture, prior, coordinates
         self._mode = mixture.mean
         self._statement, self.transcript = list(statement), transcript
         self._moments = None
         self._note_agreement(mixture.agreement())
-        self._warn_of_little_learnt()
+        self._warn_of_little_learnt(little_left)
 
     @property
     def method(self) -> str:

@@ -16,7 +16,7 @@ from ..mcmc.density import Prior, RecordStatistics, UnfitModel
 from ..noise import GaussianNoise
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
-from .arguments import budget_of, public_num_data
+from .arguments import budget_of, little_left, public_num_data
 from .families import ExponentialFamily, LinearRegression
 from .mechanism import matrix_event, noisy_matrix
 from .modes import mode
@@ -90,10 +90,11 @@ def sufficient_statistics(
         raise UnfitModel("the data are tensors of one length, one row a record.")
     count = public_num_data(num_data, len(data[0]), accountant)
     multiplier = total_multiplier(accountant, epsilon, delta)
+    held_before = little_left(accountant, epsilon, delta)
     with using_pyro:
         if isinstance(model, LinearRegression):
-            return _linear_regression(model, data, count, multiplier, accountant)
-        return _exponential_family(model, data, count, multiplier, accountant)
+            return _linear_regression(model, data, count, multiplier, accountant, held_before)
+        return _exponential_family(model, data, count, multiplier, accountant, held_before)
 
 
 def _exponential_family(
@@ -102,6 +103,7 @@ def _exponential_family(
     count: int,
     multiplier: float,
     accountant: PrivacyAccountant,
+    held_before: str | None,
 ) -> NoiseAwarePosterior:
     prior = Prior(model.prior)
     statistics = RecordStatistics(model.statistics, data)
@@ -133,6 +135,7 @@ def _exponential_family(
         prior,
         accountant,
         [f"each record moves the statistics by at most {bound:g}"],
+        held_before,
     )
 
 
@@ -142,6 +145,7 @@ def _linear_regression(
     count: int,
     multiplier: float,
     accountant: PrivacyAccountant,
+    held_before: str | None,
 ) -> NoiseAwarePosterior:
     records = GLM("gaussian", model.prior_std, model.max_feature_norm, noise_std=1.0).records(
         *_features_and_targets(data)
@@ -191,7 +195,7 @@ def _linear_regression(
             f" {limit**2:.3g}"
         ),
     ]
-    return _posterior(second, latents, prior, accountant, proved)
+    return _posterior(second, latents, prior, accountant, proved, held_before)
 
 
 def _moments(
@@ -250,6 +254,7 @@ def _posterior(
     prior: Prior,
     accountant: PrivacyAccountant,
     proved: Sequence[str],
+    held_before: str | None,
 ) -> NoiseAwarePosterior:
     delta = 1e-5 if accountant.delta is None else accountant.delta
     statement = [
@@ -270,6 +275,7 @@ def _posterior(
         PyroCoordinates(prior),
         statement,
         transcript=summary.released,
+        little_left=held_before,
     )
 
 
