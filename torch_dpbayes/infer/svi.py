@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import threading
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO, TraceGraph_ELBO, TraceMeanField_ELBO
 from pyro.infer.autoguide import AutoGuide
 from pyro.optim import PyroOptim
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from ..accounting.accountant import PrivacyAccountant
@@ -66,7 +67,7 @@ class DPSVI:
             ``AutoLowRankMultivariateNormal`` that was not run yet. Its start values come from made-
             up records; an ``init_loc_fn`` of the caller's must not know the data.
         optim: one of Pyro's optimizers, with a dict of arguments; its learning rate is that of
-            ``pyro.infer.SVI``.
+            ``pyro.infer.SVI``. The first step tries it on made-up gradients before it is charged.
         loss: an ELBO of Pyro's with one particle. All of them have the same gradient here.
         max_grad_norm: C, the clip norm of one record's gradient in unconstrained space.
         noise_multiplier: z, noise std / C. 0: not private.
@@ -140,8 +141,8 @@ class DPSVI:
         Raises:
             PrivacyBudgetExceeded: the step does not fit into the budget; the guide, the optimizer
                 and the history are as they were.
-            ValueError: the model or its data are not fit for record-wise clipping; nothing was
-                released.
+            ValueError: the model or its data are not fit for record-wise clipping, or the
+                optimizer not for the guide's parameters; nothing was released.
             FloatingPointError: the step took a parameter beyond its dtype; parameters are as
                 before, the charge is kept.
         """
@@ -312,6 +313,7 @@ class DPSVI:
         release.draws = draws
         with frozen_ones_kept(self.model):  # the guide runs the model
             self._gaussian.set_up(call, density.prior)
+        _require_that_it_steps(self.optim, self._gaussian.parameters)
         theta = torch.zeros(
             density.prior.dimension, dtype=torch.float64, device=density.prior.device
         ).requires_grad_()
@@ -434,6 +436,24 @@ def _check_optim(optim: Any) -> None:
             "the optimizer was used before, and what it remembers may come from the data: pass a"
             " new one."
         )
+
+
+def _require_that_it_steps(optim: PyroOptim, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse what would fail after the first charge, by a step on parameters like these."""
+    tried = copy.copy(optim)
+    tried.optim_objs, tried.grad_clip = {}, {}
+    tried.pt_optim_args = copy.deepcopy(optim.pt_optim_args)  # a scheduler may write to tensors
+    for name, parameter in parameters.items():
+        made_up = nn.Parameter(torch.ones_like(parameter))
+        made_up.grad = torch.ones_like(made_up)
+        try:
+            tried([made_up])
+        except Exception as error:
+            kind = getattr(optim.pt_optim_constructor, "__name__", optim.pt_optim_constructor)
+            raise ValueError(
+                f"optim cannot step the guide's {name!r}: {kind}: {error}. Nothing was charged."
+                " Pass another to a new guide and DPSVI, as pyro.optim.Adam({'lr': 0.01})."
+            ) from error
 
 
 def _check_loss(loss: Any) -> None:
