@@ -1,4 +1,4 @@
-"""What the front doors check alike."""
+"""What the front doors check and say alike."""
 
 from __future__ import annotations
 
@@ -39,6 +39,14 @@ def little_left(
     return (
         f"the accountant held epsilon = {held:.5g} of {epsilon:g} before this run. State epsilon="
         " in each run, or pass a new accountant."
+    )
+
+
+def shortened_rows(max_feature_norm: float) -> str:
+    """A statement's line of what rows of features are."""
+    return (
+        f"  features    rows longer than {max_feature_norm:g} (max_feature_norm) are shortened to"
+        " it: the weights are those of shortened rows"
     )
 
 

@@ -122,8 +122,8 @@ class LinearRegression:
         prior_std: of every weight.
         noise_std_prior: a Pyro distribution of σ, in float64; ``None`` for a half-normal one with
             ``target_bound`` as its scale.
-        max_feature_norm: R; longer rows are scaled down. An intercept is a column of ones of the
-            caller's.
+        max_feature_norm: R; longer rows are scaled down to it, and the weights are those of scaled
+            rows. An intercept is a column of ones of the caller's.
         target_bound: Y; responses are clamped to [−Y, Y]. One that reaches few of them costs
             little.
     """

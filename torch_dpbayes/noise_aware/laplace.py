@@ -17,7 +17,7 @@ from ..ops.glm import GLM
 from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module
 from ..ops.softmax import Softmax
-from .arguments import budget_of, little_left, public_num_data
+from .arguments import budget_of, little_left, public_num_data, shortened_rows
 from .coupled_outputs import couples_outputs
 from .diagonal import run_diagonal
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
@@ -82,7 +82,8 @@ def laplace(
             model with one data plate that takes its data as arguments
             (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says what it may hold).
         data: features ``[n, d]`` and targets ``[n]`` of a GLM or of classes, the arguments of a
-            Pyro model.
+            Pyro model. Rows of features longer than the model's ``max_feature_norm`` are shortened
+            to it, and the weights are those of shortened rows.
         epsilon: of everything on the accountant after the run. None: the accountant's budget.
         delta: likewise.
         accountant: where the run is charged. None: one of its own, for neighbours that replace one
@@ -513,6 +514,7 @@ def _statement(
             f"  proved      each record moves a gradient sum by at most {sums.gradient_bound:g}, a"
             f" curvature by at most {sums.curvature_bound:g}"
         ),
+        *([] if sums.max_feature_norm is None else [shortened_rows(sums.max_feature_norm)]),
         f"  ASSUMED     for the width, not for privacy: {assumption}",
         (
             "  ASSUMED     for the width, not for privacy: the model is right, and few gradients"

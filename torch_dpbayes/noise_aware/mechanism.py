@@ -40,6 +40,8 @@ class PrivateSums(Protocol):
     """Of a record's part in :meth:`gradient_sum`, Euclidean norm."""
     curvature_bound: float
     """Frobenius norm of a record's part in :meth:`curvature_sum`, which is not negative."""
+    max_feature_norm: float | None
+    """To which rows of features are shortened; None where they are not."""
 
     def is_valid(self, theta: Tensor) -> bool:
         """Whether the model can be evaluated at θ, whatever the records are."""

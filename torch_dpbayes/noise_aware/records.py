@@ -61,6 +61,7 @@ class GLMSums:
                     " public number that few records' gradients exceed."
                 )
             max_grad_norm = model.max_feature_norm
+        self.max_feature_norm: float | None = model.max_feature_norm
         self.gram_bound = model.max_feature_norm**2
         self._model, self._records = model, model.records(features, targets)
         self._target = target_of(model, self._records.weight)
@@ -207,6 +208,7 @@ class SoftmaxSums:
 
     def __init__(self, model: Softmax, features: Tensor, labels: Tensor) -> None:
         self._records = model.records(*model.prepare((features, labels)))
+        self.max_feature_norm: float | None = model.max_feature_norm
         self.gradient_bound, self.curvature_bound = model.lipschitz, model.record_smoothness
         size = model.num_classes * features.shape[1]
         places = torch.arange(size).reshape(model.num_classes, -1)
@@ -253,6 +255,7 @@ class DensitySums:
     """
 
     curvature_is_of_gradients = True
+    max_feature_norm: float | None = None
 
     def __init__(
         self, density: RecordDensity, max_grad_norm: float, turn: Turn | None = None

@@ -16,7 +16,7 @@ from ..mcmc.density import Prior, RecordStatistics, UnfitModel
 from ..noise import GaussianNoise
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
-from .arguments import budget_of, little_left, public_num_data
+from .arguments import budget_of, little_left, public_num_data, shortened_rows
 from .families import ExponentialFamily, LinearRegression
 from .mechanism import matrix_event, noisy_matrix
 from .modes import mode
@@ -134,7 +134,7 @@ def _exponential_family(
         latents,
         prior,
         accountant,
-        [f"each record moves the statistics by at most {bound:g}"],
+        [f"  proved      each record moves the statistics by at most {bound:g}"],
         held_before,
     )
 
@@ -187,15 +187,16 @@ def _linear_regression(
     centre = mode(first, gaussian)
     middle, limit = _residuals(first, gaussian, centre, prior, model)
     second = round_of(middle, limit, of_residuals, of_their_squares)
-    proved = [
+    about_records = [
         (
-            "each record moves sums of x xᵀ, r x and r² of residuals r by at most"
+            "  proved      each record moves sums of x xᵀ, r x and r² of residuals r by at most"
             f" {model.max_feature_norm**2:g}, {model.max_feature_norm * model.target_bound:g} and"
             f" {model.target_bound**2:g}, and then {model.max_feature_norm * limit:.3g} and"
             f" {limit**2:.3g}"
         ),
+        shortened_rows(model.max_feature_norm),
     ]
-    return _posterior(second, latents, prior, accountant, proved, held_before)
+    return _posterior(second, latents, prior, accountant, about_records, held_before)
 
 
 def _moments(
@@ -253,7 +254,7 @@ def _posterior(
     latents: PyroPrior,
     prior: Prior,
     accountant: PrivacyAccountant,
-    proved: Sequence[str],
+    about_records: Sequence[str],
     held_before: str | None,
 ) -> NoiseAwarePosterior:
     delta = 1e-5 if accountant.delta is None else accountant.delta
@@ -263,7 +264,7 @@ def _posterior(
             "  charged     before the first release; the accountant now holds epsilon ="
             f" {accountant.get_epsilon(delta):.5g} at delta = {delta:g} ({accountant.neighboring})"
         ),
-        *(f"  proved      {line}" for line in proved),
+        *about_records,
         (
             "  ASSUMED     for the width, not for privacy: the model is right, few records are"
             " clipped, and sums over them are Gaussian"
