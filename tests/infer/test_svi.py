@@ -142,6 +142,41 @@ def test_more_noise_makes_a_wider_posterior_around_a_narrow_guide():
     assert float(torch.stack(found).mean()) > 1.5 * 401**-0.5
 
 
+def logistic(x, y):
+    weights = pyro.sample("w", dist.Normal(torch.zeros(2, dtype=DOUBLE), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
+
+
+def distance_of_the_mean(bound):
+    """The example of docs/choosing_a_method.md: from that of the records, in stated deviations."""
+    x = torch.randn(10_000, 2, dtype=DOUBLE)
+    y = torch.bernoulli((x @ torch.tensor([1.0, -0.5], dtype=DOUBLE)).sigmoid())
+    mean = torch.zeros(2, dtype=DOUBLE)
+    for _ in range(20):
+        p = (x @ mean).sigmoid()
+        hessian = (x.T * (p * (1 - p))) @ x + torch.eye(2, dtype=DOUBLE)
+        mean = mean - torch.linalg.solve(hessian, x.T @ (p - y) + mean)
+    pyro.clear_param_store()
+    svi = make(
+        logistic,
+        optim=adam(0.02),
+        max_grad_norm=bound,
+        noise_multiplier=20.0,
+        expected_batch_size=1000,
+        accountant=dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one"),
+    )
+    svi.run(500, x, y)
+    post = svi.posterior()
+    return float(((post.mean["w"] - mean) / post.stddev["w"]).abs().max())
+
+
+@pytest.mark.thorough
+def test_the_mean_is_that_of_the_records_where_few_gradients_are_clipped_and_only_there():
+    assert max(distance_of_the_mean(3.0) for _ in range(3)) < 4.5
+    assert sum(distance_of_the_mean(1.0) for _ in range(3)) > 6.0
+
+
 # --- what is released is what is charged ----------------------------------------------------------
 
 
@@ -820,6 +855,21 @@ def test_no_copies_no_loss_no_posterior_of_nothing():
     svi.run(8, rows())
     with pytest.raises(ValueError, match="more steps"):
         svi.posterior()
+
+
+@pytest.mark.parametrize("batch", [60, 400])
+def test_a_posterior_of_steps_without_noise_is_refused(batch):
+    svi = make(noise_multiplier=0.0, expected_batch_size=batch)
+    svi.run(30, rows())
+    with pytest.raises(ValueError, match="made without noise"):
+        svi.posterior()
+
+
+def test_that_nothing_says_how_many_gradients_are_clipped_is_said():
+    svi = make()
+    svi.run(60, rows())
+    (line,) = (s for s in svi.posterior().guarantee().splitlines() if "  NOT KNOWN   " in s)
+    assert "how many gradients are clipped" in line and "more than its width" in line
 
 
 @pytest.mark.thorough

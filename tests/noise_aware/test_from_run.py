@@ -247,6 +247,7 @@ def test_a_real_run_on_a_linear_model():
     assert float(((post.mean["weight"][0] - exact) / exact_std).abs().max()) < 1.5
     torch.testing.assert_close(post.stddev["weight"][0], exact_std, rtol=0.4, atol=0.0)
     assert "iterates of DPSGLD" in post.guarantee()
+    assert "  NOT KNOWN   nothing that was released says how many gradients" in post.guarantee()
 
 
 # --- refused --------------------------------------------------------------------------------------

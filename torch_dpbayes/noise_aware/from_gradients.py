@@ -15,7 +15,7 @@ from torch import Tensor
 from ..mcmc.density import RecordDensity
 from .hidden_directions import num_like_walks
 from .modes import mode
-from .normal_form import NOT_HEARD, NormalForm, roots, sure_part
+from .normal_form import CLIPPED_UNKNOWN, NOT_HEARD, NormalForm, roots, sure_part
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import GaussianPrior, PyroPrior
 from .response import MISFIT
@@ -38,7 +38,8 @@ def posterior_from_gradients(
     releases: Sequence[GradientRelease], density: RecordDensity, statement: Sequence[str]
 ) -> NoiseAwarePosterior:
     """What the later half of ``releases``, all at one rate and noise, says about a Pyro model. The
-    earlier half says whether the prior alone may explain it.
+    earlier half says whether the prior alone may explain it. Nothing says how many gradients were
+    clipped: that few were is for whoever chose the bound to see to.
 
     Args:
         releases: in their order.
@@ -46,7 +47,7 @@ def posterior_from_gradients(
         statement: what was charged, in words.
 
     Raises:
-        ValueError: too few releases, or their halves contradict each other.
+        ValueError: too few releases, releases without noise, or halves that contradict each other.
     """
     latents = PyroPrior(density.prior)
     gaussian = latents.gaussian()
@@ -63,6 +64,7 @@ def posterior_from_gradients(
             "  ASSUMED     for the width, not for privacy: the model is right, and clipping changes"
             " few gradients"
         ),
+        CLIPPED_UNKNOWN,
     ]
     return NoiseAwarePosterior(
         OfTold(form, turn),
@@ -162,6 +164,11 @@ def regression(
         raise ValueError(
             "the later half of the steps has different noise or sampling rates: make as many steps"
             " again with the same ones."
+        )
+    if not releases[0].noise_std > 0:
+        raise ValueError(
+            "the steps were made without noise, and a noise-aware posterior is of noisy ones: pass"
+            " a noise_multiplier above 0 to a new DPSVI, or take its guide as it is."
         )
     points = torch.stack([r.theta for r in releases])
     values = torch.stack([r.value for r in releases])

@@ -21,7 +21,7 @@ from ..accounting.events import positive_count
 from ..optim import DPSGHMC, DPSGLD, DPSGNHT
 from ..optim.base import PrivateOptimizer
 from ..posterior import PosteriorSamples
-from .normal_form import NOT_HEARD, NormalForm
+from .normal_form import CLIPPED_UNKNOWN, NOT_HEARD, NormalForm
 from .posterior import NoiseAwarePosterior
 from .priors import GaussianPrior
 from .warn import warn
@@ -54,6 +54,11 @@ def from_run(
 
     With S_p = S/Σ_k (1 − abs(k)/S) C(km)^p for S iterates, m steps apart, their mean has the
     variance c/S_1, and c the relative error √(2/S_2): with little friction c is known less surely.
+
+    Nothing in the iterates says how many gradients were clipped. Where many were, as with a
+    ``max_grad_norm`` that suits a deep network, the mean may be off by more than its width: train
+    with one that next to none exceed, and ask
+    :func:`~torch_dpbayes.private_clipped_fraction`, which is charged.
 
     Args:
         samples: of a run of ``optimizer`` at a constant learning rate, past its burn-in. They have
@@ -154,6 +159,7 @@ def from_run(
             "  ASSUMED     for the width, not for privacy: the log likelihood is quadratic over the"
             " iterates, the model is right, and clipping changes few gradients"
         ),
+        CLIPPED_UNKNOWN,
     ]
     return NoiseAwarePosterior(
         likelihood.without_plateau(),

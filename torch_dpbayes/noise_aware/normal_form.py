@@ -39,6 +39,10 @@ NOT_HEARD = (
     "the run says so little of the curvature that the prior alone would explain it: make more"
     " steps, use a wider prior, or noise_aware.laplace."
 )
+CLIPPED_UNKNOWN = (
+    "  NOT KNOWN   nothing that was released says how many gradients are clipped: where many are,"
+    " the mean may be off by more than its width"
+)
 _SURELY = 1e-6
 
 
