@@ -119,6 +119,19 @@ def test_a_run_on_what_an_earlier_one_left_says_so(way):
     assert not any("More records" in line for line in said)
 
 
+@pytest.mark.parametrize("epsilon", [None, 0.5])
+def test_a_run_with_nothing_left_is_refused(epsilon):
+    x, y = logistic_data(50)
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+    accountant.compose(GaussianDpEvent(7.4651))
+    least = GaussianDpEvent(1e7)
+    accountant.compose(least, accountant.remaining(least))
+    before = len(accountant)
+    with pytest.raises(ValueError, match=r"nothing is left for this run.*State epsilon= in each"):
+        laplace(dpb.ops.GLM(), x, y, accountant=accountant, epsilon=epsilon)
+    assert len(accountant) == before
+
+
 def test_a_run_on_most_of_a_budget_blames_the_records():
     x, y = logistic_data(30)
     accountant = dpb.PrivacyAccountant(0.1, 1e-5, neighboring="replace_one")

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.calibration import calibrated
-from ..accounting.choices import Neighboring, neighboring_relation
+from ..accounting.choices import (
+    Neighboring,
+    check_delta,
+    check_epsilon,
+    neighboring_relation,
+)
 from ..accounting.events import GaussianDpEvent
 
 LARGEST_FULL_CURVATURE = 4000  # parameters
@@ -53,6 +58,9 @@ def total_multiplier(
         accountant: what it holds already counts.
         epsilon: for everything on the accountant. None: its own budget.
         delta: likewise.
+
+    Raises:
+        ValueError: there is no budget, or nothing left of it.
     """
     epsilon = accountant.epsilon if epsilon is None else epsilon
     delta = accountant.delta if delta is None else delta
@@ -61,15 +69,25 @@ def total_multiplier(
             "a budget is needed, both numbers of it: epsilon=1.0, delta=1e-5, or an accountant that"
             " has them."
         )
-    found = calibrated(
-        GaussianDpEvent,
-        epsilon,
-        delta,
-        1,
-        accountant.neighboring,
-        accountant.history,
-        accountant.method,
-    )
+    check_epsilon(epsilon)
+    check_delta(delta)
+    try:
+        found = calibrated(
+            GaussianDpEvent,
+            epsilon,
+            delta,
+            1,
+            accountant.neighboring,
+            accountant.history,
+            accountant.method,
+        )
+    except ValueError as error:
+        if not len(accountant) or math.isinf(held := accountant.get_epsilon(delta)):
+            raise
+        raise ValueError(
+            f"nothing is left for this run: the accountant holds epsilon = {held:.5g} of"
+            f" {epsilon:g}. State epsilon= in each run, or pass a new accountant."
+        ) from error
     return found * (1 + _ROUNDING)
 
 
