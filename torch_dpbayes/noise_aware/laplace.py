@@ -15,7 +15,7 @@ from ..mcmc.checks import check_clip_bound
 from ..mcmc.density import RecordDensity
 from ..ops.glm import GLM
 from ..ops.models import Loss, using_pyro
-from ..ops.pyro_model import model_of_module
+from ..ops.pyro_model import model_of_module, require_module
 from ..ops.softmax import Softmax
 from .arguments import budget_of, little_left, public_num_data, shortened_rows
 from .coupled_outputs import couples_outputs
@@ -268,6 +268,7 @@ def laplace_for_module(
     those of the classes of a softmax, is set apart by a reflection, which leaves gradients as long
     as they are; it is found on made-up rows (:mod:`~torch_dpbayes.noise_aware.turned`).
     """
+    require_module(module)
     is_diagonal = _is_diagonal(curvature)
     if not is_diagonal:
         _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))

@@ -196,12 +196,11 @@ def _is_identity(transform: Any) -> bool:
 # --- torch modules --------------------------------------------------------------------------------
 
 
-def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> Callable[[Any, Any], None]:
+def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> ModuleModel:
     """The Pyro model with N(0, prior_std²) priors on the trainable parameters, and −log p(y |
     x) = loss(module(x), y).
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"a torch.nn.Module is needed, got {type(module).__name__}")
+    require_module(module)
     require_positive("prior_std", prior_std)
     copy = deepcopy(module).train()
     for layer in copy.modules():  # frozen statistics stay, as the copy will run in eval mode
@@ -212,13 +211,43 @@ def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> Callable
     latents = {name: p.detach() for name, p in copy.named_parameters() if p.requires_grad}
     if not latents:
         raise ValueError("every parameter of the module is frozen: there is nothing to sample")
+    for values in latents.values():  # which nothing reads, and which may come from the records
+        values.zero_()
+    return ModuleModel(copy, latents, loss, prior_std)
 
-    def model(inputs: Any, targets: Any) -> None:
+
+def require_module(module: Any) -> None:
+    """Refuses what is no module, such as the class of one."""
+    if not isinstance(module, nn.Module):
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(
+            f"module must be an instance of a torch.nn.Module, as torch.nn.Linear(3, 2); got {got}."
+        )
+
+
+class ModuleModel:
+    """A Pyro model of a module's trainable parameters, which may be pickled.
+
+    Args:
+        module: in eval mode.
+        latents: its trainable parameters by name, of which shapes, dtypes and devices are used.
+        loss: of each record.
+        prior_std: of every trainable parameter.
+    """
+
+    def __init__(
+        self, module: nn.Module, latents: dict[str, Tensor], loss: Loss, prior_std: float
+    ) -> None:
+        self._module, self._latents = module, latents
+        self._loss, self._prior_std = loss, prior_std
+
+    def __call__(self, inputs: Any, targets: Any) -> None:
+        """One run of the model."""
         values = {}
-        for name, p in latents.items():
-            prior = Normal(torch.zeros_like(p), torch.full_like(p, prior_std))
+        for name, p in self._latents.items():
+            prior = Normal(torch.zeros_like(p), torch.full_like(p, self._prior_std))
             values[name] = pyro.sample(name, prior.to_event(p.dim()))
-        losses = loss(functional_call(copy, values, (inputs,)), targets)
+        losses = self._loss(functional_call(self._module, values, (inputs,)), targets)
         if not isinstance(losses, Tensor) or losses.shape != targets.shape[:1]:
             raise UnfitModel(
                 f"the loss must return one number a record, [{len(targets)}] here:"
@@ -228,5 +257,3 @@ def model_of_module(module: nn.Module, loss: Loss, prior_std: float) -> Callable
             )
         with pyro.plate("data", len(inputs)):
             pyro.factor("log_likelihood", -losses)
-
-    return model
