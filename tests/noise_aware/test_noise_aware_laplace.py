@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 from functools import partial
 
 import pyro
@@ -534,3 +535,38 @@ def test_chains_that_do_not_agree_are_told(monkeypatch):
     monkeypatch.setattr(Chains, "r_hat", property(lambda self: 2.0))
     with pytest.warns(UserWarning, match="do not agree \\(R-hat = 2.00\\)"):
         post.sample(10)
+
+
+@pytest.mark.parametrize("given", [torch.nn.Linear, torch.relu, 3])
+def test_a_module_is_an_instance_of_one(given):
+    x = torch.randn(20, 3)
+    with pytest.raises(TypeError, match=r"instance of a torch\.nn\.Module, as torch\.nn\.Linear"):
+        laplace_for_module(
+            given, x, x[:, 0], loss=BCE, prior_std=1.0, max_grad_norm=1.0, epsilon=1.0, delta=1e-5
+        )
+
+
+@pytest.mark.parametrize("kind", ["glm", "softmax", "pyro", "family"])
+def test_log_density_says_which_values_it_takes(kind):
+    x, budget = torch.randn(50, 3, dtype=DOUBLE), {"epsilon": 500.0, "delta": 1e-5}
+    y = (x[:, 0] > 0).double()
+    made = {
+        "glm": lambda: laplace(GLM(), x, y, **budget),
+        "softmax": lambda: laplace(dpb.ops.Softmax(2), x, y.long(), **budget),
+        "pyro": lambda: laplace(model, x, y, max_grad_norm=5.0, **budget),
+        "family": lambda: dpb.noise_aware.sufficient_statistics(
+            dpb.noise_aware.dirichlet_categorical([1.0, 1.0]), y, **budget
+        ),
+    }
+    post = made[kind]()
+    draws = post.sample(5)
+    one = {name: values[0] for name, values in draws.items()}
+    name, shape = next((name, list(values.shape)) for name, values in one.items())
+    expected = rf"one value of every site, .*{re.escape(f'{name} {shape}')}.*"
+    with pytest.raises(ValueError, match=rf"{expected}; got .*{re.escape(f'{[5, *shape]}')}"):
+        post.log_density(draws)
+    with pytest.raises(ValueError, match=rf"{expected}; got w0 \[2\]\."):
+        post.log_density({"w0": torch.zeros(2)})
+    with pytest.raises(ValueError, match=rf"{expected}; got none\."):
+        post.log_density({})
+    assert math.isfinite(post.log_density({**one, "another": 1.0}))

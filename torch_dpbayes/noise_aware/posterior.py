@@ -134,7 +134,24 @@ class NoiseAwarePosterior:
         return self._unconstrained(_DRAWS).std(0)
 
     def log_density(self, values: Mapping[str, Tensor]) -> float:
-        """log p(values | releases) up to a constant, as a density of the sites' own values."""
+        """log p(values | releases) up to a constant, as a density of the sites' own values.
+
+        Args:
+            values: one value of every site, in the shapes that ``mean`` has.
+
+        Raises:
+            ValueError: a site is missing, or its value has another shape.
+        """
+        expected = self._coordinates.constrain(self._mode)
+        if any(
+            name not in values or torch.as_tensor(values[name]).shape != value.shape
+            for name, value in expected.items()
+        ):
+            raise ValueError(
+                f"log_density takes one value of every site, {_in_words(expected)}; got"
+                f" {_in_words(values)}. Of draws: [post.log_density({{name: v[i] for name, v in"
+                " draws.items()}) for i in range(num_samples)]."
+            )
         theta, log_jacobian = self._coordinates.unconstrained(values)
         return float(self._log_density(theta[None])[0]) + log_jacobian
 
@@ -269,7 +286,9 @@ class NoiseAwarePosterior:
     def _both_moments(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         if self._moments is None:
             if self.method == "importance":
-                draws, weights = self._draws.values, self._draws.weights
+                weights = self._draws.weights
+                # a candidate without weight may be so far away that its value is infinite
+                draws = torch.where(weights[:, None] > 0, self._draws.values, self._mode)
             else:
                 draws = self._unconstrained(_DRAWS if self.method == "gaussian" else _CHAIN)
                 weights = torch.full((len(draws),), 1 / len(draws), dtype=torch.float64)
@@ -378,6 +397,12 @@ class DiagonalPosterior(NoiseAwarePosterior):
 def _require_count(count: int) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"num_samples must be a positive whole number, got {count!r}.")
+
+
+def _in_words(values: Mapping[str, Any]) -> str:
+    """Sites and their shapes."""
+    shapes = {name: list(torch.as_tensor(value).shape) for name, value in values.items()}
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or "none"
 
 
 class FlatCoordinates:
