@@ -6,6 +6,7 @@ import importlib
 import math
 import types
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -142,11 +143,11 @@ def test_linear_regression_is_calibrated_and_would_not_be_without_the_noise_of_t
 @pytest.mark.parametrize("counted", [1.0, 2.0])
 def test_sums_of_residuals_have_the_covariance_that_is_stated(counted, monkeypatch):
     """At the true parameters, noise as often as it was added and not twice; χ² at 1e-6."""
-    honest = MODULE._moments
+    honest = MODULE._moments_of_residuals
     monkeypatch.setattr(MODULE, "_posterior", lambda summary, *_: summary)
     monkeypatch.setattr(
         MODULE,
-        "_moments",
+        "_moments_of_residuals",
         lambda prior, gram, count, origin, stds, theta: honest(
             prior, gram, count, origin, tuple(std * math.sqrt(counted) for std in stds), theta
         ),
@@ -161,7 +162,7 @@ def test_sums_of_residuals_have_the_covariance_that_is_stated(counted, monkeypat
         at = Prior(model.prior(3)).flatten(
             {"weights": truth, "noise_std": torch.tensor(0.3, dtype=DOUBLE).log()}
         )
-        mean, covariance = summary._moments(at)
+        mean, covariance = summary.moments(at)
         apart = summary.released - mean
         total += float(apart @ torch.linalg.solve(covariance, apart))
     count = 4 * data_sets
@@ -243,6 +244,85 @@ def test_what_is_refused():
         noise_aware.dirichlet_categorical([1.0])
     with pytest.raises(ValueError, match="alpha"):
         noise_aware.beta_bernoulli(-1.0)
+
+
+ONE_EACH = {
+    "outcomes": noise_aware.beta_bernoulli(),
+    "counts": noise_aware.gamma_poisson(1.0, 1.0, 4.0),
+    "labels": noise_aware.dirichlet_categorical([1.0, 1.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize("what", ONE_EACH)
+@pytest.mark.parametrize("columns", [0, 2, 3])
+def test_a_family_of_single_numbers_takes_no_rows_of_several(what, columns):
+    """One-hot labels gave a wrong posterior in silence."""
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+    with pytest.raises(ValueError, match=rf"{what}.* as a tensor \[n\], not \[n, {columns}\]"):
+        noise_aware.sufficient_statistics(
+            ONE_EACH[what], torch.ones(10, columns), accountant=accountant
+        )
+    assert not accountant.history
+
+
+def test_a_column_is_as_good_as_a_vector():
+    labels = torch.randint(0, 3, (5,))
+    statistics = ONE_EACH["labels"].statistics
+    assert torch.equal(torch.vmap(statistics)(labels[:, None]), torch.vmap(statistics)(labels))
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        dist.Normal(0.0, 1.0),
+        dist.Uniform(-0.5, 1.0),
+        dist.Poisson(1.0),
+        dist.Gamma(torch.ones(2), 1.0),
+        torch.distributions.HalfNormal(1.0),
+        0.5,
+    ],
+)
+def test_a_noise_level_is_a_positive_number(prior):
+    with pytest.raises(ValueError, match=r"noise_std_prior must be .* one positive number"):
+        noise_aware.LinearRegression(target_bound=1.0, noise_std_prior=prior)
+    for fits in (dist.Gamma(1.0, 1.0), dist.Uniform(0.1, 1.0), dist.InverseGamma(1.0, 1.0)):
+        noise_aware.LinearRegression(target_bound=1.0, noise_std_prior=fits)
+
+
+@pytest.mark.parametrize(
+    "parameters, said",
+    [
+        (
+            lambda values: values["mu"],
+            r"a vector \[1\], .* returned shape \[\]: write value\[None\]",
+        ),
+        (lambda values: values["mu"].expand(2), r"a vector \[1\], .* returned shape \[2\]"),
+        (lambda values: 1.0, "returned float"),
+        (lambda values: values["m"][None], r"reads a site 'm' .* its sites are \['mu'\]"),
+    ],
+)
+def test_what_natural_parameters_have_to_be_is_said(parameters, said):
+    family = noise_aware.ExponentialFamily(
+        lambda: pyro.sample("mu", dist.Normal(0.0, 3.0)),
+        lambda x: x,
+        parameters,
+        lambda eta: (eta**2 / 2).sum(),
+        4.0,
+    )
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+    with pytest.raises(ValueError, match=said):
+        noise_aware.sufficient_statistics(family, torch.randn(10), accountant=accountant)
+    assert not accountant.history
+
+
+def test_far_candidates_without_weight_leave_moments_alone():
+    """Of a prior so wide on the log scale that some candidates are infinite."""
+    with pytest.warns(UserWarning, match="nearly the prior"):
+        post = noise_aware.sufficient_statistics(
+            noise_aware.gamma_poisson(0.01, 0.01, 20.0), torch.zeros(1000), epsilon=1.0, delta=1e-5
+        )
+    assert 0 < float(post.mean["rate"]) < 0.1
+    assert 0 < float(post.stddev["rate"]) < 0.1
 
 
 def test_records_beyond_the_bounds_move_sums_no_further():

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
 from torch import Tensor
 
 from ..mcmc.checks import check_clip_bound, check_positive
+from ..mcmc.density import UnfitModel
 
 Values = Mapping[str, Tensor]
 
@@ -52,16 +55,12 @@ def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:
     """
     check_positive("alpha", alpha, "of the Beta prior")
     check_positive("beta", beta, "of the Beta prior")
-
-    def prior() -> None:
-        one = torch.ones((), dtype=torch.float64)
-        pyro.sample("probability", dist.Beta(alpha * one, beta * one))
-
+    one = torch.ones((), dtype=torch.float64)
     return ExponentialFamily(
-        prior,
-        lambda x: x.double().clamp(0.0, 1.0) - 0.5,
-        lambda values: torch.logit(values["probability"])[None],
-        lambda eta: (torch.nn.functional.softplus(eta) - eta / 2).sum(),
+        _OneSite("probability", dist.Beta, (alpha * one, beta * one)),
+        _centred_outcome,
+        _logit_of_probability,
+        _bernoulli_normalizer,
         0.5,
     )
 
@@ -72,16 +71,12 @@ def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFam
     """
     for name, value in (("shape", shape), ("rate", rate), ("max_count", max_count)):
         check_positive(name, value, "a public number")
-
-    def prior() -> None:
-        one = torch.ones((), dtype=torch.float64)
-        pyro.sample("rate", dist.Gamma(shape * one, rate * one))
-
+    one = torch.ones((), dtype=torch.float64)
     return ExponentialFamily(
-        prior,
-        lambda x: x.double().clamp(0.0, max_count) - max_count / 2,
-        lambda values: values["rate"].log()[None],
-        lambda eta: (eta.exp() - eta * max_count / 2).sum(),
+        _OneSite("rate", dist.Gamma, (shape * one, rate * one)),
+        CentredCounts(max_count),
+        _log_of_rate,
+        partial(_poisson_normalizer, max_count),
         max_count / 2,
     )
 
@@ -96,21 +91,90 @@ def dirichlet_categorical(concentration: Sequence[float] | Tensor) -> Exponentia
             f"concentration must be at least two positive numbers, got {concentration!r}."
         )
     size = len(parameters)
-
-    def prior() -> None:
-        pyro.sample("probabilities", dist.Dirichlet(parameters))
-
-    def statistics(label: Tensor) -> Tensor:
-        found = (label == torch.arange(size, device=label.device)).double()
-        return found - found.sum() / size
-
     return ExponentialFamily(
-        prior,
-        statistics,
-        lambda values: values["probabilities"].log(),
-        lambda eta: eta.logsumexp(0) - eta.mean(),
+        _OneSite("probabilities", dist.Dirichlet, (parameters,)),
+        partial(_centred_indicators, size),
+        _log_of_probabilities,
+        _categorical_normalizer,
         math.sqrt(1 - 1 / size),
     )
+
+
+# --- their parts, which posteriors keep and which can be pickled ----------------------------------
+
+
+@dataclass(frozen=True)
+class _OneSite:
+    """The Pyro model of one latent."""
+
+    name: str
+    distribution: Callable[..., Any]
+    parameters: tuple[Tensor, ...]
+
+    def __call__(self) -> None:
+        pyro.sample(self.name, self.distribution(*self.parameters))
+
+
+@dataclass(frozen=True)
+class CentredCounts:
+    """The statistic of :func:`gamma_poisson`.
+
+    Args:
+        max_count: to which counts are clamped.
+    """
+
+    max_count: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of one count."""
+        return _one_number(x, "counts").double().clamp(0.0, self.max_count) - self.max_count / 2
+
+
+def _centred_outcome(x: Tensor) -> Tensor:
+    return _one_number(x, "outcomes 0 and 1").double().clamp(0.0, 1.0) - 0.5
+
+
+def _centred_indicators(size: int, label: Tensor) -> Tensor:
+    label = _one_number(label, "labels (of one-hot rows: rows.argmax(1))")
+    found = (label == torch.arange(size, device=label.device)).double()
+    return found - found.sum() / size
+
+
+def _one_number(row: Tensor, what: str) -> Tensor:
+    """A record that is a single number, whatever its dimensions are."""
+    if row.numel() != 1:
+        shape = ", ".join(map(str, ("n", *row.shape)))
+        raise UnfitModel(
+            f"each record of this family is one number: pass {what} as a tensor [n], not [{shape}]."
+        )
+    return row.reshape(())
+
+
+def _logit_of_probability(values: Values) -> Tensor:
+    return torch.logit(values["probability"])[None]
+
+
+def _log_of_rate(values: Values) -> Tensor:
+    return values["rate"].log()[None]
+
+
+def _log_of_probabilities(values: Values) -> Tensor:
+    return values["probabilities"].log()
+
+
+def _bernoulli_normalizer(eta: Tensor) -> Tensor:
+    return (torch.nn.functional.softplus(eta) - eta / 2).sum()
+
+
+def _poisson_normalizer(max_count: float, eta: Tensor) -> Tensor:
+    return (eta.exp() - eta * max_count / 2).sum()
+
+
+def _categorical_normalizer(eta: Tensor) -> Tensor:
+    return eta.logsumexp(0) - eta.mean()
+
+
+# --- linear regression ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -120,12 +184,16 @@ class LinearRegression:
 
     Args:
         prior_std: of every weight.
-        noise_std_prior: a Pyro distribution of σ, in float64; ``None`` for a half-normal one with
-            ``target_bound`` as its scale.
+        noise_std_prior: a Pyro distribution of σ, of one positive number in float64; ``None`` for a
+            half-normal one with ``target_bound`` as its scale.
         max_feature_norm: R; longer rows are scaled down to it, and the weights are those of scaled
             rows. An intercept is a column of ones of the caller's.
         target_bound: Y; responses are clamped to [−Y, Y]. One that reaches few of them costs
             little.
+
+    Raises:
+        ValueError: a bound or ``prior_std`` is no positive number, or ``noise_std_prior`` is no
+            distribution of one.
     """
 
     target_bound: float
@@ -136,6 +204,12 @@ class LinearRegression:
     def __post_init__(self) -> None:
         for name in ("target_bound", "prior_std", "max_feature_norm"):
             check_clip_bound(name, getattr(self, name), "a public number")
+        if self.noise_std_prior is not None and not _is_of_a_positive_number(self.noise_std_prior):
+            raise ValueError(
+                "noise_std_prior must be a Pyro distribution of one positive number, as"
+                " dist.LogNormal(loc, scale) or dist.HalfNormal(scale); got"
+                f" {self.noise_std_prior!r}."
+            )
 
     def prior(self, dimension: int) -> Callable[[], None]:
         """The Pyro model of its parameters."""
@@ -143,10 +217,26 @@ class LinearRegression:
         noise_prior = (
             dist.HalfNormal(scale) if self.noise_std_prior is None else self.noise_std_prior
         )
-        zeros = torch.zeros(dimension, dtype=torch.float64)
+        return _WeightsAndNoise(dimension, self.prior_std, noise_prior)
 
-        def model() -> None:
-            pyro.sample("weights", dist.Normal(zeros, self.prior_std).to_event(1))
-            pyro.sample("noise_std", noise_prior)
 
-        return model
+@dataclass(frozen=True)
+class _WeightsAndNoise:
+    """The Pyro model of a linear regression's parameters."""
+
+    dimension: int
+    prior_std: float
+    noise_prior: Any
+
+    def __call__(self) -> None:
+        zeros = torch.zeros(self.dimension, dtype=torch.float64)
+        pyro.sample("weights", dist.Normal(zeros, self.prior_std).to_event(1))
+        pyro.sample("noise_std", self.noise_prior)
+
+
+def _is_of_a_positive_number(distribution: Any) -> bool:
+    if not isinstance(distribution, TorchDistributionMixin) or distribution.shape() != ():
+        return False
+    support = distribution.support
+    low = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
+    return not support.is_discrete and bool((low >= 0).all())

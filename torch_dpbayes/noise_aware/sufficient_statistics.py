@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,7 +18,8 @@ from ..noise import GaussianNoise
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
 from .arguments import budget_of, little_left, public_num_data, shortened_rows
-from .families import ExponentialFamily, LinearRegression
+from .clamping import Clamped, Clamping, clamped_counts, clamped_residuals
+from .families import CentredCounts, ExponentialFamily, LinearRegression, Values
 from .mechanism import matrix_event, noisy_matrix
 from .modes import mode
 from .noisy_gram import NoisyGram, estimated
@@ -111,22 +113,10 @@ def _exponential_family(
     bound = model.max_statistic_norm
     std = multiplier * bound
 
-    def moments(theta: Tensor) -> tuple[Tensor, Tensor]:
-        values = prior.constrain(theta.to(prior.dtype))
-        eta = model.natural_parameters(values).to(torch.float64)
-        noise = std**2 * torch.eye(size, dtype=torch.float64)
-        return (
-            count * grad(model.log_normalizer)(eta),
-            count * jacrev(grad(model.log_normalizer))(eta) + noise,
-        )
-
+    moments = _Moments(prior, model.natural_parameters, model.log_normalizer, count, size, std)
     latents = PyroPrior(prior)
     centre = latents.gaussian().mean
-    if len(moments(centre)[0]) != size:
-        raise UnfitModel(
-            "natural_parameters and statistics have different lengths: each statistic needs its"
-            " parameter."
-        )
+    moments.require_parameters(centre)
     accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
     released = statistics.clipped_sum(bound).to(_CPU) + std * _normal(size)
     return _posterior(
@@ -135,8 +125,60 @@ def _exponential_family(
         prior,
         accountant,
         [f"  proved      each record moves the statistics by at most {bound:g}"],
+        _clamping_of_counts(model, prior, count),
         held_before,
     )
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Of Σ s(x) with its noise, given θ."""
+
+    prior: Prior
+    natural_parameters: Callable[[Values], Tensor]
+    log_normalizer: Callable[[Tensor], Tensor]
+    count: int
+    size: int
+    std: float
+
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        eta = self._parameters(theta).to(torch.float64)
+        noise = self.std**2 * torch.eye(self.size, dtype=torch.float64)
+        return (
+            self.count * grad(self.log_normalizer)(eta),
+            self.count * jacrev(grad(self.log_normalizer))(eta) + noise,
+        )
+
+    def require_parameters(self, theta: Tensor) -> None:
+        """Refuses natural parameters that are not one for each statistic."""
+        try:
+            eta = self._parameters(theta)
+        except KeyError as error:
+            raise UnfitModel(
+                f"natural_parameters reads a site {error} that the prior does not have: its sites"
+                f" are {sorted(self.prior.transforms)}."
+            ) from error
+        if not isinstance(eta, Tensor) or eta.shape != (self.size,):
+            found = f"shape {list(eta.shape)}" if isinstance(eta, Tensor) else type(eta).__name__
+            raise UnfitModel(
+                f"natural_parameters must return a vector [{self.size}], one number for each"
+                f" statistic, and returned {found}: write value[None] for a single number."
+            )
+
+    def _parameters(self, theta: Tensor) -> Tensor:
+        return self.natural_parameters(self.prior.constrain(theta.to(self.prior.dtype)))
+
+
+def _clamping_of_counts(model: ExponentialFamily, prior: Prior, count: int) -> Clamping | None:
+    """None for families other than :func:`~torch_dpbayes.noise_aware.gamma_poisson`."""
+    if not isinstance(model.statistics, CentredCounts):
+        return None
+    max_count = model.statistics.max_count
+
+    def expected(theta: Tensor) -> Clamped:
+        return clamped_counts(float(prior.constrain(theta)["rate"]), max_count, count)
+
+    return Clamping("counts", ("max_count", max_count), expected)
 
 
 def _linear_regression(
@@ -179,7 +221,7 @@ def _linear_regression(
         products = records.weighted_sum(r).to(_CPU) + stds[0] * _normal(size)
         squares = (r.square() - limit**2 / 2).sum(dtype=torch.float64).to(_CPU)
         squares = squares + stds[1] * _normal(1) + count * limit**2 / 2
-        moments = partial(_moments, prior, gram, count, w, stds)
+        moments = partial(_moments_of_residuals, prior, gram, count, w, stds)
         return Summary(torch.cat([products, squares]), moments, gaussian.mean)
 
     origin = torch.zeros(size, dtype=torch.float64)
@@ -196,10 +238,18 @@ def _linear_regression(
         ),
         shortened_rows(model.max_feature_norm),
     ]
-    return _posterior(second, latents, prior, accountant, about_records, held_before)
+
+    def expected(theta: Tensor) -> Clamped:
+        sums = second.moments(theta)[0]
+        return clamped_residuals(sums[:-1], float(sums[-1]), limit, count)
+
+    # a smaller limit than that follows from the data's spread, and is not the user's
+    is_bound = limit == model.target_bound
+    clamping = Clamping("residuals", ("target_bound", limit), expected) if is_bound else None
+    return _posterior(second, latents, prior, accountant, about_records, clamping, held_before)
 
 
-def _moments(
+def _moments_of_residuals(
     prior: Prior,
     gram: NoisyGram,
     count: int,
@@ -255,6 +305,7 @@ def _posterior(
     prior: Prior,
     accountant: PrivacyAccountant,
     about_records: Sequence[str],
+    clamping: Clamping | None,
     held_before: str | None,
 ) -> NoiseAwarePosterior:
     delta = 1e-5 if accountant.delta is None else accountant.delta
@@ -270,6 +321,8 @@ def _posterior(
             " clipped, and sums over them are Gaussian"
         ),
     ]
+    if clamping is not None:
+        statement += clamping.note(summary, latents.gaussian())
     return NoiseAwarePosterior(
         summary,
         latents,

@@ -30,13 +30,13 @@ class Summary:
     """
 
     def __init__(self, released: Tensor, moments: Moments, centre: Tensor) -> None:
-        self.released, self._moments, self.centre = released, moments, centre
+        self.released, self.moments, self.centre = released, moments, centre
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
         """log p(s̃ | θ) up to a constant, ``[...]`` for θ ``[..., d]``; differentiable."""
         if theta.dim() == 1:
             return self.log_likelihood(theta[None])[0]
-        means, covariances = vmap(self._moments)(theta)
+        means, covariances = vmap(self.moments)(theta)
         factor, failed = torch.linalg.cholesky_ex(covariances)
         whitened = torch.linalg.solve_triangular(
             factor, (self.released - means)[..., None], upper=False
@@ -48,8 +48,8 @@ class Summary:
         """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this
         one at ``theta``, the covariance held fixed.
         """
-        mean, covariance = self._moments(theta)
-        slope = jacrev(lambda at: self._moments(at)[0])(theta)
+        mean, covariance = self.moments(theta)
+        slope = jacrev(lambda at: self.moments(at)[0])(theta)
         weighted = torch.linalg.solve(covariance, slope).T
         precision = weighted @ slope
         return (precision + precision.T) / 2, precision @ theta + weighted @ (self.released - mean)

@@ -53,6 +53,8 @@ class RecordStatistics:
                 ]
             try:
                 return self._map(rows).shape[1]
+            except UnfitModel:
+                raise
             except Exception as caught:
                 error = error or caught
         raise UnfitModel(
