@@ -10,7 +10,9 @@ import torch
 from scipy import stats
 
 from torch_dpbayes import noise_aware
-from torch_dpbayes.noise_aware.clamping import clamped_counts, clamped_residuals
+from torch_dpbayes.noise_aware.clamping import Clamped, Clamping, clamped_counts, clamped_residuals
+from torch_dpbayes.noise_aware.priors import GaussianPrior
+from torch_dpbayes.noise_aware.summaries import Summary
 
 BUDGET = {"epsilon": 1.0, "delta": 1e-5}
 
@@ -81,6 +83,25 @@ def test_a_bound_that_few_records_exceed_is_not_complained_of(count):
         model = noise_aware.LinearRegression(target_bound=2.0)
         post = noise_aware.sufficient_statistics(model, *regression(count), **BUDGET)
         assert "CLAMPED" not in post.guarantee()
+
+
+def test_a_posterior_that_noise_made_wide_is_not_taken_for_records_beyond_the_bound():
+    """A mode of σ beyond the bound, but values within it are as good."""
+    eye = torch.eye(1, dtype=torch.float64)
+    prior = GaussianPrior(torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
+    for noise_std, is_said in ((1.0, False), (0.01, True)):
+        summary = Summary(
+            torch.ones(1, dtype=torch.float64), lambda at, v=noise_std: (at, v**2 * eye), eye[0]
+        )
+        clamping = Clamping(
+            "numbers",
+            ("limit", 0.3),
+            lambda at: Clamped(float(at > 0.3), 2.0 * (at > 0.3).double()),
+        )
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            lines = clamping.note(summary, prior)
+        assert bool(lines) == bool(said) == is_said
 
 
 @pytest.mark.thorough

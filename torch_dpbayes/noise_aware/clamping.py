@@ -28,6 +28,7 @@ from .warn import warn
 # and 74 % at twice as much. A share of clamped records would say less: 1 % of counts of mean 2 are
 # nothing for 100 records, and 1.5 standard deviations for 10,000.
 _NOTICEABLE = 0.5
+_SURE = 2.0  # standard deviations, by which the fit may expect too many records beyond the bound
 _NEVER = 40.0  # standard deviations: no float64 holds the share beyond
 
 
@@ -59,13 +60,20 @@ class Clamping(NamedTuple):
     def note(self, summary: Summary, prior: GaussianPrior) -> list[str]:
         """Lines of the statement where the bound is too small; warns of it."""
         at = mode(summary, prior)
-        share, lost = self.expected(at)
-        without = Summary(summary.released + lost, summary.moments, at)
-        moved = mode(without, prior) - at
         precision = summary.precision(at)[0] + prior.matrix
-        distance = math.sqrt(max(float(moved @ precision @ moved), 0.0))
+
+        def moved_by(lost: Tensor) -> tuple[Tensor, float]:
+            without = Summary(summary.released + lost, summary.moments, at)
+            moved = mode(without, prior) - at
+            return moved, math.sqrt(max(float(moved @ precision @ moved), 0.0))
+
+        share, lost = self.expected(at)
+        moved, distance = moved_by(lost)
         if not distance > _NOTICEABLE:
             return []
+        least = at - _SURE * moved / distance
+        if not moved_by(self.expected(least).lost)[1] > _NOTICEABLE:
+            return []  # noise may have made a wide posterior of records that are within the bound
         name, value = self.bound
         said = (
             f"by this posterior itself {100 * share:.2g} % of {self.records} exceed {name} ="

@@ -57,7 +57,8 @@ class NoiseAwarePosterior:
 
     Made by :func:`~torch_dpbayes.noise_aware.laplace` and its siblings. Draws are of the density
     log p(θ) + log p(transcript | θ): exactly, by importance resampling or Hamiltonian Monte Carlo,
-    with the approximations that :meth:`guarantee` names in the likelihood alone.
+    with the approximations that :meth:`guarantee` names in the likelihood alone. It may be pickled
+    and saved by ``torch.save``, if the caller's own functions in it can be.
 
     **Privacy.** Post-processing of charged releases: draw as often as you like.
     """

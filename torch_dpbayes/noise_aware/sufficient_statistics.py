@@ -53,7 +53,9 @@ def sufficient_statistics(
         N(n\,\mu(\theta),\ n\,\Sigma(\theta) + V)
 
     with the mean μ and the covariance Σ of one record's statistics. That a sum of n of them is
-    Gaussian is the only approximation.
+    Gaussian is the only approximation. A warning, and a line of ``guarantee()``, says where by the
+    posterior itself a bound of :func:`gamma_poisson` or :class:`LinearRegression` clamps more
+    records than it can do without.
 
     Source: Bernstein and Sheldon (2018) for exponential families, (2019) for linear regression.
 
@@ -112,7 +114,6 @@ def _exponential_family(
     size = statistics.size  # the posterior keeps what follows, and must not keep the records
     bound = model.max_statistic_norm
     std = multiplier * bound
-
     moments = _Moments(prior, model.natural_parameters, model.log_normalizer, count, size, std)
     latents = PyroPrior(prior)
     centre = latents.gaussian().mean
