@@ -28,7 +28,7 @@ from .warn import warn
 # and 74 % at twice as much. A share of clamped records would say less: 1 % of counts of mean 2 are
 # nothing for 100 records, and 1.5 standard deviations for 10,000.
 _NOTICEABLE = 0.5
-_SURE = 2.0  # standard deviations, by which the fit may expect too many records beyond the bound
+_SURE = 4.0  # standard deviations, by which the fit may expect too many records beyond the bound
 _NEVER = 40.0  # standard deviations: no float64 holds the share beyond
 
 
