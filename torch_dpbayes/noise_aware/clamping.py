@@ -28,7 +28,7 @@ from .warn import warn
 # and 74 % at twice as much. A share of clamped records would say less: 1 % of counts of mean 2 are
 # nothing for 100 records, and 1.5 standard deviations for 10,000.
 _NOTICEABLE = 0.5
-_SURE = 4.0  # standard deviations, by which the fit may expect too many records beyond the bound
+_SURE = 4.0  # standard deviations, by which the noise may have made the sums too large
 _NEVER = 40.0  # standard deviations: no float64 holds the share beyond
 
 
@@ -62,18 +62,21 @@ class Clamping(NamedTuple):
         at = mode(summary, prior)
         precision = summary.precision(at)[0] + prior.matrix
 
-        def moved_by(lost: Tensor) -> tuple[Tensor, float]:
-            without = Summary(summary.released + lost, summary.moments, at)
-            moved = mode(without, prior) - at
-            return moved, math.sqrt(max(float(moved @ precision @ moved), 0.0))
+        def fitted(released: Tensor) -> Tensor:
+            return mode(Summary(released, summary.moments, at), prior)
+
+        def distance_of(lost: Tensor) -> float:
+            moved = fitted(summary.released + lost) - at
+            return math.sqrt(max(float(moved @ precision @ moved), 0.0))
 
         share, lost = self.expected(at)
-        moved, distance = moved_by(lost)
+        distance = distance_of(lost)
         if not distance > _NOTICEABLE:
             return []
-        least = at - _SURE * moved / distance
-        if not moved_by(self.expected(least).lost)[1] > _NOTICEABLE:
-            return []  # noise may have made a wide posterior of records that are within the bound
+        way = lost / lost.norm()
+        least = fitted(summary.released - _SURE * (way @ summary.moments(at)[1] @ way).sqrt() * way)
+        if not distance_of(self.expected(least).lost) > _NOTICEABLE:
+            return []  # noise alone may have made large sums of records that are within the bound
         name, value = self.bound
         said = (
             f"by this posterior itself {100 * share:.2g} % of {self.records} exceed {name} ="
