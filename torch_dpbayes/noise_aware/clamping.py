@@ -83,8 +83,8 @@ class Clamping(NamedTuple):
             f" {value:g} and were clamped"
         )
         warn(
-            f"{said}, which moved it by some {distance:.2g} of its standard deviations or more:"
-            f" intervals lie beside the true parameters. Choose a larger {name}."
+            f"{said}, which moved it by some {distance:.2g} standard deviations: intervals lie"
+            f" beside the true parameters. Choose a larger {name}."
         )
         return [f"  CLAMPED     {said}: it is {distance:.2g} of its standard deviations off"]
 
