@@ -48,7 +48,10 @@ _LEAST_STD = 1e-9
 
 class LearnedCurvatureSurrogate(AnySurrogate):
     """log p(transcript | θ), for Gaussian releases at few parameters; arguments as in
-    :class:`~torch_dpbayes.noise_aware.surrogate.AnySurrogate`.
+    :class:`~torch_dpbayes.noise_aware.surrogate.AnySurrogate`, and
+
+    Args:
+        more: a part of E besides, a matrix with a standard normal factor.
     """
 
     def __init__(
@@ -58,9 +61,13 @@ class LearnedCurvatureSurrogate(AnySurrogate):
         curvature: Tensor,
         curvature_std: float,
         centre: Tensor,
+        more: Tensor | None = None,
     ) -> None:
         super().__init__(gradients, response, curvature, curvature_std, centre)
+        std = max(curvature_std, _LEAST_STD)
         self._units = _symmetric_units(len(centre))
+        if more is not None:
+            self._units = torch.cat([self._units, more[None] / std])
         away = self._points - centre
         squares = ((away @ curvature) * away).sum(-1) / len(centre)
         misfits = (0.0,) if self._straight.is_linear else _MISFITS
@@ -73,12 +80,12 @@ class LearnedCurvatureSurrogate(AnySurrogate):
                 self._values - self._points @ curvature,
                 own + (c**2 * squares)[:, None, None] * curvature,
                 self._units,
-                max(curvature_std, _LEAST_STD),
+                std,
             )
             for c in misfits
         ]
         fit = max(fits, key=lambda f: f.log_evidence)
-        self._log_evidence, self.noise = fit.log_evidence, fit.noise_of_mean
+        self.log_evidence, self.noise = fit.log_evidence, fit.noise_of_mean
         self._design_of_mean, self._root = fit.design_of_mean, fit.root
         self._curvature_std = float(fit.root.square().sum() / len(self._units)) ** 0.5
         learned = curvature + torch.einsum("n,nij->ij", fit.coefficients, self._units)

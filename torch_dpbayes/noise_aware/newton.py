@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .bent_response import bent_surrogates
 from .block_levels import BlockLevels
 from .feature_lengths import EDGES, best_length
 from .feature_shape import InShape, feature_shape
@@ -151,8 +152,17 @@ def run_general(
             return OuterProductResponse(at, place, num_data, misfit)
         return LinearResponse(at, misfit=misfit)
 
-    def fitted(spread: float) -> Surrogate:
+    def bent(at: Tensor, spread: float) -> list[LearnedCurvatureSurrogate]:
+        is_known = bool(estimates) and blocks.are_known(raw, variances, _HARMLESS_NOISE)
+        if not is_known or holds_mean or groups is not None:
+            return []
+        std = blocks.root_mean(variances)
+        return bent_surrogates(transcript.gradients, at, spread, raw, std, centre, prior)
+
+    def fitted(spread: float) -> AnySurrogate:
         at, gradients = control.curvature, transcript.gradients
+        if found := bent(at, spread):
+            return found[0]
         counted = control.agreeing(gradients, spread)
         return Surrogate(gradients, response(at, centre, MISFIT), at, spread, centre, counted)
 
@@ -204,6 +214,8 @@ def run_general(
         own = blocks.own_levels(raw, variances, levels, most, _OWN_LEVELS)
         return GroupedSurrogate(gradients, of_gradients, at, left, own, centre, counted, groups)
 
+    if of_way := bent(curvature, spread):
+        return UncertainLevel(of_way, of_way[0]), transcript
     if groups is not None:
         surrogate = likelihood(curvature, blocks.means(curvature), MISFIT)
         transcript = replace(transcript, groups=groups.places)

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from .modes import mode
 from .priors import GaussianPrior
-from .surrogate import HARMLESS, Surrogate
+from .surrogate import HARMLESS, AnySurrogate
 from .transcript import GradientRelease
 
 _FIRST_LENGTH = 1.0  # standard deviations of the prior, in the root mean square over coordinates
@@ -96,7 +96,7 @@ class StepControl:
         """A new curvature takes the place of what was learnt on the way."""
         self.curvature = curvature
 
-    def next_point(self, surrogate: Surrogate) -> Tensor:
+    def next_point(self, surrogate: AnySurrogate) -> Tensor:
         """The mode of the posterior if it is near enough and no step uphill. Otherwise where the
         quadratic of the best point's own gradient is least, no farther off than is allowed.
         """

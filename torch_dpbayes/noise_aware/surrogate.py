@@ -58,7 +58,7 @@ class AnySurrogate:
 
     _mean: Tensor  # m
     noise: Tensor  # of the average
-    _log_evidence = 0.0  # of what is not in the average
+    log_evidence = 0.0  # of what is not in the average
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class AnySurrogate:
         whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
         scale = torch.linalg.cholesky(own + self.noise + extra)
         log_scale = scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return self._log_evidence - 0.5 * whitened.square().sum(-1) - log_scale
+        return self.log_evidence - 0.5 * whitened.square().sum(-1) - log_scale
 
     def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this

@@ -1,0 +1,148 @@
+r"""How the gradient sum changes with θ where the curvature changes along the way of a run.
+
+Where weights become large, a log likelihood has several times less curvature at the end of a run
+than at its beginning, most of all along the way itself. One curvature for all of it promises a
+gradient that is not there: steps stay short of the maximum, and a gradient near zero at the end is
+better explained by θ near the prior's mean and hardly any curvature. With the way u = c − θ₁ from
+the first point to the centre c, and F at the centre,
+
+.. math:: r(\theta) = F(\theta - c) + (h(s) - s)\, F u, \qquad s = \frac{u^\top F (\theta -
+    c)}{u^\top F u}, \qquad h(0) = 0, \quad h'(s) = e^{-\kappa s}
+
+so that the curvature along the way is e^κ times as large at its beginning, s = −1, as at its end.
+It stays what it is beyond |s| = 1, and across the way it is taken for the same everywhere.
+
+κ and F are learned from how the releases differ, which does not depend on θ
+(:mod:`~torch_dpbayes.noise_aware.learned_curvature`); each κ of a grid counts by the likelihood of
+these differences. A released curvature is shrunk to what its directions have in common, and the way
+is where it has least in common with the others: there F begins with what was released and all of
+its noise.
+
+Derived in this project.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .hidden_directions import num_alike
+from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
+from .priors import GaussianPrior
+from .response import MISFIT, floored
+from .transcript import GradientRelease
+
+_BENDS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0)  # κ
+_COUNTS = 7.0  # log likelihoods below the best, from which a κ counts for nothing
+_SHORTEST_WAY = 0.5  # standard deviations of the prior
+_IS_KNOWN = 2.0  # standard deviations of the noise
+_LEAST, _LEAST_OF_WAY = 0.25, 0.5  # of the noise, of eigenvalues and along the way
+
+
+class BentResponse:
+    """r and its derivative.
+
+    Args:
+        curvature: F at the centre, positive definite.
+        centre: c.
+        way: u.
+        bend: κ.
+    """
+
+    misfit = MISFIT
+
+    def __init__(self, curvature: Tensor, centre: Tensor, way: Tensor, bend: float) -> None:
+        self._curvature, self._centre, self._bend = curvature, centre, bend
+        self._moved = curvature @ way
+        self._square = float(way @ self._moved)
+
+    def value(self, theta: Tensor) -> Tensor:
+        """r(θ)."""
+        along, slope = self._along(theta)
+        inside = along.clamp(-1.0, 1.0)
+        bent = (1 - slope) / self._bend if self._bend else inside
+        more = bent + slope * (along - inside) - along
+        return (theta - self._centre) @ self._curvature + more[..., None] * self._moved
+
+    def slope(self, theta: Tensor) -> Tensor:
+        """∂r/∂θ."""
+        _, slope = self._along(theta)
+        of_way = torch.outer(self._moved, self._moved) / self._square
+        return self._curvature + (slope - 1)[..., None, None] * of_way
+
+    def variability(self, theta: Tensor) -> float:
+        """1: as where nothing is clipped."""
+        return 1.0
+
+    def predictor_std(self, theta: Tensor) -> float:
+        """It rests on none."""
+        return 0.0
+
+    def _along(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """s and h'(s)."""
+        along = (theta - self._centre) @ self._moved / self._square
+        return along, (-self._bend * along.clamp(-1.0, 1.0)).exp()
+
+
+def bent_surrogates(
+    gradients: Sequence[GradientRelease],
+    curvature: Tensor,
+    curvature_std: float,
+    released: Tensor,
+    released_std: float,
+    centre: Tensor,
+    prior: GaussianPrior,
+) -> list[LearnedCurvatureSurrogate]:
+    """Surrogates for each κ that counts, the best one first. None where the way is short, where
+    noise hides directions across it, which have levels of their own
+    (:mod:`~torch_dpbayes.noise_aware.hidden_directions`), and where parameters are too many for a
+    learned curvature.
+
+    Args:
+        gradients: the noisy gradients.
+        curvature: F̂ at the centre, positive definite, with the noise ``curvature_std`` left in it.
+        released: what was released of it, with the noise ``released_std``.
+        centre: where the run is.
+        prior: at whose mean it began.
+    """
+    way = centre - prior.mean
+    length = float((way @ prior.matrix @ way).sqrt())
+    if len(centre) > LARGEST_DIMENSION or length < _SHORTEST_WAY:
+        return []
+    unit = way / way.norm()
+    if not _are_known_across(released, released_std, unit):
+        return []
+    of_way = torch.outer(unit, unit)
+    along = max(float(unit @ released @ unit), _LEAST_OF_WAY * released_std)
+    curvature = curvature + (along - float(unit @ curvature @ unit)) * of_way
+    curvature = floored(curvature, _LEAST * released_std)
+    more = math.sqrt(max(released_std**2 - curvature_std**2, 0.0)) * of_way
+    found = [
+        LearnedCurvatureSurrogate(
+            gradients,
+            BentResponse(curvature, centre, way, bend),
+            curvature,
+            curvature_std,
+            centre,
+            more,
+        )
+        for bend in _BENDS
+    ]
+    found.sort(key=lambda one: -one.log_evidence)
+    return [one for one in found if found[0].log_evidence - one.log_evidence < _COUNTS]
+
+
+def _are_known_across(released: Tensor, noise_std: float, unit: Tensor) -> bool:
+    """Whether the directions across the way stand out of the noise: the lowest of them that are
+    alike, by their mean.
+    """
+    size = len(unit)
+    if size == 1:
+        return True
+    across = torch.linalg.svd(unit[None])[2][1:]
+    values = torch.linalg.eigvalsh(across @ released @ across.T)
+    count = num_alike(values, noise_std)
+    return float(values[:count].mean()) > _IS_KNOWN * noise_std / math.sqrt(count)
