@@ -220,7 +220,8 @@ class DPSVI:
         Raises:
             ValueError: fewer steps than a regression needs, steps without noise, or the two halves
                 of what is used contradict each other: the run has not arrived where the likelihood
-                is quadratic.
+                is quadratic. Or ``poutine.scale`` weights the records: steps may, but the noise
+                of sampling is known for records that count once.
 
         **Privacy.** Post-processing, the refusals included.
         """

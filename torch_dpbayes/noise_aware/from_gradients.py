@@ -18,6 +18,7 @@ from .modes import mode
 from .normal_form import CLIPPED_UNKNOWN, NOT_HEARD, NormalForm, roots, sure_part
 from .posterior import NoiseAwarePosterior, PyroCoordinates
 from .priors import GaussianPrior, PyroPrior
+from .records import require_unweighted
 from .response import MISFIT
 from .transcript import GradientRelease, Transcript
 from .turned import OfTold, Turn
@@ -47,8 +48,10 @@ def posterior_from_gradients(
         statement: what was charged, in words.
 
     Raises:
-        ValueError: too few releases, releases without noise, or halves that contradict each other.
+        ValueError: too few releases, releases without noise, halves that contradict each other, or
+            weighted records.
     """
+    require_unweighted(density)
     latents = PyroPrior(density.prior)
     gaussian = latents.gaussian()
     turn = Turn(density.zero_sums(), density.read, gaussian.mean)

@@ -80,7 +80,8 @@ def laplace(
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
             model with one data plate that takes its data as arguments
-            (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says what it may hold).
+            (:class:`~torch_dpbayes.mcmc.density.RecordDensity` says what it may hold; records count
+            once, without ``poutine.scale``).
         data: features ``[n, d]`` and targets ``[n]`` of a GLM or of classes, the arguments of a
             Pyro model. Rows of features longer than the model's ``max_feature_norm`` are shortened
             to it, and the weights are those of shortened rows.

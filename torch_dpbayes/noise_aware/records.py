@@ -252,6 +252,9 @@ class DensitySums:
         density: the model on its data.
         max_grad_norm: clip bound of a record's gradient in unconstrained space.
         turn: which coordinates of the latents sums are over. None: the latents themselves.
+
+    Raises:
+        ValueError: records are weighted.
     """
 
     curvature_is_of_gradients = True
@@ -260,6 +263,7 @@ class DensitySums:
     def __init__(
         self, density: RecordDensity, max_grad_norm: float, turn: Turn | None = None
     ) -> None:
+        require_unweighted(density)
         self._density, self._turn = density, turn
         told = torch.ones(density.prior.dimension, dtype=torch.bool) if turn is None else turn.told
         self.dimension = int(told.sum())
@@ -312,3 +316,13 @@ class DensitySums:
         if self._turn is not None:
             theta = self._turn.whole(theta)
         return theta.to(self._density.prior.device, self._density.prior.dtype)
+
+
+def require_unweighted(density: RecordDensity) -> None:
+    """Refuse records with a weight w: the curvature goes with w, and Σ c cᵀ with w²."""
+    for name in density.made_up.weighted_sites():
+        raise ValueError(
+            f"poutine.scale weights the records' site {name!r}, which would make widths wrong:"
+            " repeat a record as often as it counts, put the weight into the distribution, or use"
+            " poutine.mask to leave records out."
+        )

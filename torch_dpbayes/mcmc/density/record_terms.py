@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from pyro import poutine
 from pyro.infer import config_enumerate
 from pyro.ops.contract import contract_tensor_tree
@@ -58,6 +59,20 @@ class RecordTerms:
         if structure.discrete:
             return self._summed_out(trace, count)
         return _total(self._by_row(name, trace.nodes[name], count) for name in structure.observed)
+
+    def weighted_sites(self, theta: Tensor, rows: Sequence[Tensor]) -> list[str]:
+        """Sites of the rows that ``poutine.scale`` weights by anything but 0, which leaves a row
+        out, and 1.
+        """
+        args, kwargs = self._arguments.with_rows(rows)
+        model = poutine.condition(self._model, self._prior.constrain(theta))
+        trace = poutine.trace(model).get_trace(*args, **kwargs)
+        found = []
+        for name in (*self._structure.discrete, *self._structure.observed):
+            scale = torch.as_tensor(trace.nodes[name]["scale"])
+            if not bool(((scale == 0) | (scale == 1)).all()):
+                found.append(name)
+        return found
 
     def of_row(self, theta: Tensor, *row: Tensor) -> Tensor:
         """The term of one row that has lost the dimension of the records."""
