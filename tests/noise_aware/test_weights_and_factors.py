@@ -80,3 +80,31 @@ def test_a_run_of_dpsvi_with_weighted_records_has_no_posterior_of_its_noise():
     svi.run(20, y)
     with pytest.raises(ValueError, match="weights the records' site 'obs'"):
         svi.posterior()
+
+
+def drawn_to_2():
+    mu = pyro.sample("mu", dist.Normal(0.0, 3.0))
+    pyro.factor("near", dist.Normal(2.0, 0.01).log_prob(mu))
+    return mu
+
+
+def scaled_prior():
+    with poutine.scale(scale=1e4):
+        return pyro.sample("mu", dist.Normal(2.0, 1.0))
+
+
+@pytest.mark.parametrize("prior, name", [(drawn_to_2, "near"), (scaled_prior, "mu")])
+def test_the_diagonal_form_refuses_a_prior_that_is_not_what_latents_are_drawn_from(prior, name):
+    """Its mean lay at the records' 3, and the posterior's lies at 2.33."""
+
+    def model(y):
+        mu = prior()
+        with pyro.plate("data", len(y)):
+            pyro.sample("obs", dist.Normal(mu, 1.0), obs=y)
+
+    y = 3 + torch.randn(5000)
+    with pytest.raises(ValueError, match=f"site '{name}' .* use curvature=\"full\""):
+        laplace(model, y, **BUDGET, curvature="diagonal")
+    found = laplace(model, y, **BUDGET)
+    assert float(found.mean["mu"]) == pytest.approx(2 + 1 / 3, abs=0.06)
+    assert float(found.stddev["mu"]) == pytest.approx(15000**-0.5, rel=0.2)

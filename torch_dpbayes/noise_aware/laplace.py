@@ -100,7 +100,8 @@ def laplace(
         curvature: ``"full"``, d² numbers, up to 4000 parameters; or ``"diagonal"``, d numbers, for
             more: the posterior's coordinates are then independent of each other
             (:class:`~torch_dpbayes.noise_aware.diagonal.DiagonalSurrogate`), and the prior counts
-            as a Gaussian with its quantiles. Not for Softmax.
+            as a Gaussian with its quantiles: without ``pyro.factor`` and ``poutine.scale``. Not
+            for Softmax.
 
     Raises:
         ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
@@ -220,7 +221,9 @@ def laplace(
             data_plate=data_plate,
             count_is_public=accountant.neighboring == "replace_one",
         )
-        if not is_diagonal:
+        if is_diagonal:
+            _require_prior_as_drawn(density)
+        else:
             _require_small(density.prior.dimension)
         prior = PyroPrior(density.prior)
         return _of_density(
@@ -443,6 +446,16 @@ def _require_small(dimension: int) -> None:
             f"{dimension} parameters need a curvature of {dimension}² numbers; at most"
             f' {LARGEST_FULL_CURVATURE} are possible. Write curvature="diagonal", or freeze all but'
             " the last layer (requires_grad_(False))."
+        )
+
+
+def _require_prior_as_drawn(density: RecordDensity) -> None:
+    """The diagonal form knows the prior by quantiles of draws alone."""
+    for name in (*density.prior_factors, *density.prior.scaled):
+        raise ValueError(
+            f"site {name!r} changes the prior by a factor or a scale, and the diagonal form takes"
+            ' the prior from draws, which do not know of it: use curvature="full", or write it'
+            " into the latents' distributions."
         )
 
 

@@ -192,6 +192,38 @@ def improper(y):
     gaussian(y, pyro.sample("m", dist.ImproperUniform(dist.constraints.real, (), ())))
 
 
+def angle(y):
+    gaussian(y, pyro.sample("m", dist.VonMises(torch.zeros(1), 1.0).to_event(1)).sin().sum())
+
+
+def skewed_angle(y):
+    base = dist.VonMises(torch.zeros(1), 1.0).to_event(1)
+    gaussian(y, pyro.sample("m", dist.SineSkewed(base, torch.tensor([0.5]))).sin().sum())
+
+
+def two_angles(y):
+    pair = dist.SineBivariateVonMises(0.0, 0.0, 1.0, 1.0, 0.5)
+    gaussian(y, pyro.sample("m", pair).sin().sum())
+
+
+def masked_prior(y):
+    with pyro.poutine.mask(mask=False):
+        m = weights("m")
+    gaussian(y, m)
+
+
+def partly_masked_prior(y):
+    seen = torch.tensor([True, False])
+    m = pyro.sample("m", dist.Normal(torch.zeros(2), 1.0).mask(seen).to_event(1))
+    gaussian(y, m.sum())
+
+
+def prior_to_the_power_of_0(y):
+    with pyro.poutine.scale(scale=torch.tensor(0.0)):
+        m = weights("m")
+    gaussian(y, m)
+
+
 def by_numpy(y):
     m = weights("m")
     gaussian(y, m * torch.as_tensor(np.tanh(y.numpy())))
@@ -261,6 +293,12 @@ REFUSED = [
     (masked, r"torch\.where"),
     (one_hot, "one_hot"),
     (improper, "proper priors"),
+    (angle, r"latent 'm' is an angle .* Uniform\(-math\.pi, math\.pi\)"),
+    (skewed_angle, "latent 'm' is an angle"),
+    (two_angles, "latent 'm' is an angle"),
+    (masked_prior, "latent 'm' has no prior where a mask"),
+    (partly_masked_prior, "latent 'm' has no prior where a mask"),
+    (prior_to_the_power_of_0, "latent 'm' has no prior where a mask or a scale of 0"),
     (by_numpy, "recorded"),
     (from_elsewhere, "take its size from the data"),
 ]

@@ -50,7 +50,7 @@ def flat():
 def masked():
     scale = pyro.sample("scale", dist.HalfNormal(ONE))
     with pyro.plate("groups", 2), pyro.poutine.scale(scale=0.5):
-        pyro.sample("effect", dist.Normal(0.0, scale).mask(torch.tensor([True, False])))
+        pyro.sample("effect", dist.Normal(0.0, scale).mask(torch.tensor([True, True])))
 
 
 MODELS = [groups, rates, correlated, without_quantiles, flat, masked]

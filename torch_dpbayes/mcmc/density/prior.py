@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
+from pyro.distributions import MaskedDistribution, SineBivariateVonMises, SineSkewed, VonMises
 from torch import Tensor
 from torch.distributions import biject_to
 from torch.func import grad_and_value, vmap
@@ -28,6 +29,9 @@ from .pyro_runs import (
 from .recording import recorded
 from .refusals import branching_reparam
 
+# to torch their support is the whole line
+_ANGLES = (VonMises, SineBivariateVonMises, SineSkewed)
+_MASK = "_mask"  # of Pyro's masked distributions; there is no public name
 _DRAWS = 100
 _POINTS = 5  # at which transforms are compared
 
@@ -43,7 +47,11 @@ class Prior:
 
     Attributes:
         transforms: by site, from the support of its distribution to unconstrained space.
+        scaled: names of latents whose prior ``poutine.scale`` raises to a power, in a run.
         dtype, device: those of θ.
+
+    Raises:
+        ValueError: there are no latents, or what a latent is drawn from is no proper prior for it.
 
     **Privacy.** A function of θ and public arguments; nothing is charged for it.
     """
@@ -73,8 +81,12 @@ class Prior:
                 " run."
             )
         samples = []
+        self.scaled: list[str] = []
         for name in sorted(latents):
             site = first.nodes[name]
+            _require_proper(name, site)
+            if bool((torch.as_tensor(site["scale"]) != 1).any()):
+                self.scaled.append(name)
             self.transforms[name] = biject_to(site["fn"].support).inv
             value = self.transforms[name](site["value"].detach())
             other = biject_to(second.nodes[name]["fn"].support)
@@ -308,3 +320,24 @@ def _no_finite_density() -> UnfitModel:
         f"{_DRAWS} draws from the prior had no finite density: pass initial_params= to MCMC, made"
         " without the data."
     )
+
+
+def _require_proper(name: str, site: Any) -> None:
+    """Refuse a latent that draws hide to have a prior of infinite mass."""
+    masks, distribution = [site["mask"]], site["fn"]
+    while distribution is not None:
+        if isinstance(distribution, _ANGLES):
+            raise UnfitModel(
+                f"latent {name!r} is an angle whose prior repeats itself for ever: sample it from"
+                " Uniform(-math.pi, math.pi), and add its log_prob as a pyro.factor outside the"
+                " data plate."
+            )
+        if isinstance(distribution, MaskedDistribution):
+            masks.append(getattr(distribution, _MASK))
+        distribution = getattr(distribution, "base_dist", None)
+    flat = [mask for mask in masks if mask is not None and not bool(torch.as_tensor(mask).all())]
+    if flat or bool((torch.as_tensor(site["scale"]) == 0).any()):
+        raise UnfitModel(
+            f"latent {name!r} has no prior where a mask or a scale of 0 leaves it out: write a wide"
+            " Normal without them, and leave out latents that are not needed."
+        )

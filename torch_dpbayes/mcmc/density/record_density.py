@@ -52,6 +52,8 @@ class RecordDensity:
 
     Attributes:
         prior: θ's coordinates and log prior, a :class:`Prior`.
+        prior_factors: names of sites outside of the plate that the prior has besides what the
+            latents are drawn from, like ``pyro.factor``.
 
     Raises:
         ValueError: the model has no such plate, observes something outside it, has local continuous
@@ -88,6 +90,7 @@ class RecordDensity:
         if not count_is_public:
             self._arguments.take_data_of(seen)
         self.prior = self.made_up.prior
+        self.prior_factors = structure.factors
         self._dims = list(self._arguments.row_dims.values())
         self._left_out: Tensor | None = None
         together = self.num_records
