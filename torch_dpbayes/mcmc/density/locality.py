@@ -32,8 +32,9 @@ from .structure import Structure
 
 _ROWS = 7  # made-up rows of the checks, and one to exchange for
 _LARGE = 10**4
-_PERTURBED, _FEW = 4, 1e-5  # times, and at most by this share, to see what of a term is rounding
-_SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite
+_PERTURBED, _FEW = 8, 1e-5  # times, and at most by this share, to see what of a term is rounding
+_SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite, or mostly rounding
+_SURELY = 4  # times the rounding that was seen has to be less than what counts as a change
 _ROUNDS = 10  # of all of them: half of all θ are outside where a square root is taken of one
 
 
@@ -55,6 +56,7 @@ class MadeUpRecords:
         count = _ROWS + 1 if abs(arguments.num_records - _ROWS) > 1 else _ROWS + 4
         self._count = count - 1  # without the one to exchange for
         error: Exception | None = None
+        with_rounding: dict[str, Any] = {}  # the first that has finite terms
         for _, flavour, spread in product(range(_ROUNDS), FLAVOURS, _SPREADS):
             with public_randomness():
                 try:
@@ -69,13 +71,20 @@ class MadeUpRecords:
                     self.terms = RecordTerms(model, arguments, structure, self.prior)
                     self._rows = self._with_observations(model, structure, rows)
                     terms = self.terms(self.theta, self._rows)
+                    is_finite = bool(terms.isfinite().all())
+                    has_digits = is_finite and self._has_digits(terms)
                 except UnfitModel:
                     raise
                 except Exception as caught:
                     error = error or caught
                     continue
-            if bool(terms.isfinite().all()):
+            if has_digits:
                 return
+            if is_finite and not with_rounding:
+                with_rounding = dict(self.__dict__)
+        if with_rounding:
+            self.__dict__.update(with_rounding)
+            return
         if error is not None:
             raise UnfitModel(
                 f"the model does not run on {count} made-up rows: {first_line(error)}. Its plate"
@@ -86,6 +95,24 @@ class MadeUpRecords:
             "the log likelihood of made-up rows, normal, uniform, 0/1 or counts, is not finite: let"
             " the model take arguments in such a range and convert them itself."
         )
+
+    def _has_digits(self, terms: Tensor) -> bool:
+        """Whether rounding hardly moves the ``terms`` of the rows: where large values cancel, as in
+        a Poisson probability of millions, a term of float32 may be nothing else.
+        """
+        changed = self._with_other_digits(4, self._rows)
+        return all(
+            nearly_equal(term + _SURELY * (other - term), term)
+            for term, *others in zip(terms, *changed, strict=True)
+            for other in others
+        )
+
+    def _with_other_digits(self, digits: int, rows: list[Tensor]) -> list[Tensor]:
+        """Terms of the rows where θ differs by so many of its last digits, and by few at most."""
+        share = min(digits * torch.finfo(self.theta.dtype).eps, _FEW)
+        with public_randomness():
+            signs = torch.randn(_PERTURBED, *self.theta.shape).sign().to(self.theta)
+        return [self.terms(self.theta * (1 + share * some), rows) for some in signs]
 
     def rows(self, count: int, start: int = 0) -> list[Tensor]:
         """``count`` rows, which repeat."""
@@ -188,10 +215,7 @@ class MadeUpRecords:
         few digits such a perturbation would hide a dependence: there it is 0.
         """
         row = self._arguments.pick(rows, [odd])
-        last_digits = min(16 * torch.finfo(self.theta.dtype).eps, _FEW)
-        with public_randomness():
-            signs = torch.randn(_PERTURBED, *self.theta.shape).sign().to(self.theta)
-        changed = [self.terms(self.theta * (1 + last_digits * some), row) for some in signs]
+        changed = self._with_other_digits(16, row)
         return float((torch.stack(changed) - self.terms(self.theta, row)).abs().max())
 
     def _evaluated(self, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
