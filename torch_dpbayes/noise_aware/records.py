@@ -254,7 +254,7 @@ class DensitySums:
         turn: which coordinates of the latents sums are over. None: the latents themselves.
 
     Raises:
-        ValueError: records are weighted.
+        ValueError: records are weighted, or depend on a latent by steps.
     """
 
     curvature_is_of_gradients = True
@@ -264,6 +264,7 @@ class DensitySums:
         self, density: RecordDensity, max_grad_norm: float, turn: Turn | None = None
     ) -> None:
         require_unweighted(density)
+        _require_slopes(density)
         self._density, self._turn = density, turn
         told = torch.ones(density.prior.dimension, dtype=torch.bool) if turn is None else turn.told
         self.dimension = int(told.sum())
@@ -325,4 +326,14 @@ def require_unweighted(density: RecordDensity) -> None:
             f"poutine.scale weights the records' site {name!r}, which would make widths wrong:"
             " repeat a record as often as it counts, put the weight into the distribution, or use"
             " poutine.mask to leave records out."
+        )
+
+
+def _require_slopes(density: RecordDensity) -> None:
+    """Refuse latents whose gradients say nothing, though records do."""
+    for name in density.latents_without_slopes():
+        raise ValueError(
+            f"records depend on latent {name!r} by steps: its gradients are all 0, and say nothing"
+            " of it. Leave out round, detach and comparisons with it, or write a smooth function"
+            " such as a sigmoid."
         )

@@ -19,6 +19,7 @@ from .pyro_runs import (
     FLAVOURS,
     InvalidPoint,
     Model,
+    nearly_equal,
     public_randomness,
     without_value_checks,
 )
@@ -139,8 +140,48 @@ class RecordDensity:
         """
         return groups(self.prior, self._gradients_of_made_up())
 
+    @torch.no_grad()
+    def latents_without_slopes(self) -> list[str]:
+        """Latents that terms depend on though gradients are exactly 0, as of one that is rounded,
+        compared with data, or detached. No function of the data: seen on made-up rows, at the same
+        places.
+        """
+        points, is_known = list(self._made_up_points()), False
+        is_flat = torch.ones(self.prior.dimension, dtype=torch.bool)
+        for theta, rows in points:
+            gradients = self._gradients.of_few(theta, rows)
+            if gradients is not None:
+                is_known = True
+                is_flat &= (gradients == 0).all(0).cpu()
+        places = self.prior.unflatten(torch.arange(self.prior.dimension))
+        return [
+            name
+            for name, place in places.items()
+            if is_known and bool(is_flat[place].all()) and self._moves_terms(place, points)
+        ]
+
+    def _moves_terms(self, place: Tensor, points: list[tuple[Tensor, list[Tensor]]]) -> bool:
+        """Whether terms at the points change with the coordinates at ``place``."""
+        for (theta, rows), (other, _) in zip(points, points[1:] + points[:1], strict=True):
+            moved = theta.clone()
+            moved[place] = other[place]
+            before, after = (self._terms.of_few(t, rows) for t in (theta, moved))
+            if before is None or after is None:
+                continue
+            finite = before.isfinite() & after.isfinite()
+            if not nearly_equal(after[finite], before[finite]):
+                return True
+        return False
+
     def _gradients_of_made_up(self) -> Iterator[Tensor]:
-        gradients, prior = self._gradients, self.prior
+        for theta, rows in self._made_up_points():
+            found = self._gradients.of_few(theta, rows)
+            if found is not None:
+                yield found
+
+    def _made_up_points(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """θ and made-up rows: draws of the prior, and near 0."""
+        prior = self.prior
         on_cpu = prior.device.type == "cpu"  # elsewhere an index out of range ends the process
         flavours = (None, *(f for f in FLAVOURS if on_cpu or f != "counts"))
         with public_randomness():
@@ -156,10 +197,8 @@ class RecordDensity:
                 rows = self._few_rows
                 if flavour is not None:
                     with public_randomness():
-                        rows = self._arguments.made_up_rows(gradients.few_rows, flavour)
-                found = gradients.of_few(theta, rows)
-                if found is not None:
-                    yield found
+                        rows = self._arguments.made_up_rows(self._terms.few_rows, flavour)
+                yield theta, rows
 
     @property
     def _site_sizes(self) -> list[int]:
