@@ -228,3 +228,14 @@ def test_what_the_diagonal_form_refuses():
     with pytest.raises(ValueError, match="full curvature only"):
         laplace(Softmax(3), x, y.long(), accountant=accountant, curvature="diagonal")
     assert len(accountant) == 0
+
+
+def test_a_large_softmax_is_not_sent_to_a_diagonal_form_that_it_does_not_have():
+    x, y = torch.zeros(4, 2001), torch.zeros(4).long()
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+    with pytest.raises(ValueError, match=r"4002 .*: a Softmax has no diagonal form") as no:
+        laplace(Softmax(3), x, y, accountant=accountant)
+    assert "laplace_for_module(torch.nn.Linear" in str(no.value)
+    with pytest.raises(ValueError, match=r'4001 parameters.*: write curvature="diagonal"'):
+        laplace(GLM(), torch.zeros(4, 4001), y.double(), accountant=accountant)
+    assert len(accountant) == 0

@@ -246,6 +246,18 @@ def test_what_is_refused():
         noise_aware.beta_bernoulli(-1.0)
 
 
+def test_more_features_than_fit_into_a_matrix_are_refused_before_the_charge():
+    accountant = dpb.PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")
+    with pytest.raises(ValueError, match=r"4001 features need .* at most 4000 .* use fewer"):
+        noise_aware.sufficient_statistics(
+            noise_aware.LinearRegression(target_bound=1.0),
+            torch.zeros(4, 4001),
+            torch.zeros(4),
+            accountant=accountant,
+        )
+    assert not accountant.history
+
+
 ONE_EACH = {
     "outcomes": noise_aware.beta_bernoulli(),
     "counts": noise_aware.gamma_poisson(1.0, 1.0, 4.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
+from .planning import LARGEST_FULL_CURVATURE
 
 _MOST = 0.5  # of a budget; an accountant that held more left little to the run
 
@@ -40,6 +41,21 @@ def little_left(
         f"the accountant held epsilon = {held:.5g} of {epsilon:g} before this run. State epsilon="
         " in each run, or pass a new accountant."
     )
+
+
+def require_small(count: int, instead: str, what: str = "parameters") -> None:
+    """Refuses matrices that do not fit into memory, or would not be inverted in a day.
+
+    Args:
+        count: of rows.
+        instead: what to do.
+        what: there are so many of.
+    """
+    if count > LARGEST_FULL_CURVATURE:
+        raise ValueError(
+            f"{count} {what} need a matrix of {count}² numbers; at most {LARGEST_FULL_CURVATURE}"
+            f" {what} are possible: {instead}."
+        )
 
 
 def shortened_rows(max_feature_norm: float) -> str:

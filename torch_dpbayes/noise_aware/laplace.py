@@ -17,13 +17,12 @@ from ..ops.glm import GLM
 from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module, require_module
 from ..ops.softmax import Softmax
-from .arguments import budget_of, little_left, public_num_data, shortened_rows
+from .arguments import budget_of, little_left, public_num_data, require_small, shortened_rows
 from .coupled_outputs import couples_outputs
 from .diagonal import run_diagonal
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
 from .planning import (
-    LARGEST_FULL_CURVATURE,
     Plan,
     diagonal_plan,
     general_plan,
@@ -48,6 +47,7 @@ from .warn import warn
 
 Curvature = Literal["full", "diagonal"]
 _LABEL = "noise_aware.laplace"
+_DIAGONAL = 'write curvature="diagonal"'
 _BOUND = "the clip bound of a record's gradient"
 # the share of the bound that a clipped gradient loses, if all lose it to the same side: of a normal
 # tail beyond two deviations .19, of an exponential one beyond three .33
@@ -144,7 +144,7 @@ def laplace(
                 accountant,
                 num_data,
             )
-        _require_small(sums.dimension)
+        require_small(sums.dimension, f"{_DIAGONAL}, or use fewer features")
         multiplier = total_multiplier(accountant, epsilon, delta)
         plan = glm_plan(
             multiplier, sums.dimension, count, accountant.neighboring, quadratic=sums.is_quadratic
@@ -187,7 +187,11 @@ def laplace(
                 'a Softmax has the full curvature only: leave out curvature="diagonal".'
             )
         of_classes = SoftmaxSums(model, *data)
-        _require_small(of_classes.dimension)
+        require_small(
+            of_classes.dimension,
+            "a Softmax has no diagonal form: use fewer features, or"
+            ' laplace_for_module(torch.nn.Linear(...), ..., curvature="diagonal")',
+        )
         return _general(
             of_classes,
             of_classes.prior_of_weights,
@@ -224,7 +228,7 @@ def laplace(
         if is_diagonal:
             _require_prior_as_drawn(density)
         else:
-            _require_small(density.prior.dimension)
+            require_small(density.prior.dimension, _DIAGONAL)
         prior = PyroPrior(density.prior)
         return _of_density(
             density,
@@ -275,7 +279,10 @@ def laplace_for_module(
     require_module(module)
     is_diagonal = _is_diagonal(curvature)
     if not is_diagonal:
-        _require_small(sum(p.numel() for p in module.parameters() if p.requires_grad))
+        require_small(
+            sum(p.numel() for p in module.parameters() if p.requires_grad),
+            f"{_DIAGONAL}, or freeze all but the last layer (requires_grad_(False))",
+        )
     bound = check_clip_bound("max_grad_norm", max_grad_norm, _BOUND)
     accountant = budget_of(accountant, epsilon, delta)
     with using_pyro, torch.no_grad():
@@ -438,15 +445,6 @@ def _is_diagonal(curvature: str) -> bool:
     if curvature not in ("full", "diagonal"):
         raise ValueError(f"curvature must be 'full' or 'diagonal', got {curvature!r}.")
     return curvature == "diagonal"
-
-
-def _require_small(dimension: int) -> None:
-    if dimension > LARGEST_FULL_CURVATURE:
-        raise ValueError(
-            f"{dimension} parameters need a curvature of {dimension}² numbers; at most"
-            f' {LARGEST_FULL_CURVATURE} are possible. Write curvature="diagonal", or freeze all but'
-            " the last layer (requires_grad_(False))."
-        )
 
 
 def _require_prior_as_drawn(density: RecordDensity) -> None:

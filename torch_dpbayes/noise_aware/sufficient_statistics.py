@@ -17,7 +17,7 @@ from ..mcmc.density import Prior, RecordStatistics, UnfitModel
 from ..noise import GaussianNoise
 from ..ops.glm import GLM
 from ..ops.models import using_pyro
-from .arguments import budget_of, little_left, public_num_data, shortened_rows
+from .arguments import budget_of, little_left, public_num_data, require_small, shortened_rows
 from .clamping import Clamped, Clamping, clamped_counts, clamped_residuals
 from .families import CentredCounts, ExponentialFamily, LinearRegression, Values
 from .mechanism import matrix_event, noisy_matrix
@@ -194,6 +194,11 @@ def _linear_regression(
         *_features_and_targets(data)
     )
     size = records.x.shape[1]
+    require_small(
+        size,
+        'use fewer, or laplace with a GLM of known noise_std and curvature="diagonal"',
+        "features",
+    )
     prior = Prior(model.prior(size))
     of_gram = matrix_multiplier(multiplier, _SHARE_OF_GRAM, accountant.neighboring)
     of_products, of_squares = (multiplier / math.sqrt(share) for share in _FIRST_SHARES)
