@@ -17,8 +17,8 @@ import torch_dpbayes as dpb
 from torch_dpbayes import noise_aware
 from torch_dpbayes.accounting.events import GaussianDpEvent
 from torch_dpbayes.mcmc.density import Prior
+from torch_dpbayes.noise_aware.noisy_gram import NoisyGram
 from torch_dpbayes.noise_aware.planning import total_multiplier
-from torch_dpbayes.noise_aware.summaries import Summary
 
 DOUBLE = torch.float64
 SIGNIFICANCE = 1e-6
@@ -109,34 +109,32 @@ def test_linear_regression_is_calibrated_and_would_not_be_without_the_noise_of_t
     noise_counts, monkeypatch
 ):
     """Squared errors of the weights in units of the Gaussian approximation, at a known noise
-    level; χ² at 1e-6.
+    level; χ² at 1e-6. Few records with correlated features and large weights, of which the first
+    round tells little: what the Gram matrix gets wrong is then a large part of what the second is
+    off by. With it left out, 60 data sets had 1.76 ± .13 of the squares, and 1.03 ± .07 with it.
     """
     if not noise_counts:
-        honest = Summary.__init__
-
-        def without(self, released, moments, centre):
-            def covariance_of_the_records_alone(theta):
-                mean, covariance = moments(theta)
-                return mean, 0.02 * covariance
-
-            honest(self, released, covariance_of_the_records_alone, centre)
-
-        monkeypatch.setattr(Summary, "__init__", without)
+        monkeypatch.setattr(
+            NoisyGram, "error_covariance", lambda self, delta: torch.zeros_like(self.matrix)
+        )
     known = dist.LogNormal(torch.tensor(math.log(0.3), dtype=DOUBLE), 0.05)
-    total, data_sets = 0.0, 8
+    model = noise_aware.LinearRegression(target_bound=20.0, prior_std=6.0, noise_std_prior=known)
+    records, dimension, data_sets, total = 1000, 8, 100, 0.0
+    scales = torch.logspace(0, -0.7, dimension, dtype=DOUBLE)
     for _ in range(data_sets):
-        truth = torch.randn(3, dtype=DOUBLE)
-        x, _ = linear_data(3000)
-        y = x @ truth + 0.3 * torch.randn(3000, dtype=DOUBLE)
-        model = noise_aware.LinearRegression(target_bound=4.0, noise_std_prior=known)
-        post = noise_aware.sufficient_statistics(model, x, y, epsilon=1.0, delta=1e-5)
+        truth = 6 * torch.randn(dimension, dtype=DOUBLE)
+        x = torch.randn(records, dimension, dtype=DOUBLE) * scales
+        x = x @ torch.linalg.qr(torch.randn(dimension, dimension, dtype=DOUBLE))[0]
+        x = x / x.norm(dim=1, keepdim=True)
+        y = x @ truth + 0.3 * torch.randn(records, dtype=DOUBLE)
+        post = noise_aware.sufficient_statistics(model, x, y, epsilon=3.0, delta=1e-5)
         draws = post.sample(1000)["weights"]
         error = truth - draws.mean(0)
         total += float(error @ torch.linalg.solve(torch.cov(draws.T), error))
-    count = 3 * data_sets
-    assert (
-        chi2.ppf(SIGNIFICANCE / 2, count) < total < chi2.ppf(1 - SIGNIFICANCE / 2, count)
-    ) == noise_counts
+    count = dimension * data_sets
+    high = chi2.ppf(1 - SIGNIFICANCE / 2, count)
+    assert (total < high) == noise_counts, total / count
+    assert total > chi2.ppf(SIGNIFICANCE / 2, count), total / count
 
 
 @pytest.mark.first_cases(1)
