@@ -77,8 +77,9 @@ def test_nothing_is_bent_on_a_short_way_or_where_noise_hides_directions_across_i
     gradients = releases(BentResponse(at, way, way, 1.0), way, [0 * way, way], 1.0)
     assert bent_surrogates(gradients, at, 1.0, at, 1.0, way, prior(size))
     assert not bent_surrogates(gradients, at, 1.0, at, 1.0, way, prior(size, 100.0))
-    hidden = torch.diag(torch.tensor([50.0, 50.0, 50.0, 0.5], dtype=DOUBLE))
-    assert not bent_surrogates(gradients, at, 1.0, hidden, 1.0, way, prior(size))
+    for hardly in (0.5, 3.0):
+        hidden = torch.diag(torch.tensor([50.0, 50.0, 50.0, hardly], dtype=DOUBLE))
+        assert not bent_surrogates(gradients, at, 1.0, hidden, 1.0, way, prior(size))
     # that the way itself is hidden is what bends are for
     of_way = torch.diag(torch.tensor([0.5, 50.0, 50.0, 50.0], dtype=DOUBLE))
     assert bent_surrogates(gradients, at, 1.0, of_way, 1.0, way, prior(size))

@@ -28,8 +28,8 @@ class Undamped(StepControl):
         self.best = release
         return release
 
-    def next_point(self, surrogate):
-        return mode(surrogate, self._prior)
+    def next_point(self, surrogates):
+        return mode(surrogates[0], self._prior)
 
 
 def errors_of_the_precision(count, records=4000):
@@ -77,20 +77,20 @@ def test_of_a_quadratic_steps_are_those_of_the_surrogate(prior):
     releases = [release([0.0, 0.0], [-100.0, 50.0], 1.0)]
     assert control.note(releases[0]) is releases[0]
     found = surrogate_of(control, releases)
-    torch.testing.assert_close(control.next_point(found), mode(found, prior))
+    torch.testing.assert_close(control.next_point([found]), mode(found, prior))
 
 
 def test_a_step_uphill_is_taken_back_and_shortened(prior):
     control = StepControl(prior)
     control.released(10 * torch.eye(2, dtype=DOUBLE))  # a tenth of what it should be
     first = control.note(release([0.0, 0.0], [-20.0, 0.0], 0.1))
-    there = control.next_point(surrogate_of(control, [first]))
+    there = control.next_point([surrogate_of(control, [first])])
     assert float(there[0]) == pytest.approx(20 / 10.25, rel=1e-3)
     second = release(there.tolist(), [-20 + 100 * float(there[0]), 0.0], 0.1)
     assert control.note(second) is first
     # both gradients tell the curvature along the step
     torch.testing.assert_close(control.curvature[0, 0], torch.tensor(100.0, dtype=DOUBLE))
-    back = control.next_point(surrogate_of(control, [first, second]))
+    back = control.next_point([surrogate_of(control, [first, second])])
     assert float(back[0]) == pytest.approx(20 / 100.25, rel=1e-2)
 
 
@@ -100,7 +100,7 @@ def test_the_longest_step_grows_where_steps_go_well(prior):
     at, lengths = [0.0, 0.0], []
     for _ in range(4):
         found = control.note(release(at, [-1e4, -1e4], 1.0))
-        there = control.next_point(surrogate_of(control, [found]))
+        there = control.next_point([surrogate_of(control, [found])])
         lengths.append(float((there - torch.tensor(at, dtype=DOUBLE)).norm()))
         at = there.tolist()
     first = 2 * math.sqrt(2)  # a standard deviation of the prior in each coordinate

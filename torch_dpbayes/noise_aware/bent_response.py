@@ -38,7 +38,7 @@ from .transcript import GradientRelease
 _BENDS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0)  # κ
 _COUNTS = 7.0  # log likelihoods below the best, from which a κ counts for nothing
 _SHORTEST_WAY = 0.5  # standard deviations of the prior
-_IS_KNOWN = 2.0  # standard deviations of the noise
+_IS_KNOWN = 4.0  # standard deviations of the noise
 _LEAST, _LEAST_OF_WAY = 0.25, 0.5  # of the noise, of eigenvalues and along the way
 
 

@@ -159,10 +159,8 @@ def run_general(
         std = blocks.root_mean(variances)
         return bent_surrogates(transcript.gradients, at, spread, raw, std, centre, prior)
 
-    def fitted(spread: float) -> AnySurrogate:
+    def fitted(spread: float) -> Surrogate:
         at, gradients = control.curvature, transcript.gradients
-        if found := bent(at, spread):
-            return found[0]
         counted = control.agreeing(gradients, spread)
         return Surrogate(gradients, response(at, centre, MISFIT), at, spread, centre, counted)
 
@@ -187,7 +185,7 @@ def run_general(
             raw, variances = blocks.average(estimates)
             curvature, spread = blocks.denoised(raw, variances)
             control.released(share * curvature)
-        theta = control.next_point(fitted(spread))
+        theta = control.next_point([fitted(spread), *bent(control.curvature, spread)[:1]])
         # the point before it is valid, and all between them are public or released
         while not sums.is_valid(theta):
             theta = (theta + centre) / 2

@@ -96,13 +96,18 @@ class StepControl:
         """A new curvature takes the place of what was learnt on the way."""
         self.curvature = curvature
 
-    def next_point(self, surrogate: AnySurrogate) -> Tensor:
+    def next_point(self, surrogates: Sequence[AnySurrogate]) -> Tensor:
         """The mode of the posterior if it is near enough and no step uphill. Otherwise where the
         quadratic of the best point's own gradient is least, no farther off than is allowed.
+
+        Args:
+            surrogates: of which that with the farthest mode counts. One that takes a curvature for
+                too large stops short, which nothing undoes, as it does a step that is too long.
         """
         assert self.best is not None
         here, slope = self.best.theta, self._of_posterior(self.best)
-        step = mode(surrogate, self._prior) - here
+        steps = (mode(surrogate, self._prior) - here for surrogate in surrogates)
+        step = max(steps, key=self._deviations)
         self._was_cut = self._deviations(step) > self._length
         noise = float(step.norm()) * self.best.noise_std
         if not self._was_cut and float(slope @ step) < _STANDS_OUT * noise:

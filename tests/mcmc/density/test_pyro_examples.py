@@ -370,6 +370,22 @@ def test_parameters_are_refused_as_they_may_be_fitted_to_the_records(model, name
         RecordDensity(model, (normals(),))
 
 
+def hidden_parameter(y):
+    with poutine.block():
+        place = pyro.param("place", torch.tensor(0.0))
+    mean = pyro.sample("mean", dist.Normal(place, 1.0))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(mean, 1.0), obs=y)
+
+
+def test_a_parameter_that_a_handler_hides_is_refused_and_the_store_kept():
+    pyro.clear_param_store()
+    pyro.param("place", torch.tensor(5.0))
+    with pytest.raises(ValueError, match="parameter 'place'"):
+        RecordDensity(hidden_parameter, (normals(),))
+    assert float(pyro.param("place").detach()) == 5.0
+
+
 def test_frozen_parameters_are_constants_and_stay_frozen():
     pyro.clear_param_store()
     model, y = Shifted().requires_grad_(False), normals()

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn
 
+import pyro
 from pyro.infer.reparam import ConjugateReparam
 from pyro.infer.reparam.reparam import Reparam
 from pyro.poutine.collapse_messenger import CollapseMessenger
@@ -67,9 +68,14 @@ class WithoutParameters:
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model itself."""
-        with _RefusesParameters():
-            return self._model(*args, **kwargs)
+        """The model itself, with an empty store, from which nothing fitted can be read where a
+        handler in the model hides a parameter.
+        """
+        with pyro.get_param_store().scope() as used, _RefusesParameters():
+            result = self._model(*args, **kwargs)
+        for name in used["params"]:
+            raise _parameter(name)
+        return result
 
 
 @contextmanager
@@ -88,12 +94,16 @@ class _RefusesParameters(Messenger):
     def _pyro_param(self, message: Any) -> None:
         name, *start = message["args"]
         if not start or not isinstance(start[0], Parameter) or start[0].requires_grad:
-            raise UnfitModel(
-                f"the model has a parameter {name!r}, which may have been fitted to the records but"
-                " would count as public: make it a pyro.sample site, write a public number, or"
-                " freeze its module (requires_grad_(False))."
-            )
+            raise _parameter(name)
         message["value"], message["done"] = start[0], True
+
+
+def _parameter(name: str) -> UnfitModel:
+    return UnfitModel(
+        f"the model has a parameter {name!r}, which may have been fitted to the records but would"
+        " count as public: make it a pyro.sample site, write a public number, or freeze its module"
+        " (requires_grad_(False))."
+    )
 
 
 def branching_reparam(error: BaseException) -> str | None:
