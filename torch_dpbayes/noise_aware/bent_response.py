@@ -140,8 +140,8 @@ def _are_known_across(released: Tensor, noise_std: float, unit: Tensor) -> bool:
     alike, by their mean.
     """
     size = len(unit)
-    if size == 1:
-        return True
+    if size == 1:  # nothing was shrunk to others, and the level alone is known
+        return False
     across = torch.linalg.svd(unit[None])[2][1:]
     values = torch.linalg.eigvalsh(across @ released @ across.T)
     count = num_alike(values, noise_std)
