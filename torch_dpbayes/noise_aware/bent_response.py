@@ -98,7 +98,7 @@ def bent_surrogates(
 ) -> list[LearnedCurvatureSurrogate]:
     """Surrogates for each κ that counts, the best one first. None where the way is short, where
     noise hides directions across it, which have levels of their own
-    (:mod:`~torch_dpbayes.noise_aware.hidden_directions`), and where parameters are too many for a
+    (:mod:`~torch_dpbayes.noise_aware.hidden_directions`), of one parameter, and of too many for a
     learned curvature.
 
     Args:
@@ -110,7 +110,8 @@ def bent_surrogates(
     """
     way = centre - prior.mean
     length = float((way @ prior.matrix @ way).sqrt())
-    if len(centre) > LARGEST_DIMENSION or length < _SHORTEST_WAY:
+    # of one parameter the level is all of the curvature, and is known
+    if not 1 < len(centre) <= LARGEST_DIMENSION or length < _SHORTEST_WAY:
         return []
     unit = way / way.norm()
     if not _are_known_across(released, released_std, unit):
@@ -139,9 +140,6 @@ def _are_known_across(released: Tensor, noise_std: float, unit: Tensor) -> bool:
     """Whether the directions across the way stand out of the noise: the lowest of them that are
     alike, by their mean.
     """
-    size = len(unit)
-    if size == 1:  # nothing was shrunk to others, and the level alone is known
-        return False
     across = torch.linalg.svd(unit[None])[2][1:]
     values = torch.linalg.eigvalsh(across @ released @ across.T)
     count = num_alike(values, noise_std)

@@ -34,7 +34,7 @@ _ROWS = 7  # made-up rows of the checks, and one to exchange for
 _LARGE = 10**4
 _PERTURBED, _FEW = 8, 1e-5  # times, and at most by this share, to see what of a term is rounding
 _SPREADS = (1.0, 0.3, 0.03)  # of θ, the next one where terms are not finite, or mostly rounding
-_SURELY = 4  # times the rounding that was seen has to be less than what counts as a change
+_SURELY = 16  # times the rounding that was seen has to be less than what counts as a change
 _ROUNDS = 10  # of all of them: half of all θ are outside where a square root is taken of one
 
 
