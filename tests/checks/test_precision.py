@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
+from torch_dpbayes.checks.forward_runs import same_rows
+from torch_dpbayes.checks.precision import FLOAT32
 
 
 def make_private(net, x, mode=None):
@@ -64,6 +66,14 @@ def test_isolated_records_take_autocast_where_torch_can_map_it():
     make_private(Autocast(perceptron()), torch.randn(20, 6), "isolated")
     with pytest.raises(ValueError, match="Leave it out for the default"):
         make_private(Autocast(convolutions()), torch.randn(20, 3, 9, 9), "isolated")
+
+
+def test_a_record_whose_outputs_cancel_in_half_precision_is_not_taken_for_mixed():
+    outputs = torch.tensor([[1.0, -2.0], [0.05, 0.04], [3.0, 1.0]])
+    rounded = outputs + torch.tensor([[0.0, 0.0], [0.02, 0.0], [0.0, 0.0]])
+    assert same_rows(outputs, rounded, 2**-7).all()
+    assert same_rows(outputs, rounded + 0.2, 2**-7).logical_not().all()
+    assert same_rows(outputs, rounded, FLOAT32).tolist() == [True, False, True]
 
 
 @pytest.mark.first_cases(2)
