@@ -11,6 +11,7 @@ import torch
 from torch_dpbayes import noise_aware
 from torch_dpbayes.noise_aware import bent_response
 from torch_dpbayes.noise_aware.bent_response import BentResponse, bent_surrogates
+from torch_dpbayes.noise_aware.hidden_directions import HiddenDirections
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.transcript import GradientRelease
 
@@ -71,18 +72,48 @@ def test_the_releases_tell_the_bend(bend):
     assert float(ratio.log()) == pytest.approx(bend)
 
 
-def test_nothing_is_bent_on_a_short_way_or_where_noise_hides_directions_across_it():
+def test_nothing_is_bent_on_a_short_way():
     size = 4
     at, way = 50 * torch.eye(size, dtype=DOUBLE), torch.tensor([6.0, 0, 0, 0], dtype=DOUBLE)
     gradients = releases(BentResponse(at, way, way, 1.0), way, [0 * way, way], 1.0)
     assert bent_surrogates(gradients, at, 1.0, at, 1.0, way, prior(size))
     assert not bent_surrogates(gradients, at, 1.0, at, 1.0, way, prior(size, 100.0))
-    for hardly in (0.5, 3.0):
-        hidden = torch.diag(torch.tensor([50.0, 50.0, 50.0, hardly], dtype=DOUBLE))
-        assert not bent_surrogates(gradients, at, 1.0, hidden, 1.0, way, prior(size))
+
+
+def test_directions_across_the_way_that_noise_hides_have_several_levels():
+    size = 4
+    at, way = 50 * torch.eye(size, dtype=DOUBLE), torch.tensor([6.0, 0, 0, 0], dtype=DOUBLE)
+    gradients = releases(BentResponse(at, way, way, 1.0), way, [0 * way, way], 1.0)
+
+    def hidden_curvatures(last, *, of_way=50.0):
+        released = torch.diag(torch.tensor([of_way, 50.0, 50.0, last], dtype=DOUBLE))
+        found = bent_surrogates(gradients, at, 1.0, released, 1.0, way, prior(size), 1000.0)
+        return {round(float(one.curvature[3, 3]), 3) for one in found}
+
+    assert len(hidden_curvatures(0.5)) > 3
+    assert max(hidden_curvatures(0.5)) < 3.0
+    assert len(hidden_curvatures(3.0)) > 3
+    assert hidden_curvatures(20.0) == {50.0}  # the estimate, and no more
     # that the way itself is hidden is what bends are for
-    of_way = torch.diag(torch.tensor([0.5, 50.0, 50.0, 50.0], dtype=DOUBLE))
-    assert bent_surrogates(gradients, at, 1.0, of_way, 1.0, way, prior(size))
+    assert hidden_curvatures(50.0, of_way=0.5) == {50.0}
+
+
+def test_among_hidden_directions_no_error_is_larger_than_their_level():
+    size, level, noise_std = 5, 0.2, 4.0
+    released = torch.diag(torch.tensor([0.1, 0.1, 0.1, 90.0, 90.0], dtype=DOUBLE))
+    unit = torch.tensor([0.0, 0, 0, 0, 1], dtype=DOUBLE)
+    hidden = HiddenDirections.of(released, noise_std)
+    found = bent_response._hidden(hidden, level, released, noise_std, unit)
+    deviations = found.std * found.units.square().sum(0).sqrt()
+    expected = torch.full((size, size), noise_std, dtype=DOUBLE)
+    expected[:3, :3] = level
+    off_diagonal = ~torch.eye(size, dtype=torch.bool)
+    expected[off_diagonal] /= math.sqrt(2)
+    expected[4, 4] *= math.sqrt(2)  # along the way as released, besides
+    torch.testing.assert_close(deviations, expected)
+    torch.testing.assert_close(
+        torch.linalg.eigvalsh(found.curvature)[:3], torch.full((3,), level).to(unit)
+    )
 
 
 def logistic(x, y=None, std=1.0):
@@ -91,8 +122,9 @@ def logistic(x, y=None, std=1.0):
         pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
 
 
-def large_weight(n):
-    x = torch.randn(n, 3, dtype=DOUBLE)
+def large_weight(n, num_hidden):
+    small = torch.full((num_hidden,), 0.03, dtype=DOUBLE)
+    x = torch.randn(n, 3 + num_hidden, dtype=DOUBLE) * torch.cat([torch.ones(3).to(small), small])
     x = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
     return x, torch.bernoulli((8 * x[:, 0]).sigmoid())
 
@@ -106,35 +138,59 @@ def without_privacy(x, y):
     return w
 
 
-def of_large_weight():
+def of_large_weight(num_hidden=0):
     """The mean of a posterior, in its standard deviations from that of the records."""
-    x, y = large_weight(2000)
+    x, y = large_weight(2000, num_hidden)
     found = noise_aware.laplace(logistic, x, y, epsilon=8.0, delta=1e-5, max_grad_norm=1.0)
-    assert float(found.stddev["w"][0]) < 0.7
+    assert float(found.stddev["w"][0]) < 0.6
     return (found.mean["w"] - without_privacy(x, y)) / found.stddev["w"]
 
 
-def test_a_large_weight_is_found_and_not_explained_by_the_prior():
-    # six means of normal numbers, of which one is beyond 5 once in 10⁵ runs
-    assert float(torch.cat([of_large_weight() for _ in range(2)]).abs().max()) < 5
+@pytest.mark.parametrize("num_hidden", [0, 2])
+def test_a_large_weight_is_found_and_not_explained_by_the_prior(num_hidden):
+    # at most ten means of normal numbers, of which one is beyond 5 once in 10⁵ runs
+    assert float(torch.cat([of_large_weight(num_hidden) for _ in range(2)]).abs().max()) < 5
 
 
-def test_without_bends_the_prior_explains_it(monkeypatch):
+@pytest.mark.parametrize("num_hidden", [0, 2])
+def test_without_bends_the_prior_explains_it(monkeypatch, num_hidden):
     monkeypatch.setattr(bent_response, "LARGEST_DIMENSION", 0)
     with pytest.raises(AssertionError):
-        of_large_weight()
+        of_large_weight(num_hidden)
+
+
+def coverage(draw_features, epsilon):
+    """Of 90 % intervals, over 100 data sets with weights from a wide prior."""
+    inside = []
+    for _ in range(100):
+        w, x = 3 * torch.randn(8, dtype=DOUBLE), draw_features(10_000)
+        x = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
+        y = torch.bernoulli((x @ w).sigmoid())
+        found = noise_aware.laplace(
+            partial(logistic, std=3.0), x, y, epsilon=epsilon, delta=1e-5, max_grad_norm=1.0
+        )
+        z = (found.mean["w"] - w) / found.stddev["w"]
+        inside.append(float((z.abs() < 1.645).double().mean()))
+    return sum(inside) / len(inside)
+
+
+def alike(n):
+    return torch.randn(n, 8, dtype=DOUBLE) / math.sqrt(8)
+
+
+def correlated(n):
+    """With standard deviations from 1 to 1/30 of the largest, in directions of their own."""
+    scales = torch.logspace(0, -1.5, 8, dtype=DOUBLE)
+    turn = torch.linalg.qr(torch.randn(8, 8, dtype=DOUBLE))[0]
+    return (torch.randn(n, 8, dtype=DOUBLE) * scales / scales.norm()) @ turn
 
 
 @pytest.mark.slow
-def test_weights_of_a_wide_prior_are_inside_their_intervals():
-    # without bends 90 % intervals hold .75 ± .05 of them; this fails below .83, which is 4 standard
-    # errors below .91, of 100 data sets on 2026-11-25
-    model, inside = partial(logistic, std=3.0), []
-    for _ in range(100):
-        w, x = 3 * torch.randn(8, dtype=DOUBLE), torch.randn(10_000, 8, dtype=DOUBLE)
-        x = x / math.sqrt(8) / (x.norm(dim=1, keepdim=True) / math.sqrt(8)).clamp_min(1.0)
-        y = torch.bernoulli((x @ w).sigmoid())
-        found = noise_aware.laplace(model, x, y, epsilon=1.0, delta=1e-5, max_grad_norm=1.0)
-        z = (found.mean["w"] - w) / found.stddev["w"]
-        inside.append(float((z.abs() < 1.645).double().mean()))
-    assert sum(inside) / len(inside) > 0.83
+@pytest.mark.parametrize(
+    ("draw_features", "epsilon", "least"), [(alike, 1.0, 0.83), (correlated, 1.0, 0.80)]
+)
+def test_weights_of_a_wide_prior_are_inside_their_intervals(draw_features, epsilon, least):
+    # without bends 90 % intervals hold .75 ± .05 of them, and .72 ± .04 where features are
+    # correlated, which hides directions; the bounds are four standard errors below .91 and .89, of
+    # 100 data sets in November 2026
+    assert coverage(draw_features, epsilon) > least

@@ -25,18 +25,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .hidden_directions import num_alike
-from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
+from .hidden_directions import HiddenDirections, num_alike
+from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate, symmetric_units
 from .priors import GaussianPrior
-from .response import MISFIT, floored
+from .response import FLOOR_OF_NOISE, MISFIT, floored
 from .transcript import GradientRelease
 
 _BENDS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0)  # κ
-_COUNTS = 7.0  # log likelihoods below the best, from which a κ counts for nothing
+_LEVELS = 6  # of hidden directions
+_ENOUGH = 0.99
+_LEAST_STD = 1e-9
 _SHORTEST_WAY = 0.5  # standard deviations of the prior
 _IS_KNOWN = 4.0  # standard deviations of the noise
 _LEAST, _LEAST_OF_WAY = 0.25, 0.5  # of the noise, of eigenvalues and along the way
@@ -95,11 +98,11 @@ def bent_surrogates(
     released_std: float,
     centre: Tensor,
     prior: GaussianPrior,
+    most: float | None = None,
 ) -> list[LearnedCurvatureSurrogate]:
-    """Surrogates for each κ that counts, the best one first. None where the way is short, where
-    noise hides directions across it, which have levels of their own
-    (:mod:`~torch_dpbayes.noise_aware.hidden_directions`), of one parameter, and of too many for a
-    learned curvature.
+    """Surrogates for each κ, and each level of hidden directions, the likeliest ones first, which
+    are likely to ``_ENOUGH`` together. None where the way is short, of one parameter, and of too
+    many for a learned curvature.
 
     Args:
         gradients: the noisy gradients.
@@ -107,6 +110,7 @@ def bent_surrogates(
         released: what was released of it, with the noise ``released_std``.
         centre: where the run is.
         prior: at whose mean it began.
+        most: of the sum of all levels of the curvature. None: hidden directions have one level.
     """
     way = centre - prior.mean
     length = float((way @ prior.matrix @ way).sqrt())
@@ -114,26 +118,74 @@ def bent_surrogates(
     if not 1 < len(centre) <= LARGEST_DIMENSION or length < _SHORTEST_WAY:
         return []
     unit = way / way.norm()
-    if not _are_known_across(released, released_std, unit):
-        return []
-    of_way = torch.outer(unit, unit)
-    along = max(float(unit @ released @ unit), _LEAST_OF_WAY * released_std)
-    curvature = curvature + (along - float(unit @ curvature @ unit)) * of_way
-    curvature = floored(curvature, _LEAST * released_std)
-    more = math.sqrt(max(released_std**2 - curvature_std**2, 0.0)) * of_way
+    if _are_known_across(released, released_std, unit):
+        fits = [_known(curvature, curvature_std, released, released_std, unit)]
+    else:
+        hidden = HiddenDirections.of(released, released_std)
+        levels = [hidden.middle]
+        if most is not None:
+            levels = hidden.levels(float(prior.precision.mean()), most, _LEVELS)
+        fits = [_hidden(hidden, level, released, released_std, unit) for level in levels]
     found = [
         LearnedCurvatureSurrogate(
             gradients,
-            BentResponse(curvature, centre, way, bend),
-            curvature,
-            curvature_std,
+            BentResponse(fit.curvature, centre, way, bend),
+            fit.curvature,
+            fit.std,
             centre,
-            more,
+            fit.units,
+            fit.least,
         )
+        for fit in fits
         for bend in _BENDS
     ]
     found.sort(key=lambda one: -one.log_evidence)
-    return [one for one in found if found[0].log_evidence - one.log_evidence < _COUNTS]
+    evidence = torch.tensor([one.log_evidence for one in found], dtype=torch.float64)
+    before = evidence.softmax(0).cumsum(0) < _ENOUGH
+    return found[: int(before.sum()) + 1]
+
+
+class _Begin(NamedTuple):
+    """What is known of F before the gradients are compared; as for
+    :class:`~torch_dpbayes.noise_aware.learned_curvature.LearnedCurvatureSurrogate`.
+    """
+
+    curvature: Tensor
+    std: float
+    units: Tensor
+    least: float | None
+
+
+def _known(
+    curvature: Tensor, std: float, released: Tensor, released_std: float, unit: Tensor
+) -> _Begin:
+    """The estimate; along the way what was released, with all of its noise."""
+    of_way = torch.outer(unit, unit)
+    along = _along(released, released_std, unit) - float(unit @ curvature @ unit)
+    more = math.sqrt(max(released_std**2 - std**2, 0.0)) / max(std, _LEAST_STD)
+    units = torch.cat([symmetric_units(len(unit)), more * of_way[None]])
+    return _Begin(floored(curvature + along * of_way, _LEAST * released_std), std, units, None)
+
+
+def _hidden(
+    found: HiddenDirections, level: float, released: Tensor, noise_std: float, unit: Tensor
+) -> _Begin:
+    """What was released, with that level where it is hidden. Among those directions no error is
+    larger than the level; along the way it has all of the noise.
+    """
+    vectors, share = found.vectors, min(1.0, level / noise_std)
+    shares = torch.ones_like(released)
+    shares[: found.num_hidden, : found.num_hidden] = share
+    units = vectors @ (symmetric_units(len(unit)) * shares) @ vectors.T
+    of_way = torch.outer(unit, unit)
+    curvature = (vectors * found.values_at(level)) @ vectors.T
+    along = _along(released, noise_std, unit) - float(unit @ curvature @ unit)
+    curvature = curvature + max(along, 0.0) * of_way
+    return _Begin(curvature, noise_std, torch.cat([units, of_way[None]]), FLOOR_OF_NOISE * level)
+
+
+def _along(released: Tensor, noise_std: float, unit: Tensor) -> float:
+    return max(float(unit @ released @ unit), _LEAST_OF_WAY * noise_std)
 
 
 def _are_known_across(released: Tensor, noise_std: float, unit: Tensor) -> bool:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,12 +97,10 @@ def with_hidden_levels(
         least: a level below which records say nothing beside the prior.
         most: of the sum of all levels.
     """
-    values, vectors = torch.linalg.eigh(released)
-    hidden = num_alike(values, noise_std)
-    mean, std = float(values[:hidden].mean()), noise_std / math.sqrt(hidden)
-    if mean > _STANDS_OUT * std:
+    found = HiddenDirections.of(released, noise_std)
+    if found.mean > _STANDS_OUT * found.std:
         return None
-    values = values.clamp_min(noise_std)  # the others are no less than what stands out
+    vectors, hidden = found.vectors, found.num_hidden
     turned = [
         GradientRelease(g.theta @ vectors, g.value @ vectors, g.noise_std, g.sample_rate)
         for g in gradients
@@ -109,13 +108,52 @@ def with_hidden_levels(
     place = centre @ vectors
 
     def at(level: float) -> PartlyHidden:
-        matrix = torch.diag(torch.cat([values.new_full((hidden,), level), values[hidden:]]))
+        matrix = torch.diag(found.values_at(level))
         own = response(matrix, place)
         return PartlyHidden(turned, own, matrix, noise_std, place, counted, hidden)
 
-    drawn = level_quantiles(mean, std, _NOTHING * least, most / hidden, _LEVELS)
-    parts: list[AnySurrogate] = [at(level) for level in map(float, drawn)]
-    return InShape(UncertainLevel(parts, at(max(mean, std))), vectors.T)
+    parts: list[AnySurrogate] = [at(level) for level in found.levels(least, most, _LEVELS)]
+    return InShape(UncertainLevel(parts, at(found.middle)), vectors.T)
+
+
+class HiddenDirections(NamedTuple):
+    """Which eigenvectors of a noisy matrix are hidden, and what is known of their level."""
+
+    values: Tensor
+    """All eigenvalues, ascending; those that are not hidden are no less than the noise, as they
+    stand out of it."""
+    vectors: Tensor
+    num_hidden: int
+    """How many are hidden, the first ones."""
+    mean: float
+    """Of the eigenvalues of those: the level, with the error ``std``."""
+    std: float
+
+    @staticmethod
+    def of(released: Tensor, noise_std: float) -> HiddenDirections:
+        """Those of a matrix with that noise on its diagonal."""
+        values, vectors = torch.linalg.eigh(released)
+        count = num_alike(values, noise_std)
+        mean, std = float(values[:count].mean()), noise_std / math.sqrt(count)
+        return HiddenDirections(values.clamp_min(noise_std), vectors, count, mean, std)
+
+    @property
+    def middle(self) -> float:
+        """One level that they may have."""
+        return max(self.mean, self.std)
+
+    def levels(self, least: float, most: float, count: int) -> list[float]:
+        """So many equally likely ones; bounds as of :func:`with_hidden_levels`."""
+        found = level_quantiles(
+            self.mean, self.std, _NOTHING * least, most / self.num_hidden, count
+        )
+        return [float(level) for level in found]
+
+    def values_at(self, level: float) -> Tensor:
+        """The eigenvalues where the hidden ones are ``level``."""
+        return torch.cat(
+            [self.values.new_full((self.num_hidden,), level), self.values[self.num_hidden :]]
+        )
 
 
 class PartlyHidden(Surrogate):

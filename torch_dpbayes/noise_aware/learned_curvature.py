@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -51,7 +52,9 @@ class LearnedCurvatureSurrogate(AnySurrogate):
     :class:`~torch_dpbayes.noise_aware.surrogate.AnySurrogate`, and
 
     Args:
-        more: a part of E besides, a matrix with a standard normal factor.
+        units: E/v = Σ ε_n·units_n with independent standard normal ε_n, ``[n, d, d]``. None: as of
+            symmetric Gaussian noise.
+        least: of the eigenvalues of F̂ + Ê. None: a tenth of what is left of v.
     """
 
     def __init__(
@@ -61,13 +64,12 @@ class LearnedCurvatureSurrogate(AnySurrogate):
         curvature: Tensor,
         curvature_std: float,
         centre: Tensor,
-        more: Tensor | None = None,
+        units: Tensor | None = None,
+        least: float | None = None,
     ) -> None:
         super().__init__(gradients, response, curvature, curvature_std, centre)
         std = max(curvature_std, _LEAST_STD)
-        self._units = _symmetric_units(len(centre))
-        if more is not None:
-            self._units = torch.cat([self._units, more[None] / std])
+        self._units = symmetric_units(len(centre)) if units is None else units
         away = self._points - centre
         squares = ((away @ curvature) * away).sum(-1) / len(centre)
         misfits = (0.0,) if self._straight.is_linear else _MISFITS
@@ -86,18 +88,39 @@ class LearnedCurvatureSurrogate(AnySurrogate):
         ]
         fit = max(fits, key=lambda f: f.log_evidence)
         self.log_evidence, self.noise = fit.log_evidence, fit.noise_of_mean
-        self._design_of_mean, self._root = fit.design_of_mean, fit.root
-        self._curvature_std = float(fit.root.square().sum() / len(self._units)) ** 0.5
+        at_centre = fit.design_of_mean - torch.einsum("nij,j->in", self._units, centre)
+        self._spread_at_centre = at_centre @ fit.root
+        self._spread_along = torch.einsum("nij,nm->jim", self._units, fit.root)
+        left = self._spread_along.square().sum() / (len(centre) * (len(centre) + 1) / 2)
+        self._curvature_std = float(left) ** 0.5
         learned = curvature + torch.einsum("n,nij->ij", fit.coefficients, self._units)
-        self.curvature = floored(learned, max(FLOOR_OF_NOISE * self._curvature_std, _LEAST_STD))
+        if least is None:
+            least = max(FLOOR_OF_NOISE * self._curvature_std, _LEAST_STD)
+        self.curvature = floored(learned, least)
         rest = self._values - self._points @ self.curvature
         self._mean = torch.einsum("kij,kj->i", fit.weights, rest)
 
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
-        """D(θ)·C·D(θ)ᵀ."""
-        design = self._design_of_mean - torch.einsum("nij,...j->...in", self._units, moved)
-        spread = design @ self._root
+        """D(θ)·C·D(θ)ᵀ. Of many θ as a quadratic function of them, which is a tenth of the work."""
+        away = moved - self.centre
+        if away.dim() > 1:
+            both = torch.cat([torch.ones_like(away[..., :1]), away], -1)
+            rows, columns = torch.triu_indices(both.shape[-1], both.shape[-1])
+            products = both[..., rows] * both[..., columns]
+            return torch.einsum("...p,pij->...ij", products, self._quadratic)
+        spread = self._spread_at_centre - torch.einsum("jin,j->in", self._spread_along, away)
         return spread @ spread.mT
+
+    @cached_property
+    def _quadratic(self) -> Tensor:
+        """Coefficients of the products of 1 and the entries of φ(θ) − c, ``[(d+1)(d+2)/2, d, d]``,
+        symmetric.
+        """
+        parts = torch.cat([self._spread_at_centre[None], -self._spread_along])
+        rows, columns = torch.triu_indices(len(parts), len(parts))
+        half = torch.einsum("pin,qjn->pqij", parts, parts)[rows, columns]
+        half[rows == columns] /= 2
+        return half + half.mT
 
 
 class _Regression:
@@ -143,7 +166,7 @@ class _Regression:
         )
 
 
-def _symmetric_units(size: int) -> Tensor:
+def symmetric_units(size: int) -> Tensor:
     """Symmetric matrices ``[d(d+1)/2, d, d]``, orthonormal under the Frobenius norm: the noise of a
     matrix release has independent coefficients of one deviation in them.
     """

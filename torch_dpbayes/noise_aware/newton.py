@@ -152,12 +152,13 @@ def run_general(
             return OuterProductResponse(at, place, num_data, misfit)
         return LinearResponse(at, misfit=misfit)
 
-    def bent(at: Tensor, spread: float) -> list[LearnedCurvatureSurrogate]:
-        is_known = bool(estimates) and blocks.are_known(raw, variances, _HARMLESS_NOISE)
-        if not is_known or holds_mean or groups is not None:
+    def bent(
+        at: Tensor, spread: float, most: float | None = None
+    ) -> list[LearnedCurvatureSurrogate]:
+        if holds_mean or groups is not None:
             return []
         std = blocks.root_mean(variances)
-        return bent_surrogates(transcript.gradients, at, spread, raw, std, centre, prior)
+        return bent_surrogates(transcript.gradients, at, spread, raw, std, centre, prior, most)
 
     def fitted(spread: float) -> Surrogate:
         at, gradients = control.curvature, transcript.gradients
@@ -212,7 +213,7 @@ def run_general(
         own = blocks.own_levels(raw, variances, levels, most, _OWN_LEVELS)
         return GroupedSurrogate(gradients, of_gradients, at, left, own, centre, counted, groups)
 
-    if of_way := bent(curvature, spread):
+    if of_way := bent(curvature, spread, most):
         return UncertainLevel(of_way, of_way[0]), transcript
     if groups is not None:
         surrogate = likelihood(curvature, blocks.means(curvature), MISFIT)
