@@ -153,16 +153,46 @@ def of_glm(cell: Cell, dimension: int) -> Outcome:
     post = noise_aware.laplace(
         model, x, y, accountant=held, max_grad_norm=bound, num_data=cell.num_data
     )
-    curvature = (x.T * second) @ x
-    precision = torch.full((dimension,), cell.prior_std**-2, dtype=torch.float64)
+    return of_weights(post, "weights", theta, (x.T * second) @ x, bound, cell)
+
+
+def of_weights(
+    post: noise_aware.NoiseAwarePosterior,
+    site: str,
+    theta: Tensor,
+    curvature: Tensor,
+    bound: float,
+    cell: Cell,
+) -> Outcome:
+    precision = torch.full((len(theta),), cell.prior_std**-2, dtype=torch.float64)
     spent = 1 / sum(g.noise_std**-2 for g in post.transcript.gradients)
     whole = (bound * whole_budget(cell)) ** 2
     return Outcome(
-        ranks(post.sample(DRAWS)["weights"], theta),
-        float(post.stddev["weights"].mean()),
+        ranks(post.sample(DRAWS)[site], theta),
+        float(post.stddev[site].mean()),
         oracle_stddev(precision, curvature, spent),
         oracle_stddev(precision, curvature, whole),
     )
+
+
+def pyro_logistic(cell: Cell) -> Outcome:
+    """The same regression as a Pyro model, of whose likelihood nothing is known beforehand."""
+    dimension = 8
+
+    def model(x: Tensor, y: Tensor | None = None) -> None:
+        prior = dist.Normal(torch.zeros(dimension, dtype=torch.float64), cell.prior_std)
+        weights = pyro.sample("weights", prior.to_event(1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
+
+    x = features(cell.features, cell.num_data, dimension)
+    truth = pyro.poutine.trace(model).get_trace(x)
+    theta, y = (truth.nodes[name]["value"] for name in ("weights", "y"))
+    post = noise_aware.laplace(
+        model, x, y, accountant=accountant(cell), max_grad_norm=1.0, num_data=cell.num_data
+    )
+    mean = (x @ theta).sigmoid()
+    return of_weights(post, "weights", theta, (x.T * (mean * (1 - mean))) @ x, 1.0, cell)
 
 
 def logistic(cell: Cell) -> Outcome:
@@ -306,12 +336,13 @@ def hierarchical(cell: Cell) -> Outcome:
 
 SIMULATE: dict[str, Callable[[Cell], Outcome]] = {
     "logistic": logistic,
+    "pyro_logistic": pyro_logistic,
     "linear": linear,
     "beta_bernoulli": beta_bernoulli,
     "poisson": poisson,
     "hierarchical": hierarchical,
 }
-DATA_SETS = {"beta_bernoulli": 2000, "hierarchical": 100}
+DATA_SETS = {"beta_bernoulli": 2000, "hierarchical": 100, "pyro_logistic": 100}
 SCALE = "hierarchical, scale"
 
 
@@ -320,7 +351,7 @@ def cells() -> Iterator[Cell]:
     for size in SIZES:
         for epsilon in EPSILONS:
             for model in SIMULATE:
-                for prior_std in (1.0, 3.0) if model == "logistic" else (1.0,):
+                for prior_std in (1.0, 3.0) if "logistic" in model else (1.0,):
                     yield Cell(model, size, epsilon, prior_std)
             if size <= 10_000 and epsilon in (0.3, 1.0):
                 for kind in ("binary", "student"):
@@ -328,6 +359,7 @@ def cells() -> Iterator[Cell]:
                 yield Cell("linear", size, epsilon, 1.0, "correlated")
             if size >= 10_000 and epsilon in (1.0, 3.0):
                 yield Cell("logistic", size, epsilon, 3.0, "correlated")
+                yield Cell("pyro_logistic", size, epsilon, 3.0, "correlated")
             if size == 10_000 and epsilon == 1.0:
                 for model in ("logistic", "linear", "beta_bernoulli"):
                     yield Cell(model, size, epsilon, neighboring="replace_one")
