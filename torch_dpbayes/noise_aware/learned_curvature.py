@@ -107,12 +107,12 @@ class LearnedCurvatureSurrogate(AnySurrogate):
             both = torch.cat([torch.ones_like(away[..., :1]), away], -1)
             rows, columns = torch.triu_indices(both.shape[-1], both.shape[-1])
             products = both[..., rows] * both[..., columns]
-            return torch.einsum("...p,pij->...ij", products, self._quadratic)
+            return torch.einsum("...p,pij->...ij", products, self.quadratic)
         spread = self._spread_at_centre - torch.einsum("jin,j->in", self._spread_along, away)
         return spread @ spread.mT
 
     @cached_property
-    def _quadratic(self) -> Tensor:
+    def quadratic(self) -> Tensor:
         """Coefficients of the products of 1 and the entries of φ(θ) − c, ``[(d+1)(d+2)/2, d, d]``,
         symmetric.
         """

@@ -100,11 +100,8 @@ class AnySurrogate:
         extra = self._of_curvature_error(moved)
         own = self._variability * self.curvature
         bend = self._straight.bend(theta)
-        factor = torch.linalg.cholesky(bend @ own @ bend.mT + self.noise + extra)
-        whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
-        scale = torch.linalg.cholesky(own + self.noise + extra)
-        log_scale = scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return self.log_evidence - 0.5 * whitened.square().sum(-1) - log_scale
+        covariance, unbent = bend @ own @ bend.mT + self.noise + extra, own + self.noise + extra
+        return self.log_evidence + gaussian_log_likelihood(residual, covariance, unbent)
 
     def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """H and Hθ̂ of the Gaussian likelihood exp(−½(θ−θ̂)ᵀH(θ−θ̂)) that is tangent to this
@@ -224,6 +221,23 @@ class Surrogate(AnySurrogate):
         )
 
 
+def gaussian_log_likelihood(residual: Tensor, covariance: Tensor, unbent: Tensor) -> Tensor:
+    """−½(rᵀM⁻¹r + log |M₀|), ``[...]``; −∞ where numbers end, as where a chain runs away.
+
+    Args:
+        residual: r, ``[..., d]``.
+        covariance: M, ``[..., d, d]``.
+        unbent: M₀, likewise.
+    """
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    scale, also_failed = torch.linalg.cholesky_ex(unbent)
+    whitened = torch.linalg.solve_triangular(factor, residual[..., None], upper=False)[..., 0]
+    log_scale = scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    found = -0.5 * whitened.square().sum(-1) - log_scale
+    is_right = (failed == 0) & (also_failed == 0) & found.isfinite()
+    return torch.where(is_right, found, -torch.inf)
+
+
 class Form(Protocol):
     """Likelihoods of the same kind, K of them at once."""
 
@@ -338,10 +352,8 @@ class Straightening:
         eye = torch.eye(len(self._centre), dtype=theta.dtype)
         if not self.bends:
             return eye
-        change = torch.linalg.cholesky(self._response.slope(theta)) @ torch.linalg.inv(
-            self._slope_factor
-        )
-        return (eye + 2 * change) / 3
+        factor, _ = torch.linalg.cholesky_ex(self._response.slope(theta))
+        return (eye + 2 * factor @ torch.linalg.inv(self._slope_factor)) / 3
 
     def tangent(self, curvature: Tensor, theta: Tensor) -> Tensor:
         """The derivative of F̂φ at θ."""
