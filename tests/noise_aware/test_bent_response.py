@@ -10,8 +10,9 @@ import torch
 
 from torch_dpbayes import noise_aware
 from torch_dpbayes.noise_aware import bent_response
-from torch_dpbayes.noise_aware.bent_response import BentResponse, bent_surrogates
+from torch_dpbayes.noise_aware.bent_response import BentResponse, BentSurrogate, bent_surrogates
 from torch_dpbayes.noise_aware.hidden_directions import HiddenDirections
+from torch_dpbayes.noise_aware.learned_curvature import symmetric_units
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.transcript import GradientRelease
 
@@ -114,6 +115,52 @@ def test_among_hidden_directions_no_error_is_larger_than_their_level():
     torch.testing.assert_close(
         torch.linalg.eigvalsh(found.curvature)[:3], torch.full((3,), level).to(unit)
     )
+
+
+def bent(bend, size=4):
+    """A surrogate, of releases along a way in no particular direction."""
+    at, way = 50 * curvature(size), 3 * torch.randn(size, dtype=DOUBLE)
+    response = BentResponse(at, way, way, bend)
+    points = [share * way + 0.1 * torch.randn(size, dtype=DOUBLE) for share in (0, 0.5, 0.8, 1)]
+    units = symmetric_units(size)
+    found = releases(response, way, points, 2.0)
+    return BentSurrogate(found, at, 5.0, way, units, None, way, bend), way
+
+
+@pytest.mark.parametrize("bend", [-1.0, 0.0, 3.0])
+def test_polynomials_are_the_law_of_a_bent_response(bend):
+    """r ~ N(0, T F̂ Tᵀ + noise + error), T the ratio of symmetric roots of curvatures that bends
+    by two thirds, written out.
+    """
+    found, way = bent(bend)
+    response = found._response
+    eye = torch.eye(len(way), dtype=DOUBLE)
+    for theta in way + torch.randn(5, len(way), dtype=DOUBLE):
+        moved = found._straight.moved(theta)
+        residual = found._mean + moved @ found.curvature
+        # in coordinates in which the curvature at the centre is I
+        factor = torch.linalg.cholesky(response.slope(way))
+        inverse = torch.linalg.inv(factor)
+        values, vectors = torch.linalg.eigh(inverse @ response.slope(theta) @ inverse.T)
+        root = factor @ (vectors * values.sqrt()) @ vectors.T @ inverse
+        change = eye + 2 / 3 * (root - eye)
+        rest = found.noise + found._of_curvature_error(moved)
+        covariance = change @ found.curvature @ change.T + rest
+        expected = found.log_evidence - 0.5 * residual @ torch.linalg.solve(covariance, residual)
+        expected = expected - 0.5 * torch.logdet(found.curvature + rest)
+        torch.testing.assert_close(found.log_likelihood(theta), expected)
+
+
+@pytest.mark.parametrize("bend", [0.0, 3.0])
+def test_where_numbers_end_nothing_is_likely_and_nothing_raises(bend):
+    """A chain that runs away is rejected, and leaves the others alone."""
+    found, way = bent(bend)
+    thetas = torch.stack([way, way + 1e200, way * torch.nan, way + 0.1]).requires_grad_()
+    values = found.log_likelihood(thetas)
+    assert values.isfinite().tolist() == [True, False, False, True]
+    assert values[1:3].tolist() == [-math.inf] * 2
+    (gradient,) = torch.autograd.grad(values.sum(), thetas)
+    assert bool(gradient[[0, 3]].isfinite().all())
 
 
 def logistic(x, y=None, std=1.0):

@@ -72,6 +72,7 @@ def test_it_is_the_joint_law_of_all_releases():
     values = found.log_likelihood(thetas)
     one_by_one = torch.stack([found.log_likelihood(theta) for theta in thetas])
     torch.testing.assert_close(values, one_by_one)
+    assert float(found.log_likelihood(thetas[:1] + 1e200)) == -math.inf  # and no chain raises
     missing = 3 * SIZE / 2 * math.log(2 * math.pi)  # a constant that is left out
     torch.testing.assert_close(values - missing, expected, rtol=1e-6, atol=1e-5)
 
