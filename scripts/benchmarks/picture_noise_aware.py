@@ -37,6 +37,7 @@ SIZES = torch.logspace(math.log10(50), 4, 10).round().long()
 ONE, MEAN, SCALE = torch.ones((), dtype=torch.float64), -0.5, 0.8
 COLOURS = {
     "logistic": "tab:blue",
+    "pyro_logistic": "tab:cyan",
     "linear": "tab:orange",
     "beta_bernoulli": "tab:green",
     "poisson": "tab:red",
@@ -66,7 +67,7 @@ def coverage(axes: Any, table: Path) -> None:
             )
     axes.set(xscale="log", ylim=(0.25, 1.03), xlabel="ε", ylabel="share of parameters inside")
     axes.set_title("central 50 % (o) and 90 % (□) intervals")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=5, frameon=False)
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=3, frameon=False)
 
 
 def without_privacy(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
