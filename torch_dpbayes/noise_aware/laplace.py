@@ -20,6 +20,7 @@ from ..ops.softmax import Softmax
 from .arguments import budget_of, little_left, public_num_data, require_small, shortened_rows
 from .coupled_outputs import couples_outputs
 from .diagonal import run_diagonal
+from .learned_curvature import LARGEST_DIMENSION
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
 from .planning import (
@@ -376,12 +377,10 @@ def _general(
             mode, precision = turn.some(mode), turn.some_of_matrix(precision)
         return surrogate.agreement(mode, precision)
 
-    statement = _statement(
-        accountant,
-        plan,
-        sums,
-        "the log likelihood is taken as quadratic around the last points of the run",
-    )
+    assumption = "the log likelihood is taken as quadratic around the last points of the run"
+    if transcript.groups is None and 1 < sums.dimension <= LARGEST_DIMENSION:
+        assumption += ", with a curvature that may change along the way there"
+    statement = _statement(accountant, plan, sums, assumption)
     statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)
     if transcript.groups is not None:
         statement.append(
