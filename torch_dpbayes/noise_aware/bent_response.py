@@ -18,6 +18,12 @@ these differences. A released curvature is shrunk to what its directions have in
 is where it has least in common with the others: there F begins with what was released and all of
 its noise.
 
+Where noise hides directions across the way, they have a level λ in common
+(:mod:`~torch_dpbayes.noise_aware.hidden_directions`), which may be that of all directions. Then F
+begins with what was released, and with λ among these; no error among them is larger than λ. Each
+pair of λ and κ is a part of the likelihood, and here, too, the differences of the gradients tell
+which of them are likely.
+
 Derived in this project.
 """
 
@@ -32,7 +38,12 @@ import torch
 from torch import Tensor
 
 from .hidden_directions import HiddenDirections, num_alike
-from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate, symmetric_units
+from .learned_curvature import (
+    LARGEST_DIMENSION,
+    LEAST_STD,
+    LearnedCurvatureSurrogate,
+    symmetric_units,
+)
 from .priors import GaussianPrior
 from .response import FLOOR_OF_NOISE, MISFIT, floored
 from .surrogate import gaussian_log_likelihood
@@ -40,9 +51,8 @@ from .transcript import GradientRelease
 
 _BENDS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0)  # κ
 _LEVELS = 6  # of hidden directions
-_ENOUGH = 0.99
-_LEAST_STD = 1e-9
-_NUMBERS_AT_ONCE = 2**22
+_ENOUGH = 0.99  # of the likelihood of the differences, which the parts that are kept have
+_NUMBERS_AT_ONCE = 2**22  # that a tensor for many θ holds
 _SHORTEST_WAY = 0.5  # standard deviations of the prior
 _IS_KNOWN = 4.0  # standard deviations of the noise
 _LEAST, _LEAST_OF_WAY = 0.25, 0.5  # of the noise, of eigenvalues and along the way
@@ -61,21 +71,19 @@ class BentResponse:
     misfit = MISFIT
 
     def __init__(self, curvature: Tensor, centre: Tensor, way: Tensor, bend: float) -> None:
-        self._curvature, self._centre, self._bend = curvature, centre, bend
+        self._curvature, self._centre = curvature, centre
+        self._bend = curvature.new_tensor(bend)
         self._moved = curvature @ way
         self._square = float(way @ self._moved)
 
     def value(self, theta: Tensor) -> Tensor:
         """r(θ)."""
-        along, slope = self._along(theta)
-        inside = along.clamp(-1.0, 1.0)
-        bent = (1 - slope) / self._bend if self._bend else inside
-        more = bent + slope * (along - inside) - along
+        more, _ = _bent(self._along(theta), self._bend)
         return (theta - self._centre) @ self._curvature + more[..., None] * self._moved
 
     def slope(self, theta: Tensor) -> Tensor:
         """∂r/∂θ."""
-        _, slope = self._along(theta)
+        _, slope = _bent(self._along(theta), self._bend)
         of_way = torch.outer(self._moved, self._moved) / self._square
         return self._curvature + (slope - 1)[..., None, None] * of_way
 
@@ -87,10 +95,19 @@ class BentResponse:
         """It rests on none."""
         return 0.0
 
-    def _along(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """s and h'(s)."""
-        along = (theta - self._centre) @ self._moved / self._square
-        return along, (-self._bend * along.clamp(-1.0, 1.0)).exp()
+    def _along(self, theta: Tensor) -> Tensor:
+        """s."""
+        return (theta - self._centre) @ self._moved / self._square
+
+
+def _bent(along: Tensor, bend: Tensor) -> tuple[Tensor, Tensor]:
+    """h(s) − s and h'(s)."""
+    inside = along.clamp(-1.0, 1.0)
+    slope = (-bend * inside).exp()
+    is_straight = bend == 0
+    divisor = torch.where(is_straight, 1.0, bend)  # no 0/0 in a gradient
+    within = torch.where(is_straight, inside, (1 - slope) / divisor)
+    return within + slope * (along - inside) - along, slope
 
 
 class BentSurrogate(LearnedCurvatureSurrogate):
@@ -187,12 +204,8 @@ class ManyBent(NamedTuple):
     def _of_some(self, theta: Tensor) -> Tensor:
         away = theta - self.centre
         along = (away * self.direction).sum(-1)
-        inside = along.clamp(-1.0, 1.0)
-        slope = (-self.bend * inside).exp()
-        is_straight = self.bend == 0
-        divisor = torch.where(is_straight, 1.0, self.bend)  # no 0/0 in a gradient
-        bent = torch.where(is_straight, inside, (1 - slope) / divisor)
-        away = away + (bent + slope * (along - inside) - along)[..., None] * self.way
+        further, slope = _bent(along, self.bend)
+        away = away + further[..., None] * self.way
         both = torch.cat([torch.ones_like(away[..., :1]), away], -1)
         rows, columns = torch.triu_indices(both.shape[-1], both.shape[-1])
         error = (both[..., rows] * both[..., columns]) @ self.quadratic
@@ -269,7 +282,7 @@ def _known(
     """The estimate; along the way what was released, with all of its noise."""
     of_way = torch.outer(unit, unit)
     along = _along(released, released_std, unit) - float(unit @ curvature @ unit)
-    more = math.sqrt(max(released_std**2 - std**2, 0.0)) / max(std, _LEAST_STD)
+    more = math.sqrt(max(released_std**2 - std**2, 0.0)) / max(std, LEAST_STD)
     units = torch.cat([symmetric_units(len(unit)), more * of_way[None]])
     return _Begin(floored(curvature + along * of_way, _LEAST * released_std), std, units, None)
 

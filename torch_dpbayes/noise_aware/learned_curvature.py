@@ -44,7 +44,7 @@ from .transcript import GradientRelease
 LARGEST_DIMENSION = 24  # the regression has d(d+1)/2 unknowns
 # c; of these that with the largest likelihood of the differences
 _MISFITS = (0.03, 0.1, 0.3, 1.0)
-_LEAST_STD = 1e-9
+LEAST_STD = 1e-9
 
 
 class LearnedCurvatureSurrogate(AnySurrogate):
@@ -68,7 +68,7 @@ class LearnedCurvatureSurrogate(AnySurrogate):
         least: float | None = None,
     ) -> None:
         super().__init__(gradients, response, curvature, curvature_std, centre)
-        std = max(curvature_std, _LEAST_STD)
+        std = max(curvature_std, LEAST_STD)
         self._units = symmetric_units(len(centre)) if units is None else units
         away = self._points - centre
         squares = ((away @ curvature) * away).sum(-1) / len(centre)
@@ -95,13 +95,13 @@ class LearnedCurvatureSurrogate(AnySurrogate):
         self._curvature_std = float(left) ** 0.5
         learned = curvature + torch.einsum("n,nij->ij", fit.coefficients, self._units)
         if least is None:
-            least = max(FLOOR_OF_NOISE * self._curvature_std, _LEAST_STD)
+            least = max(FLOOR_OF_NOISE * self._curvature_std, LEAST_STD)
         self.curvature = floored(learned, least)
         rest = self._values - self._points @ self.curvature
         self._mean = torch.einsum("kij,kj->i", fit.weights, rest)
 
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
-        """D(θ)·C·D(θ)ᵀ. Of many θ as a quadratic function of them, which is a tenth of the work."""
+        """D(θ)·C·D(θ)ᵀ. Of many θ by its coefficients, which is less work."""
         away = moved - self.centre
         if away.dim() > 1:
             both = torch.cat([torch.ones_like(away[..., :1]), away], -1)
