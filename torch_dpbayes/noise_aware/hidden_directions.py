@@ -128,6 +128,8 @@ class HiddenDirections(NamedTuple):
     mean: float
     """Of the eigenvalues of those: the level, with the error ``std``."""
     std: float
+    spread: float
+    """Sum of their squared distances from it."""
 
     @staticmethod
     def of(released: Tensor, noise_std: float) -> HiddenDirections:
@@ -135,7 +137,8 @@ class HiddenDirections(NamedTuple):
         values, vectors = torch.linalg.eigh(released)
         count = num_alike(values, noise_std)
         mean, std = float(values[:count].mean()), noise_std / math.sqrt(count)
-        return HiddenDirections(values.clamp_min(noise_std), vectors, count, mean, std)
+        spread = float((values[:count] - mean).square().sum())
+        return HiddenDirections(values.clamp_min(noise_std), vectors, count, mean, std, spread)
 
     @property
     def middle(self) -> float:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .bent_response import BentSurrogate, bent_surrogates
+from .bends import bent_surrogates
 from .block_levels import BlockLevels
 from .feature_lengths import EDGES, best_length
 from .feature_shape import InShape, feature_shape
@@ -152,7 +152,7 @@ def run_general(
             return OuterProductResponse(at, place, num_data, misfit)
         return LinearResponse(at, misfit=misfit)
 
-    def bent(at: Tensor, spread: float, most: float | None = None) -> list[BentSurrogate]:
+    def bent(at: Tensor, spread: float, most: float | None = None) -> list[AnySurrogate]:
         if holds_mean or groups is not None:
             return []
         std = blocks.root_mean(variances)

@@ -1,0 +1,381 @@
+r"""The likelihood with a bent response, of a run with many parameters: the gradients' differences
+tell the curvature's row along the way.
+
+Of d parameters the error E of a released curvature has d(d+1)/2 numbers, of which the releases of a
+run cannot tell. What they do tell is how gradients change along the way, e = Ew for its unit vector
+w: d numbers, each of which is a regression on one number of each release, s_k = w·φ_k. In
+coordinates of w and of the eigenvectors across it, with Var e_i = p_i and releases averaged with
+weights ω_k to φ̄ = Σω_kφ_k,
+
+.. math:: c_i = \Big(\frac1{p_i} + \sum_k \frac{(s_k - \bar s)^2}{n_{ki}}\Big)^{-1}, \qquad
+    \hat e_i = c_i \sum_k \frac{(s_k - \bar s)(\tilde g_k - F\varphi_k)_i}{n_{ki}},
+
+n_ki being the variance of release k in coordinate i: its noise, what the response gets wrong, and
+the error of the curvature across the way. With δ = φ̄ − φ(θ), δ_U and δ_S its parts in hidden and
+in other directions across (:mod:`~torch_dpbayes.noise_aware.hidden_directions`), z_i = c_iδ_i and
+t = min(1, λ/v),
+
+.. math:: \operatorname{Cov} E\delta = \operatorname{diag}(\ldots) + \delta_w (w z^\top + z w^\top)
+    + \tfrac{v^2}2 (t^2 \delta_U\delta_U^\top + \delta_U\delta_S^\top + \delta_S\delta_U^\top +
+    \delta_S\delta_S^\top),
+
+whose diagonal is Σ c_iδ_i² along the way, c_iδ_w² + ½v²(t²‖δ_U‖² + ‖δ_S‖²) in hidden directions
+and c_iδ_w² + ½v²(‖δ_U‖² + ‖δ_S‖²) in others. F itself is a diagonal matrix but for the row and
+the column of the way, so that M is a diagonal matrix and a change of rank five.
+
+A Gaussian error spreads what it does not know over all of the |U| hidden directions. A curvature
+that noise hides mostly has it in few of them, ρ|U|, and none in the others: features that are alike
+have such a one. A gradient near zero is then ρ|U| coincidences, and not |U| of them, which would
+say that θ is near in directions where records say nothing. So
+
+.. math:: \log p(r) = \log p(r_S) + \rho \log p(r_U \mid r_S), \qquad \rho = \frac{\lambda^2}
+    {\lambda^2 + |U|\tau^2}
+
+with the residual's parts, τ² the variance of the entries of F_UU, as far as they are not λI: that
+ρ which a multiple of a projection has.
+
+Derived in this project.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .bent_response import BentResponse, bent
+from .response import FLOOR_OF_NOISE
+from .surrogate import AnySurrogate
+from .transcript import GradientRelease
+
+# c; of these that with the largest likelihood of the differences
+_MISFITS = (0.03, 0.1, 0.3, 1.0)
+LEAST_OF_WAY = 0.5  # of the noise, along the way
+_MOST_EXPLAINED = 0.9  # of the curvature along the way, by what it has in common with others
+_NUMBERS_AT_ONCE = 2**21  # that a tensor for many θ holds
+_RANK = 5
+
+
+class Across(NamedTuple):
+    """What is known of F across the way."""
+
+    vectors: Tensor
+    """Its eigenvectors there, hidden ones first, and the unit vector of the way, ``[d, d]``."""
+    values: Tensor
+    """Their eigenvalues, ``[d - 1]``."""
+    std: float
+    """v, of the error."""
+    num_hidden: int
+    """|U|."""
+    share: float
+    """t."""
+    power: float
+    """ρ."""
+
+
+class LearnedWaySurrogate(AnySurrogate):
+    """log p(transcript | θ), for Gaussian releases; arguments as in
+    :class:`~torch_dpbayes.noise_aware.surrogate.AnySurrogate`, and
+
+    Args:
+        across: F̂ across the way.
+        released: what was released of the curvature, with the noise ``released_std``.
+        way: u, from the first point to ``centre``.
+        bend: κ of :class:`~torch_dpbayes.noise_aware.bent_response.BentResponse`.
+    """
+
+    def __init__(
+        self,
+        gradients: Sequence[GradientRelease],
+        across: Across,
+        released: Tensor,
+        released_std: float,
+        centre: Tensor,
+        way: Tensor,
+        bend: float,
+    ) -> None:
+        turn, others, half = across.vectors, across.values, 0.5 * released_std**2
+        row = turn.T @ (released @ turn[:, -1])
+        along = max(float(row[-1]), LEAST_OF_WAY * released_std)
+        # no row is longer than a positive definite matrix allows
+        possible = along * others / len(others)
+        variances = torch.cat(
+            [possible * half / (possible + half), row.new_tensor([released_std**2])]
+        )
+        start = _arrow(along, row[:-1] * possible / (possible + half), others, 0.0)
+        dense = turn @ start @ turn.T
+        response = BentResponse(dense, centre, way, bend)
+        super().__init__(gradients, response, dense, across.std, centre)
+        points, values = (self._points - centre) @ turn, self._values @ turn
+        own = self._noises @ torch.stack([dense.new_ones(()), dense.diagonal().mean()])
+        wrong = (points @ start).square().mean(-1)
+        of_others = _errors_of_others(points, across, variances)
+        fits = [
+            _along_the_way(
+                points[:, -1],
+                values - points @ start,
+                (own + c**2 * wrong)[:, None] + of_others,
+                variances,
+            )
+            for c in _MISFITS
+        ]
+        best = max(range(len(fits)), key=lambda k: fits[k].log_evidence)
+        fit, own = fits[best], own + _MISFITS[best] ** 2 * wrong
+        self.log_evidence, self._left, self._across = fit.log_evidence, fit.variances, across
+        least = FLOOR_OF_NOISE * math.sqrt(float(fit.variances[-1]))
+        row = start[-1] + fit.estimates
+        self._turned = _arrow(float(row[-1]), row[:-1], others, least)
+        weights = 1 / (own + _errors_of_others(points, across, fit.variances).mean(-1))
+        weights = weights / weights.sum()
+        self._point = weights @ points
+        self._at_centre = weights @ (values - points @ self._turned)
+        self._own = float(weights.square() @ own)
+        self._length, self._bend = float(way.norm()), bend
+        self.curvature = turn @ self._turned @ turn.T
+        self._mean = turn @ self._at_centre - centre @ self.curvature
+        self.noise = self._own * torch.eye(len(centre), dtype=dense.dtype)
+
+    def _of_curvature_error(self, moved: Tensor) -> Tensor:
+        turn = self._across.vectors
+        delta = self._point - (moved - self.centre) @ turn
+        own = _errors_of_others(delta, self._across, self._left)
+        own = own + self._left * delta[..., -1:].square()
+        form = self._form
+        vectors, products = form.changes(delta[None, None])
+        vectors, products = vectors[0, 0], products[0, 0].clone()
+        products[:2, :2] = 0.0  # those are of F
+        return turn @ (torch.diag(own) + vectors.T @ products @ vectors) @ turn.T
+
+    def form(self) -> ManyWays:
+        """A diagonal, and what changes it."""
+        return self._form
+
+    @cached_property
+    def _form(self) -> ManyWays:
+        across = self._across
+
+        def number(value: float) -> Tensor:
+            return torch.full((1, 1), value, dtype=torch.float64)
+
+        return ManyWays(
+            across.vectors,
+            self.centre,
+            self._length,
+            across.num_hidden,
+            across.power,
+            number(self._bend),
+            self._turned[-1][None, None],
+            self._turned.diagonal()[None, None],
+            self._at_centre[None, None],
+            self._point[None, None],
+            self._left[None, None],
+            number(self._own),
+            number(0.5 * across.std**2),
+            number(across.share**2),
+            number(self.log_evidence),
+        )
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """By its form."""
+        rows = theta.reshape(-1, theta.shape[-1])
+        return self._form.log_likelihood(rows).reshape(theta.shape[:-1])
+
+
+class ManyWays(NamedTuple):
+    """K such likelihoods of one way at once. Hidden directions come first, and the way last."""
+
+    turn: Tensor
+    """To these coordinates, ``[d, d]``."""
+    centre: Tensor
+    """c, ``[d]``."""
+    length: float
+    """‖u‖."""
+    num_hidden: int
+    """|U|."""
+    power: float
+    """ρ."""
+    bend: Tensor
+    """κ, ``[K, 1]``."""
+    row: Tensor
+    """F w, ``[K, 1, d]``."""
+    diagonal: Tensor
+    """Of F, ``[K, 1, d]``."""
+    mean: Tensor
+    """The residual at c, ``[K, 1, d]``."""
+    point: Tensor
+    """φ̄ − c, ``[K, 1, d]``."""
+    left: Tensor
+    """c_i, ``[K, 1, d]``."""
+    own: Tensor
+    """Variance of the mean release, ``[K, 1]``."""
+    half: Tensor
+    """½v², ``[K, 1]``."""
+    share: Tensor
+    """t², ``[K, 1]``."""
+    log_evidence: Tensor
+    """``[K, 1]``."""
+
+    @staticmethod
+    def stacked(forms: Sequence[ManyWays]) -> ManyWays:
+        """All of them."""
+        common, parts = forms[0][:5], zip(*(form[5:] for form in forms), strict=True)
+        return ManyWays(*common, *map(torch.cat, parts))
+
+    def log_likelihood(self, theta: Tensor) -> Tensor:
+        """log p(transcript | θ) up to a constant, ``[K, m]`` for θ ``[m, d]``; differentiable."""
+        rows = max(1, _NUMBERS_AT_ONCE // (_RANK * self.row.numel()))
+        return torch.cat([self._of_some(some) for some in theta.split(rows)], 1)
+
+    def changes(self, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """What M has besides its diagonal: vectors w, F w but for its last entry, δ_U, δ_S and z,
+        ``[K, m, 5, d]``, and their products' coefficients ``[K, m, 5, 5]``, without bends.
+        """
+        hidden = self.num_hidden
+        vectors = delta.new_zeros(*delta.shape[:-1], _RANK, delta.shape[-1])
+        vectors[..., 0, -1] = 1.0
+        vectors[..., 1, :-1] = self.row[..., :-1]
+        vectors[..., 2, :hidden] = delta[..., :hidden]
+        vectors[..., 3, hidden:-1] = delta[..., hidden:-1]
+        vectors[..., 4, :-1] = self.left[..., :-1] * delta[..., :-1]
+        products = delta.new_zeros(*delta.shape[:-1], _RANK, _RANK)
+        products[..., 0, 1] = products[..., 1, 0] = 1.0
+        products[..., 2, 2] = self.half * self.share
+        products[..., 2, 3] = products[..., 3, 2] = products[..., 3, 3] = self.half
+        products[..., 0, 4] = products[..., 4, 0] = delta[..., -1]
+        return vectors, products
+
+    def _of_some(self, theta: Tensor) -> Tensor:
+        hidden, along = self.num_hidden, self.row[..., -1]
+        place = (theta - self.centre) @ self.turn
+        shares = (place * self.row).sum(-1) / (along * self.length)
+        further, slope = bent(shares, self.bend)
+        of_way = place[..., -1] + self.length * further
+        place = torch.cat(
+            [place[..., :-1].expand(*of_way.shape, -1), of_way[..., None]], -1
+        )  # φ(θ) − c
+        delta = self.point - place
+        moved = self.row * of_way[..., None]
+        moved = moved + torch.cat(
+            [
+                self.diagonal[..., :-1] * place[..., :-1],
+                (place[..., :-1] * self.row[..., :-1]).sum(-1, keepdim=True),
+            ],
+            -1,
+        )
+        residual = self.mean + moved
+        squares = delta.square()
+        of_hidden = squares[..., :hidden].sum(-1, keepdim=True)
+        of_others = squares[..., hidden:-1].sum(-1, keepdim=True)
+        half, share = self.half[..., None], self.share[..., None]
+        errors = torch.cat(
+            [
+                (half * (share * of_hidden + of_others)).expand(*of_way.shape, hidden),
+                (half * (of_hidden + of_others)).expand_as(squares[..., hidden:-1]),
+                (self.left[..., :-1] * squares[..., :-1]).sum(-1, keepdim=True),
+            ],
+            -1,
+        )
+        diagonal = self.diagonal + self.own[..., None] + self.left * squares[..., -1:] + errors
+        vectors, products = self.changes(delta)
+        # F_α = (1 + ⅔(√h' − 1)·a aᵀ)² in coordinates where F is 1, in which F u is along a
+        more = (1 + 2 * (slope.sqrt() - 1) / 3).square() - 1
+        row = torch.zeros_like(self.row[..., :_RANK])
+        row[..., 0], row[..., 1] = along, 1.0
+        changed = products + (more / along)[..., None, None] * row[..., None] * row[..., None, :]
+        seen = _Sums.of(*(part[..., hidden:] for part in (residual, diagonal, vectors)))
+        found = seen.log_density(changed, products)
+        if hidden:
+            whole = seen + _Sums.of(*(part[..., :hidden] for part in (residual, diagonal, vectors)))
+            found = found + self.power * (whole.log_density(changed, products) - found)
+        return self.log_evidence + torch.where(found.isfinite(), found, -torch.inf)
+
+
+class _Sums(NamedTuple):
+    """What a normal density with a covariance D + VᵀCV needs of its coordinates."""
+
+    squares: Tensor
+    """rᵀD⁻¹r."""
+    log_scale: Tensor
+    """log|D|."""
+    seen: Tensor
+    """VD⁻¹r."""
+    gram: Tensor
+    """VD⁻¹Vᵀ."""
+
+    @staticmethod
+    def of(residual: Tensor, diagonal: Tensor, vectors: Tensor) -> _Sums:
+        scaled = vectors / diagonal[..., None, :]
+        return _Sums(
+            (residual.square() / diagonal).sum(-1),
+            diagonal.log().sum(-1),
+            (scaled * residual[..., None, :]).sum(-1),
+            scaled @ vectors.mT,
+        )
+
+    def __add__(self, other: object) -> _Sums:
+        assert isinstance(other, _Sums)
+        return _Sums(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def log_density(self, products: Tensor, unbent: Tensor) -> Tensor:
+        """−½(rᵀM⁻¹r + log |M₀|) with C = ``products`` and ``unbent``."""
+        eye = torch.eye(products.shape[-1], dtype=products.dtype)
+        right = (products @ self.seen[..., None])[..., 0]
+        explained, _ = torch.linalg.solve_ex(eye + products @ self.gram, right)
+        misfit = self.squares - (self.seen * explained).sum(-1)
+        return -0.5 * (misfit + self.log_scale + torch.logdet(eye + unbent @ self.gram))
+
+
+def _errors_of_others(delta: Tensor, across: Across, variances: Tensor) -> Tensor:
+    """Variances of Eδ in each coordinate but for those of e·δ_w, ``[..., d]``."""
+    hidden, half = across.num_hidden, 0.5 * across.std**2
+    squares = delta[..., :-1].square()
+    of_hidden = squares[..., :hidden].sum(-1, keepdim=True)
+    of_others = squares[..., hidden:].sum(-1, keepdim=True)
+    rows = [
+        (half * (across.share**2 * of_hidden + of_others)).expand_as(squares[..., :hidden]),
+        (half * (of_hidden + of_others)).expand_as(squares[..., hidden:]),
+        (squares * variances[:-1]).sum(-1, keepdim=True),
+    ]
+    return torch.cat(rows, -1)
+
+
+class _Fit(NamedTuple):
+    estimates: Tensor
+    variances: Tensor
+    log_evidence: float
+
+
+def _along_the_way(places: Tensor, values: Tensor, noises: Tensor, variances: Tensor) -> _Fit:
+    """e, from the differences of ``values`` = e·s_k + a + noise, ``[releases, d]``, with a flat
+    prior of a; the evidence is of its last entry, the curvature along the way.
+    """
+    precisions = 1 / noises
+    weights = precisions / precisions.sum(0)
+    apart = places[:, None] - (weights * places[:, None]).sum(0)
+    differences = values - (weights * values).sum(0)
+    total = 1 / variances + (apart.square() * precisions).sum(0)
+    estimates = (apart * differences * precisions).sum(0) / total
+    log_evidence = (
+        estimates.square() * total
+        - (differences.square() * precisions).sum(0)
+        - (variances * total).log()
+        - noises.log().sum(0)
+        - precisions.sum(0).log()
+    )
+    return _Fit(estimates, 1 / total, float(log_evidence[-1]) / 2)
+
+
+def _arrow(along: float, beside: Tensor, others: Tensor, least: float) -> Tensor:
+    """F, ``[d, d]``, positive definite: with ``along`` no less than ``least``, and ``beside`` as
+    far as it allows.
+    """
+    along = max(along, least)
+    explained = float((beside.square() / others).sum()) / along
+    beside = beside * math.sqrt(min(1.0, _MOST_EXPLAINED / max(explained, 1e-300)))
+    matrix = torch.diag(torch.cat([others, others.new_tensor([along])]))
+    matrix[-1, :-1] = matrix[:-1, -1] = beside
+    return matrix
