@@ -31,7 +31,7 @@ from .hidden_directions import HiddenDirections, num_alike
 from .learned_curvature import LARGEST_DIMENSION, LEAST_STD, symmetric_units
 from .learned_way import LEAST_OF_WAY, Across, LearnedWaySurrogate
 from .priors import GaussianPrior
-from .response import FLOOR_OF_NOISE, floored
+from .response import FLOOR_OF_NOISE, denoised, floored
 from .surrogate import AnySurrogate
 from .transcript import GradientRelease
 
@@ -101,9 +101,13 @@ def bent_surrogates(
         hidden = HiddenDirections.of(beside @ released @ beside.T, released_std)
         power = _share_with_curvature(hidden, released_std)
         if power > _IS_ALIKE and hidden.mean > _IS_KNOWN * hidden.std:
-            values, vectors = torch.linalg.eigh(beside @ curvature @ beside.T)
+            # what tells the way from the others is no noise among these
+            of_others, std = denoised(beside @ released @ beside.T, released_std)
+            if std > curvature_std:
+                of_others, std = beside @ curvature @ beside.T, curvature_std
+            values, vectors = torch.linalg.eigh(of_others)
             turn = torch.cat([vectors.T @ beside, unit[None]]).T
-            parts = [Across(turn, values, curvature_std, 0, 1.0, 1.0)]
+            parts = [Across(turn, values, std, 0, 1.0, 1.0)]
         else:
             turn = torch.cat([hidden.vectors.T @ beside, unit[None]]).T
             parts = [

@@ -54,6 +54,8 @@ from .transcript import GradientRelease
 
 # c; of these that with the largest likelihood of the differences
 _MISFITS = (0.03, 0.1, 0.3, 1.0)
+# of the longest row that is possible, in squares; likewise, and of the released one
+_SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
 LEAST_OF_WAY = 0.5  # of the noise, along the way
 _MOST_EXPLAINED = 0.9  # of the curvature along the way, by what it has in common with others
 _NUMBERS_AT_ONCE = 2**21  # that a tensor for many θ holds
@@ -98,34 +100,21 @@ class LearnedWaySurrogate(AnySurrogate):
         way: Tensor,
         bend: float,
     ) -> None:
-        turn, others, half = across.vectors, across.values, 0.5 * released_std**2
+        turn, others = across.vectors, across.values
         row = turn.T @ (released @ turn[:, -1])
         along = max(float(row[-1]), LEAST_OF_WAY * released_std)
         # no row is longer than a positive definite matrix allows
         possible = along * others / len(others)
-        variances = torch.cat(
-            [possible * half / (possible + half), row.new_tensor([released_std**2])]
-        )
-        start = _arrow(along, row[:-1] * possible / (possible + half), others, 0.0)
-        dense = turn @ start @ turn.T
+        begins = [_begin(row, along, share * possible, others, released_std) for share in _SHARES]
+        dense = turn @ begins[0].start @ turn.T
         response = BentResponse(dense, centre, way, bend)
         super().__init__(gradients, response, dense, across.std, centre)
         points, values = (self._points - centre) @ turn, self._values @ turn
         own = self._noises @ torch.stack([dense.new_ones(()), dense.diagonal().mean()])
-        wrong = (points @ start).square().mean(-1)
-        of_others = _errors_of_others(points, across, variances)
-        fits = [
-            _along_the_way(
-                points[:, -1],
-                values - points @ start,
-                (own + c**2 * wrong)[:, None] + of_others,
-                variances,
-            )
-            for c in _MISFITS
-        ]
-        best = max(range(len(fits)), key=lambda k: fits[k].log_evidence)
-        fit, own = fits[best], own + _MISFITS[best] ** 2 * wrong
-        self.log_evidence, self._left, self._across = fit.log_evidence, fit.variances, across
+        fits = [_learned(points, values, own, across, begin) for begin in begins]
+        best = max(range(len(fits)), key=lambda k: begins[k].log_evidence + fits[k].of_others)
+        fit, own, start = fits[best], fits[best].noises, begins[best].start
+        self.log_evidence, self._left, self._across = fit.of_way, fit.variances, across
         least = FLOOR_OF_NOISE * math.sqrt(float(fit.variances[-1]))
         row = start[-1] + fit.estimates
         self._turned = _arrow(float(row[-1]), row[:-1], others, least)
@@ -343,15 +332,71 @@ def _errors_of_others(delta: Tensor, across: Across, variances: Tensor) -> Tenso
     return torch.cat(rows, -1)
 
 
+class _Begin(NamedTuple):
+    """What the release tells of the row along the way."""
+
+    start: Tensor
+    """F, ``[d, d]``."""
+    variances: Tensor
+    """p_i."""
+    log_evidence: float
+    """Of what was released of it beside the way."""
+
+
+def _begin(
+    row: Tensor, along: float, possible: Tensor, others: Tensor, released_std: float
+) -> _Begin:
+    half = 0.5 * released_std**2
+    total = possible + half
+    variances = torch.cat([possible * half / total, row.new_tensor([released_std**2])])
+    log_evidence = -0.5 * float((row[:-1].square() / total + total.log()).sum())
+    return _Begin(_arrow(along, row[:-1] * possible / total, others, 0.0), variances, log_evidence)
+
+
+class _Learned(NamedTuple):
+    """What the gradients' differences tell of that row."""
+
+    estimates: Tensor
+    variances: Tensor
+    noises: Tensor
+    """Of the releases, with what the response gets wrong."""
+    of_way: float
+    """log p(differences) along the way, and in all other coordinates."""
+    of_others: float
+
+
+def _learned(
+    points: Tensor, values: Tensor, noises: Tensor, across: Across, begin: _Begin
+) -> _Learned:
+    wrong = (points @ begin.start).square().mean(-1)
+    of_others = _errors_of_others(points, across, begin.variances)
+    found = []
+    for misfit in _MISFITS:
+        own = noises + misfit**2 * wrong
+        fit = _along_the_way(
+            points[:, -1],
+            values - points @ begin.start,
+            own[:, None] + of_others,
+            begin.variances,
+        )
+        evidence = fit.log_evidence
+        found.append(
+            _Learned(
+                fit.estimates, fit.variances, own, float(evidence[-1]), float(evidence[:-1].sum())
+            )
+        )
+    return max(found, key=lambda one: one.of_way)
+
+
 class _Fit(NamedTuple):
     estimates: Tensor
     variances: Tensor
-    log_evidence: float
+    log_evidence: Tensor
 
 
 def _along_the_way(places: Tensor, values: Tensor, noises: Tensor, variances: Tensor) -> _Fit:
     """e, from the differences of ``values`` = e·s_k + a + noise, ``[releases, d]``, with a flat
-    prior of a; the evidence is of its last entry, the curvature along the way.
+    prior of a, for each coordinate by itself.
     """
     precisions = 1 / noises
     weights = precisions / precisions.sum(0)
@@ -366,7 +411,7 @@ def _along_the_way(places: Tensor, values: Tensor, noises: Tensor, variances: Te
         - noises.log().sum(0)
         - precisions.sum(0).log()
     )
-    return _Fit(estimates, 1 / total, float(log_evidence[-1]) / 2)
+    return _Fit(estimates, 1 / total, log_evidence / 2)
 
 
 def _arrow(along: float, beside: Tensor, others: Tensor, least: float) -> Tensor:
