@@ -205,7 +205,7 @@ def test_a_large_weight_is_found_and_not_explained_by_the_prior(num_hidden):
 
 @pytest.mark.parametrize("num_hidden", [0, 2])
 def test_without_bends_the_prior_explains_it(monkeypatch, num_hidden):
-    monkeypatch.setattr(bends, "_MOST_PARAMETERS", 0)
+    monkeypatch.setattr(bends, "MOST_PARAMETERS", 0)
     with pytest.raises(AssertionError):
         assert_large_weight_is_found(num_hidden)
 

@@ -36,7 +36,7 @@ from .surrogate import AnySurrogate
 from .transcript import GradientRelease
 
 _BENDS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0)  # κ
-_MOST_PARAMETERS = 1000  # every step takes their eigenvectors
+MOST_PARAMETERS = 1000  # every step takes their eigenvectors
 _LEVELS = 6  # of hidden directions
 _ENOUGH = 0.99  # of the likelihood of the differences, which the parts that are kept have
 _SHORTEST_WAY = 0.5  # standard deviations of the prior
@@ -71,7 +71,7 @@ def bent_surrogates(
     way = centre - prior.mean
     length = float((way @ prior.matrix @ way).sqrt())
     # of one parameter the level is all of the curvature, and is known
-    if not 1 < len(centre) <= _MOST_PARAMETERS or length < _SHORTEST_WAY:
+    if not 1 < len(centre) <= MOST_PARAMETERS or length < _SHORTEST_WAY:
         return []
     unit = way / way.norm()
 

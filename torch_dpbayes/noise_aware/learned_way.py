@@ -129,15 +129,15 @@ class LearnedWaySurrogate(AnySurrogate):
         self.noise = self._own * torch.eye(len(centre), dtype=dense.dtype)
 
     def _of_curvature_error(self, moved: Tensor) -> Tensor:
-        turn = self._across.vectors
+        across, turn = self._across, self._across.vectors
         delta = self._point - (moved - self.centre) @ turn
-        own = _errors_of_others(delta, self._across, self._left)
-        own = own + self._left * delta[..., -1:].square()
-        form = self._form
-        vectors, products = form.changes(delta[None, None])
-        vectors, products = vectors[0, 0], products[0, 0].clone()
-        products[:2, :2] = 0.0  # those are of F
-        return turn @ (torch.diag(own) + vectors.T @ products @ vectors) @ turn.T
+        own = _errors_of_others(delta, across, self._left) + self._left * delta[-1].square()
+        shares = torch.ones_like(self._turned)
+        shares[: across.num_hidden, : across.num_hidden] = across.share**2
+        found = 0.5 * across.std**2 * shares * torch.outer(delta, delta)
+        found[-1] = found[:, -1] = delta[-1] * self._left * delta
+        found[-1, -1] = 0.0
+        return turn @ (torch.diag(own) + found) @ turn.T
 
     def form(self) -> ManyWays:
         """A diagonal, and what changes it."""
@@ -219,68 +219,73 @@ class ManyWays(NamedTuple):
         rows = max(1, _NUMBERS_AT_ONCE // (_RANK * self.row.numel()))
         return torch.cat([self._of_some(some) for some in theta.split(rows)], 1)
 
-    def changes(self, delta: Tensor) -> tuple[Tensor, Tensor]:
-        """What M has besides its diagonal: vectors w, F w but for its last entry, δ_U, δ_S and z,
-        ``[K, m, 5, d]``, and their products' coefficients ``[K, m, 5, 5]``, without bends.
-        """
-        hidden = self.num_hidden
-        vectors = delta.new_zeros(*delta.shape[:-1], _RANK, delta.shape[-1])
-        vectors[..., 0, -1] = 1.0
-        vectors[..., 1, :-1] = self.row[..., :-1]
-        vectors[..., 2, :hidden] = delta[..., :hidden]
-        vectors[..., 3, hidden:-1] = delta[..., hidden:-1]
-        vectors[..., 4, :-1] = self.left[..., :-1] * delta[..., :-1]
-        products = delta.new_zeros(*delta.shape[:-1], _RANK, _RANK)
-        products[..., 0, 1] = products[..., 1, 0] = 1.0
-        products[..., 2, 2] = self.half * self.share
-        products[..., 2, 3] = products[..., 3, 2] = products[..., 3, 3] = self.half
-        products[..., 0, 4] = products[..., 4, 0] = delta[..., -1]
-        return vectors, products
-
     def _of_some(self, theta: Tensor) -> Tensor:
-        hidden, along = self.num_hidden, self.row[..., -1]
-        place = (theta - self.centre) @ self.turn
-        shares = (place * self.row).sum(-1) / (along * self.length)
-        further, slope = bent(shares, self.bend)
-        of_way = place[..., -1] + self.length * further
-        place = torch.cat(
-            [place[..., :-1].expand(*of_way.shape, -1), of_way[..., None]], -1
-        )  # φ(θ) − c
-        delta = self.point - place
-        moved = self.row * of_way[..., None]
-        moved = moved + torch.cat(
-            [
-                self.diagonal[..., :-1] * place[..., :-1],
-                (place[..., :-1] * self.row[..., :-1]).sum(-1, keepdim=True),
-            ],
-            -1,
+        # of hidden directions, of others across the way, and of the way
+        sizes = [self.num_hidden, len(self.turn) - 1 - self.num_hidden, 1]
+        rows, values, means, points, lefts = (
+            part.split(sizes, -1)
+            for part in (self.row, self.diagonal, self.mean, self.point, self.left)
         )
-        residual = self.mean + moved
-        squares = delta.square()
-        of_hidden = squares[..., :hidden].sum(-1, keepdim=True)
-        of_others = squares[..., hidden:-1].sum(-1, keepdim=True)
-        half, share = self.half[..., None], self.share[..., None]
-        errors = torch.cat(
-            [
-                (half * (share * of_hidden + of_others)).expand(*of_way.shape, hidden),
-                (half * (of_hidden + of_others)).expand_as(squares[..., hidden:-1]),
-                (self.left[..., :-1] * squares[..., :-1]).sum(-1, keepdim=True),
-            ],
-            -1,
+        whole = (theta - self.centre) @ self.turn
+        places = whole.split(sizes, -1)
+        along, products = self.row[..., -1], (whole * self.row).sum(-1)
+        further, slope = bent(products / (along * self.length), self.bend)
+        of_way = whole[..., -1] + self.length * further  # φ(θ) − c along it; across it is θ − c
+        delta_way = self.point[..., -1] - of_way
+        deltas = [points[k] - places[k] for k in range(2)]
+        of_hidden, of_others = (delta.square().sum(-1) for delta in deltas)
+        errors = [
+            self.half * (self.share * of_hidden + of_others),
+            self.half * (of_hidden + of_others),
+        ]
+        sums = []
+        for k in range(2):
+            more = (self.own + errors[k])[..., None]
+            sums.append(
+                _Sums.of(
+                    means[k] + rows[k] * of_way[..., None] + values[k] * places[k],
+                    values[k] + more + lefts[k] * delta_way.square()[..., None],
+                    torch.stack(
+                        [rows[k].expand_as(deltas[k]), deltas[k], lefts[k] * deltas[k]], -2
+                    ),
+                    _PLACES[k],
+                )
+            )
+        error = sum((lefts[k] * deltas[k].square()).sum(-1) for k in range(2))
+        own = along + self.own + self.left[..., -1] * delta_way.square() + error
+        residual = self.mean[..., -1] + products + along * (of_way - whole[..., -1])
+        eye = torch.eye(_RANK, dtype=theta.dtype)
+        of_one = eye[:, :1]
+        unit = torch.ones_like(own)[..., None, None]
+        seen = sums[1] + _Sums.of(residual[..., None], own[..., None], unit, of_one)
+        # what M has besides its diagonal, of vectors w, Fw but for its last entry, δ_U, δ_S and z
+        half, share = self.half[..., None, None], self.share[..., None, None]
+        unbent = (
+            _between(0, 1)
+            + half * (share * _between(2, 2) / 2 + _between(2, 3) + _between(3, 3) / 2)
+            + delta_way[..., None, None] * _between(0, 4)
         )
-        diagonal = self.diagonal + self.own[..., None] + self.left * squares[..., -1:] + errors
-        vectors, products = self.changes(delta)
         # F_α = (1 + ⅔(√h' − 1)·a aᵀ)² in coordinates where F is 1, in which F u is along a
-        more = (1 + 2 * (slope.sqrt() - 1) / 3).square() - 1
-        row = torch.zeros_like(self.row[..., :_RANK])
-        row[..., 0], row[..., 1] = along, 1.0
-        changed = products + (more / along)[..., None, None] * row[..., None] * row[..., None, :]
-        seen = _Sums.of(*(part[..., hidden:] for part in (residual, diagonal, vectors)))
-        found = seen.log_density(changed, products)
-        if hidden:
-            whole = seen + _Sums.of(*(part[..., :hidden] for part in (residual, diagonal, vectors)))
-            found = found + self.power * (whole.log_density(changed, products) - found)
+        more = ((1 + 2 * (slope.sqrt() - 1) / 3).square() - 1)[..., None, None]
+        row = along[..., None, None] * of_one + eye[:, 1:2]
+        changed = unbent + more * (row @ row.mT) / along[..., None, None]
+        found = seen.log_density(changed, unbent)
+        if self.num_hidden:
+            of_all = (seen + sums[0]).log_density(changed, unbent)
+            found = found + self.power * (of_all - found)
         return self.log_evidence + torch.where(found.isfinite(), found, -torch.inf)
+
+
+def _between(i: int, j: int) -> Tensor:
+    """The matrix of v_i v_jᵀ + v_j v_iᵀ in products of the vectors."""
+    found = torch.zeros(_RANK, _RANK, dtype=torch.float64)
+    found[i, j] += 1
+    found[j, i] += 1
+    return found
+
+
+# of Fw, δ and z, in hidden directions and in others, among the vectors
+_PLACES = [torch.eye(_RANK, dtype=torch.float64)[:, own] for own in ([1, 2, 4], [1, 3, 4])]
 
 
 class _Sums(NamedTuple):
@@ -296,13 +301,14 @@ class _Sums(NamedTuple):
     """VD⁻¹Vᵀ."""
 
     @staticmethod
-    def of(residual: Tensor, diagonal: Tensor, vectors: Tensor) -> _Sums:
+    def of(residual: Tensor, diagonal: Tensor, vectors: Tensor, places: Tensor) -> _Sums:
+        """Of some coordinates, in which all vectors are 0 but for ``vectors`` at ``places``."""
         scaled = vectors / diagonal[..., None, :]
         return _Sums(
             (residual.square() / diagonal).sum(-1),
             diagonal.log().sum(-1),
-            (scaled * residual[..., None, :]).sum(-1),
-            scaled @ vectors.mT,
+            (scaled * residual[..., None, :]).sum(-1) @ places.T,
+            places @ (scaled @ vectors.mT) @ places.T,
         )
 
     def __add__(self, other: object) -> _Sums:
