@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from torch_dpbayes import noise_aware
-from torch_dpbayes.noise_aware import bends
-from torch_dpbayes.noise_aware.bends import bent_surrogates
-from torch_dpbayes.noise_aware.bent_response import BentResponse
-from torch_dpbayes.noise_aware.bent_surrogate import BentSurrogate
+from torch_dpbayes.noise_aware import bent_response
+from torch_dpbayes.noise_aware.bent_response import BentResponse, BentSurrogate, bent_surrogates
 from torch_dpbayes.noise_aware.hidden_directions import HiddenDirections
 from torch_dpbayes.noise_aware.learned_curvature import symmetric_units
 from torch_dpbayes.noise_aware.priors import GaussianPrior
@@ -106,7 +104,7 @@ def test_among_hidden_directions_no_error_is_larger_than_their_level():
     released = torch.diag(torch.tensor([0.1, 0.1, 0.1, 90.0, 90.0], dtype=DOUBLE))
     unit = torch.tensor([0.0, 0, 0, 0, 1], dtype=DOUBLE)
     hidden = HiddenDirections.of(released, noise_std)
-    found = bends._hidden(hidden, level, released, noise_std, unit)
+    found = bent_response._hidden(hidden, level, released, noise_std, unit)
     deviations = found.std * found.units.square().sum(0).sqrt()
     expected = torch.full((size, size), noise_std, dtype=DOUBLE)
     expected[:3, :3] = level
@@ -205,7 +203,7 @@ def test_a_large_weight_is_found_and_not_explained_by_the_prior(num_hidden):
 
 @pytest.mark.parametrize("num_hidden", [0, 2])
 def test_without_bends_the_prior_explains_it(monkeypatch, num_hidden):
-    monkeypatch.setattr(bends, "MOST_PARAMETERS", 0)
+    monkeypatch.setattr(bent_response, "LARGEST_DIMENSION", 0)
     with pytest.raises(AssertionError):
         assert_large_weight_is_found(num_hidden)
 

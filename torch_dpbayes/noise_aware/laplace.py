@@ -18,9 +18,9 @@ from ..ops.models import Loss, using_pyro
 from ..ops.pyro_model import model_of_module, require_module
 from ..ops.softmax import Softmax
 from .arguments import budget_of, little_left, public_num_data, require_small, shortened_rows
-from .bends import MOST_PARAMETERS
 from .coupled_outputs import couples_outputs
 from .diagonal import run_diagonal
+from .learned_curvature import LARGEST_DIMENSION
 from .mechanism import DiagonalSums, GeneralSums, PrivateSums, charge
 from .newton import run_general, run_glm
 from .planning import (
@@ -378,7 +378,7 @@ def _general(
         return surrogate.agreement(mode, precision)
 
     assumption = "the log likelihood is taken as quadratic around the last points of the run"
-    if transcript.groups is None and 1 < sums.dimension <= MOST_PARAMETERS:
+    if transcript.groups is None and 1 < sums.dimension <= LARGEST_DIMENSION:
         assumption += ", with a curvature that may change along the way there"
     statement = _statement(accountant, plan, sums, assumption)
     statement += _note_clipped(transcript, count, sums.gradient_bound, surrogate.gradient_std)

@@ -1,19 +1,26 @@
-r"""The likelihood with a bent response, of a run with many parameters: the gradients' differences
-tell the curvature's row along the way.
+r"""Directions that noise hides, of many parameters: what gradients tell of the curvature along the
+way of a run, and how much a gradient says in hidden directions.
 
 Of d parameters the error E of a released curvature has d(d+1)/2 numbers, of which the releases of a
 run cannot tell. What they do tell is how gradients change along the way, e = Ew for its unit vector
-w: d numbers, each of which is a regression on one number of each release, s_k = w·φ_k. In
-coordinates of w and of the eigenvectors across it, with Var e_i = p_i and releases averaged with
-weights ω_k to φ̄ = Σω_kφ_k,
+w: d numbers, each of which is a regression on one number of each release, s_k = w·θ_k. In
+coordinates of w and of the eigenvectors across it, with Var e_i = p_i and n_ki the variance of
+release k in coordinate i, which is its noise, what a straight line gets wrong, and the error of the
+curvature across the way,
 
-.. math:: c_i = \Big(\frac1{p_i} + \sum_k \frac{(s_k - \bar s)^2}{n_{ki}}\Big)^{-1}, \qquad
-    \hat e_i = c_i \sum_k \frac{(s_k - \bar s)(\tilde g_k - F\varphi_k)_i}{n_{ki}},
+.. math:: c_i = \Big(\frac1{p_i} + \sum_k \frac{(s_k - \bar s_i)^2}{n_{ki}}\Big)^{-1}, \qquad
+    \hat e_i = c_i \sum_k \frac{(s_k - \bar s_i)(\tilde g_k - F\theta_k)_i}{n_{ki}},
 
-n_ki being the variance of release k in coordinate i: its noise, what the response gets wrong, and
-the error of the curvature across the way. With δ = φ̄ − φ(θ), δ_U and δ_S its parts in hidden and
-in other directions across (:mod:`~torch_dpbayes.noise_aware.hidden_directions`), z_i = c_iδ_i and
-t = min(1, λ/v),
+s̄_i being the mean with weights 1/n_ki. The releases' mean, of which a likelihood is made, has one
+weight ω_k for all coordinates, so that it is independent of their differences but for how much n_ki
+varies with i.
+
+A positive definite F has p_i ≤ F_ww F_ii/d on average. It may have much less, which the released
+row and the differences tell, of all of its entries together: the likeliest of a few multiples.
+
+With δ = Σω_kθ_k − θ, δ_U and δ_S its parts in hidden and in other directions across
+(:mod:`~torch_dpbayes.noise_aware.hidden_directions`), z_i = c_iδ_i across and z_w = 0, and t =
+min(1, λ/v),
 
 .. math:: \operatorname{Cov} E\delta = \operatorname{diag}(\ldots) + \delta_w (w z^\top + z w^\top)
     + \tfrac{v^2}2 (t^2 \delta_U\delta_U^\top + \delta_U\delta_S^\top + \delta_S\delta_U^\top +
@@ -24,15 +31,16 @@ and c_iδ_w² + ½v²(‖δ_U‖² + ‖δ_S‖²) in others. F itself is a diag
 the column of the way, so that M is a diagonal matrix and a change of rank five.
 
 A Gaussian error spreads what it does not know over all of the |U| hidden directions. A curvature
-that noise hides mostly has it in few of them, ρ|U|, and none in the others: features that are alike
-have such a one. A gradient near zero is then ρ|U| coincidences, and not |U| of them, which would
-say that θ is near in directions where records say nothing. So
+that noise hides may as well be that of few of them, ρ|U|, and none in the others: correlated
+features have such a one. A gradient near zero is then ρ|U| coincidences, and not |U| of them, which
+would say that θ is near in directions where records say nothing. So
 
 .. math:: \log p(r) = \log p(r_S) + \rho \log p(r_U \mid r_S), \qquad \rho = \frac{\lambda^2}
     {\lambda^2 + |U|\tau^2}
 
-with the residual's parts, τ² the variance of the entries of F_UU, as far as they are not λI: that
-ρ which a multiple of a projection has.
+with the residual's parts, and τ² the variance of the entries of F_UU, as far as they are not λI:
+that is the ρ of a multiple of a projection. A power of a density is none; ρ is the same for all
+levels λ, which therefore can be compared.
 
 Derived in this project.
 """
@@ -47,16 +55,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bent_response import BentResponse, bent
-from .response import FLOOR_OF_NOISE
+from .bent_response import LEAST_OF_WAY, SHORTEST_WAY
+from .hidden_directions import HiddenDirections
+from .learned_curvature import LARGEST_DIMENSION
+from .priors import GaussianPrior
+from .response import FLOOR_OF_NOISE, MISFIT, LinearResponse
 from .surrogate import AnySurrogate
 from .transcript import GradientRelease
 
-# c; of these that with the largest likelihood of the differences
+_MOST_PARAMETERS = 1000  # every step takes their eigenvectors
+_LEVELS = 6  # of hidden directions
+_IS_KNOWN = 4.0  # standard deviations of the noise, that a level is
+_IS_ALIKE = 0.5  # ρ
+_SURELY = 2.0  # standard errors
+# what a straight line gets wrong, as a share of a difference; the likeliest of these counts
 _MISFITS = (0.03, 0.1, 0.3, 1.0)
-# of the longest row that is possible, in squares; likewise, and of the released one
-_SHARES = (1.0, 0.3, 0.1, 0.03, 0.01)
-LEAST_OF_WAY = 0.5  # of the noise, along the way
+# of the squares that the row of a positive definite matrix can have; the likeliest of these counts
+_MULTIPLES = (1.0, 0.3, 0.1, 0.03, 0.01)
 _MOST_EXPLAINED = 0.9  # of the curvature along the way, by what it has in common with others
 _NUMBERS_AT_ONCE = 2**21  # that a tensor for many θ holds
 _RANK = 5
@@ -73,21 +88,82 @@ class Across(NamedTuple):
     """v, of the error."""
     num_hidden: int
     """|U|."""
-    share: float
+    shrinkage: float
     """t."""
     power: float
     """ρ."""
 
 
-class LearnedWaySurrogate(AnySurrogate):
-    """log p(transcript | θ), for Gaussian releases; arguments as in
-    :class:`~torch_dpbayes.noise_aware.surrogate.AnySurrogate`, and
+def learned_ways(
+    gradients: Sequence[GradientRelease],
+    released: Tensor,
+    released_std: float,
+    centre: Tensor,
+    prior: GaussianPrior,
+    most: float | None = None,
+) -> list[LearnedWaySurrogate]:
+    """Surrogates for equally likely levels of hidden directions. None where these are known well
+    enough, or may be taken for alike; where the way is short; of few parameters, whose whole
+    curvature is learned; and of too many.
 
     Args:
-        across: F̂ across the way.
+        gradients: the noisy gradients.
         released: what was released of the curvature, with the noise ``released_std``.
-        way: u, from the first point to ``centre``.
-        bend: κ of :class:`~torch_dpbayes.noise_aware.bent_response.BentResponse`.
+        centre: where the run is.
+        prior: at whose mean it began.
+        most: of the sum of all levels of the curvature. None: one level is enough.
+    """
+    way = centre - prior.mean
+    length = float((way @ prior.matrix @ way).sqrt())
+    if not LARGEST_DIMENSION < len(centre) <= _MOST_PARAMETERS or length < SHORTEST_WAY:
+        return []
+    unit = way / way.norm()
+    beside = torch.linalg.svd(unit[None])[2][1:]
+    hidden = HiddenDirections.of(beside @ released @ beside.T, released_std)
+    power = share_with_curvature(hidden, released_std)
+    if power > _IS_ALIKE and hidden.mean > _IS_KNOWN * hidden.std:
+        return []
+    levels = [hidden.middle]
+    if most is not None:
+        levels = hidden.levels(float(prior.precision.mean()), most, _LEVELS)
+    turn = torch.cat([hidden.vectors.T @ beside, unit[None]]).T
+    count = hidden.num_hidden
+    return [
+        LearnedWaySurrogate(
+            gradients,
+            Across(
+                turn,
+                hidden.values_at(level),
+                released_std,
+                count,
+                min(1.0, level / released_std),
+                power,
+            ),
+            released,
+            centre,
+        )
+        for level in levels
+    ]
+
+
+def share_with_curvature(hidden: HiddenDirections, noise_std: float) -> float:
+    """ρ, no larger than is sure."""
+    count = hidden.num_hidden
+    numbers = count * (count + 1) / 2
+    spread = (hidden.spread / numbers - noise_std**2) / 2
+    error = noise_std**2 / 2 * math.sqrt(2 / numbers)
+    variance = max(spread, 0.0) + _SURELY * error
+    return hidden.middle**2 / (hidden.middle**2 + count * variance)
+
+
+class LearnedWaySurrogate(AnySurrogate):
+    """log p(transcript | θ), for Gaussian releases.
+
+    Args:
+        gradients: the noisy gradients.
+        across: F̂ across the way.
+        released: what was released of the curvature, with the noise ``across.std``.
+        centre: where the run is, at the end of the way.
     """
 
     def __init__(
@@ -95,35 +171,29 @@ class LearnedWaySurrogate(AnySurrogate):
         gradients: Sequence[GradientRelease],
         across: Across,
         released: Tensor,
-        released_std: float,
         centre: Tensor,
-        way: Tensor,
-        bend: float,
     ) -> None:
         turn, others = across.vectors, across.values
         row = turn.T @ (released @ turn[:, -1])
-        along = max(float(row[-1]), LEAST_OF_WAY * released_std)
-        # no row is longer than a positive definite matrix allows
+        along = max(float(row[-1]), LEAST_OF_WAY * across.std)
         possible = along * others / len(others)
-        begins = [_begin(row, along, share * possible, others, released_std) for share in _SHARES]
+        begins = [_begin(row, along, k * possible, others, across.std) for k in _MULTIPLES]
         dense = turn @ begins[0].start @ turn.T
-        response = BentResponse(dense, centre, way, bend)
-        super().__init__(gradients, response, dense, across.std, centre)
+        super().__init__(gradients, LinearResponse(dense, misfit=MISFIT), dense, across.std, centre)
         points, values = (self._points - centre) @ turn, self._values @ turn
-        own = self._noises @ torch.stack([dense.new_ones(()), dense.diagonal().mean()])
-        fits = [_learned(points, values, own, across, begin) for begin in begins]
+        noises = self._noises @ torch.stack([dense.new_ones(()), dense.diagonal().mean()])
+        fits = [_learned(points, values, noises, across, begin) for begin in begins]
         best = max(range(len(fits)), key=lambda k: begins[k].log_evidence + fits[k].of_others)
-        fit, own, start = fits[best], fits[best].noises, begins[best].start
+        fit, start = fits[best], begins[best].start
         self.log_evidence, self._left, self._across = fit.of_way, fit.variances, across
         least = FLOOR_OF_NOISE * math.sqrt(float(fit.variances[-1]))
         row = start[-1] + fit.estimates
         self._turned = _arrow(float(row[-1]), row[:-1], others, least)
-        weights = 1 / (own + _errors_of_others(points, across, fit.variances).mean(-1))
-        weights = weights / weights.sum()
+        total = fit.noises + _errors_of_others(points, across, fit.variances).mean(-1)
+        weights = total.reciprocal() / total.reciprocal().sum()
         self._point = weights @ points
         self._at_centre = weights @ (values - points @ self._turned)
-        self._own = float(weights.square() @ own)
-        self._length, self._bend = float(way.norm()), bend
+        self._own = float(weights.square() @ fit.noises)
         self.curvature = turn @ self._turned @ turn.T
         self._mean = turn @ self._at_centre - centre @ self.curvature
         self.noise = self._own * torch.eye(len(centre), dtype=dense.dtype)
@@ -132,12 +202,28 @@ class LearnedWaySurrogate(AnySurrogate):
         across, turn = self._across, self._across.vectors
         delta = self._point - (moved - self.centre) @ turn
         own = _errors_of_others(delta, across, self._left) + self._left * delta[-1].square()
-        shares = torch.ones_like(self._turned)
-        shares[: across.num_hidden, : across.num_hidden] = across.share**2
-        found = 0.5 * across.std**2 * shares * torch.outer(delta, delta)
+        shrunk = torch.ones_like(self._turned)
+        shrunk[: across.num_hidden, : across.num_hidden] = across.shrinkage**2
+        found = 0.5 * across.std**2 * shrunk * torch.outer(delta, delta)
         found[-1] = found[:, -1] = delta[-1] * self._left * delta
         found[-1, -1] = 0.0
         return turn @ (torch.diag(own) + found) @ turn.T
+
+    def precision(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """As of any surrogate; of it what hidden directions add to the others counts ρ times."""
+        whole, product = super().precision(theta)
+        seen = self._across.vectors[:, self._across.num_hidden :]
+        slope = seen.T @ self.curvature
+        residual = seen.T @ (self._mean + self.curvature @ theta)
+        covariance = self.curvature + self.noise + self._of_curvature_error(theta)
+        weighted = torch.linalg.solve(seen.T @ covariance @ seen, slope).T
+        part = weighted @ slope
+        of_part = part @ theta - weighted @ residual
+        power = self._across.power
+        return (
+            power * whole + (1 - power) * (part + part.T) / 2,
+            power * product + (1 - power) * of_part,
+        )
 
     def form(self) -> ManyWays:
         """A diagonal, and what changes it."""
@@ -153,10 +239,8 @@ class LearnedWaySurrogate(AnySurrogate):
         return ManyWays(
             across.vectors,
             self.centre,
-            self._length,
             across.num_hidden,
             across.power,
-            number(self._bend),
             self._turned[-1][None, None],
             self._turned.diagonal()[None, None],
             self._at_centre[None, None],
@@ -164,7 +248,7 @@ class LearnedWaySurrogate(AnySurrogate):
             self._left[None, None],
             number(self._own),
             number(0.5 * across.std**2),
-            number(across.share**2),
+            number(across.shrinkage**2),
             number(self.log_evidence),
         )
 
@@ -175,20 +259,18 @@ class LearnedWaySurrogate(AnySurrogate):
 
 
 class ManyWays(NamedTuple):
-    """K such likelihoods of one way at once. Hidden directions come first, and the way last."""
+    """K such likelihoods at once, with different levels of the same hidden directions. These come
+    first in their coordinates, and the way last.
+    """
 
     turn: Tensor
     """To these coordinates, ``[d, d]``."""
     centre: Tensor
     """c, ``[d]``."""
-    length: float
-    """‖u‖."""
     num_hidden: int
     """|U|."""
     power: float
     """ρ."""
-    bend: Tensor
-    """κ, ``[K, 1]``."""
     row: Tensor
     """F w, ``[K, 1, d]``."""
     diagonal: Tensor
@@ -196,22 +278,22 @@ class ManyWays(NamedTuple):
     mean: Tensor
     """The residual at c, ``[K, 1, d]``."""
     point: Tensor
-    """φ̄ − c, ``[K, 1, d]``."""
+    """Σω_kθ_k − c, ``[K, 1, d]``."""
     left: Tensor
     """c_i, ``[K, 1, d]``."""
     own: Tensor
     """Variance of the mean release, ``[K, 1]``."""
     half: Tensor
     """½v², ``[K, 1]``."""
-    share: Tensor
+    shrinkage: Tensor
     """t², ``[K, 1]``."""
     log_evidence: Tensor
     """``[K, 1]``."""
 
     @staticmethod
     def stacked(forms: Sequence[ManyWays]) -> ManyWays:
-        """All of them."""
-        common, parts = forms[0][:5], zip(*(form[5:] for form in forms), strict=True)
+        """All of them; the first four entries are the same in each."""
+        common, parts = forms[0][:4], zip(*(form[4:] for form in forms), strict=True)
         return ManyWays(*common, *map(torch.cat, parts))
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
@@ -228,51 +310,42 @@ class ManyWays(NamedTuple):
         )
         whole = (theta - self.centre) @ self.turn
         places = whole.split(sizes, -1)
-        along, products = self.row[..., -1], (whole * self.row).sum(-1)
-        further, slope = bent(products / (along * self.length), self.bend)
-        of_way = whole[..., -1] + self.length * further  # φ(θ) − c along it; across it is θ − c
+        along, of_way = self.row[..., -1], whole[..., -1]
         delta_way = self.point[..., -1] - of_way
         deltas = [points[k] - places[k] for k in range(2)]
         of_hidden, of_others = (delta.square().sum(-1) for delta in deltas)
         errors = [
-            self.half * (self.share * of_hidden + of_others),
+            self.half * (self.shrinkage * of_hidden + of_others),
             self.half * (of_hidden + of_others),
         ]
         sums = []
-        for k in range(2):
+        for k, delta in enumerate(deltas):
             more = (self.own + errors[k])[..., None]
+            vectors = [rows[k].expand_as(delta), delta, lefts[k] * delta]
             sums.append(
                 _Sums.of(
                     means[k] + rows[k] * of_way[..., None] + values[k] * places[k],
                     values[k] + more + lefts[k] * delta_way.square()[..., None],
-                    torch.stack(
-                        [rows[k].expand_as(deltas[k]), deltas[k], lefts[k] * deltas[k]], -2
-                    ),
+                    torch.stack(vectors, -2),
                     _PLACES[k],
                 )
             )
         error = sum((lefts[k] * deltas[k].square()).sum(-1) for k in range(2))
         own = along + self.own + self.left[..., -1] * delta_way.square() + error
-        residual = self.mean[..., -1] + products + along * (of_way - whole[..., -1])
-        eye = torch.eye(_RANK, dtype=theta.dtype)
-        of_one = eye[:, :1]
+        residual = self.mean[..., -1] + (whole * self.row).sum(-1)
+        of_one = torch.eye(_RANK, dtype=theta.dtype)[:, :1]
         unit = torch.ones_like(own)[..., None, None]
         seen = sums[1] + _Sums.of(residual[..., None], own[..., None], unit, of_one)
         # what M has besides its diagonal, of vectors w, Fw but for its last entry, δ_U, δ_S and z
-        half, share = self.half[..., None, None], self.share[..., None, None]
-        unbent = (
+        half, shrinkage = self.half[..., None, None], self.shrinkage[..., None, None]
+        products = (
             _between(0, 1)
-            + half * (share * _between(2, 2) / 2 + _between(2, 3) + _between(3, 3) / 2)
+            + half * (shrinkage * _between(2, 2) / 2 + _between(2, 3) + _between(3, 3) / 2)
             + delta_way[..., None, None] * _between(0, 4)
         )
-        # F_α = (1 + ⅔(√h' − 1)·a aᵀ)² in coordinates where F is 1, in which F u is along a
-        more = ((1 + 2 * (slope.sqrt() - 1) / 3).square() - 1)[..., None, None]
-        row = along[..., None, None] * of_one + eye[:, 1:2]
-        changed = unbent + more * (row @ row.mT) / along[..., None, None]
-        found = seen.log_density(changed, unbent)
+        found = seen.log_density(products)
         if self.num_hidden:
-            of_all = (seen + sums[0]).log_density(changed, unbent)
-            found = found + self.power * (of_all - found)
+            found = found + self.power * ((seen + sums[0]).log_density(products) - found)
         return self.log_evidence + torch.where(found.isfinite(), found, -torch.inf)
 
 
@@ -315,13 +388,13 @@ class _Sums(NamedTuple):
         assert isinstance(other, _Sums)
         return _Sums(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def log_density(self, products: Tensor, unbent: Tensor) -> Tensor:
-        """−½(rᵀM⁻¹r + log |M₀|) with C = ``products`` and ``unbent``."""
-        eye = torch.eye(products.shape[-1], dtype=products.dtype)
+    def log_density(self, products: Tensor) -> Tensor:
+        """−½(rᵀM⁻¹r + log |M|) with C = ``products``."""
+        inner = torch.eye(products.shape[-1], dtype=products.dtype) + products @ self.gram
         right = (products @ self.seen[..., None])[..., 0]
-        explained, _ = torch.linalg.solve_ex(eye + products @ self.gram, right)
+        explained, _ = torch.linalg.solve_ex(inner, right)
         misfit = self.squares - (self.seen * explained).sum(-1)
-        return -0.5 * (misfit + self.log_scale + torch.logdet(eye + unbent @ self.gram))
+        return -0.5 * (misfit + self.log_scale + torch.logdet(inner))
 
 
 def _errors_of_others(delta: Tensor, across: Across, variances: Tensor) -> Tensor:
@@ -331,7 +404,7 @@ def _errors_of_others(delta: Tensor, across: Across, variances: Tensor) -> Tenso
     of_hidden = squares[..., :hidden].sum(-1, keepdim=True)
     of_others = squares[..., hidden:].sum(-1, keepdim=True)
     rows = [
-        (half * (across.share**2 * of_hidden + of_others)).expand_as(squares[..., :hidden]),
+        (half * (across.shrinkage**2 * of_hidden + of_others)).expand_as(squares[..., :hidden]),
         (half * (of_hidden + of_others)).expand_as(squares[..., hidden:]),
         (squares * variances[:-1]).sum(-1, keepdim=True),
     ]
@@ -352,6 +425,7 @@ class _Begin(NamedTuple):
 def _begin(
     row: Tensor, along: float, possible: Tensor, others: Tensor, released_std: float
 ) -> _Begin:
+    """With entries beside the way of the variances ``possible`` before their release."""
     half = 0.5 * released_std**2
     total = possible + half
     variances = torch.cat([possible * half / total, row.new_tensor([released_std**2])])
@@ -363,46 +437,42 @@ class _Learned(NamedTuple):
     """What the gradients' differences tell of that row."""
 
     estimates: Tensor
+    """ê_i."""
     variances: Tensor
+    """c_i."""
     noises: Tensor
-    """Of the releases, with what the response gets wrong."""
+    """Of the releases, with what a straight line gets wrong."""
     of_way: float
-    """log p(differences) along the way, and in all other coordinates."""
+    """log p(differences) along the way."""
     of_others: float
+    """In all other coordinates."""
 
 
 def _learned(
     points: Tensor, values: Tensor, noises: Tensor, across: Across, begin: _Begin
 ) -> _Learned:
+    """With the misfit that is likeliest along the way."""
     wrong = (points @ begin.start).square().mean(-1)
     of_others = _errors_of_others(points, across, begin.variances)
     found = []
     for misfit in _MISFITS:
-        own = noises + misfit**2 * wrong
-        fit = _along_the_way(
+        total = noises + misfit**2 * wrong
+        estimates, variances, evidence = _along_the_way(
             points[:, -1],
             values - points @ begin.start,
-            own[:, None] + of_others,
+            total[:, None] + of_others,
             begin.variances,
         )
-        evidence = fit.log_evidence
-        found.append(
-            _Learned(
-                fit.estimates, fit.variances, own, float(evidence[-1]), float(evidence[:-1].sum())
-            )
-        )
+        of_way, of_rest = float(evidence[-1]), float(evidence[:-1].sum())
+        found.append(_Learned(estimates, variances, total, of_way, of_rest))
     return max(found, key=lambda one: one.of_way)
 
 
-class _Fit(NamedTuple):
-    estimates: Tensor
-    variances: Tensor
-    log_evidence: Tensor
-
-
-def _along_the_way(places: Tensor, values: Tensor, noises: Tensor, variances: Tensor) -> _Fit:
-    """e, from the differences of ``values`` = e·s_k + a + noise, ``[releases, d]``, with a flat
-    prior of a, for each coordinate by itself.
+def _along_the_way(
+    places: Tensor, values: Tensor, noises: Tensor, variances: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ê, c and log p(differences), from ``values`` = e·s_k + a + noise, ``[releases, d]``, with a
+    flat prior of a, for each coordinate by itself.
     """
     precisions = 1 / noises
     weights = precisions / precisions.sum(0)
@@ -417,7 +487,7 @@ def _along_the_way(places: Tensor, values: Tensor, noises: Tensor, variances: Te
         - noises.log().sum(0)
         - precisions.sum(0).log()
     )
-    return _Fit(estimates, 1 / total, log_evidence / 2)
+    return estimates, 1 / total, log_evidence / 2
 
 
 def _arrow(along: float, beside: Tensor, others: Tensor, least: float) -> Tensor:

@@ -5,18 +5,20 @@ surrogate choose.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .bends import bent_surrogates
+from .bent_response import bent_surrogates
 from .block_levels import BlockLevels
 from .feature_lengths import EDGES, best_length
 from .feature_shape import InShape, feature_shape
 from .grouped_surrogate import GroupedSurrogate
 from .hidden_directions import with_hidden_levels
 from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
+from .learned_way import learned_ways
 from .mechanism import GeneralSums, Mechanism, PrivateGram
 from .modes import mode
 from .planning import Plan
@@ -152,11 +154,14 @@ def run_general(
             return OuterProductResponse(at, place, num_data, misfit)
         return LinearResponse(at, misfit=misfit)
 
-    def bent(at: Tensor, spread: float, most: float | None = None) -> list[AnySurrogate]:
+    def learned(at: Tensor, spread: float, most: float | None = None) -> Sequence[AnySurrogate]:
         if holds_mean or groups is not None:
             return []
         std = blocks.root_mean(variances)
-        return bent_surrogates(transcript.gradients, at, spread, raw, std, centre, prior, most)
+        gradients = transcript.gradients
+        if found := bent_surrogates(gradients, at, spread, raw, std, centre, prior, most):
+            return found
+        return learned_ways(gradients, raw, std, centre, prior, most)
 
     def fitted(spread: float) -> Surrogate:
         at, gradients = control.curvature, transcript.gradients
@@ -184,7 +189,7 @@ def run_general(
             raw, variances = blocks.average(estimates)
             curvature, spread = blocks.denoised(raw, variances)
             control.released(share * curvature)
-        theta = control.next_point([fitted(spread), *bent(control.curvature, spread)[:1]])
+        theta = control.next_point([fitted(spread), *learned(control.curvature, spread)[:1]])
         # the point before it is valid, and all between them are public or released
         while not sums.is_valid(theta):
             theta = (theta + centre) / 2
@@ -211,7 +216,7 @@ def run_general(
         own = blocks.own_levels(raw, variances, levels, most, _OWN_LEVELS)
         return GroupedSurrogate(gradients, of_gradients, at, left, own, centre, counted, groups)
 
-    if of_way := bent(curvature, spread, most):
+    if of_way := learned(curvature, spread, most):
         return UncertainLevel(of_way, of_way[0]), transcript
     if groups is not None:
         surrogate = likelihood(curvature, blocks.means(curvature), MISFIT)
