@@ -150,6 +150,33 @@ def test_the_row_along_the_way_is_that_of_a_normal_regression():
     assert float(log_evidence[1]) == pytest.approx(expected, abs=1e-4)
 
 
+def on_a_way(values, noise_stds):
+    """Releases at four points of a way along the last coordinate, with that last entry."""
+    size, way = 6, 12.0 * torch.eye(6, dtype=DOUBLE)[-1]
+    gradients = [
+        GradientRelease(share * way, value * way / way.norm(), noise_std)
+        for share, value, noise_std in zip((0, 0.4, 0.8, 1), values, noise_stds, strict=True)
+    ]
+    eye = torch.eye(size, dtype=DOUBLE)
+    across = Across(eye, torch.full((size - 1,), 20.0, dtype=DOUBLE), 3.0, 2, 0.5, 1.0)
+    return LearnedWaySurrogate(gradients, across, 20 * eye, way)
+
+
+def test_noisy_releases_hardly_count():
+    found = on_a_way([-240.0, -144, -48, 0], [1000.0, 1000.0, 1000.0, 1.0])
+    assert found._own == pytest.approx(1.0, rel=0.1)
+    assert float(found._point.norm()) < 0.1
+
+
+def test_what_a_straight_line_gets_wrong_counts_as_noise(monkeypatch):
+    straight, bent = [-240.0, -144, -48, 0], [-900.0, -200, -30, 0]
+    before = [on_a_way(values, [1.0] * 4).log_evidence for values in (straight, bent)]
+    monkeypatch.setattr(learned_way, "_MISFITS", learned_way._MISFITS[:1])
+    after = [on_a_way(values, [1.0] * 4).log_evidence for values in (straight, bent)]
+    assert before[0] == after[0]
+    assert before[1] > after[1] + 10
+
+
 @pytest.mark.parametrize("share", [0.0, 0.95])
 def test_how_long_the_row_may_be_is_told_by_all_of_its_entries(monkeypatch, share):
     """Where there is next to nothing beside the way, noise of the row does not count as such."""
@@ -184,7 +211,7 @@ def symmetric(size, std):
 @pytest.mark.parametrize("share", [0.2, 0.3, 1.0])
 def test_the_share_of_directions_with_a_curvature_is_told_by_all_entries(share):
     """Where no single eigenvalue stands out of the noise, and no larger than is sure."""
-    size, level, noise_std = 100, 5.0, 5.0
+    size, level, noise_std = 100, 5.0, 4.0
     values = torch.zeros(size, dtype=DOUBLE)
     values[: int(share * size)] = level / share
     turn = torch.linalg.qr(torch.randn(size, size, dtype=DOUBLE))[0]
