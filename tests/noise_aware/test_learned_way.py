@@ -171,7 +171,7 @@ def test_noisy_releases_hardly_count():
 def test_what_a_straight_line_gets_wrong_counts_as_noise(monkeypatch):
     straight, bent = [-240.0, -144, -48, 0], [-900.0, -200, -30, 0]
     before = [on_a_way(values, [1.0] * 4).log_evidence for values in (straight, bent)]
-    monkeypatch.setattr(learned_way, "_MISFITS", learned_way._MISFITS[:1])
+    monkeypatch.setattr(learned_way, "MISFITS", learned_way.MISFITS[:1])
     after = [on_a_way(values, [1.0] * 4).log_evidence for values in (straight, bent)]
     assert before[0] == after[0]
     assert before[1] > after[1] + 10
@@ -219,7 +219,7 @@ def test_the_share_of_directions_with_a_curvature_is_told_by_all_entries(share):
     hidden = HiddenDirections.of(released, noise_std)
     size = hidden.num_hidden
     assert size > 190
-    found = learned_way.share_with_curvature(hidden, noise_std)
+    found = learned_way._share_with_curvature(hidden, noise_std)
     spread, error = (
         level**2 * (1 / share - 1) / size,
         noise_std**2 * math.sqrt(1 / size / (size + 1)),
@@ -279,5 +279,5 @@ def test_sixty_weights_are_inside_their_intervals_where_noise_hides_most_of_them
 
 @pytest.mark.slow
 def test_if_each_hidden_direction_counts_for_itself_they_are_not(monkeypatch):
-    monkeypatch.setattr(learned_way, "share_with_curvature", lambda *given: 1.0)
+    monkeypatch.setattr(learned_way, "_share_with_curvature", lambda *given: 1.0)
     assert coverage(3) < _LEAST_INSIDE

@@ -50,11 +50,11 @@ from .surrogate import gaussian_log_likelihood
 from .transcript import GradientRelease
 
 _BENDS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0)  # κ
-_LEVELS = 6  # of hidden directions
+LEVELS = 6  # of hidden directions
 _ENOUGH = 0.99  # of the likelihood of the differences, which the parts that are kept have
 _NUMBERS_AT_ONCE = 2**22  # that a tensor for many θ holds
 SHORTEST_WAY = 0.5  # standard deviations of the prior
-_IS_KNOWN = 4.0  # standard deviations of the noise
+IS_KNOWN = 4.0  # standard deviations of the noise
 _LEAST, LEAST_OF_WAY = 0.25, 0.5  # of the noise, of eigenvalues and along the way
 
 
@@ -252,7 +252,7 @@ def bent_surrogates(
         hidden = HiddenDirections.of(released, released_std)
         levels = [hidden.middle]
         if most is not None:
-            levels = hidden.levels(float(prior.precision.mean()), most, _LEVELS)
+            levels = hidden.levels(float(prior.precision.mean()), most, LEVELS)
         fits = [_hidden(hidden, level, released, released_std, unit) for level in levels]
     found = [
         BentSurrogate(gradients, fit.curvature, fit.std, centre, fit.units, fit.least, way, bend)
@@ -315,4 +315,4 @@ def _are_known_across(released: Tensor, noise_std: float, unit: Tensor) -> bool:
     across = torch.linalg.svd(unit[None])[2][1:]
     values = torch.linalg.eigvalsh(across @ released @ across.T)
     count = num_alike(values, noise_std)
-    return float(values[:count].mean()) > _IS_KNOWN * noise_std / math.sqrt(count)
+    return float(values[:count].mean()) > IS_KNOWN * noise_std / math.sqrt(count)

@@ -43,7 +43,7 @@ from .transcript import GradientRelease
 
 LARGEST_DIMENSION = 24  # the regression has d(d+1)/2 unknowns
 # c; of these that with the largest likelihood of the differences
-_MISFITS = (0.03, 0.1, 0.3, 1.0)
+MISFITS = (0.03, 0.1, 0.3, 1.0)
 LEAST_STD = 1e-9
 
 
@@ -72,7 +72,7 @@ class LearnedCurvatureSurrogate(AnySurrogate):
         self._units = symmetric_units(len(centre)) if units is None else units
         away = self._points - centre
         squares = ((away @ curvature) * away).sum(-1) / len(centre)
-        misfits = (0.0,) if self._straight.is_linear else _MISFITS
+        misfits = (0.0,) if self._straight.is_linear else MISFITS
         added, multiples = self._noises.T[..., None, None]
         own = added * torch.eye(len(centre), dtype=centre.dtype)
         own = own + multiples * self._variability * curvature

@@ -15,8 +15,8 @@ s̄_i being the mean with weights 1/n_ki. The releases' mean, of which a likelih
 weight ω_k for all coordinates, so that it is independent of their differences but for how much n_ki
 varies with i.
 
-A positive definite F has p_i ≤ F_ww F_ii/d on average. It may have much less, which the released
-row and the differences tell, of all of its entries together: the likeliest of a few multiples.
+In a positive definite F, F_wi² is at most F_ww F_ii/d on average. It may be much less, which the
+released row and the differences tell, of all entries together: the likeliest of a few multiples.
 
 With δ = Σω_kθ_k − θ, δ_U and δ_S its parts in hidden and in other directions across
 (:mod:`~torch_dpbayes.noise_aware.hidden_directions`), z_i = c_iδ_i across and z_w = 0, and t =
@@ -55,21 +55,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bent_response import LEAST_OF_WAY, SHORTEST_WAY
+from .bent_response import IS_KNOWN, LEAST_OF_WAY, LEVELS, SHORTEST_WAY
 from .hidden_directions import HiddenDirections
-from .learned_curvature import LARGEST_DIMENSION
+from .learned_curvature import LARGEST_DIMENSION, MISFITS
 from .priors import GaussianPrior
 from .response import FLOOR_OF_NOISE, MISFIT, LinearResponse
 from .surrogate import AnySurrogate
 from .transcript import GradientRelease
 
 _MOST_PARAMETERS = 1000  # every step takes their eigenvectors
-_LEVELS = 6  # of hidden directions
-_IS_KNOWN = 4.0  # standard deviations of the noise, that a level is
 _IS_ALIKE = 0.5  # ρ
 _SURELY = 2.0  # standard errors
-# what a straight line gets wrong, as a share of a difference; the likeliest of these counts
-_MISFITS = (0.03, 0.1, 0.3, 1.0)
 # of the squares that the row of a positive definite matrix can have; the likeliest of these counts
 _MULTIPLES = (1.0, 0.3, 0.1, 0.03, 0.01)
 _MOST_EXPLAINED = 0.9  # of the curvature along the way, by what it has in common with others
@@ -120,12 +116,12 @@ def learned_ways(
     unit = way / way.norm()
     beside = torch.linalg.svd(unit[None])[2][1:]
     hidden = HiddenDirections.of(beside @ released @ beside.T, released_std)
-    power = share_with_curvature(hidden, released_std)
-    if power > _IS_ALIKE and hidden.mean > _IS_KNOWN * hidden.std:
+    power = _share_with_curvature(hidden, released_std)
+    if power > _IS_ALIKE and hidden.mean > IS_KNOWN * hidden.std:
         return []
     levels = [hidden.middle]
     if most is not None:
-        levels = hidden.levels(float(prior.precision.mean()), most, _LEVELS)
+        levels = hidden.levels(float(prior.precision.mean()), most, LEVELS)
     turn = torch.cat([hidden.vectors.T @ beside, unit[None]]).T
     count = hidden.num_hidden
     return [
@@ -146,7 +142,7 @@ def learned_ways(
     ]
 
 
-def share_with_curvature(hidden: HiddenDirections, noise_std: float) -> float:
+def _share_with_curvature(hidden: HiddenDirections, noise_std: float) -> float:
     """ρ, no larger than is sure."""
     count = hidden.num_hidden
     numbers = count * (count + 1) / 2
@@ -455,7 +451,7 @@ def _learned(
     wrong = (points @ begin.start).square().mean(-1)
     of_others = _errors_of_others(points, across, begin.variances)
     found = []
-    for misfit in _MISFITS:
+    for misfit in MISFITS:
         total = noises + misfit**2 * wrong
         estimates, variances, evidence = _along_the_way(
             points[:, -1],
