@@ -1,5 +1,7 @@
 """Models that compute in half precision are accepted, and those that mix records are refused."""
 
+import copy
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -74,6 +76,32 @@ def test_a_record_whose_outputs_cancel_in_half_precision_is_not_taken_for_mixed(
     assert same_rows(outputs, rounded, 2**-7).all()
     assert same_rows(outputs, rounded + 0.2, 2**-7).logical_not().all()
     assert same_rows(outputs, rounded, FLOAT32).tolist() == [True, False, True]
+
+
+def test_equal_records_that_round_apart_where_numbers_cancel_are_not_taken_for_mixed():
+    """A row in another place of a batch is rounded otherwise: by ε of what cancels in it."""
+    equal = torch.tensor([[0.4, -0.006]]).repeat(5, 1)
+    apart = equal + FLOAT32 * torch.tensor([[0.0, 0.4], [0.0, 0.0]]).repeat(3, 1)[:5]
+    others = torch.cat([equal[:2], torch.tensor([[0.1, 0.8], [0.9, -0.3], [0.2, 0.5]])])
+    assert same_rows(apart, others)[:2].tolist() == [True, True]
+    mixed = others + 1e-3 * others.mean(0)
+    assert same_rows(apart, mixed)[:2].tolist() == [False, False]
+    # one record of large numbers leaves the others no room
+    with_outlier = torch.cat([others, torch.tensor([[1e6, 0.0]])])
+    assert not same_rows(with_outlier, with_outlier + 1e-3)[:5].any()
+
+
+@pytest.mark.parametrize("more, is_refused", [(0.06, False), (0.4, True)])
+def test_what_cancels_in_half_precision_leaves_isolated_records_room(more, is_refused):
+    """Outputs of a record that are a twentieth of what cancels in them are rounded by a twentieth:
+    here all are moved by as much, where there are several records.
+    """
+    net = nn.Sequential(perceptron(), Changed(lambda h: h * (1 + more * (len(h) > 2))))
+    x = torch.randn(20, 6)
+    with pytest.raises(ValueError, match="the number of records in the batch"):
+        make_private(copy.deepcopy(net), x, "isolated")
+    with pytest.raises(ValueError, match="the number of records") if is_refused else nullcontext():
+        make_private(net.bfloat16(), x.bfloat16(), "isolated")
 
 
 @pytest.mark.first_cases(2)

@@ -51,8 +51,11 @@ def test_a_plateau_below_a_narrow_peak_is_found():
     mass = torch.softmax(log_density(grid[:, None]), dim=0)
     mean, square = float(mass @ grid), float(mass @ grid.square())
     start, precision = torch.full((1,), 0.5).double(), torch.full((1, 1), 1e4).double()
-    alone = WeightedDraws(log_density, start, precision)
-    assert alone.are_good and float(alone.weights @ alone.values[:, 0].square()) < 0.5 * square
+    # alone, one run in thirty has a candidate so far out in its tails that it tells
+    runs = [WeightedDraws(log_density, start, precision) for _ in range(9)]
+    squares = [float(alone.weights @ alone.values[:, 0].square()) for alone in runs]
+    missed = [alone.are_good for alone, s in zip(runs, squares, strict=True) if s < 0.5 * square]
+    assert sum(missed) >= 5  # false alarms: 5e-6
     found = WeightedDraws(log_density, start, precision, prior=prior)
     assert found.are_good
     error = found.worth**-0.5  # six standard errors each

@@ -229,8 +229,10 @@ def same_rows(a: Tensor, b: Tensor, rounding: float | None = None) -> Tensor:
     if rounding is None:
         spreads = [(t - t.mean(0)).abs().mean(0) for t in (finite, b.nan_to_num(0.0, 0.0, 0.0))]
         smaller, larger = torch.minimum(*spreads), torch.maximum(*spreads)
-        # more than equal records differ by rounding
-        is_spread = smaller > 16 * FLOAT32 * finite.abs().amax(0)
+        # more than equal records differ by rounding, of a number, or of what cancels in it
+        numbers = finite.abs()
+        rounded = torch.maximum(numbers.amax(0), numbers.amax(1).median())
+        is_spread = smaller > 16 * FLOAT32 * rounded
         tolerance = 16 * FLOAT32 * finite.abs() + 1e-4 * torch.where(is_spread, smaller, larger)
     else:
         of_each, of_largest = max(1e-3, rounding), max(1e-4, 4 * rounding)
