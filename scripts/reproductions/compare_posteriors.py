@@ -160,6 +160,25 @@ def laplace(data: free.Data, epsilon: float, prior_std: float, known: Reference)
     return {"noise_aware.laplace": post.sample(DRAWS)["weights"]}
 
 
+def pyro_model(prior_std: float, x: Tensor, y: Tensor | None = None) -> None:
+    prior = dist.Normal(torch.zeros(x.shape[1], dtype=x.dtype), prior_std).to_event(1)
+    w = pyro.sample("weights", prior)
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+
+def laplace_of_pyro(data: free.Data, epsilon: float, prior_std: float, known: Reference) -> Found:
+    """The same likelihood, of which the library does not know that it is one of a linear model."""
+    post = noise_aware.laplace(
+        partial(pyro_model, prior_std),
+        data.x.double(),
+        data.y.double(),
+        max_grad_norm=2 * free.CLIP,  # the longest gradient of a row of length 1
+        accountant=accountant(epsilon),
+    )
+    return {"noise_aware.laplace, Pyro": post.sample(DRAWS)["weights"]}
+
+
 def oracle(data: free.Data, epsilon: float, prior_std: float, known: Reference) -> Found:
     """The normal form with the records' own curvature: what a posterior can know at this ε."""
     x, y, mode = data.x.double(), data.y.double(), known.mean
@@ -348,14 +367,7 @@ def guided(
     rate: float,
     lr: float,
 ) -> Found:
-    size = data.dimension
-
-    def model(x: Tensor, y: Tensor | None = None) -> None:
-        prior = dist.Normal(torch.zeros(size), prior_std).to_event(1)
-        w = pyro.sample("weights", prior)
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
+    model = partial(pyro_model, prior_std)
     pyro.clear_param_store()
     svi = dpb.infer.DPSVI(
         model,
@@ -373,7 +385,7 @@ def guided(
     try:
         found[f"DPSVI, posterior(){of}"] = svi.posterior().sample(DRAWS)["weights"]
     except ValueError:
-        found[f"DPSVI, posterior(){of}"] = torch.empty(0, size)
+        found[f"DPSVI, posterior(){of}"] = torch.empty(0, data.dimension)
     return found
 
 
@@ -382,6 +394,7 @@ METHODS: dict[str, Callable[[free.Data, float, float, Reference], Found]] = {
     "oracle": oracle,
     "features": feature_oracle,
     "laplace": laplace,
+    "pyro": laplace_of_pyro,
     "sgd": sgd,
     "objective": objective,
     "ops": posterior_sample,
