@@ -83,12 +83,48 @@ def test_equal_records_that_round_apart_where_numbers_cancel_are_not_taken_for_m
     equal = torch.tensor([[0.4, -0.006]]).repeat(5, 1)
     apart = equal + FLOAT32 * torch.tensor([[0.0, 0.4], [0.0, 0.0]]).repeat(3, 1)[:5]
     others = torch.cat([equal[:2], torch.tensor([[0.1, 0.8], [0.9, -0.3], [0.2, 0.5]])])
-    assert same_rows(apart, others)[:2].tolist() == [True, True]
+    assert same_rows(apart, others, are_copies=True)[:2].tolist() == [True, True]
     mixed = others + 1e-3 * others.mean(0)
-    assert same_rows(apart, mixed)[:2].tolist() == [False, False]
-    # one record of large numbers leaves the others no room
-    with_outlier = torch.cat([others, torch.tensor([[1e6, 0.0]])])
-    assert not same_rows(with_outlier, with_outlier + 1e-3)[:5].any()
+    assert same_rows(apart, mixed, are_copies=True)[:2].tolist() == [False, False]
+
+
+def test_a_number_that_cancels_is_rounded_by_what_is_left_of_other_records():
+    records = torch.tensor([[1e-6], [1.0], [-1.0]])
+    others = records + torch.tensor([[FLOAT32], [1e-7], [1e-7]])
+    assert same_rows(records, others).all()
+    assert same_rows(records, records + 0.01).logical_not().all()
+
+
+@pytest.mark.parametrize("large", [[-1e9], [1e6, 1e9, 1e9]])
+def test_columns_of_large_numbers_leave_others_no_room(large):
+    """As the logits of masked classes, beside numbers that other records make much larger."""
+    records = torch.cat([torch.randn(33, 3), torch.tensor([large]).repeat(33, 1)], 1)
+    others = records.clone()
+    others[5:, :3] = 1e7 * torch.randn(28, 3)
+    assert same_rows(records, others)[:5].all()
+    others[:, 0] += 0.1
+    assert not same_rows(records, others)[:5].any()
+
+
+class Shifting(nn.Module):
+    """Logits of three classes beside one that is masked; a record with a large one moves all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        above, below = torch.tensor([100.0, 1e20])
+        is_large = ((h.abs() > above) & (h.abs() < below)).float()
+        gate = is_large.amax(0) if len(h) else 0 * h.sum(0)
+        y = torch.where(h.abs() > above, h**3, h) + 10 * gate * torch.tensor([1.0, 0.0, 0.0])
+        return torch.cat([y, torch.full((len(x), 1), -1e9)], 1)
+
+
+def test_mixing_that_only_large_records_bring_about_is_seen_beside_a_masked_class():
+    with pytest.raises(ValueError, match="depend on another record"):
+        make_private(Shifting(), torch.randn(20, 6), "hooks")
 
 
 @pytest.mark.parametrize("more, is_refused", [(0.06, False), (0.4, True)])

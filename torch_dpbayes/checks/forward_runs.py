@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ _CALLS = 8
 
 # module, which of its calls, whether it is an output, place among the tensors
 _Key = tuple[str, int, bool, int]
+_Room = Callable[[Tensor, Tensor], Tensor]  # for rounding, of each number
 
 
 @dataclass
@@ -145,10 +147,13 @@ def require_same(
     second: Forward,
     keep: Tensor,
     rounding: float | None = None,
+    *,
+    are_copies: bool = False,
 ) -> None:
     """Raise, and say where, unless the records in ``keep`` fare the same in both runs: ``rounding``
-    as of :func:`same_rows`.
+    and ``are_copies`` as of :func:`same_rows`.
     """
+    room = partial(_room, rounding=rounding, are_copies=are_copies)
     on_what = OF_OTHERS if rounding is None else OF_NUMBER
     where, fix = f"the forward pass of {type(module).__name__!r}", ALONE
     for key, notes in first.notes.items():
@@ -158,10 +163,10 @@ def require_same(
             continue
         name, _, is_output, _ = key
         pairs = list(zip(notes, others, strict=True))
-        if any(_same_there(a, b, keep, rounding) for a, b in pairs):
+        if any(_same_there(a, b, keep, room) for a, b in pairs):
             continue
         layer = module.get_submodule(name)
-        if any(_same_somewhere(a, b, keep, rounding) for a, b in pairs):
+        if any(_same_somewhere(a, b, keep, room) for a, b in pairs):
             if not _is_trained(layer):
                 continue
             raise MixedRecordsError(
@@ -177,20 +182,19 @@ def require_same(
                 fix = _TIME_FIRST
         break
     else:
-        if same_outputs(first.outputs, second.outputs, keep, rounding):
+        if _same(first.outputs, second.outputs, keep, room):
             return
     raise MixedRecordsError(f"{where} makes a record's output depend on {on_what}. {fix}")
 
 
-def same_outputs(
-    first: list[Tensor],
-    second: list[Tensor],
-    keep: Tensor | slice = slice(None),
-    rounding: float | None = FLOAT32,
-) -> bool:
+def same_outputs(first: list[Tensor], second: list[Tensor], rounding: float = FLOAT32) -> bool:
+    """Whether all records come out the same: ``rounding`` as of :func:`same_rows`."""
+    return _same(first, second, slice(None), partial(_room, rounding=rounding))
+
+
+def _same(first: list[Tensor], second: list[Tensor], keep: Tensor | slice, room: _Room) -> bool:
     return len(first) == len(second) and all(
-        s.shape == t.shape
-        and bool(same_rows(s.reshape(len(s), -1), t.reshape(len(t), -1), rounding)[keep].all())
+        s.shape == t.shape and _same_there(s.reshape(len(s), -1), t.reshape(len(t), -1), keep, room)
         for s, t in zip(first, second, strict=True)
     )
 
@@ -203,42 +207,53 @@ def _is_trained(layer: nn.Module) -> bool:
     return any(p is not None and p.requires_grad for p in layer._parameters.values())
 
 
-def _same_there(a: Tensor, b: Tensor, keep: Tensor, rounding: float | None) -> bool:
-    return torch.equal(a[keep], b[keep]) or bool(same_rows(a, b, rounding)[keep].all())
+def _same_there(a: Tensor, b: Tensor, keep: Tensor | slice, room: _Room) -> bool:
+    return torch.equal(a[keep], b[keep]) or bool(_within(a, b, room(a, b))[keep].all())
 
 
-def _same_somewhere(a: Tensor, b: Tensor, keep: Tensor, rounding: float | None) -> bool:
+def _same_somewhere(a: Tensor, b: Tensor, keep: Tensor, room: _Room) -> bool:
     """Whether as many rows are the same as are kept: a layer without trainable parameters may
     take records in another order.
     """
-    return sum(bool(same_rows(row.expand_as(b), b, rounding).any()) for row in a) >= int(keep.sum())
+    found = (_within(row, b, own).any() for row, own in zip(a, room(a, b), strict=True))
+    return sum(map(bool, found)) >= int(keep.sum())
 
 
-def same_rows(a: Tensor, b: Tensor, rounding: float | None = None) -> Tensor:
+def same_rows(
+    a: Tensor, b: Tensor, rounding: float | None = None, *, are_copies: bool = False
+) -> Tensor:
     """For each record whether its row is the same.
 
     Args:
-        a, b: (records, numbers).
+        a, b: ``[records, numbers]``.
         rounding: ε of the type that batches of several sizes were computed in, which run other
             kernels. None: of one size, which run the same ones, to the bit in whatever type.
+        are_copies: the records of ``a`` are equal, so that they are apart by rounding alone.
     """
     if torch.equal(a, b):
         return torch.ones(len(a), dtype=torch.bool, device=a.device)
-    a, b = a.double(), b.double()
-    finite = a.nan_to_num(0.0, 0.0, 0.0)
+    return _within(a, b, _room(a, b, rounding, are_copies=are_copies))
+
+
+def _within(a: Tensor, b: Tensor, room: Tensor) -> Tensor:
+    return ((a == b) | (a.isnan() & b.isnan()) | ((a.double() - b.double()).abs() <= room)).all(-1)
+
+
+def _room(
+    a: Tensor, b: Tensor, rounding: float | None = None, *, are_copies: bool = False
+) -> Tensor:
+    """By how much each number of ``a`` may differ in the same row: arguments as there."""
+    first, second = (t.double().nan_to_num(0.0, 0.0, 0.0) for t in (a, b))
+    numbers = first.abs()
     if rounding is None:
-        spreads = [(t - t.mean(0)).abs().mean(0) for t in (finite, b.nan_to_num(0.0, 0.0, 0.0))]
-        smaller, larger = torch.minimum(*spreads), torch.maximum(*spreads)
-        # more than equal records differ by rounding, of a number, or of what cancels in it
-        numbers = finite.abs()
-        rounded = torch.maximum(numbers.amax(0), numbers.amax(1).median())
-        is_spread = smaller > 16 * FLOAT32 * rounded
-        tolerance = 16 * FLOAT32 * finite.abs() + 1e-4 * torch.where(is_spread, smaller, larger)
-    else:
-        of_each, of_largest = max(1e-3, rounding), max(1e-4, 4 * rounding)
-        largest = finite.abs().amax(1, keepdim=True)
-        if rounding > FLOAT32:
-            # where all that a record puts out cancels, a few digits leave no small number exact
-            largest = largest.clamp(min=largest.median())
-        tolerance = of_each * finite.abs() + 1e-5 + of_largest * largest
-    return ((a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= tolerance)).all(1)
+        own, spread = ((t - t.mean(0)).abs().mean(0) for t in (first, second))
+        if not are_copies:
+            spread = torch.minimum(own, spread)
+        # a number is rounded by what cancels in it: of most records that is what is left of it
+        return 16 * FLOAT32 * torch.maximum(numbers, numbers.mean(0)) + 1e-4 * spread
+    of_each, of_largest = max(1e-3, rounding), max(1e-4, 4 * rounding)
+    largest = numbers.amax(1, keepdim=True)
+    if rounding > FLOAT32:
+        # where all that a record puts out cancels, a few digits leave no small number exact
+        largest = largest.clamp(min=largest.median())
+    return of_each * numbers + 1e-5 + of_largest * largest

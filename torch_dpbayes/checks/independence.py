@@ -176,5 +176,6 @@ def _compare(
             others_draw = SeededDraws(seed, tried.axes, others=~keep if draws_apart else None)
             second = tried.run(mixed, others_draw)
         if not running.failed:
-            require_same(tried.module, first, second, keep)
+            are_copies = kind == "copies"
+            require_same(tried.module, first, second, keep, are_copies=are_copies)
     return draws.is_random
