@@ -20,7 +20,7 @@ def released(exact, std):
 def test_each_site_keeps_its_level_where_noise_hides_single_entries():
     """Levels are wrong by 60/√12 and 60/√3 in one standard deviation; six are allowed."""
     blocks, std = BlockLevels(SITES, 1000), 60.0
-    found, left = blocks.denoised(released(EXACT, std), blocks.variances(std))
+    found, left = blocks.denoised(released(EXACT, std), blocks.errors(std))
     assert abs(float(found.diagonal()[:12].mean()) - 40) < 6 * std / math.sqrt(12)
     assert abs(float(found.diagonal()[12:].mean()) - 600) < 6 * std / math.sqrt(3)
     assert 0 < left < std
@@ -30,7 +30,7 @@ def test_each_site_keeps_its_level_where_noise_hides_single_entries():
 def test_entries_that_stand_out_on_the_diagonal_are_kept_among_zeros_off_it():
     exact = torch.diag(torch.linspace(10.0, 200.0, 30, dtype=DOUBLE))
     blocks, std = BlockLevels(torch.zeros(30, dtype=torch.int64), 1000), 15.0
-    found, _ = blocks.denoised(released(exact, std), blocks.variances(std))
+    found, _ = blocks.denoised(released(exact, std), blocks.errors(std))
     error = found - exact
     assert float(error.diagonal().square().mean().sqrt()) < 1.5 * std
     assert float((error - torch.diag(error.diagonal())).abs().max()) < std
@@ -45,7 +45,7 @@ def test_what_is_left_of_the_noise_is_the_error_that_is_made():
     exact += 100 * torch.eye(15, dtype=DOUBLE)
     blocks, std, total, stated = BlockLevels(SITES, 1000), 20.0, 0.0, 0.0
     for _ in range(300):
-        found, left = blocks.denoised(released(exact, std), blocks.variances(std))
+        found, left = blocks.denoised(released(exact, std), blocks.errors(std))
         total += float((found - exact).square().sum()) / (15 * 16 / 2)
         stated += left**2
     assert 0.6 < math.sqrt(total / stated) < 1.05
@@ -57,12 +57,12 @@ def test_a_later_release_takes_over_where_the_curvature_changed():
     earlier = EXACT.clone()
     earlier[:12, :12] += 300 * torch.eye(12, dtype=DOUBLE)
     first, second = released(earlier, std), released(EXACT, std)
-    own = blocks.variances(std)
-    found, variances = blocks.combined(first, own, second, own)
+    own = blocks.errors(std)
+    found, errors = blocks.combined(first, own, second, own)
     moved = (found - first).diagonal() / (second - first).diagonal()
     assert bool((moved[:12] > 0.95).all())
-    assert float(variances[0]) > 0.95 * std**2
-    off_diagonal = variances[2:]
+    assert float(errors.entries[0]) > 0.95 * std**2
+    off_diagonal = errors.entries[2:]
     assert bool((off_diagonal < 0.8 * std**2).any())
 
 
@@ -82,7 +82,7 @@ def test_levels_are_moved_and_nothing_else():
 def test_likely_levels_have_each_sites_own_law():
     """Half of them are below what was released where that is sure; each is drawn once."""
     blocks, std = BlockLevels(SITES, 1000), 20.0
-    drawn = torch.stack(blocks.likely(EXACT, blocks.variances(std), 10.0, 1e4, 12))
+    drawn = torch.stack(blocks.likely(EXACT, blocks.errors(std), 10.0, 1e4, 12))
     assert drawn.shape == (12, 2)
     for column, exact, size in zip(drawn.T, (40.0, 600.0), (12, 3), strict=True):
         assert len(column.unique()) == 12
@@ -95,7 +95,7 @@ def test_likely_levels_have_each_sites_own_law():
 def test_levels_of_few_records_are_no_higher_than_these_allow():
     """Under a narrow prior the level at which records begin to say something may be higher."""
     blocks, most = BlockLevels(SITES, 10), 90.0
-    drawn = torch.stack(blocks.likely(EXACT, blocks.variances(1e4), 100.0, most, 12))
+    drawn = torch.stack(blocks.likely(EXACT, blocks.errors(1e4), 100.0, most, 12))
     for column, size in zip(drawn.T, (12, 3), strict=True):
         assert float(column.max()) <= most / size
         assert float(column.min()) < 0.2 * most / size
@@ -112,5 +112,5 @@ def test_an_error_is_no_larger_than_the_levels(spread):
 
 def test_a_level_is_known_when_all_sites_are():
     blocks = BlockLevels(SITES, 1000)
-    assert blocks.are_known(EXACT, blocks.variances(10.0), 0.1)
-    assert not blocks.are_known(EXACT, blocks.variances(20.0), 0.1)
+    assert blocks.are_known(EXACT, blocks.errors(10.0), 0.1)
+    assert not blocks.are_known(EXACT, blocks.errors(20.0), 0.1)

@@ -95,14 +95,14 @@ def test_noise_between_groups_does_not_get_into_a_curvature():
     blocks, std = BlockLevels(SITE, 1000, GROUPS), 30.0
     exact = outer_products(200)
     one, two = exact + noise(std), exact + noise(std)
-    own = blocks.variances(std)
-    raw, variances = blocks.combined(one, own, two, own)
-    found, left = blocks.denoised(raw, variances)
+    own = blocks.errors(std)
+    raw, errors = blocks.combined(one, own, two, own)
+    found, left = blocks.denoised(raw, errors)
     assert not found[GROUPS.apart].any()
     at = blocks.at(found, torch.tensor([20.0, 200.0], dtype=DOUBLE))
     torch.testing.assert_close(blocks.means(at), torch.tensor([20.0, 200.0], dtype=DOUBLE))
     assert not at[GROUPS.apart].any() and float(torch.linalg.eigvalsh(at)[0]) > 0
-    assert left < BlockLevels(SITE, 1000).denoised(raw, BlockLevels(SITE, 1000).variances(std))[1]
+    assert left < BlockLevels(SITE, 1000).denoised(raw, BlockLevels(SITE, 1000).errors(std))[1]
 
 
 def test_variances_are_those_of_the_error_that_is_made():
@@ -113,9 +113,9 @@ def test_variances_are_those_of_the_error_that_is_made():
     for _ in range(300):
         exact = torch.where(GROUPS.apart, 0.0, 100 * torch.eye(SIZE, dtype=DOUBLE) + noise(15.0))
         raw = exact + noise(std)
-        found, _ = blocks.denoised(raw, blocks.variances(std))
+        found, _ = blocks.denoised(raw, blocks.errors(std))
         made = made + (found - exact).square()
-        stated = stated + blocks.error_variances(raw, blocks.variances(std), level)
+        stated = stated + blocks.error_variances(raw, blocks.errors(std), level)
     others = ~(kinds[0] | kinds[1])
     assert not stated[kinds[0]].any() and not made[kinds[0]].any()
     for kind in (kinds[1], others):
@@ -124,7 +124,7 @@ def test_variances_are_those_of_the_error_that_is_made():
 
 def test_an_error_is_no_larger_than_the_levels():
     blocks, low = BlockLevels(SITE, 1000, GROUPS), torch.tensor([0.3, 2.0], dtype=DOUBLE)
-    found = blocks.error_variances(noise(1e3), blocks.variances(1e3), low)
+    found = blocks.error_variances(noise(1e3), blocks.errors(1e3), low)
     bound = torch.outer(low[SITE], low[SITE])
     assert bool((found <= bound * (1 + 1e-9)).all()) and bool((found > 0.01 * bound).any())
 
@@ -274,7 +274,7 @@ def levels_of(exact, std, count=101, most=1e9):
     for _ in range(10):
         raw = torch.diag(exact) + noise(std, size)
         level = blocks.means(raw).clamp_min(1.0)
-        found.append(blocks.own_levels(raw, blocks.variances(std), level, most, count))
+        found.append(blocks.own_levels(raw, blocks.errors(std), level, most, count))
     return torch.stack(found)
 
 

@@ -106,16 +106,16 @@ def test_a_curvature_without_the_mean_is_not_averaged_with_ones_that_hold_it(mon
     eye = torch.ones(1, 1, dtype=torch.float64)
     steps = [(500.0, True), (500.0, True), (100.0, False)]
     monkeypatch.setattr(
-        newton,
-        "_about_their_mean",
-        lambda release, best, count: (value := steps.pop(0)) and (value[0] * eye, 300.0, value[1]),
+        newton.MeasuredCurvature,
+        "about_the_mean",
+        lambda *_: newton.MeasuredCurvature(steps[0][0] * eye, 300.0, holds_mean=steps.pop(0)[1]),
     )
     seen = []
     denoised = newton.BlockLevels.denoised
     monkeypatch.setattr(
         newton.BlockLevels,
         "denoised",
-        lambda self, raw, variances: seen.append(float(raw)) or denoised(self, raw, variances),
+        lambda self, raw, errors: seen.append(float(raw)) or denoised(self, raw, errors),
     )
 
     def model(x):

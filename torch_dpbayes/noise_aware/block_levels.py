@@ -7,6 +7,10 @@ multiple of I for each site, and not to one for all. Of what is left the noise e
 (empirical Bayes), which is found for each pair of sites, and for the diagonal: that the effects of
 different groups have no second derivative in common does not hide that one group has more records.
 
+The mean over a site's d_s coordinates has 1/√d_s of the noise of one of them. The sum of the
+diagonal over a site may be released besides (:class:`~torch_dpbayes.noise_aware.planning.Plan`),
+and the noise of that, over d_s, is what the mean then has: both are averaged by their variances.
+
 Derived in this project.
 """
 
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +35,15 @@ _NOTHING, _DEVIATIONS, _GRID, _SHAPES = 1e-3, 6.0, 500, (1e-2, 1e6)
 _STRIDE = 7
 
 
+class Errors(NamedTuple):
+    """Variances of what is wrong with a noisy matrix."""
+
+    entries: Tensor
+    """For each class of entries."""
+    levels: Tensor | None = None
+    """Of the means of its diagonal over each site, where these have errors of their own."""
+
+
 class BlockLevels:
     """Which coordinates make up each site, and which entries of a matrix are alike: the diagonal of
     a site, and what is off the diagonal between two sites, or in one. Variances of an error are
@@ -43,8 +57,8 @@ class BlockLevels:
 
     def __init__(self, site: Tensor, num_data: int, groups: Groups | None = None) -> None:
         self._site, self._num_data, self._groups = site, num_data, groups
-        self._sizes = torch.bincount(site).to(torch.float64)
-        sites = len(self._sizes)
+        self.sizes = torch.bincount(site).to(torch.float64)
+        sites = len(self.sizes)
         low, high = torch.minimum(site[:, None], site), torch.maximum(site[:, None], site)
         self._class = (sites + low * sites + high).fill_diagonal_(0) + torch.diag(site)
         known = sites * (1 + sites)  # the last class
@@ -54,35 +68,54 @@ class BlockLevels:
         self._counts = counts.to(torch.float64)
         self._counts[sites:] /= 2  # entries off the diagonal are there twice
 
-    def variances(self, noise_std: float) -> Tensor:
+    def errors(self, noise_std: float) -> Errors:
         """Those of a matrix whose entries all have the same noise, but for those known to be 0."""
         found = torch.full_like(self._counts, noise_std**2)
         found[-1] = 0.0
-        return found
+        return Errors(found)
+
+    def with_levels(
+        self, released: Tensor, errors: Errors, totals: Tensor, variances: Tensor
+    ) -> tuple[Tensor, Errors]:
+        """A noisy matrix whose diagonal was moved to what noisy sums over each site say besides.
+
+        Args:
+            released, errors: the matrix.
+            totals, variances: the sums, ``[sites]``, and how they err.
+        """
+        own = variances / self.sizes.square()
+        of_means = self._of_levels(errors)
+        share = of_means / (of_means + own)
+        change = share * (totals / self.sizes - self.means(released))
+        moved = released + torch.diag(change[self._site])
+        return moved, errors._replace(levels=share * own)
+
+    def totals(self, matrix: Tensor) -> Tensor:
+        """Sums of a matrix' diagonal, over each site."""
+        zeros = torch.zeros_like(self.sizes)
+        return zeros.index_add_(0, self._site, matrix.diagonal().to(zeros))
 
     def means(self, matrix: Tensor) -> Tensor:
         """Of a matrix' diagonal, for each site."""
-        zeros = torch.zeros_like(self._sizes)
-        return zeros.index_add_(0, self._site, matrix.diagonal().to(zeros)) / self._sizes
+        return self.totals(matrix) / self.sizes
 
-    def are_known(self, released: Tensor, variances: Tensor, share: float) -> bool:
+    def are_known(self, released: Tensor, errors: Errors, share: float) -> bool:
         """Whether the error of each level is less than that share of it."""
-        own = (variances[: len(self._sizes)] / self._sizes).sqrt()
-        return bool((own < share * self.means(released)).all())
+        return bool((self._of_levels(errors).sqrt() < share * self.means(released)).all())
 
-    def left(self, released: Tensor, variances: Tensor) -> float:
+    def left(self, released: Tensor, errors: Errors) -> float:
         """Standard deviation of the error that is left when entries are multiplied by what of them
         it does not explain; the mean over all entries.
         """
-        return self.root_mean(variances * self._kept(released, variances))
+        return self.root_mean(errors.entries * self._kept(released, errors.entries))
 
-    def denoised(self, released: Tensor, variances: Tensor) -> tuple[Tensor, float]:
+    def denoised(self, released: Tensor, errors: Errors) -> tuple[Tensor, float]:
         """A positive definite estimate of what was released, and the standard deviation of what is
         left of its error, of which eigenvalues are at least a tenth.
         """
-        means, of_level = self.means(released), variances[: len(self._sizes)] / self._sizes
+        variances, means = errors.entries, self.means(released)
         found = torch.maximum(means, 1e-3 * variances[: len(means)].sqrt())
-        level = found**3 / (found**2 + of_level)
+        level = found**3 / (found**2 + self._of_levels(errors))
         kept = self._kept(released, variances)
         share = 2 * len(means) / len(released)  # the levels' errors move all eigenvalues together
         std = self.root_mean(variances * (kept + share).clamp(max=1.0))
@@ -92,40 +125,47 @@ class BlockLevels:
         return self._floored(matrix, least), std
 
     def combined(
-        self, earlier: Tensor, earlier_variances: Tensor, later: Tensor, later_variances: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, earlier: Tensor, earlier_errors: Errors, later: Tensor, later_errors: Errors
+    ) -> tuple[Tensor, Errors]:
         """Two releases averaged by their variances, for the point of the later one.
 
         How much the curvature changed between their points is told by how far they are apart,
         beyond what noise explains.
         """
         apart = self._squares(later - earlier) / self._counts.clamp_min(1.0)
-        earlier_variances = torch.maximum(earlier_variances, apart - later_variances)
-        weight = (earlier_variances / (earlier_variances + later_variances)).nan_to_num(0.0)
-        return earlier + weight[self._class] * (later - earlier), weight * later_variances
+        weight, entries = _averaged(apart, earlier_errors.entries, later_errors.entries)
+        found = earlier + weight[self._class] * (later - earlier)
+        if earlier_errors.levels is None or later_errors.levels is None:
+            return found, Errors(entries)
+        apart = self.means(later) - self.means(earlier)
+        weight, of_levels = _averaged(apart.square(), earlier_errors.levels, later_errors.levels)
+        change = self.means(earlier) + weight * apart - self.means(found)
+        return found + torch.diag(change[self._site]), Errors(entries, of_levels)
 
-    def average(self, releases: Sequence[tuple[Tensor, float]]) -> tuple[Tensor, Tensor]:
-        """Matrices in the order of their release, with the standard deviations of their noise;
-        their average for the last one's point, and its variances.
-        """
-        (average, std), *later = releases
-        variances = self.variances(std)
+    def average(self, releases: Sequence[tuple[Tensor, Errors]]) -> tuple[Tensor, Errors]:
+        """Of matrices in the order of their release, for the last one's point."""
+        (average, errors), *later = releases
         for value, own in later:
-            average, variances = self.combined(average, variances, value, self.variances(own))
-        return average, variances
+            average, errors = self.combined(average, errors, value, own)
+        return average, errors
+
+    def _of_levels(self, errors: Errors) -> Tensor:
+        if errors.levels is not None:
+            return errors.levels
+        return errors.entries[: len(self.sizes)] / self.sizes
 
     def _kept(self, released: Tensor, variances: Tensor) -> Tensor:
         """The part of what tells a released matrix from its sites' levels that its error does not
         explain, between 0 and 1, for each class: as of a
         :class:`~torch_dpbayes.noise_aware.noisy_gram.NoisyGram`, with bounds on a class's entries.
         """
-        sites = len(self._sizes)
+        sites = len(self.sizes)
         means = self.means(released)
         squares = self._squares(released - torch.diag(means[self._site]))
         levels = torch.maximum(means, 1e-3 * variances[:sites].sqrt())
         # of a site's sum one coordinate has it all; and no entry is larger than the two on the
         # diagonal beside it
-        most = torch.cat([self._sizes * levels**2, 2 * torch.outer(levels, levels).flatten()])
+        most = torch.cat([self.sizes * levels**2, 2 * torch.outer(levels, levels).flatten()])
         free = self._counts[:-1].clone()
         free[:sites] -= 1
         kept = torch.zeros_like(self._counts)
@@ -138,23 +178,24 @@ class BlockLevels:
                 kept[k] = 1.0
         return kept
 
-    def error_variances(self, released: Tensor, variances: Tensor, levels: Tensor) -> Tensor:
+    def error_variances(self, released: Tensor, errors: Errors, levels: Tensor) -> Tensor:
         """Those of what is left of each entry's error, ``[d, d]``, where sites have these levels:
         without negative eigenvalues no entry is larger than the levels of its two sites.
         """
+        variances = errors.entries
         entries = (variances * self._kept(released, variances))[self._class]
         own = levels[self._site]
         return _as_off_diagonal(torch.minimum(entries, torch.outer(own, own)))
 
     def own_levels(
-        self, released: Tensor, variances: Tensor, levels: Tensor, most: float, count: int
+        self, released: Tensor, errors: Errors, levels: Tensor, most: float, count: int
     ) -> Tensor:
         """``count`` equally likely curvatures of each coordinate, ``[count, d]``, where sites have
         these levels: from a gamma distribution around its site's as wide as the released diagonal
         is, or, of a few, from p(λ) ∝ 1/λ, for groups with hardly any records; below ``most``, as
         without that bound a gradient of nothing but large noise would be taken for a steep slope.
         """
-        sites = len(self._sizes)
+        sites, variances = len(self.sizes), errors.entries
         kept = self._kept(released, variances)[:sites].clamp(max=1 - 1e-9)
         mean = levels[self._site]
         noise = variances[:sites][self._site].sqrt().clamp_min(_ROUNDING * mean)
@@ -190,20 +231,19 @@ class BlockLevels:
         return math.sqrt(float((self._counts * variances).sum() / self._counts.sum()))
 
     def likely(
-        self, released: Tensor, variances: Tensor, least: float, most: float, count: int
+        self, released: Tensor, errors: Errors, least: float, most: float, count: int
     ) -> list[Tensor]:
         """``count`` equally likely levels of each site, given the means of a released diagonal and
         p(λ) ∝ 1/λ: a lattice of their quantiles.
 
         Args:
-            released: the noisy matrix.
-            variances: of its errors.
+            released, errors: the noisy matrix.
             most: of the sum over the diagonal.
             least, count: as for :func:`~torch_dpbayes.noise_aware.response.level_quantiles`.
         """
         columns, order = [], torch.arange(count)
-        of_level = (variances[: len(self._sizes)] / self._sizes).sqrt()
-        for mean, size, std in zip(self.means(released), self._sizes, of_level, strict=True):
+        stds = self._of_levels(errors).sqrt()
+        for mean, size, std in zip(self.means(released), self.sizes, stds, strict=True):
             found = level_quantiles(float(mean), float(std), least, most / float(size), count)
             columns.append(found[order])
             order = order * _STRIDE % count
@@ -227,6 +267,15 @@ class BlockLevels:
         if spread <= 0:
             return torch.ones(len(self._site), dtype=levels.dtype)
         return (levels / spread).sqrt().clamp(max=1.0)[self._site]
+
+
+def _averaged(apart: Tensor, earlier: Tensor, later: Tensor) -> tuple[Tensor, Tensor]:
+    """The later one's weight and the average's variance, of two measurements with these variances
+    that are ``apart`` in the mean square.
+    """
+    weight = torch.maximum(earlier, apart - later)
+    weight = (weight / (weight + later)).nan_to_num(0.0)
+    return weight, weight * later
 
 
 def _as_off_diagonal(variances: Tensor) -> Tensor:

@@ -367,6 +367,7 @@ def _general(
         count,
         accountant.neighboring,
         clips=sums.curvature_is_of_gradients,
+        has_groups=sums.groups is not None,
     )
     held_before = little_left(accountant, epsilon, delta)
     charge(accountant, plan, _LABEL)

@@ -25,6 +25,7 @@ from .transcript import (
     DiagonalRelease,
     GradientRelease,
     LengthRelease,
+    LevelRelease,
 )
 
 _CPU = torch.device("cpu")
@@ -138,6 +139,19 @@ class Mechanism:
             self._sums.curvature_sum(theta), theta, multiplier * self._sums.curvature_bound
         )
 
+    def curvature_with_levels(
+        self, sums: GeneralSums, theta: Tensor, multiplier: float, level_multiplier: float
+    ) -> tuple[CurvatureRelease, LevelRelease]:
+        """The noisy curvature at ``theta``, Σ c cᵀ, and noisy sums of its diagonal over each site.
+        Those of one record are ‖c‖² together, and so no longer than its matrix.
+        """
+        exact, bound = sums.curvature_sum(theta).to(_CPU), self._sums.curvature_bound
+        totals = exact.new_zeros(int(sums.site.max()) + 1)
+        totals.index_add_(0, sums.site, exact.diagonal())
+        std = level_multiplier * bound
+        noisy = totals + std * self._standard_normal(len(totals))
+        return self._matrix(exact, theta, multiplier * bound), LevelRelease(theta, noisy, std)
+
     def gram(self, sums: PrivateGram, multiplier: float) -> CurvatureRelease:
         """The noisy Gram matrix of the features."""
         return self._matrix(sums.gram_sum(), None, multiplier * sums.gram_bound)
@@ -206,6 +220,7 @@ def charge(accountant: PrivacyAccountant, plan: Plan, label: str) -> None:
         *plan.curvature_multipliers,
         *plan.gram_multipliers,
         *plan.length_multipliers,
+        *plan.level_multipliers,
         *plan.clipped_multipliers,
     ]
     parts: list[DpEvent] = [GaussianDpEvent(z) for z in plan.gradient_multipliers]

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from .bent_response import bent_surrogates
@@ -19,6 +18,7 @@ from .grouped_surrogate import GroupedSurrogate
 from .hidden_directions import with_hidden_levels
 from .learned_curvature import LARGEST_DIMENSION, LearnedCurvatureSurrogate
 from .learned_way import learned_ways
+from .measured_curvature import MeasuredCurvature
 from .mechanism import GeneralSums, Mechanism, PrivateGram
 from .modes import mode
 from .planning import Plan
@@ -37,7 +37,7 @@ from .response import (
 from .saturation import share_of_curvature
 from .step_control import StepControl
 from .surrogate import AnySurrogate, Surrogate, positive
-from .transcript import CurvatureRelease, GradientRelease, Transcript
+from .transcript import CurvatureRelease, Transcript
 from .uncertain_level import UncertainLevel
 
 # of the level of a curvature; above it the level's distribution counts and not its deviation alone
@@ -146,8 +146,9 @@ def run_general(
     blocks = BlockLevels(sums.site, num_data, groups)
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
+    of_levels = dict(zip(plan.curvature_steps, plan.level_multipliers, strict=False))
     theta, holds_mean = prior.mean, False
-    estimates: list[tuple[Tensor, float]] = []
+    estimates: list[MeasuredCurvature] = []
 
     def response(at: Tensor, place: Tensor, misfit: float = 0.0) -> Response:
         if holds_mean:
@@ -157,7 +158,7 @@ def run_general(
     def learned(at: Tensor, spread: float, most: float | None = None) -> Sequence[AnySurrogate]:
         if holds_mean or groups is not None:
             return []
-        std = blocks.root_mean(variances)
+        std = blocks.root_mean(errors.entries)
         gradients = transcript.gradients
         if found := bent_surrogates(gradients, at, spread, raw, std, centre, prior, most):
             return found
@@ -173,21 +174,28 @@ def run_general(
         best = control.note(transcript.gradients[-1])
         centre = best.theta
         if step in multipliers:
-            release = mechanism.curvature(centre, multipliers[step])
             held_mean = holds_mean
+            if step in of_levels:
+                release, levels = mechanism.curvature_with_levels(
+                    sums, centre, multipliers[step], of_levels[step]
+                )
+                transcript.levels.append(levels)
+            else:
+                release, levels = mechanism.curvature(centre, multipliers[step]), None
             transcript.curvatures.append(release)
-            value, std, share = release.value, release.noise_std, 1.0
+            measured, share = MeasuredCurvature(release.value, release.noise_std), 1.0
             if sums.curvature_is_of_gradients:
-                value, std, holds_mean = _about_their_mean(release, best, num_data)
+                measured = MeasuredCurvature.about_the_mean(release, levels, best, num_data, blocks)
                 share = share_of_curvature(release, num_data * sums.curvature_bound)
+            holds_mean = measured.holds_mean
             if held_mean and not holds_mean:
                 # an average would keep the part of the mean that earlier ones have
                 estimates.clear()
             if groups is not None and groups.contradict(release):
                 groups, blocks = None, BlockLevels(sums.site, num_data)
-            estimates.append((value, std))
-            raw, variances = blocks.average(estimates)
-            curvature, spread = blocks.denoised(raw, variances)
+            estimates.append(measured)
+            raw, errors = blocks.average([one.on(blocks) for one in estimates])
+            curvature, spread = blocks.denoised(raw, errors)
             control.released(share * curvature)
         theta = control.next_point([fitted(spread), *learned(control.curvature, spread)[:1]])
         # the point before it is valid, and all between them are public or released
@@ -197,10 +205,10 @@ def run_general(
         transcript.clipped.append(mechanism.clipped_count(sums, centre, multiplier))
     if groups is not None and not groups.are_told_apart(curvature):
         groups, blocks = None, BlockLevels(sums.site, num_data)
-        raw, variances = blocks.average(estimates)
-        curvature, _ = blocks.denoised(raw, variances)
+        raw, errors = blocks.average([one.on(blocks) for one in estimates])
+        curvature, _ = blocks.denoised(raw, errors)
     control.released(curvature)
-    spread = blocks.left(raw, variances)
+    spread = blocks.left(raw, errors)
     surrogate = fitted(spread)
     counted = control.agreeing(transcript.gradients, spread)
     # the bounds as for a generalised linear model
@@ -212,8 +220,8 @@ def run_general(
         if groups is None:
             units = blocks.shape_scales(levels, spread)
             return Surrogate(gradients, of_gradients, at, spread, centre, counted, units)
-        left = blocks.error_variances(raw, variances, levels)
-        own = blocks.own_levels(raw, variances, levels, most, _OWN_LEVELS)
+        left = blocks.error_variances(raw, errors, levels)
+        own = blocks.own_levels(raw, errors, levels, most, _OWN_LEVELS)
         return GroupedSurrogate(gradients, of_gradients, at, left, own, centre, counted, groups)
 
     if of_way := learned(curvature, spread, most):
@@ -221,15 +229,15 @@ def run_general(
     if groups is not None:
         surrogate = likelihood(curvature, blocks.means(curvature), MISFIT)
         transcript = replace(transcript, groups=groups.places)
-    elif blocks.are_known(raw, variances, _HARMLESS_NOISE):
-        std = blocks.root_mean(variances)
+    elif blocks.are_known(raw, errors, _HARMLESS_NOISE):
+        std = blocks.root_mean(errors.entries)
         found = with_hidden_levels(gradients, response, raw, std, centre, counted, least, most)
         if found is not None:
             return found, transcript
-    if blocks.are_known(raw, variances, _SURE_LEVEL):
+    if blocks.are_known(raw, errors, _SURE_LEVEL):
         return surrogate, transcript
     count = _LEVELS if groups is None else _LEVELS_OF_GROUPS
-    likely = blocks.likely(raw, variances, least, most, count)
+    likely = blocks.likely(raw, errors, least, most, count)
     parts = [likelihood(blocks.at(curvature, levels), levels) for levels in likely]
     return UncertainLevel(parts, surrogate), transcript
 
@@ -238,21 +246,3 @@ def _is_level_known(released: Tensor, noise_std: float) -> bool:
     """Whether the mean eigenvalue of a noisy matrix is far above its noise."""
     noise = noise_std / math.sqrt(len(released))
     return noise < _HARMLESS_NOISE * float(released.trace()) / len(released)
-
-
-def _about_their_mean(
-    curvature: CurvatureRelease, gradient: GradientRelease, num_data: int
-) -> tuple[Tensor, float, bool]:
-    """Σ c cᵀ − (Σ c)(Σ c)ᵀ/n, the noise that it has, and whether the mean is in it still.
-
-    Away from the mode the mean of the gradients is no curvature: with it, steps would be the
-    shorter the further there is to go. Of few records the product is little but noise: there it
-    stays.
-    """
-    own = gradient.noise_std**2 / num_data
-    if math.sqrt(2) * own > curvature.noise_std:
-        return curvature.value, curvature.noise_std, True
-    mean = gradient.value / num_data
-    value = curvature.value - num_data * mean.outer(mean) + own * torch.eye(len(mean)).to(mean)
-    of_mean = 2 * float(mean.norm()) * gradient.noise_std
-    return value, math.hypot(curvature.noise_std, of_mean, math.sqrt(2) * own), False

@@ -23,6 +23,9 @@ _GROWTH = 1.4
 _DIAGONAL = 0.15  # of the budget
 _LENGTHS = 0.01
 _CLIPPED = 0.01
+_LEVELS = 0.25  # of what a curvature costs
+# A gradient's square in units of the bound's, and the share of a level that its error may have
+_TYPICAL, _UNSURE = 0.2, 0.1
 # n/(zd), at which what clipping adds to the error and what it takes of the noise are the same on
 # Adult with seven columns; on Abalone they are the same at 300 and on breast cancer beyond 30
 _ENOUGH_TOLD = 500
@@ -43,6 +46,9 @@ class Plan:
     """Of the Gram matrix of the features as they are, and as the run then takes them."""
     length_multipliers: tuple[float, ...] = ()
     """Of the histogram of the features' lengths."""
+    level_multipliers: tuple[float, ...] = ()
+    """Of the sums over each site of the diagonal of each curvature; none where these are known well
+    enough without."""
     clipped_multipliers: tuple[float, ...] = ()
     """Of the number of clipped gradients."""
     curvature_steps: tuple[int, ...] = ()
@@ -135,19 +141,44 @@ def glm_plan(
 
 
 def general_plan(
-    multiplier: float, dimension: int, num_data: int, neighboring: Neighboring, *, clips: bool
+    multiplier: float,
+    dimension: int,
+    num_data: int,
+    neighboring: Neighboring,
+    *,
+    clips: bool,
+    has_groups: bool = False,
 ) -> Plan:
     """The split for any other model: curvatures at the start, on the way and at the end, each
     dearer than the one before, and where gradients are clipped the number of those that are.
+
+    The level of a group's curvature, its mean over all groups, has 1/√d of a matrix' noise. A sum
+    of its own, over all of them, has 1/d of it: where noise hides the level, a part of what
+    matrices cost goes there.
+
+    Args:
+        multiplier: of the one release that would use all of the budget.
+        dimension: d.
+        num_data: n, the public number of records.
+        neighboring: decides how much a matrix costs.
+        clips: curvatures are of clipped gradients.
+        has_groups: every record reads the parameters of one group.
     """
     gain = num_data / (multiplier * dimension)
     share = _within(4 / math.sqrt(gain), 0.10, 0.40)
-    weights = [0.15, 0.25, 0.60]
-    matrices = tuple(matrix_multiplier(multiplier, share * w, neighboring) for w in weights)
+    noise = matrix_multiplier(multiplier, share, neighboring) / math.sqrt(dimension)
+    is_unsure = noise > _UNSURE * _TYPICAL * num_data / dimension
+    of_levels = _LEVELS * share if has_groups and clips and is_unsure else 0.0
     clipped = _CLIPPED if clips else 0.0
+
+    def matrices(part: float) -> tuple[float, ...]:
+        weights = [0.15, 0.25, 0.60] if part else []
+        return tuple(matrix_multiplier(multiplier, part * w, neighboring) for w in weights)
+
     return Plan(
         _gradients(multiplier, 1 - share - clipped),
-        matrices,
+        matrices(share - of_levels),
+        level_multipliers=matrices(of_levels),
         clipped_multipliers=_of_count(multiplier, clipped, neighboring),
         curvature_steps=(0, _STEPS // 2, _STEPS - 2),
     )

@@ -54,6 +54,17 @@ class LengthRelease:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class LevelRelease:
+    """The sums of a curvature's diagonal over each site, ``[sites]``, plus independent noise of one
+    deviation.
+    """
+
+    theta: Tensor
+    value: Tensor
+    noise_std: float
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class ClippedRelease:
     """The number of records whose gradients are clipped, plus noise."""
 
@@ -72,6 +83,8 @@ class Transcript:
     grams: list[CurvatureRelease] = field(default_factory=list)
     lengths: list[LengthRelease] = field(default_factory=list)
     """Of the features in the coordinates that the first Gram matrix suggests."""
+    levels: list[LevelRelease] = field(default_factory=list)
+    """Of the same curvatures, where parameters are of groups and noise hides their levels."""
     clipped: list[ClippedRelease] = field(default_factory=list)
     """At the last point, of models whose gradients are clipped."""
     feature_map: Tensor | None = None
