@@ -119,7 +119,10 @@ def laplace(
     bounds are then C/R_x, 1 and max b'', under the same noise multipliers. A histogram of the rows'
     lengths there is charged for too: a record is in one bin, and one that is replaced moves it by
     √2. Of Pyro models and modules the number of clipped gradients at the last point is released,
-    which a record moves by 1; the price is that of such a histogram.
+    which a record moves by 1; the price is that of such a histogram. Where parameters are of groups
+    and noise hides how large their curvatures are, the sums of the diagonal of each Σ c cᵀ over
+    each site are released besides: a record's are ‖c‖² ≤ C² together, and none is negative, so that
+    they cost as much as a matrix of that noise multiplier.
     """
     is_diagonal = _is_diagonal(curvature)
     accountant = budget_of(accountant, epsilon, delta)
@@ -511,8 +514,10 @@ def _statement(
 ) -> list[str]:
     matrices = len(plan.curvature_multipliers) + len(plan.gram_multipliers)
     others = ", and a noisy histogram of lengths" if plan.length_multipliers else ""
+    if plan.level_multipliers:
+        others += ", their noisy traces over each site"
     if plan.clipped_multipliers:
-        others = ", and a noisy number of clipped gradients"
+        others += ", and a noisy number of clipped gradients"
     delta = 1e-5 if accountant.delta is None else accountant.delta
     return [
         (

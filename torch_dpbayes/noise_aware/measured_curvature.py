@@ -21,7 +21,7 @@ class MeasuredCurvature(NamedTuple):
     totals: Tensor | None = None
     """Sums of its diagonal over each site."""
     of_each: float = 0.0
-    """Variance of these sums."""
+    """Variance of these sums, at most."""
     of_square: float = 0.0
     """What every coordinate adds to that."""
     holds_mean: bool = False
