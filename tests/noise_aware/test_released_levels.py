@@ -14,15 +14,17 @@ from torch_dpbayes.mcmc.density import RecordDensity
 from torch_dpbayes.noise_aware.block_levels import BlockLevels
 from torch_dpbayes.noise_aware.measured_curvature import MeasuredCurvature
 from torch_dpbayes.noise_aware.mechanism import Mechanism
-from torch_dpbayes.noise_aware.planning import general_plan
-from torch_dpbayes.noise_aware.records import DensitySums
+from torch_dpbayes.noise_aware.planning import general_plan, total_multiplier
+from torch_dpbayes.noise_aware.records import DensitySums, SoftmaxSums
 from torch_dpbayes.noise_aware.transcript import CurvatureRelease, GradientRelease, LevelRelease
+from torch_dpbayes.ops import Softmax
 
 DOUBLE = torch.float64
 SIGNIFICANCE = 1e-6
 RELATIONS = ["add_or_remove_one", "replace_one"]
 GROUPS, SLOPES, BOUND = 6, 2, 1.3
 SITE = torch.tensor([0] * 12 + [1] * 3)
+SIZES = torch.tensor([12.0, 3.0], dtype=DOUBLE)
 
 
 def is_chi_squared(total: float, count: int) -> bool:
@@ -114,20 +116,24 @@ def noisy(exact, std):
     return exact + (noise + noise.T) / 2
 
 
+def measured(exact, std, of_sums, blocks):
+    """A matrix, its sums besides, and what is then known of its levels."""
+    totals = blocks.totals(exact) + of_sums * torch.randn(2, dtype=DOUBLE)
+    release = LevelRelease(torch.zeros(15, dtype=DOUBLE), totals, of_sums)
+    moved, variances = blocks.with_levels(noisy(exact, std), std, release)
+    return moved, blocks.errors(std)._replace(levels=variances)
+
+
 def test_levels_err_as_much_as_is_stated():
     """Of a matrix and sums besides, and of two of both at points that are alike: 2,000 each."""
     blocks, exact = BlockLevels(SITE, 1000), torch.diag((40.0 + 300 * SITE).to(DOUBLE))
     levels = blocks.means(exact)
     errors_made = []
     for _ in range(2000):
-        both = []
-        for std, of_sums in ((30.0, 40.0), (20.0, 25.0)):
-            totals = blocks.totals(exact) + of_sums * torch.randn(2, dtype=DOUBLE)
-            variances = torch.full((2,), of_sums**2, dtype=DOUBLE)
-            both.append(
-                blocks.with_levels(noisy(exact, std), blocks.errors(std), totals, variances)
-            )
-        (first, errors), (second, later) = both
+        (first, errors), (second, later) = (
+            measured(exact, 30.0, 40.0, blocks),
+            measured(exact, 20.0, 25.0, blocks),
+        )
         found, combined = blocks.combined(first, errors, second, later)
         made = [
             (blocks.means(value) - levels) / stated.levels.sqrt()
@@ -135,68 +141,79 @@ def test_levels_err_as_much_as_is_stated():
         ]
         errors_made.append(torch.stack(made))
     squares = torch.stack(errors_made).square().mean(0)
-    assert bool(((squares[:2] - 1).abs() < 6 * math.sqrt(2 / 2000)).all())
-    # of the average less than of the better one; a change is looked for, which states more
-    assert bool((squares[2] < 1.2).all()) and bool((squares[2] > 0.3).all())
+    error = math.sqrt(2 / 2000)
+    assert bool(((squares[:2] - 1).abs() < 6 * error).all())
+    # a change between the points is looked for, which chance feigns: 1.05 times the variance
+    assert bool(((squares[2] - 1.05).abs() < 8 * error).all())
     assert bool((combined.levels < 1.01 * later.levels).all())
     # sums of a site of twelve tell more of its level than the matrix does
-    assert float(errors.levels[0]) < 0.2 * 30.0**2 / 12 * 12
     assert float(errors.levels[0]) == pytest.approx(1 / (12 / 30.0**2 + 144 / 40.0**2))
+    assert float(errors.levels[0]) < 0.2 * 30.0**2 / 12
 
 
 def test_only_the_levels_of_a_matrix_are_moved():
     blocks, value = BlockLevels(SITE, 1000), noisy(torch.eye(15, dtype=DOUBLE), 5.0)
-    totals, sure = torch.tensor([240.0, 30.0], dtype=DOUBLE), torch.zeros(2, dtype=DOUBLE)
-    moved, errors = blocks.with_levels(value, blocks.errors(5.0), totals, sure)
+    sums = LevelRelease(torch.zeros(15), torch.tensor([240.0, 30.0], dtype=DOUBLE), 0.0)
+    moved, variances = blocks.with_levels(value, 5.0, sums)
     torch.testing.assert_close(blocks.means(moved), torch.tensor([20.0, 10.0], dtype=DOUBLE))
     change = (moved - value).diagonal()
     torch.testing.assert_close(moved - value, torch.diag(change))
     torch.testing.assert_close(change[:12], change[:1].expand(12))
-    assert blocks.are_known(moved, errors, 0.1)
-    assert not blocks.are_known(moved, blocks.errors(60.0), 0.1)
+    assert not variances.any()
+
+
+def test_what_is_known_of_levels_counts():
+    """Whether they are known, how far likely ones are apart, and what is left of the error."""
+    blocks, exact = BlockLevels(SITE, 1000), torch.diag((40.0 + 300 * SITE).to(DOUBLE))
+    sure = blocks.errors(60.0)._replace(levels=torch.full((2,), 4.0, dtype=DOUBLE))
+    assert blocks.are_known(exact, sure, 0.1)
+    assert not blocks.are_known(exact, blocks.errors(60.0), 0.1)
+    drawn = torch.stack(blocks.likely(exact, sure, 1.0, 1e4, 12))
+    assert bool((drawn.std(0) < 2.5).all())
+    assert blocks.denoised(exact, sure)[1] < 0.5 * blocks.denoised(exact, blocks.errors(60.0))[1]
 
 
 def test_where_the_level_changed_the_later_one_is_taken():
     blocks, exact = BlockLevels(SITE, 1000), 50 * torch.eye(15, dtype=DOUBLE)
-    variances = torch.full((2,), 100.0, dtype=DOUBLE)
-
-    def measured(value):
-        return blocks.with_levels(
-            noisy(value, 20.0), blocks.errors(20.0), blocks.totals(value), variances
-        )
-
-    (first, errors), (second, later) = measured(6 * exact), measured(exact)
+    (first, errors) = measured(6 * exact, 20.0, 10.0, blocks)
+    (second, later) = measured(exact, 20.0, 10.0, blocks)
     found, combined = blocks.combined(first, errors, second, later)
     torch.testing.assert_close(blocks.means(found), blocks.means(second), rtol=0.05, atol=0)
     assert bool((combined.levels > 0.9 * later.levels).all())
 
 
-@pytest.mark.parametrize("shift", [0.0, 4.0])
-def test_levels_about_the_mean_err_as_much_as_is_stated(shift):
-    """Or less: the gradients' mean is taken off with its noise, all of which each site is said to
-    have. 2,000 releases.
+@pytest.mark.parametrize("std, of_sums, of_gradient", [(30, 50, 60), (20, 35, 100), (100, 170, 30)])
+@pytest.mark.parametrize("where", [None, 0, 14], ids=["nowhere", "in a large site", "alone"])
+def test_levels_about_the_mean_err_as_much_as_is_stated(where, std, of_sums, of_gradient):
+    """Or less, by the noise of the mean's square. 2,000 releases; the last site has one coordinate,
+    which may hold all of the mean.
     """
-    blocks, count, size = BlockLevels(SITE, 1000), 1000, 15
-    rows = shift / math.sqrt(size) + torch.randn(count, size, dtype=DOUBLE)
+    site = torch.tensor([0] * 14 + [1])
+    blocks, count, size = BlockLevels(site, 1000), 1000, 15
+    mean = torch.zeros(size, dtype=DOUBLE)
+    if where is not None:
+        mean[where] = 0.3
+    rows = mean + 0.3 * torch.randn(count, size, dtype=DOUBLE)
     total, outer = rows.sum(0), rows.T @ rows
     exact = blocks.means(outer - total.outer(total) / count)
-    theta, std = torch.zeros(size, dtype=DOUBLE), (60.0, 50.0, 30.0)
+    theta = torch.zeros(size, dtype=DOUBLE)
     squares = []
     for _ in range(2000):
-        value = total + std[0] * torch.randn(size, dtype=DOUBLE)
-        totals = blocks.totals(outer) + std[1] * torch.randn(2, dtype=DOUBLE)
+        value = total + of_gradient * torch.randn(size, dtype=DOUBLE)
+        totals = blocks.totals(outer) + of_sums * torch.randn(2, dtype=DOUBLE)
         found = MeasuredCurvature.about_the_mean(
-            CurvatureRelease(theta, noisy(outer, std[2]), std[2]),
-            LevelRelease(theta, totals, std[1]),
-            GradientRelease(theta, value, std[0]),
+            CurvatureRelease(theta, noisy(outer, std), std),
+            LevelRelease(theta, totals, of_sums),
+            GradientRelease(theta, value, of_gradient),
             count,
             blocks,
         )
         assert not found.holds_mean
         matrix, errors = found.on(blocks)
-        squares.append((blocks.means(matrix) - exact).square() / errors.levels)
-    found = torch.stack(squares).mean(0)
-    assert bool((found < 1.2).all()) and float(found[0]) > 0.6
+        squares.append(torch.stack([(blocks.means(matrix) - exact).square(), errors.levels]))
+    made, stated = torch.stack(squares).mean(0)
+    ratios = made / stated
+    assert bool((ratios < 1 + 6 * math.sqrt(2 / 2000)).all()) and bool((ratios > 0.3).all())
 
 
 def test_of_few_records_the_mean_stays_in_the_sums_too():
@@ -209,5 +226,49 @@ def test_of_few_records_the_mean_stays_in_the_sums_too():
         10,
         blocks,
     )
-    assert found.holds_mean and torch.equal(found.totals, levels)
-    assert (found.of_each, found.of_square) == (4.0, 0.0)
+    assert found.holds_mean
+    torch.testing.assert_close(found.of_levels, 1 / (SIZES + SIZES.square() / 4))
+    torch.testing.assert_close(
+        blocks.means(found.value), (SIZES + levels / SIZES * SIZES.square() / 4) * found.of_levels
+    )
+
+
+def test_traces_of_other_matrices_are_refused():
+    """Those of a softmax are up to 1.6 times as large as the bound on the matrix."""
+    x, y = torch.randn(9, 2), torch.randint(0, 5, (9,))
+    sums = SoftmaxSums(Softmax(5), x, y)
+    theta = torch.zeros(sums.dimension, dtype=DOUBLE)
+    with pytest.raises(ValueError, match="larger than their bound"):
+        Mechanism(sums).curvature_with_levels(sums, theta, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("neighboring", RELATIONS)
+@pytest.mark.parametrize("epsilon", [0.1, 1.0])
+def test_a_plan_with_levels_spends_the_budget_and_no_more(neighboring, epsilon):
+    multiplier = total_multiplier(
+        dpb.PrivacyAccountant(epsilon, 1e-5, neighboring=neighboring), None, None
+    )
+    plan = general_plan(multiplier, 22, 500, neighboring, clips=True, has_groups=True)
+    assert plan.level_multipliers
+    cheaper = math.sqrt(2) if neighboring == "replace_one" else 1.0
+    matrices = plan.curvature_multipliers + plan.level_multipliers + plan.clipped_multipliers
+    spent = sum(z**-2 for z in plan.gradient_multipliers)
+    spent += sum((cheaper * z) ** -2 for z in matrices)
+    assert spent == pytest.approx(multiplier**-2, rel=1e-6)
+
+
+def test_everything_is_charged_before_anything_is_released(monkeypatch):
+    data, accountant, seen = records(), dpb.PrivacyAccountant(1.0, 1e-5), []
+    monkeypatch.setattr(
+        Mechanism,
+        "_standard_normal",
+        lambda self, size: seen.append(len(accountant)) or torch.zeros(size, dtype=DOUBLE),
+    )
+    how = {"accountant": accountant, "num_data": 200, "max_grad_norm": BOUND}
+    post = dpb.noise_aware.laplace(model, *data, **how)
+    assert len(post.transcript.levels) == 3 and set(seen) == {len(accountant)}
+    assert "traces over each site" in post.guarantee()
+    drawn = len(seen)
+    with pytest.raises(dpb.PrivacyBudgetExceeded):
+        dpb.noise_aware.laplace(model, *data, **how, epsilon=5.0)
+    assert len(seen) == drawn

@@ -26,6 +26,7 @@ from torch import Tensor
 from .groups import Groups
 from .noisy_gram import mean_part
 from .response import FLOOR_OF_NOISE, floored, level_quantiles
+from .transcript import LevelRelease
 
 _ROUNDING = 1e-9  # of a level
 _SMALLEST_PART = 0.05  # of a site's level, that a direction of its coordinates has
@@ -75,20 +76,20 @@ class BlockLevels:
         return Errors(found)
 
     def with_levels(
-        self, released: Tensor, errors: Errors, totals: Tensor, variances: Tensor
-    ) -> tuple[Tensor, Errors]:
-        """A noisy matrix whose diagonal was moved to what noisy sums over each site say besides.
+        self, released: Tensor, noise_std: float, levels: LevelRelease
+    ) -> tuple[Tensor, Tensor]:
+        """A noisy matrix whose diagonal was moved to what the sums over each site say besides, and
+        the variances of its means over them.
 
         Args:
-            released, errors: the matrix.
-            totals, variances: the sums, ``[sites]``, and how they err.
+            released, noise_std: the matrix.
+            levels: the sums, with noise of their own.
         """
-        own = variances / self.sizes.square()
-        of_means = self._of_levels(errors)
-        share = of_means / (of_means + own)
-        change = share * (totals / self.sizes - self.means(released))
-        moved = released + torch.diag(change[self._site])
-        return moved, errors._replace(levels=share * own)
+        of_matrix = noise_std**2 / self.sizes
+        of_sums = (levels.noise_std / self.sizes).square()
+        share = of_matrix / (of_matrix + of_sums)
+        change = share * (levels.value / self.sizes - self.means(released))
+        return released + torch.diag(change[self._site]), share * of_sums
 
     def totals(self, matrix: Tensor) -> Tensor:
         """Sums of a matrix' diagonal, over each site."""
@@ -117,7 +118,9 @@ class BlockLevels:
         found = torch.maximum(means, 1e-3 * variances[: len(means)].sqrt())
         level = found**3 / (found**2 + self._of_levels(errors))
         kept = self._kept(released, variances)
-        share = 2 * len(means) / len(released)  # the levels' errors move all eigenvalues together
+        # the levels' errors move all eigenvalues together
+        of_levels = self._of_levels(errors) * self.sizes / variances[: len(means)]
+        share = 2 * float(of_levels.nan_to_num(1.0).sum()) / len(released)
         std = self.root_mean(variances * (kept + share).clamp(max=1.0))
         matrix = torch.diag(level[self._site])
         matrix += kept[self._class] * (released - torch.diag(means[self._site]))
@@ -135,7 +138,7 @@ class BlockLevels:
         apart = self._squares(later - earlier) / self._counts.clamp_min(1.0)
         weight, entries = _averaged(apart, earlier_errors.entries, later_errors.entries)
         found = earlier + weight[self._class] * (later - earlier)
-        if earlier_errors.levels is None or later_errors.levels is None:
+        if earlier_errors.levels is None or later_errors.levels is None:  # as of all releases
             return found, Errors(entries)
         apart = self.means(later) - self.means(earlier)
         weight, of_levels = _averaged(apart.square(), earlier_errors.levels, later_errors.levels)

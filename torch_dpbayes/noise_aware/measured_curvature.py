@@ -18,12 +18,8 @@ class MeasuredCurvature(NamedTuple):
     value: Tensor
     noise_std: float
     """Of a release and of what was taken from it, as of a diagonal entry."""
-    totals: Tensor | None = None
-    """Sums of its diagonal over each site."""
-    of_each: float = 0.0
-    """Variance of these sums, at most."""
-    of_square: float = 0.0
-    """What every coordinate adds to that."""
+    of_levels: Tensor | None = None
+    """Variances of the means of its diagonal over each site, where these were released, too."""
     holds_mean: bool = False
     """Whether the mean of the gradients is a part of it."""
 
@@ -41,31 +37,22 @@ class MeasuredCurvature(NamedTuple):
         shorter the further there is to go. Of few records the product is little but noise: there it
         stays.
         """
-        totals, of_each = None, 0.0
+        value, std, of_levels = curvature.value, curvature.noise_std, None
         if levels is not None:
-            totals, of_each = levels.value, levels.noise_std**2
+            value, of_levels = blocks.with_levels(value, std, levels)
         own = gradient.noise_std**2 / num_data
-        if math.sqrt(2) * own > curvature.noise_std:
-            return MeasuredCurvature(
-                curvature.value, curvature.noise_std, totals, of_each, 0.0, True
-            )
+        if math.sqrt(2) * own > std:
+            return MeasuredCurvature(value, std, of_levels, holds_mean=True)
         mean = gradient.value / num_data
         less = num_data * mean.outer(mean) - own * torch.eye(len(mean)).to(mean)
         of_mean = 2 * float(mean.norm()) * gradient.noise_std
-        if totals is not None:
-            totals = totals - blocks.totals(less)
+        if of_levels is not None:
+            each = 4 * gradient.noise_std**2 * mean.square() + 2 * own**2
+            of_levels = of_levels + blocks.totals(torch.diag(each)) / blocks.sizes.square()
         return MeasuredCurvature(
-            curvature.value - less,
-            math.hypot(curvature.noise_std, of_mean, math.sqrt(2) * own),
-            totals,
-            of_each + of_mean**2,
-            2 * own**2,
+            value - less, math.hypot(std, of_mean, math.sqrt(2) * own), of_levels
         )
 
     def on(self, blocks: BlockLevels) -> tuple[Tensor, Errors]:
-        """The matrix with the levels that the sums say, too."""
-        errors = blocks.errors(self.noise_std)
-        if self.totals is None:
-            return self.value, errors
-        variances = self.of_each + blocks.sizes * self.of_square
-        return blocks.with_levels(self.value, errors, self.totals, variances)
+        """The matrix, and how its entries err."""
+        return self.value, blocks.errors(self.noise_std)._replace(levels=self.of_levels)

@@ -145,7 +145,11 @@ class Mechanism:
         """The noisy curvature at ``theta``, Σ c cᵀ, and noisy sums of its diagonal over each site.
         Those of one record are ‖c‖² together, and so no longer than its matrix.
         """
-        exact, bound = sums.curvature_sum(theta).to(_CPU), self._sums.curvature_bound
+        if not sums.curvature_is_of_gradients:
+            raise ValueError(
+                "the trace of other matrices than Σ c cᵀ may be larger than their bound"
+            )
+        exact, bound = sums.curvature_sum(theta).to(_CPU), sums.curvature_bound
         totals = exact.new_zeros(int(sums.site.max()) + 1)
         totals.index_add_(0, sums.site, exact.diagonal())
         std = level_multiplier * bound

@@ -146,7 +146,8 @@ def run_general(
     blocks = BlockLevels(sums.site, num_data, groups)
     transcript = Transcript()
     multipliers = dict(zip(plan.curvature_steps, plan.curvature_multipliers, strict=True))
-    of_levels = dict(zip(plan.curvature_steps, plan.level_multipliers, strict=False))
+    has_levels = bool(plan.level_multipliers)
+    of_levels = dict(zip(plan.curvature_steps, plan.level_multipliers, strict=has_levels))
     theta, holds_mean = prior.mean, False
     estimates: list[MeasuredCurvature] = []
 
