@@ -513,6 +513,7 @@ def _statement(
     kind: str = "matrices",
 ) -> list[str]:
     matrices = len(plan.curvature_multipliers) + len(plan.gram_multipliers)
+    and_traces = " and its traces" if plan.level_multipliers else ""
     others = ", and a noisy histogram of lengths" if plan.length_multipliers else ""
     if plan.level_multipliers:
         others += ", their noisy traces over each site"
@@ -530,7 +531,7 @@ def _statement(
         ),
         (
             f"  proved      each record moves a gradient sum by at most {sums.gradient_bound:g}, a"
-            f" curvature by at most {sums.curvature_bound:g}"
+            f" curvature{and_traces} by at most {sums.curvature_bound:g}"
         ),
         *([] if sums.max_feature_norm is None else [shortened_rows(sums.max_feature_norm)]),
         f"  ASSUMED     for the width, not for privacy: {assumption}",
