@@ -177,17 +177,18 @@ def run_general(
         if step in multipliers:
             held_mean = holds_mean
             if step in of_levels:
-                release, levels = mechanism.curvature_with_levels(
+                release, traces = mechanism.curvature_with_levels(
                     sums, centre, multipliers[step], of_levels[step]
                 )
-                transcript.levels.append(levels)
+                transcript.levels.append(traces)
             else:
-                release, levels = mechanism.curvature(centre, multipliers[step]), None
+                release, traces = mechanism.curvature(centre, multipliers[step]), None
             transcript.curvatures.append(release)
-            measured, share = MeasuredCurvature(release.value, release.noise_std), 1.0
             if sums.curvature_is_of_gradients:
-                measured = MeasuredCurvature.about_the_mean(release, levels, best, num_data, blocks)
+                measured = MeasuredCurvature.about_the_mean(release, traces, best, num_data, blocks)
                 share = share_of_curvature(release, num_data * sums.curvature_bound)
+            else:
+                measured, share = MeasuredCurvature(release.value, release.noise_std), 1.0
             holds_mean = measured.holds_mean
             if held_mean and not holds_mean:
                 # an average would keep the part of the mean that earlier ones have

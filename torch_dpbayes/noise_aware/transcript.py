@@ -84,7 +84,7 @@ class Transcript:
     lengths: list[LengthRelease] = field(default_factory=list)
     """Of the features in the coordinates that the first Gram matrix suggests."""
     levels: list[LevelRelease] = field(default_factory=list)
-    """Of the same curvatures, where parameters are of groups and noise hides their levels."""
+    """Of the curvatures, where parameters are of groups and noise would hide their levels."""
     clipped: list[ClippedRelease] = field(default_factory=list)
     """At the last point, of models whose gradients are clipped."""
     feature_map: Tensor | None = None
