@@ -137,16 +137,19 @@ def choose_window(
         # the cell.
         scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
         scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
-        interval = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), 2e-4 * scale)
+        wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), 2e-4 * scale)
         # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
         # if rounding is all that blurs a step's loss.
         size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in nodes)
         if (epsilon if asked is None else asked) < size:
-            interval = min(interval, _OF_LOSS * size / total)
-        interval = max(interval, 4 * widest / _LARGEST_WINDOW, _LEAST_INTERVAL)
+            wanted = min(wanted, _OF_LOSS * size / total)
+        # at this tail the losses may reach farther than at that of the delta which is found
+        interval = max(wanted, 4 * widest / _LARGEST_WINDOW, _LEAST_INTERVAL)
         atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
         if len(atoms) == 1 and (atom := atoms.pop()) > interval:
             interval = atom / math.ceil(atom / interval)  # both its losses on the grid
+    else:
+        wanted = interval
     tilt = min(tilt, 0.5 / interval)
     # What the rounding adds at most to a step's variance is h^2 / 4.
     center, _, spread = (float(value[0]) for value in _cumulants(nodes, np.array([tilt])))
@@ -175,7 +178,7 @@ def choose_window(
         lower=lower,
         upper=upper,
         log_delta=log_delta,
-        wanted_interval=interval,
+        wanted_interval=wanted,
     )
 
 
