@@ -53,14 +53,16 @@ def test_hidden_directions_are_told_the_noise_that_the_matrix_has(monkeypatch):
     """And not what shrinkage leaves of it. 78 entries a run, of five runs: six standard errors."""
     calls = []
     monkeypatch.setattr(newton, "with_hidden_levels", lambda *given: calls.append(given))
-    for _ in range(5):
+    runs = 0
+    while len(calls) < 5:  # one run in forty is not sure enough of the level
         run(400.0, 10_000, 15.0, of_gradients=False)
+        runs += 1
+        assert runs < 20
     squares = []
     for _, _, released, noise_std, *_ in calls:
         error = (released - 400 * torch.eye(SIZE, dtype=DOUBLE)) / noise_std
         squares += [*error.diagonal().square(), *(2 * error.tril(-1).square()).flatten()]
     mean = float(torch.stack([s for s in squares if s]).mean())
-    assert len(calls) == 5
     assert mean == pytest.approx(1.0, abs=6 * math.sqrt(2 / (5 * 78)))
 
 
