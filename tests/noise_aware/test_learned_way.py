@@ -9,6 +9,7 @@ import torch
 
 from torch_dpbayes import noise_aware
 from torch_dpbayes.noise_aware import learned_way
+from torch_dpbayes.noise_aware.bent_response import BentResponse
 from torch_dpbayes.noise_aware.hidden_directions import HiddenDirections
 from torch_dpbayes.noise_aware.learned_way import Across, LearnedWaySurrogate, _along_the_way
 from torch_dpbayes.noise_aware.priors import GaussianPrior
@@ -19,7 +20,7 @@ DOUBLE = torch.float64
 SIZE, HIDDEN = 7, 3
 
 
-def surrogate(power=1.0):
+def surrogate(power=1.0, bend=0.0):
     way = 3 * torch.randn(SIZE, dtype=DOUBLE)
     unit = way / way.norm()
     beside = torch.linalg.svd(unit[None])[2][1:]
@@ -33,14 +34,14 @@ def surrogate(power=1.0):
         GradientRelease(point, truth @ (point - way) + torch.randn(SIZE, dtype=DOUBLE), 2.0)
         for point in points
     ]
-    return LearnedWaySurrogate(gradients, across, truth + 1.0, way)
+    return LearnedWaySurrogate(gradients, across, truth + 1.0, 5.0, way, way, bend)
 
 
 def law(found, theta):
     """The residual and its covariance, in the coordinates of the way and of the eigenvectors."""
-    turn = found._across.vectors
-    covariance = found.curvature + found.noise + found._of_curvature_error(theta)
-    return turn.T @ (found._mean + theta @ found.curvature), turn.T @ covariance @ turn
+    turn, moved = found._across.vectors, found._straight.moved(theta)
+    covariance = found.curvature + found.noise + found._of_curvature_error(moved)
+    return turn.T @ (found._mean + moved @ found.curvature), turn.T @ covariance @ turn
 
 
 def normal(residual, covariance):
@@ -64,22 +65,59 @@ def test_what_hidden_directions_add_to_the_others_counts_by_its_power():
         torch.testing.assert_close(found.log_likelihood(theta), expected)
 
 
+@pytest.mark.parametrize("bend", [-1.0, 3.0])
+def test_a_bend_scales_the_curvature_along_the_way(bend):
+    """By two thirds of what the root of the curvature there changes by."""
+    found = surrogate(bend=bend)
+    turn = found._across.vectors
+    curvature = turn.T @ found.curvature @ turn
+    way = found.centre
+    for theta in [0 * way, 0.5 * way, *(way + torch.randn(3, SIZE, dtype=DOUBLE))]:
+        s = float((theta - way) @ way / (way @ way))
+        residual, unbent = law(found, theta)
+        change = torch.eye(SIZE, dtype=DOUBLE)
+        change[-1, -1] += 2 / 3 * (math.exp(-bend * min(max(s, -1.0), 1.0) / 2) - 1)
+        covariance = unbent + change @ curvature @ change.T - curvature
+        expected = found.log_evidence + gaussian_log_likelihood(residual, covariance, unbent)
+        torch.testing.assert_close(found.log_likelihood(theta), expected)
+
+
+@pytest.mark.parametrize("bend", [-1.0, 1.0, 3.0])
+def test_the_releases_tell_the_bend_where_directions_are_alike(bend):
+    size = 30
+    at, way = 50 * torch.eye(size, dtype=DOUBLE), 6 * torch.eye(size, dtype=DOUBLE)[3]
+    response = BentResponse(at, way, way, bend)
+    points = [share * way for share in (0.0, 0.3, 0.6, 0.8, 0.9, 1.0)]
+    gradients = [
+        GradientRelease(x, response.value(x) + torch.randn(size, dtype=DOUBLE), 1.0) for x in points
+    ]
+    prior = GaussianPrior(0 * way, torch.full_like(way, 0.01))
+    found = learned_way.learned_ways(gradients, at, 0.1, at + 1e-3, 1.0, way, prior, 1e6)
+    assert found[0]._bend == bend
+    evidence = [one.log_evidence for one in found]
+    assert evidence == sorted(evidence, reverse=True)
+    assert {one._across.num_hidden for one in found} == {0}
+
+
+@pytest.mark.parametrize("bend", [0.0, 2.0])
 @pytest.mark.parametrize("power", [1.0, 0.3, 0.0])
-def test_the_tangent_is_that_of_the_likelihood_with_its_covariance_held(power):
-    found = surrogate(power)
+def test_the_tangent_is_that_of_the_likelihood_with_its_covariance_held(power, bend):
+    found = surrogate(power, bend)
     theta = found.centre + torch.randn(SIZE, dtype=DOUBLE)
     turn, (_, held) = found._across.vectors, law(found, theta)
 
     def misfit(at):
-        residual = turn.T @ (found._mean + at @ found.curvature)
+        moved = found._straight.moved(at)
+        residual = turn.T @ (found._mean + moved @ found.curvature)
         seen = residual[HIDDEN:] @ torch.linalg.solve(held[HIDDEN:, HIDDEN:], residual[HIDDEN:])
         whole = residual @ torch.linalg.solve(held, residual)
         return 0.5 * (power * whole + (1 - power) * seen)
 
     precision, product = found.precision(theta)
-    torch.testing.assert_close(precision, torch.autograd.functional.hessian(misfit, theta))
     gradient = torch.autograd.functional.jacobian(misfit, theta)
     torch.testing.assert_close(precision @ theta - product, gradient)
+    if bend == 0:  # otherwise the tangent's own curvature is left out
+        torch.testing.assert_close(precision, torch.autograd.functional.hessian(misfit, theta))
 
 
 def test_levels_together_are_each_by_itself():
@@ -89,26 +127,30 @@ def test_levels_together_are_each_by_itself():
     gradients = [GradientRelease(k * way, (k - 1) * (truth @ way), 3.0) for k in (0.0, 0.5, 1.0)]
     prior = GaussianPrior(torch.zeros_like(way), torch.ones_like(way))
     released = truth + symmetric(size, noise_std)
-    found = learned_way.learned_ways(gradients, released, noise_std, way, prior, 1000.0)
+    found = learned_way.learned_ways(
+        gradients, truth, noise_std, released, noise_std, way, prior, 1000.0
+    )
     assert len(found) > 3
     thetas = way + torch.randn(4, size, dtype=DOUBLE)
     together = found[0].form().stacked([one.form() for one in found]).log_likelihood(thetas)
     torch.testing.assert_close(together, torch.stack([one.log_likelihood(thetas) for one in found]))
 
 
-def test_only_of_many_parameters_with_hidden_directions_and_a_way():
+def test_only_of_many_parameters_and_with_a_way():
     size, noise_std = 30, 5.0
     way = torch.ones(size, dtype=DOUBLE)
     prior = GaussianPrior(torch.zeros_like(way), torch.ones_like(way))
 
     def found(released, way, prior=prior):
         gradients = [GradientRelease(0 * way, -way, 3.0), GradientRelease(way, 0 * way, 3.0)]
-        return learned_way.learned_ways(gradients, released, noise_std, way, prior)
+        return learned_way.learned_ways(gradients, released, 1.0, released, noise_std, way, prior)
 
     some = torch.diag(torch.cat([torch.full((5,), 90.0), torch.zeros(size - 5)]).to(way))
-    assert found(some, way)
+    assert [one._across.num_hidden for one in found(some, way)] == [24]
     assert not found(some, 0 * way)
-    assert not found(100 * torch.eye(size, dtype=DOUBLE), way)
+    alike = found(100 * torch.eye(size, dtype=DOUBLE), way)
+    assert len(alike) > 1
+    assert {one._across.num_hidden for one in alike} == {0}
     few = GaussianPrior(torch.zeros(24, dtype=DOUBLE), torch.ones(24, dtype=DOUBLE))
     assert not found(some[:24, :24], way[:24], few)
 
@@ -159,7 +201,7 @@ def on_a_way(values, noise_stds):
     ]
     eye = torch.eye(size, dtype=DOUBLE)
     across = Across(eye, torch.full((size - 1,), 20.0, dtype=DOUBLE), 3.0, 2, 0.5, 1.0)
-    return LearnedWaySurrogate(gradients, across, 20 * eye, way)
+    return LearnedWaySurrogate(gradients, across, 20 * eye, 3.0, way, way)
 
 
 def test_noisy_releases_hardly_count():
@@ -195,7 +237,7 @@ def test_how_long_the_row_may_be_is_told_by_all_of_its_entries(monkeypatch, shar
     released = truth + symmetric(size, noise_std)
 
     def left():
-        found = LearnedWaySurrogate(gradients, across, released, way)
+        found = LearnedWaySurrogate(gradients, across, released, noise_std, way, way)
         return float(found._left[:-1].mean())
 
     told = left()

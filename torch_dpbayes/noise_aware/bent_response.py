@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,16 +46,18 @@ from .learned_curvature import (
 )
 from .priors import GaussianPrior
 from .response import FLOOR_OF_NOISE, MISFIT, floored
-from .surrogate import gaussian_log_likelihood
+from .surrogate import AnySurrogate, gaussian_log_likelihood
 from .transcript import GradientRelease
 
-_BENDS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0)  # κ
+BENDS = (-2.0, -1.0, 0.0, 1.0, 2.0, 3.0, 4.0)  # κ
 LEVELS = 6  # of hidden directions
 _ENOUGH = 0.99  # of the likelihood of the differences, which the parts that are kept have
 _NUMBERS_AT_ONCE = 2**22  # that a tensor for many θ holds
 SHORTEST_WAY = 0.5  # standard deviations of the prior
 IS_KNOWN = 4.0  # standard deviations of the noise
 _LEAST, LEAST_OF_WAY = 0.25, 0.5  # of the noise, of eigenvalues and along the way
+
+_Part = TypeVar("_Part", bound=AnySurrogate)
 
 
 class BentResponse:
@@ -78,12 +80,12 @@ class BentResponse:
 
     def value(self, theta: Tensor) -> Tensor:
         """r(θ)."""
-        more, _ = _bent(self._along(theta), self._bend)
+        more, _ = bent(self._along(theta), self._bend)
         return (theta - self._centre) @ self._curvature + more[..., None] * self._moved
 
     def slope(self, theta: Tensor) -> Tensor:
         """∂r/∂θ."""
-        _, slope = _bent(self._along(theta), self._bend)
+        _, slope = bent(self._along(theta), self._bend)
         of_way = torch.outer(self._moved, self._moved) / self._square
         return self._curvature + (slope - 1)[..., None, None] * of_way
 
@@ -100,8 +102,8 @@ class BentResponse:
         return (theta - self._centre) @ self._moved / self._square
 
 
-def _bent(along: Tensor, bend: Tensor) -> tuple[Tensor, Tensor]:
-    """h(s) − s and h'(s)."""
+def bent(along: Tensor, bend: Tensor) -> tuple[Tensor, Tensor]:
+    """h(s) − s and h'(s), for s = ``along`` and κ = ``bend``."""
     inside = along.clamp(-1.0, 1.0)
     slope = (-bend * inside).exp()
     is_straight = bend == 0
@@ -204,7 +206,7 @@ class ManyBent(NamedTuple):
     def _of_some(self, theta: Tensor) -> Tensor:
         away = theta - self.centre
         along = (away * self.direction).sum(-1)
-        further, slope = _bent(along, self.bend)
+        further, slope = bent(along, self.bend)
         away = away + further[..., None] * self.way
         both = torch.cat([torch.ones_like(away[..., :1]), away], -1)
         rows, columns = torch.triu_indices(both.shape[-1], both.shape[-1])
@@ -257,8 +259,13 @@ def bent_surrogates(
     found = [
         BentSurrogate(gradients, fit.curvature, fit.std, centre, fit.units, fit.least, way, bend)
         for fit in fits
-        for bend in _BENDS
+        for bend in BENDS
     ]
+    return likeliest(found)
+
+
+def likeliest(found: list[_Part]) -> list[_Part]:
+    """Those with the largest likelihoods of the differences, which have ``_ENOUGH`` of it."""
     found.sort(key=lambda one: -one.log_evidence)
     evidence = torch.tensor([one.log_evidence for one in found], dtype=torch.float64)
     before = evidence.softmax(0).cumsum(0) < _ENOUGH

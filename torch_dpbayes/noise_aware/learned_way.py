@@ -1,5 +1,5 @@
-r"""Directions that noise hides, of many parameters: what gradients tell of the curvature along the
-way of a run, and how much a gradient says in hidden directions.
+r"""Of many parameters, what gradients tell of the curvature along the way of a run, and how much a
+gradient says in directions that noise hides.
 
 Of d parameters the error E of a released curvature has d(d+1)/2 numbers, of which the releases of a
 run cannot tell. What they do tell is how gradients change along the way, e = Ew for its unit vector
@@ -42,6 +42,12 @@ with the residual's parts, and τ² the variance of the entries of F_UU, as far 
 that is the ρ of a multiple of a projection. A power of a density is none; ρ is the same for all
 levels λ, which therefore can be compared.
 
+Where directions across the way may be taken for alike, none is hidden, and their curvature is the
+estimate. That along the way may change on it by a factor of e^κ, as in
+:mod:`~torch_dpbayes.noise_aware.bent_response`, but with s = w·(θ − c)/‖u‖, the way's own share of
+it: then φ changes s_k alone, and F_α has (1 + ⅔γ)Fw beside the way and (1 + ⅔γ)²wᵀFw along it.
+Each κ counts by the likelihood of the differences along the way.
+
 Derived in this project.
 """
 
@@ -55,11 +61,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .bent_response import IS_KNOWN, LEAST_OF_WAY, LEVELS, SHORTEST_WAY
+from .bent_response import (
+    BENDS,
+    IS_KNOWN,
+    LEAST_OF_WAY,
+    LEVELS,
+    SHORTEST_WAY,
+    BentResponse,
+    bent,
+    likeliest,
+)
 from .hidden_directions import HiddenDirections
 from .learned_curvature import LARGEST_DIMENSION, MISFITS
 from .priors import GaussianPrior
-from .response import FLOOR_OF_NOISE, MISFIT, LinearResponse
+from .response import FLOOR_OF_NOISE
 from .surrogate import AnySurrogate
 from .transcript import GradientRelease
 
@@ -92,18 +107,21 @@ class Across(NamedTuple):
 
 def learned_ways(
     gradients: Sequence[GradientRelease],
+    curvature: Tensor,
+    curvature_std: float,
     released: Tensor,
     released_std: float,
     centre: Tensor,
     prior: GaussianPrior,
     most: float | None = None,
 ) -> list[LearnedWaySurrogate]:
-    """Surrogates for equally likely levels of hidden directions. None where these are known well
-    enough, or may be taken for alike; where the way is short; of few parameters, whose whole
-    curvature is learned; and of too many.
+    """Surrogates for equally likely levels of hidden directions. Where none is hidden, as the
+    directions across the way may be taken for alike, for the likeliest κ. None where the way is
+    short; of few parameters, whose whole curvature is learned; and of too many.
 
     Args:
         gradients: the noisy gradients.
+        curvature: F̂ at the centre, positive definite, with the noise ``curvature_std`` left in it.
         released: what was released of the curvature, with the noise ``released_std``.
         centre: where the run is.
         prior: at whose mean it began.
@@ -118,28 +136,25 @@ def learned_ways(
     hidden = HiddenDirections.of(beside @ released @ beside.T, released_std)
     power = _share_with_curvature(hidden, released_std)
     if power > _IS_ALIKE and hidden.mean > IS_KNOWN * hidden.std:
-        return []
+        values, vectors = torch.linalg.eigh(beside @ curvature @ beside.T)
+        turn = torch.cat([vectors.T @ beside, unit[None]]).T
+        known = Across(turn, values, curvature_std, 0, 1.0, 1.0)
+        return likeliest(
+            [
+                LearnedWaySurrogate(gradients, known, released, released_std, centre, way, bend)
+                for bend in BENDS
+            ]
+        )
     levels = [hidden.middle]
     if most is not None:
         levels = hidden.levels(float(prior.precision.mean()), most, LEVELS)
     turn = torch.cat([hidden.vectors.T @ beside, unit[None]]).T
-    count = hidden.num_hidden
-    return [
-        LearnedWaySurrogate(
-            gradients,
-            Across(
-                turn,
-                hidden.values_at(level),
-                released_std,
-                count,
-                min(1.0, level / released_std),
-                power,
-            ),
-            released,
-            centre,
-        )
-        for level in levels
-    ]
+    found = []
+    for level in levels:
+        share, values = min(1.0, level / released_std), hidden.values_at(level)
+        across = Across(turn, values, released_std, hidden.num_hidden, share, power)
+        found.append(LearnedWaySurrogate(gradients, across, released, released_std, centre, way))
+    return found
 
 
 def _share_with_curvature(hidden: HiddenDirections, noise_std: float) -> float:
@@ -158,8 +173,10 @@ class LearnedWaySurrogate(AnySurrogate):
     Args:
         gradients: the noisy gradients.
         across: F̂ across the way.
-        released: what was released of the curvature, with the noise ``across.std``.
-        centre: where the run is, at the end of the way.
+        released: what was released of the curvature, with the noise ``released_std``.
+        centre: c, where the run is, at the end of the way.
+        way: u.
+        bend: κ.
     """
 
     def __init__(
@@ -167,15 +184,22 @@ class LearnedWaySurrogate(AnySurrogate):
         gradients: Sequence[GradientRelease],
         across: Across,
         released: Tensor,
+        released_std: float,
         centre: Tensor,
+        way: Tensor,
+        bend: float = 0.0,
     ) -> None:
         turn, others = across.vectors, across.values
         row = turn.T @ (released @ turn[:, -1])
-        along = max(float(row[-1]), LEAST_OF_WAY * across.std)
+        along = max(float(row[-1]), LEAST_OF_WAY * released_std)
         possible = along * others / len(others)
-        begins = [_begin(row, along, k * possible, others, across.std) for k in _MULTIPLES]
+        begins = [_begin(row, along, k * possible, others, released_std) for k in _MULTIPLES]
         dense = turn @ begins[0].start @ turn.T
-        super().__init__(gradients, LinearResponse(dense, misfit=MISFIT), dense, across.std, centre)
+        # φ moves θ along the way and by how far it is along the way
+        beside_none = turn * begins[0].start.diagonal() @ turn.T
+        response = BentResponse(beside_none, centre, way, bend)
+        super().__init__(gradients, response, dense, across.std, centre)
+        self._length, self._bend = float(way.norm()), bend
         points, values = (self._points - centre) @ turn, self._values @ turn
         noises = self._noises @ torch.stack([dense.new_ones(()), dense.diagonal().mean()])
         fits = [_learned(points, values, noises, across, begin) for begin in begins]
@@ -209,9 +233,10 @@ class LearnedWaySurrogate(AnySurrogate):
         """As of any surrogate; of it what hidden directions add to the others counts ρ times."""
         whole, product = super().precision(theta)
         seen = self._across.vectors[:, self._across.num_hidden :]
-        slope = seen.T @ self.curvature
-        residual = seen.T @ (self._mean + self.curvature @ theta)
-        covariance = self.curvature + self.noise + self._of_curvature_error(theta)
+        slope = seen.T @ self._straight.tangent(self.curvature, theta)
+        moved = self._straight.moved(theta)
+        residual = seen.T @ (self._mean + self.curvature @ moved)
+        covariance = self.curvature + self.noise + self._of_curvature_error(moved)
         weighted = torch.linalg.solve(seen.T @ covariance @ seen, slope).T
         part = weighted @ slope
         of_part = part @ theta - weighted @ residual
@@ -237,6 +262,7 @@ class LearnedWaySurrogate(AnySurrogate):
             self.centre,
             across.num_hidden,
             across.power,
+            self._length,
             self._turned[-1][None, None],
             self._turned.diagonal()[None, None],
             self._at_centre[None, None],
@@ -245,6 +271,7 @@ class LearnedWaySurrogate(AnySurrogate):
             number(self._own),
             number(0.5 * across.std**2),
             number(across.shrinkage**2),
+            number(self._bend),
             number(self.log_evidence),
         )
 
@@ -267,6 +294,8 @@ class ManyWays(NamedTuple):
     """|U|."""
     power: float
     """ρ."""
+    length: float
+    """‖u‖."""
     row: Tensor
     """F w, ``[K, 1, d]``."""
     diagonal: Tensor
@@ -283,13 +312,15 @@ class ManyWays(NamedTuple):
     """½v², ``[K, 1]``."""
     shrinkage: Tensor
     """t², ``[K, 1]``."""
+    bend: Tensor
+    """κ, ``[K, 1]``."""
     log_evidence: Tensor
     """``[K, 1]``."""
 
     @staticmethod
     def stacked(forms: Sequence[ManyWays]) -> ManyWays:
-        """All of them; the first four entries are the same in each."""
-        common, parts = forms[0][:4], zip(*(form[4:] for form in forms), strict=True)
+        """All of them; the first five entries are the same in each."""
+        common, parts = forms[0][:5], zip(*(form[5:] for form in forms), strict=True)
         return ManyWays(*common, *map(torch.cat, parts))
 
     def log_likelihood(self, theta: Tensor) -> Tensor:
@@ -304,9 +335,12 @@ class ManyWays(NamedTuple):
             part.split(sizes, -1)
             for part in (self.row, self.diagonal, self.mean, self.point, self.left)
         )
-        whole = (theta - self.centre) @ self.turn
-        places = whole.split(sizes, -1)
-        along, of_way = self.row[..., -1], whole[..., -1]
+        *places, away = ((theta - self.centre) @ self.turn).split(sizes, -1)
+        steps = away[..., 0] / self.length
+        further, slope = bent(steps, self.bend)
+        of_way = away[..., 0] + self.length * further
+        # T scales what F_α has along the way
+        scale = (1 + 2 * slope.sqrt()) / 3
         delta_way = self.point[..., -1] - of_way
         deltas = [points[k] - places[k] for k in range(2)]
         of_hidden, of_others = (delta.square().sum(-1) for delta in deltas)
@@ -327,21 +361,26 @@ class ManyWays(NamedTuple):
                 )
             )
         error = sum((lefts[k] * deltas[k].square()).sum(-1) for k in range(2))
-        own = along + self.own + self.left[..., -1] * delta_way.square() + error
-        residual = self.mean[..., -1] + (whole * self.row).sum(-1)
+        rest = self.own + self.left[..., -1] * delta_way.square() + error
+        residual = self.mean[..., -1] + self.row[..., -1] * of_way
+        residual = residual + sum((rows[k] * places[k]).sum(-1) for k in range(2))
         of_one = torch.eye(_RANK, dtype=theta.dtype)[:, :1]
-        unit = torch.ones_like(own)[..., None, None]
-        seen = sums[1] + _Sums.of(residual[..., None], own[..., None], unit, of_one)
+        unit = torch.ones_like(rest)[..., None, None]
+        own, unbent = (
+            _Sums.of(residual[..., None], (self.row[..., -1] * s + rest)[..., None], unit, of_one)
+            for s in (scale.square(), 1.0)
+        )
         # what M has besides its diagonal, of vectors w, Fw but for its last entry, δ_U, δ_S and z
         half, shrinkage = self.half[..., None, None], self.shrinkage[..., None, None]
-        products = (
-            _between(0, 1)
-            + half * (shrinkage * _between(2, 2) / 2 + _between(2, 3) + _between(3, 3) / 2)
-            + delta_way[..., None, None] * _between(0, 4)
-        )
-        found = seen.log_density(products)
+        others = half * (
+            shrinkage * _between(2, 2) / 2 + _between(2, 3) + _between(3, 3) / 2
+        ) + delta_way[..., None, None] * _between(0, 4)
+        products = scale[..., None, None] * _between(0, 1) + others, _between(0, 1) + others
+        seen = sums[1] + own, sums[1] + unbent
+        found = _log_density(seen, products)
         if self.num_hidden:
-            found = found + self.power * ((seen + sums[0]).log_density(products) - found)
+            all_of_them = sums[0] + seen[0], sums[0] + seen[1]
+            found = found + self.power * (_log_density(all_of_them, products) - found)
         return self.log_evidence + torch.where(found.isfinite(), found, -torch.inf)
 
 
@@ -384,13 +423,23 @@ class _Sums(NamedTuple):
         assert isinstance(other, _Sums)
         return _Sums(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def log_density(self, products: Tensor) -> Tensor:
-        """−½(rᵀM⁻¹r + log |M|) with C = ``products``."""
-        inner = torch.eye(products.shape[-1], dtype=products.dtype) + products @ self.gram
+    def misfit(self, products: Tensor) -> Tensor:
+        """rᵀM⁻¹r with C = ``products``."""
         right = (products @ self.seen[..., None])[..., 0]
-        explained, _ = torch.linalg.solve_ex(inner, right)
-        misfit = self.squares - (self.seen * explained).sum(-1)
-        return -0.5 * (misfit + self.log_scale + torch.logdet(inner))
+        explained, _ = torch.linalg.solve_ex(self._inner(products), right)
+        return self.squares - (self.seen * explained).sum(-1)
+
+    def log_determinant(self, products: Tensor) -> Tensor:
+        """log |M|, likewise."""
+        return self.log_scale + torch.logdet(self._inner(products))
+
+    def _inner(self, products: Tensor) -> Tensor:
+        return torch.eye(products.shape[-1], dtype=products.dtype) + products @ self.gram
+
+
+def _log_density(sums: tuple[_Sums, _Sums], products: tuple[Tensor, Tensor]) -> Tensor:
+    """−½(rᵀM⁻¹r + log |M₀|), with M first and then M₀."""
+    return -0.5 * (sums[0].misfit(products[0]) + sums[1].log_determinant(products[1]))
 
 
 def _errors_of_others(delta: Tensor, across: Across, variances: Tensor) -> Tensor:

@@ -161,9 +161,8 @@ def run_general(
             return []
         std = blocks.root_mean(errors.entries)
         gradients = transcript.gradients
-        if found := bent_surrogates(gradients, at, spread, raw, std, centre, prior, most):
-            return found
-        return learned_ways(gradients, raw, std, centre, prior, most)
+        known = gradients, at, spread, raw, std, centre, prior, most
+        return bent_surrogates(*known) or learned_ways(*known)
 
     def fitted(spread: float) -> Surrogate:
         at, gradients = control.curvature, transcript.gradients
