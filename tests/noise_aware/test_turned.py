@@ -236,8 +236,13 @@ def test_what_records_do_not_tell_is_where_the_prior_has_it():
 # --- posteriors -----------------------------------------------------------------------------------
 
 
+def no_rare_class():
+    """Weights with which 4,000 records tell how classes differ to .06."""
+    return 2 * torch.rand(3, 2, dtype=DOUBLE) - 1
+
+
 def posterior(curvature, n=4000):
-    x, labels = softmax_data(n, torch.randn(3, 2, dtype=DOUBLE))
+    x, labels = softmax_data(n, no_rare_class())
     return laplace_for_module(
         nn.Linear(2, 3, bias=False),
         x.float(),
@@ -332,8 +337,7 @@ def test_what_classes_of_a_pyro_model_have_in_common_is_where_the_prior_has_it(p
         with pyro.plate("data", len(x)):
             pyro.sample("y", dist.Categorical(logits=x @ weights.T), obs=labels)
 
-    # where no class is rare, records tell how weights differ to .06
-    x, labels = softmax_data(4000, 2 * torch.rand(3, 2, dtype=DOUBLE) - 1)
+    x, labels = softmax_data(4000, no_rare_class())
     post = laplace(
         model,
         x.float(),
