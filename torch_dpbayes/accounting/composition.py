@@ -178,7 +178,8 @@ def choose_window(
         lower=lower,
         upper=upper,
         log_delta=log_delta,
-        wanted_interval=wanted,
+        # of smaller deltas an answer may be loose
+        wanted_interval=wanted if log_delta > math.log(_SMALLEST) else interval,
     )
 
 

@@ -161,12 +161,9 @@ def _coarsest_type(tried: TriedModel) -> float | None:
 
 
 def _check_some_gradients(tried: TriedModel, *, is_mapped: bool) -> None:
-    # alone, a record may be rounded so that a ReLU is set otherwise, in half precision often; an
-    # error shows at every try
-    if is_mapped:
-        tries = _ATTEMPTS - 1 if tried.rounding > FLOAT32 else _TRIES_IN_FLOAT32
-    else:
-        tries = 1  # rows of one batch are rounded alike
+    # alone, a record may be rounded so that a ReLU is set otherwise; in half precision often
+    is_rounded = is_mapped and tried.rounding > FLOAT32
+    tries = (_ATTEMPTS - 1 if is_rounded else _TRIES_IN_FLOAT32) if is_mapped else 1
     for seed in range(1, _ATTEMPTS):
         try:
             if check_gradients(tried, is_mapped=is_mapped):
@@ -175,6 +172,9 @@ def _check_some_gradients(tried: TriedModel, *, is_mapped: bool) -> None:
             tries -= 1
             if tries == 0:
                 raise
+            if not is_rounded:
+                _nudge(tried.module, seed)
+                continue
         _vary(tried.module, seed)
     raise ValueError(_NO_GRADIENT)
 
@@ -268,3 +268,15 @@ def _vary(module: nn.Module, seed: int) -> None:
                 sign = -1 if seed and bool(torch.rand((), generator=generator) < 0.5) else 1
                 change = torch.empty(p.shape).uniform_(-scale, scale, generator=generator)
                 p.mul_(sign).add_(change.to(p))
+
+
+def _nudge(module: nn.Module, seed: int) -> None:
+    """Change each parameter by up to a hundredth of itself: enough to round otherwise, and what
+    depends on its sign stays as it is.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.is_floating_point():
+                change = torch.empty(p.shape).uniform_(0.99, 1.01, generator=generator)
+                p.mul_(change.to(p))
