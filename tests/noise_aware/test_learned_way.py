@@ -99,6 +99,20 @@ def test_the_releases_tell_the_bend_where_directions_are_alike(bend):
     assert {one._across.num_hidden for one in found} == {0}
 
 
+@pytest.mark.parametrize("share", [0.9, 1.1])
+def test_a_way_counts_where_its_curvature_is_no_noise(share):
+    """It says more against θ at the prior's mean, F_ww²/2c_w, than the prior for it, L²/2, and 5."""
+    size, level, length = 30, 50.0, 6.0
+    at, way = level * torch.eye(size, dtype=DOUBLE), length * torch.eye(size, dtype=DOUBLE)[3]
+    # one place tells nothing of differences
+    gradients = [GradientRelease(way, 0 * way, 1.0)] * 2
+    prior = GaussianPrior(0 * way, torch.ones_like(way))
+    least = math.sqrt(length**2 + 10)
+    std = level / (share * least)
+    found = learned_way.learned_ways(gradients, at, 0.1, at, std, way, prior, 1e6)
+    assert bool(found) == (share > 1)
+
+
 @pytest.mark.parametrize("bend", [0.0, 2.0])
 @pytest.mark.parametrize("power", [1.0, 0.3, 0.0])
 def test_the_tangent_is_that_of_the_likelihood_with_its_covariance_held(power, bend):

@@ -46,7 +46,12 @@ Where directions across the way may be taken for alike, none is hidden, and thei
 estimate. That along the way may change on it by a factor of e^κ, as in
 :mod:`~torch_dpbayes.noise_aware.bent_response`, but with s = w·(θ − c)/‖u‖, the way's own share of
 it: then φ changes s_k alone, and F_α has (1 + ⅔γ)Fw beside the way and (1 + ⅔γ)²wᵀFw along it.
-Each κ counts by the likelihood of the differences along the way.
+Each κ counts by the likelihood of the differences along the way, with the likeliest row and misfit.
+The curvature along the way begins with what was released of it, and all of its noise, which holds
+none at all for possible: θ at the prior's mean, where the prior's log density is L²/2 higher than
+at the end of a way of L deviations, though the data chose its direction. So a κ counts only if its
+differences are against that by clearly more, F_ww²/2c_w; where none is left, the way is taken for
+a direction like others.
 
 Derived in this project.
 """
@@ -81,6 +86,7 @@ from .transcript import GradientRelease
 _MOST_PARAMETERS = 1000  # every step takes their eigenvectors
 _IS_ALIKE = 0.5  # ρ
 _SURELY = 2.0  # standard errors
+_SURELY_FAR = 10.0  # twice a difference of log densities
 # of the squares that the row of a positive definite matrix can have; the likeliest of these counts
 _MULTIPLES = (1.0, 0.3, 0.1, 0.03, 0.01)
 _MOST_EXPLAINED = 0.9  # of the curvature along the way, by what it has in common with others
@@ -116,8 +122,9 @@ def learned_ways(
     most: float | None = None,
 ) -> list[LearnedWaySurrogate]:
     """Surrogates for equally likely levels of hidden directions. Where none is hidden, as the
-    directions across the way may be taken for alike, for the likeliest κ. None where the way is
-    short; of few parameters, whose whole curvature is learned; and of too many.
+    directions across the way may be taken for alike, for the likeliest κ that tell where the way
+    leads. None where the way is short; of few parameters, whose whole curvature is learned; and of
+    too many.
 
     Args:
         gradients: the noisy gradients.
@@ -139,12 +146,11 @@ def learned_ways(
         values, vectors = torch.linalg.eigh(beside @ curvature @ beside.T)
         turn = torch.cat([vectors.T @ beside, unit[None]]).T
         known = Across(turn, values, curvature_std, 0, 1.0, 1.0)
-        return likeliest(
-            [
-                LearnedWaySurrogate(gradients, known, released, released_std, centre, way, bend)
-                for bend in BENDS
-            ]
-        )
+        bends = [
+            LearnedWaySurrogate(gradients, known, released, released_std, centre, way, bend)
+            for bend in BENDS
+        ]
+        return [one for one in likeliest(bends) if one.knows_a_way_of(length)]
     levels = [hidden.middle]
     if most is not None:
         levels = hidden.levels(float(prior.precision.mean()), most, LEVELS)
@@ -245,6 +251,12 @@ class LearnedWaySurrogate(AnySurrogate):
             power * whole + (1 - power) * (part + part.T) / 2,
             power * product + (1 - power) * of_part,
         )
+
+    def knows_a_way_of(self, length: float) -> bool:
+        """Whether F_ww says surely that the way led somewhere, in ``length`` deviations of the
+        prior.
+        """
+        return float(self._turned[-1, -1].square() / self._left[-1]) > length**2 + _SURELY_FAR
 
     def form(self) -> ManyWays:
         """A diagonal, and what changes it."""
