@@ -101,7 +101,7 @@ def test_the_releases_tell_the_bend_where_directions_are_alike(bend):
 
 @pytest.mark.parametrize("share", [0.9, 1.1])
 def test_a_way_counts_where_its_curvature_is_no_noise(share):
-    """It says more against θ at the prior's mean, F_ww²/2c_w, than the prior for it, L²/2, and 5."""
+    """It says more against θ at the prior's mean, F_ww²/2c_w, than the prior for it, L²/2 and 5."""
     size, level, length = 30, 50.0, 6.0
     at, way = level * torch.eye(size, dtype=DOUBLE), length * torch.eye(size, dtype=DOUBLE)[3]
     # one place tells nothing of differences
