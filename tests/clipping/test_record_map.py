@@ -1447,6 +1447,31 @@ def test_an_empty_batch_that_needs_a_stand_in_gets_a_target_as_well(mode):
     assert not torch.cat(sums).any()
 
 
+@BOTH
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: F.cross_entropy(out, y) * 2.0,
+        lambda out, y: 1.0 + F.cross_entropy(out, y, label_smoothing=0.1) / 3,
+    ],
+)
+def test_losses_that_compute_with_numbers_take_empty_batches(mode, loss):
+    """torch maps no scalar times a number over no records."""
+    x, y = torch.randn(7, 6), torch.randint(3, (7,))
+    net, optimizer, _ = make_private(Call(torch.tanh), x, y, mode, loss=loss)
+    named = list(net.named_parameters())
+    value = net.private_loss(x[:0], y[:0])
+    assert value == 0  # not the made-up record's
+    value.backward()
+    sums = [torch.zeros(p.numel()) for _, p in named]
+    assert optimizer.release.source.add_clipped_sum(named, 1.0, sums) == 0
+    assert not torch.cat(sums).any()
+    optimizer.release.source.discard([p for _, p in named])
+    net.private_loss(x, y).backward()
+    assert optimizer.release.source.add_clipped_sum(named, 1.0, sums) == 7
+    assert torch.cat(sums).any()
+
+
 def test_chunks_of_isolated_records_add_up(monkeypatch):
     net, x, y = (
         nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.5), nn.Linear(5, 3)),

@@ -177,8 +177,9 @@ class MappedForward(ReplacedForward):
             raise KeptTensors(kept.tensors, self.where(kept.tensors)) from None
         assert result is not None
         is_mean = self.source.loss_reduction == "mean"
+        count = 0 if self.source.passes.has_stand_in else n
         return result.rebuilt(
-            [_Reduced.apply(t, is_mean) if t.dim() == 1 else t.squeeze(1) for t in found]
+            [_Reduced.apply(t, count, is_mean) if t.dim() == 1 else t.squeeze(1) for t in found]
         )
 
     def _trainable(self) -> list[Tensor]:
@@ -253,20 +254,21 @@ def _scalar(loss: Tensor) -> Tensor:
 
 
 class _Reduced(torch.autograd.Function):
-    """The records' losses added up, or their mean; every record's own gets the gradient 1,
-    and no other may come back.
+    """The losses of ``count`` records added up, or their mean, without that of a made-up one; every
+    record's own gets the gradient 1, and no other may come back.
     """
 
     @staticmethod
-    def forward(ctx: Any, losses: Tensor, is_mean: bool) -> Tensor:
+    def forward(ctx: Any, losses: Tensor, count: int, is_mean: bool) -> Tensor:
         ctx.like = losses
-        return losses.sum() / max(len(losses), 1) if is_mean else losses.sum()
+        total = losses[:count].sum()
+        return total / max(count, 1) if is_mean else total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:
         if not bool((gradients[0] == 1).all()):
             raise RuntimeError(
                 "a scalar that the model returned came back with another gradient than 1: call"
                 " backward() on it as it is, and weigh its terms in forward."
             )
-        return torch.ones_like(ctx.like), None
+        return torch.ones_like(ctx.like), None, None

@@ -121,7 +121,9 @@ class _Way(NamedTuple):
             )
         if self.reason:
             source.independence += f": {self.reason}"
-        if self.uses_stand_in:
+        # torch cannot map F.cross_entropy(out, y) * 2.0 over no records: it looks for the type of a
+        # scalar in the first of them
+        if self.uses_stand_in or loss is not None:
             source.use_stand_in()
         return source
 
