@@ -1126,11 +1126,9 @@ def test_a_wrong_loss_is_refused_before_anything_is_charged_or_moved(mode):
     net, optimizer, loader, accountant = private(mode)
     before = [p.detach().clone() for p in net.parameters()]
     with pytest.raises(RuntimeError, match="divides by the weights of the whole batch"):
-        for x, y in loader:
+        for x, _ in loader:
             optimizer.zero_grad()
-            F.cross_entropy(net(x), y, weight=WEIGHT).backward()
-            if len(x) < 2 or len(y.unique()) < 2:
-                continue
+            F.cross_entropy(net(x), two_classes(len(x)), weight=WEIGHT).backward()
             optimizer.step()
     assert accountant.get_epsilon(1e-5) == 0
     assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))

@@ -691,7 +691,7 @@ def loses_a_rank(rank, seed, how, folder):
         if how == "killed"
         else dpb.PrivacyAccountant()
     )
-    group = dist.new_group(timeout=timedelta(seconds=4)) if how == "stalled" else dist.group.WORLD
+    group = dist.new_group(timeout=timedelta(seconds=10)) if how == "stalled" else dist.group.WORLD
     _, net, optimizer, loader = make(
         seed, engine=dpb.PrivacyEngine(accountant, process_group=group)
     )

@@ -36,7 +36,8 @@ class StandardisedConv2d(nn.Conv2d):
 
 def network(convolution=nn.Conv2d):
     head = nn.Linear(4 * 36, 3)
-    return nn.Sequential(convolution(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), head)
+    # smooth: a ReLU may be set otherwise where records are summed in another order
+    return nn.Sequential(convolution(1, 4, 3), nn.GroupNorm(2, 4), nn.SiLU(), nn.Flatten(), head)
 
 
 def loss_of_views(output, y):

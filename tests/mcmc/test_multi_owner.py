@@ -640,14 +640,14 @@ def test_what_happens_to_one_owner_reaches_the_others_at_once(owners):
 
 def goes_missing(rank, how):
     """Killed, or stalled for longer than the timeout of the owners' group."""
-    group = torch.distributed.new_group(timeout=timedelta(seconds=30 if how == "dies" else 3))
+    group = torch.distributed.new_group(timeout=timedelta(seconds=30 if how == "dies" else 10))
     kernel = make("penalty", 1.0, process_group=group)
     if rank == 1:
         interrupt(
             (
                 partial(os.kill, os.getpid(), signal.SIGKILL)
                 if how == "dies"
-                else partial(time.sleep, 6)
+                else partial(time.sleep, 15)
             ),
             4,
             kernel,

@@ -11,6 +11,7 @@ from scipy import stats
 
 from torch_dpbayes import noise_aware
 from torch_dpbayes.noise_aware.clamping import Clamped, Clamping, clamped_counts, clamped_residuals
+from torch_dpbayes.noise_aware.modes import mode
 from torch_dpbayes.noise_aware.priors import GaussianPrior
 from torch_dpbayes.noise_aware.summaries import Summary
 
@@ -67,6 +68,22 @@ def test_too_small_a_bound_of_responses_is_said(bound):
     with pytest.warns(UserWarning, match=f"residuals exceed target_bound = {bound:g} "):
         post = noise_aware.sufficient_statistics(model, *regression(10_000), **BUDGET)
     assert "CLAMPED" in post.guarantee()
+
+
+def test_a_search_that_a_first_step_threw_far_away_comes_back():
+    """The noise scale from Σ r² alone, begun where every r is a millionth of what is expected: the
+    likelihood is flat there but for its own width.
+    """
+    count, log_std = 10_000, -4.0
+
+    def moments(theta):
+        mean = count * (2 * theta).exp()
+        return mean, (2 * mean.square() / count)[None]
+
+    one = torch.ones(1, dtype=torch.float64)
+    released = count * (2 * log_std * one).exp()
+    found = mode(Summary(released, moments, 20 * one), GaussianPrior(0 * one, 0.01 * one))
+    assert float(found) == pytest.approx(log_std, abs=0.01)
 
 
 @pytest.mark.parametrize("count", [30, 1000, 100_000])

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from scipy.stats import binom
+from scipy.stats import binom, chi2
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware import from_run
@@ -95,7 +95,11 @@ def counts_of_coverage(runs, datasets):
     for k in range(datasets):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            draws = runs.posterior(k).sample(1000)["weight"][:, 0]
+            try:
+                draws = runs.posterior(k).sample(1000)["weight"][:, 0]
+            except ValueError as error:  # one run in ten thousand, which counts as one missed
+                assert "contradict each other" in str(error)
+                continue
         i = k % draws.shape[1]
         share = float((draws[:, i] < runs.truth[k, i]).double().mean())
         inside[0] += abs(share - 0.5) < 0.25
@@ -160,7 +164,7 @@ MINIBATCHES = {"momentum": 0.9, "lr": 0.1, "expected_batch_size": 1000, "every":
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", [CELLS["hot momentum"][1], LITTLE_FRICTION, MINIBATCHES])
 def test_the_noise_of_the_mean_and_of_the_curvature_are_those_of_the_law(how):
-    datasets = 80
+    datasets = 200
     runs = Runs(dpb.optim.DPSGHMC, datasets=datasets, **how)
     forms = []
     for k in range(datasets):
@@ -175,15 +179,18 @@ def test_the_noise_of_the_mean_and_of_the_curvature_are_those_of_the_law(how):
     centres = torch.stack([f.centre for f in forms])
     apart = (runs.curvature + 1) * centres - runs.curvature * modes
     stated = torch.stack([f.noise.diagonal() for f in forms]).mean(0)
+    # χ² of that many, and a quarter for what the law of a finite run leaves out: noise left out or
+    # counted twice is a factor of two, or of many
+    low, high = (chi2.ppf(q, len(forms)) / len(forms) for q in (1e-7, 1 - 1e-7))
     ratio = apart.square().mean(0) / stated
-    assert bool((ratio > 0.5).all()) and bool((ratio < 1.8).all())
+    assert bool((ratio > low / 1.25).all()) and bool((ratio < 1.25 * high).all())
     found = torch.stack([f.curvature.diagonal() for f in forms])
     errors = [(f.most_curvature(1.0) - f.curvature).diagonal() for f in forms]
     stated = torch.stack(errors).square().mean(0)
     ratio = (found - runs.curvature).square().mean(0) / stated
-    assert bool((ratio > 0.4).all()) and bool((ratio < 2.0).all())
-    bias = (found.mean(0) - runs.curvature) / (found.std(0) / math.sqrt(datasets))
-    assert bool((bias.abs() < 4.5).all())
+    assert bool((ratio > low / 1.25).all()) and bool((ratio < 1.25 * high).all())
+    limit = 5.5 * found.std(0) / math.sqrt(len(forms)) + 0.03 * runs.curvature
+    assert bool(((found.mean(0) - runs.curvature).abs() < limit).all())
 
 
 @pytest.mark.thorough

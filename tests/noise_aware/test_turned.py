@@ -89,8 +89,8 @@ def test_a_prior_is_turned():
     torch.testing.assert_close(independent.mean, q @ mean)
     torch.testing.assert_close(1 / independent.precision, exact.diagonal())
     assert independent.is_diagonal
-    root = torch.randn(SIZE, SIZE, dtype=DOUBLE) + 5 * torch.eye(SIZE, dtype=DOUBLE)
-    covariance = root @ root.T
+    root = torch.randn(SIZE, SIZE, dtype=DOUBLE)
+    covariance = root @ root.T + torch.eye(SIZE, dtype=DOUBLE)
     given = GaussianPrior(mean, 1 / covariance.diagonal(), covariance)
     correlated = found.of_prior(given)
     torch.testing.assert_close(correlated.covariance, q @ covariance @ q)

@@ -13,7 +13,8 @@ from torch_dpbayes.ops.certificates import FiniteRunLangevin
 
 def problem(n=40, classes=4, width=3):
     x = torch.randn(n, width, dtype=torch.float64)
-    return F.normalize(x) * torch.rand(n, 1, dtype=torch.float64), torch.randint(0, classes, (n,))
+    length = 0.99 * torch.rand(n, 1, dtype=torch.float64)  # none is shortened
+    return F.normalize(x) * length, torch.randint(0, classes, (n,))
 
 
 def test_gradient_and_hessian_are_those_of_the_loss():

@@ -31,7 +31,7 @@ from torch_dpbayes.accounting import events
 from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.clipping.gradient_source import HooksGradientSource
 
-SIGNIFICANCE = 1e-5  # of each Kolmogorov-Smirnov test; there are fewer than ten in this file
+SIGNIFICANCE = 1e-6  # of each Kolmogorov-Smirnov test; there are fewer than ten in this file
 
 
 def mlp():

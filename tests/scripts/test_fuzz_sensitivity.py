@@ -155,17 +155,18 @@ def test_what_is_not_called_free_lets_a_record_be_seen(name):
     for options in all_options(name):
         if options.get("gradient") in ("clipped by value", "small ones cut"):
             continue  # in means only, and this differentiates a sum
-        assert largest_influence(name, "rows", options, tries=30) > 1e-6, options
+        # one try in six shows it where the first record has to have the largest gradient
+        assert largest_influence(name, "rows", options, tries=200) > 1e-6, options
 
 
 def test_only_losses_that_are_called_free_have_a_gradient_that_is_each_records_own():
     for name, loss in LOSSES.items():
         moved = 0.0
-        for _ in range(10):
+        for attempt in range(20):
             n = 6
             out = torch.randn(n, 3, dtype=torch.float64)
             y = torch.randint(3, (n,)).double()
-            y[0] = random.choice([0.0, -100.0])
+            y[0] = (0.0, -100.0)[attempt % 2]
 
             def gradients(rows, out=out, y=y, loss=loss):
                 given = out[rows].clone().requires_grad_()

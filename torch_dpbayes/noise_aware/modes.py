@@ -9,7 +9,10 @@ from torch import Tensor
 
 from .priors import GaussianPrior
 
-_ITERATIONS = 30
+# Each gains, so that few are taken; where the likelihood's width follows from the parameters, the
+# first may land on a plateau far above (a noise scale of exp(20) in place of exp(-4)), from which
+# one comes back by half a unit a step.
+_ITERATIONS = 400
 # of the log density, below which the mode is near enough for a step, or for a proposal
 _GAIN = 1e-3
 
