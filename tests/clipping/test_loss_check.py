@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from support.examples import examples
@@ -1061,6 +1061,8 @@ LOSSES = [
     factor=st.sampled_from([1, 0.5, 2]),
 )
 def test_random_right_losses_are_never_refused(n, steps, width, program, loss, end, factor):
+    # where records are two, .1, .5 and 2 may each be their number: more readings than are tried
+    assume(n > 2 or sum(name in ("clamped", "softmax") for name, _ in program) < 3)
     y, z = torch.randint(2, (n, steps)), torch.randn(n, steps, 2)
 
     def run(out):
