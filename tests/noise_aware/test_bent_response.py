@@ -194,7 +194,7 @@ def is_large_weight_found(num_hidden):
         x, y = large_weight(2000, num_hidden)
         post = noise_aware.laplace(logistic, x, y, epsilon=8.0, delta=1e-5, max_grad_norm=1.0)
         z = (post.mean["w"] - without_privacy(x, y)) / post.stddev["w"]
-        found += float(post.stddev["w"][0]) < 0.65 and float(z.abs().max()) < 5
+        found += float(post.stddev["w"][0]) < 0.6 and float(z.abs().max()) < 5
     return found >= 2
 
 

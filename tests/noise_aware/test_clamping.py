@@ -71,8 +71,8 @@ def test_too_small_a_bound_of_responses_is_said(bound):
 
 
 def test_a_search_that_a_first_step_threw_far_away_comes_back():
-    """The noise scale from Σ r² alone, begun where every r is a millionth of what is expected: the
-    likelihood is flat there but for its own width.
+    """The noise scale from Σ r² alone, begun at exp(20) where exp(-4) is true: the likelihood is
+    flat there but for its own width.
     """
     count, log_std = 10_000, -4.0
 

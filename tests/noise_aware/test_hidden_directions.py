@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy.stats import binom, norm
+from scipy.stats import norm
 from torch import nn
 
 from torch_dpbayes.noise_aware import laplace_for_module
@@ -93,9 +93,11 @@ def rank(kind):
 
 
 def test_there_the_posterior_is_the_prior():
-    """90 % intervals hold .85 ± .015 in 549 runs; without levels of their own .64 ± .02."""
+    """90 % intervals hold .85 ± .015 in 549 runs, and .64 ± .02 without levels of their own; here
+    200, 5.7 standard errors below.
+    """
     inside = sum(abs(rank("hidden") - 0.5) < 0.45 for _ in range(200))
-    assert binom.cdf(inside, 200, 0.82) > 1e-6
+    assert inside > 200 * 0.707
 
 
 @pytest.mark.thorough

@@ -81,10 +81,7 @@ def test_with_a_huge_budget_draws_are_those_of_the_datas_posterior():
     x, y = logistic_data()
     expected, stddev = posterior_of_the_data(x, y)
     post = laplace(GLM(), x, y, epsilon=500.0, delta=1e-5)
-    # six of its errors from 4000 draws
-    torch.testing.assert_close(
-        post.stddev["weights"], stddev, rtol=6 / math.sqrt(2 * 4000), atol=0.0
-    )
+    torch.testing.assert_close(post.stddev["weights"], stddev, rtol=0.05, atol=0.0)
     draws = post.sample(4000)["weights"]
     assert draws.shape == (4000, 3)
     assert bool(((draws.mean(0) - expected).abs() < 0.3 * stddev).all())

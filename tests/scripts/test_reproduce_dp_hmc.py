@@ -16,6 +16,7 @@ from dp_accounting.privacy_accountant import NeighboringRelation
 from reproduction import key
 from scipy.integrate import quad
 from scipy.stats import chi, kstest, norm
+from support.kernel_distance import squared_mmd_from_the_laws
 
 from torch_dpbayes.mcmc import RecordDensity
 
@@ -156,21 +157,8 @@ def test_mmd_of_two_gaussians():
         torch.randn(1000, 3, dtype=torch.float64),
         torch.randn(1000, 3, dtype=torch.float64) + 1.0,
     )
-    w2 = torch.cdist(a, b).median().item() ** 2
-
-    def expected(distance2):
-        return (w2 / (w2 + 2)) ** 1.5 * math.exp(-distance2 / (2 * (w2 + 2)))
-
-    def to(draws, centre):
-        """The mean kernel of these draws with N(centre, I)."""
-        squares = (draws - centre).square().sum(1)
-        return float(((w2 / (w2 + 1)) ** 1.5 * torch.exp(-squares / (2 * (w2 + 1)))).mean())
-
-    # of these draws but for what is of second order in their number: 1e-3 at most, where that of
-    # the two distributions is off by .03
-    of_the_two = 2 * expected(0) - 2 * expected(3)
-    of_these = 2 * (to(a, 0) - to(a, 1) - to(b, 0) + to(b, 1)) - of_the_two
-    assert script.mmd(a, b) ** 2 == pytest.approx(of_these, abs=0.015)
+    expected = squared_mmd_from_the_laws(a, b, torch.cdist(a, b).median().item())
+    assert script.mmd(a, b) ** 2 == pytest.approx(expected, abs=0.015)
     assert script.mmd(a, a + 0) < 0.06
 
 
