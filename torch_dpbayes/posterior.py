@@ -19,8 +19,8 @@ from torch.func import functional_call, vmap
 from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
-from .checks.fixed_tensors import same_values
-from .checks.made_up_records import TARGETS, named_inputs
+from .per_sample.fixed_tensors import same_values
+from .per_sample.synthetic import TARGETS, named_inputs
 
 Transform = Callable[[Tensor], Tensor]
 Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch

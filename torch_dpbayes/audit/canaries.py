@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..batches.poisson_loader import PoissonLoader
-from ..clipping.gradient_source import GradientSource
 from ..optim.base import PrivateOptimizer
+from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout
 from .bounds import Array
 from .coin import Coins
@@ -236,7 +236,6 @@ class SourceWithCanaries(GradientSource):
         super().__init__(None, source.loss_reduction)
         self._source, self._canaries = source, canaries
         self.independence, self.passes = source.independence, source.passes
-        self.passing_attributes = source.passing_attributes
 
     def add_clipped_sum(
         self,
@@ -272,9 +271,8 @@ class SourceWithCanaries(GradientSource):
     def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
         return self._source.per_record_gradients(parameter)
 
-    @property
-    def loss_state(self) -> str:
-        return self._source.loss_state
+    def require_unchanged(self) -> None:
+        self._source.require_unchanged()
 
     def paused(self) -> AbstractContextManager[None]:
         return self._source.paused()

@@ -118,6 +118,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         self.draw = 0  # changes with every delivery of a new draw
         # forgets gradients of earlier batches
         self.before_delivery: Callable[[], None] = lambda: None
+        # hands out batches whose operations run for each record alone; None: ordinary tensors
+        self.delivery: Callable[[Any, int], Any] | None = None
         # how many records the data set has at the moment
         self.count_records: Callable[[], int] = lambda: num_data
         self._pid = os.getpid()

@@ -33,7 +33,9 @@ class _CountingCollate:
 
     def __call__(self, records: list[Any]) -> Any:
         self.sampler.part_size = len(records)
-        return self.wrapped_collator_fn(records)
+        batch = self.wrapped_collator_fn(records)
+        deliver = self.sampler.delivery
+        return batch if deliver is None else deliver(batch, len(records))
 
 
 class PoissonLoader(DPDataLoader):
@@ -198,6 +200,8 @@ class PoissonLoader(DPDataLoader):
             this = this or sampler.passes
             sampler.require_latest(this)
             sampler.delivered()
+            if sampler.delivery is not None and (self._batched or self.num_workers > 0):
+                batch = sampler.delivery(batch, sampler.part_size)
             yield batch
 
 

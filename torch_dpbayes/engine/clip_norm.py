@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ..accounting import events
 from ..batches.poisson_loader import PoissonLoader, reads_private_data
-from ..clipping.bookkeeping import BookkeepingGradientSource
-from ..clipping.gradient_source import GradientSource
 from ..optim.base import PrivateOptimizer
+from ..per_sample.bookkeeping import BookkeepingGradientSource
+from ..per_sample.followed import Delivery
+from ..per_sample.gradient_source import GradientSource
 
 Criterion = Callable[[Any, Any], Tensor]
 
@@ -138,6 +139,9 @@ def _norms(module: nn.Module, source: GradientSource, batch: Any, criterion: Cri
     source.discard(parameters)
     for p in parameters:
         p.grad = None
+    assert source.passes is not None
+    if source.passes.follows:
+        inputs, target = Delivery(len(target))((inputs, target), len(target))
     try:
         with torch.enable_grad():
             criterion(module(*inputs), target).backward()

@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.choices import Unit
+from ..batches.collate_check import check_collate
 from ..batches.draws import PoissonSampler
 from ..batches.other_laws import (
     FixedSizeSampler,
@@ -28,7 +29,6 @@ from ..batches.other_laws import (
 from ..batches.people import People, PeopleSampler
 from ..batches.poisson_loader import PoissonLoader
 from ..batches.repeated_records import require_each_once
-from ..checks.collate_check import check_collate
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks

@@ -19,15 +19,13 @@ from .. import words
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.choices import check_epsilon
 from ..batches.poisson_loader import PoissonLoader
-from ..checks.fixed_tensors import FixedTensors
-from ..checks.made_up_records import Keywords, ways_to_pass
-from ..checks.model_checks import first_that_runs
-from ..checks.model_state import ModelAsChecked
-from ..clipping.mapped_forward import Loss
-from ..clipping.nested import map_tensors
 from ..optim.base import PrivateOptimizer
+from ..per_sample.fixed_tensors import FixedTensors
+from ..per_sample.mapped_forward import Loss
+from ..per_sample.nested import map_tensors
+from ..per_sample.synthetic import Keywords, ways_to_pass
 from ..ranks import Ranks, refuse_wrapped, require_alone
-from .gradient_sources import Recording, checked_source
+from .gradient_sources import Recording, attached_source
 from .loaders import Batches, private_loader, require_own_streams
 from .optimizers import OptimizerFactory, build, build_calibrated, is_held
 from .plan import Plan, little_left, overridden_floor, plan_of
@@ -214,20 +212,20 @@ class PrivacyEngine:
         people: Iterable[Any] | None = None,
         records_per_person: int = 1,
         grad_sample_mode: str | None = None,
-        clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
         loss: Loss | None = None,
+        assume_independent_records: bool = False,
         example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Attach per-record gradients to the model, Poisson sampling to the loader, and both to the
         optimizer.
 
-        The model is checked on made-up records first, in batches of 2 to 33: a record's output must
-        not depend on other records, and the recorded gradients must be the gradients of the
-        records. The loader is replaced by one that draws every record independently at rate q =
-        batch size / number of records. From the first batch on the model's buffers and frozen
-        parameters must stay as they are, and from here on its modules, hooks, modes and plain
-        attributes: ``forward`` takes what changes, a schedule say, as an argument.
+        While gradients are recorded the model runs for each record alone, and so does every
+        operation between its output and ``backward()``; no record's gradient can depend on another
+        record. The loader is replaced by one that draws every record independently at rate q =
+        batch size / number of records. Until ``backward()`` its batches, and the model's outputs,
+        show the expected batch size and no values. From the first batch on the model's buffers and
+        frozen parameters must stay as they are.
 
         Args:
             module: the model, in training mode. The same object is returned, with hooks attached.
@@ -256,24 +254,22 @@ class PrivacyEngine:
                 drawn anew each time. Noise hides so many clip norms: 1 costs least, and somebody
                 with more records counts as so many.
             grad_sample_mode: all give the same sum. ``"bookkeeping"``, the default, gets it from
-                one ordinary backward pass of a map over records; a model whose program cannot be
-                run for one record at a time it runs on whole batches, and says so. ``"isolated"``
-                runs everything for one record at a time by ``torch.func``, which takes more time,
-                knows no layers, and holds few per-record gradients. ``"hooks"`` are Opacus'
-                per-record gradients of whole batches, and leave ``p.grad_sample`` behind.
-            clipping_kernels: for book-keeping, ``{layer name: way}`` where another way of computing
-                is wanted than the one with the least estimated cost: ``"gram"`` or
-                ``"instantiate"`` for linear layers on sequences, ``"gram"``, ``"unfold"``,
-                ``"grouped"`` or ``"loop"`` for convolutions.
+                one ordinary backward pass of the model mapped over records. ``"vmap"`` runs
+                everything for one record at a time by ``torch.func``, which takes more time, knows
+                no layers, and holds few per-sample gradients. ``"hooks"`` are Opacus' per-sample
+                gradients of whole batches, only with ``assume_independent_records``.
             loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the batch. A mean loss
                 must divide by the number of records in the batch, as torch's criteria do.
-            loss: ``(output, *targets) -> scalar`` of one record, which then runs for each record
-                alone: train with ``net.private_loss(x, y).backward()``. Variables that it reads
-                stay as they are; what changes goes with the target. None: the loop computes the
-                loss from the outputs of the batch.
-            example_inputs: arguments of the model for two made-up records, a tuple of positional
+            loss: ``(output, *targets) -> scalar`` of one record, run for each record alone: train
+                with ``net.private_loss(x, y).backward()``. None: the loop computes the loss from
+                the model's outputs, ``F.cross_entropy(net(x), y).backward()``, and each of its
+                operations runs for each record alone.
+            assume_independent_records: you vouch that no record's loss depends on other records,
+                in the model and in the loop; the accountant's summary says so. A model that cannot
+                be run for one record alone is then run on whole batches.
+            example_inputs: arguments of the model for two synthetic records, a tuple of positional
                 ones or a mapping of those given by name, where a batch does not show what the model
-                takes. No real records.
+                takes. Only their shapes and types are used.
 
         Returns:
             The model, the optimizer and the private loader.
@@ -301,7 +297,7 @@ class PrivacyEngine:
             accountant = self._accountant_for(optimizer, batches, None, None)
             built = build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
             recording = Recording(
-                grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs
+                grad_sample_mode, loss_reduction, loss, assume_independent_records, example_inputs
             )
             made = self._attach(module, built, loader, data_loader, recording)
             if noise_multiplier is not None and (self._ranks is None or self._ranks.rank == 0):
@@ -326,9 +322,9 @@ class PrivacyEngine:
         people: Iterable[Any] | None = None,
         records_per_person: int = 1,
         grad_sample_mode: str | None = None,
-        clipping_kernels: Mapping[str, str] | None = None,
         loss_reduction: str = "mean",
         loss: Loss | None = None,
+        assume_independent_records: bool = False,
         example_inputs: tuple[Any, ...] | Mapping[str, Any] | None = None,
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """:meth:`make_private` with the noise floor that meets (``target_epsilon``,
@@ -347,8 +343,8 @@ class PrivacyEngine:
             additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
                 that the accountant holds at ``target_delta`` already.
             module, optimizer, data_loader, max_grad_norm: as in :meth:`make_private`.
-            grad_sample_mode, clipping_kernels, loss_reduction: as there.
-            loss, example_inputs: as there.
+            grad_sample_mode, loss_reduction, loss: as there.
+            assume_independent_records, example_inputs: as there.
 
         Raises:
             ValueError: nothing is left of the target, the target exceeds the accountant's budget,
@@ -382,7 +378,7 @@ class PrivacyEngine:
                     " build it with that, or pass a factory"
                 )
             recording = Recording(
-                grad_sample_mode, clipping_kernels, loss_reduction, loss, example_inputs
+                grad_sample_mode, loss_reduction, loss, assume_independent_records, example_inputs
             )
             made = self._attach(module, built, loader, data_loader, recording)
             if self._ranks is None or self._ranks.rank == 0:
@@ -590,11 +586,10 @@ class PrivacyEngine:
         if examples is None:
             batch = loader.collate_fn([loader.dataset[0]])
             ways = _to_device_of(module, ways_to_pass(module, batch))
-            inputs = first_that_runs(module, ways)
         else:
-            inputs = (Keywords(examples),) if isinstance(examples, Mapping) else examples
+            ways = [(Keywords(examples),) if isinstance(examples, Mapping) else examples]
         try:
-            source = checked_source(module, recording, inputs, loader.expected_batch_size)
+            source = attached_source(module, recording, ways)
         except ValueError as error:
             if examples is not None or not (names := _lists_in(loader.dataset[0])):
                 raise
@@ -609,16 +604,13 @@ class PrivacyEngine:
         except BaseException:
             source.remove()
             raise
-        source.watch_loss()
-        _log.info("records are independent: %s", source.independence)
+        _log.info("records are kept apart %s", source.independence)
         fixed = FixedTensors(module)
         module.__dict__["_dpbayes_buffers"] = fixed.values  # for PosteriorSamples
-        as_checked = ModelAsChecked(module, source.passing_attributes, loss=recording.loss)
         optimizer.release.bind(
             source,
             loader.sampler_of_draws,
             fixed,
-            as_checked,
             [p for group in optimizer.param_groups for p in group["params"]],
             is_alone=self._is_alone,
         )

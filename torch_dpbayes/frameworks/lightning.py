@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from ..clipping.gradient_source import GradientSource
 from ..engine.privacy_engine import PrivacyEngine
+from ..per_sample.gradient_source import GradientSource
 from .stays_private import checked_engine, require_private
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..batches.draws import PoissonSampler
-from ..clipping.gradient_source import GradientSource
 from ..mcmc.density import RecordDensity
+from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout
 from ..release.query import ClippedSum
 

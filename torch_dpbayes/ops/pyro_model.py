@@ -16,8 +16,8 @@ from torch.distributions import transforms
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..checks.layer_kinds import check_layers
 from ..mcmc.density import InvalidPoint, Prior, RecordDensity, UnfitModel
+from ..per_sample.model_check import check_layers
 from .checks import require_positive
 from .models import Loss, using_pyro
 

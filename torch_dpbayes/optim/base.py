@@ -89,6 +89,9 @@ class PrivateOptimizer(Optimizer):
         accountant: where the steps are charged. None: an accountant of its own.
         generator: source of the noise, for runs that repeat bit for bit; its seed is then a secret.
             None: operating-system entropy.
+        assume_independent_records: you vouch that each per-sample gradient in ``p.grad_sample``
+            depends on one record alone. Needed for gradients that ``make_private`` did not record;
+            the accountant's summary says so.
         query: ``(max_grad_norm, expected_batch_size) ->`` what a step asks of the data.
     """
 
@@ -132,6 +135,7 @@ class PrivateOptimizer(Optimizer):
         sampling: str | None,
         accountant: PrivacyAccountant | None,
         generator: torch.Generator | None,
+        assume_independent_records: bool = False,
         query: Callable[[float, float], ClippedSum] = ClippedSum,
     ) -> None:
         settings = Settings(
@@ -151,6 +155,7 @@ class PrivateOptimizer(Optimizer):
             accountant=PrivacyAccountant() if accountant is None else accountant,
             generator=generator,
             label=type(self).__name__,
+            assume_independent=assume_independent_records,
         )
         self._layout: Layout | None = None
         self._layout_made_for: list[Any] = []
@@ -264,9 +269,7 @@ class PrivateOptimizer(Optimizer):
 
     @property
     def independence(self) -> str:
-        """How records are kept apart in the model, ``"by construction"`` or ``"tested on
-        made-up records"``, and in the loss.
-        """
+        """How records are kept apart: ``"by construction, …"`` or ``"vouched for …"``."""
         return self.release.independence
 
     @property

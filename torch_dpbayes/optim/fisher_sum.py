@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..accounting.choices import neighboring_relation
-from ..clipping.gradient_source import GradientSource
 from ..noise import add_gaussian
+from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout
 from ..release.query import ClippedSum
 

@@ -114,6 +114,7 @@ class DPSGFS(PrivateOptimizer):
         sampling: str | None = None,
         accountant: PrivacyAccountant | None = None,
         generator: torch.Generator | None = None,
+        assume_independent_records: bool = False,
         fisher: Literal["full", "diagonal"] = "full",
         fisher_decay: float = 0.99,
         fisher_share: float = 0.5,
@@ -143,6 +144,7 @@ class DPSGFS(PrivateOptimizer):
             sampling=sampling,
             accountant=accountant,
             generator=generator,
+            assume_independent_records=assume_independent_records,
             query=partial(FisherSum, is_full=fisher == "full", share=float(fisher_share)),
         )
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]

@@ -88,6 +88,7 @@ class DPSGHMC(PrivateOptimizer):
         sampling: str | None = None,
         accountant: PrivacyAccountant | None = None,
         generator: torch.Generator | None = None,
+        assume_independent_records: bool = False,
         momentum: float | Literal["matched"] = 0.9,
     ) -> None:
         self._is_matched = momentum == "matched"
@@ -123,6 +124,7 @@ class DPSGHMC(PrivateOptimizer):
             sampling=sampling,
             accountant=accountant,
             generator=generator,
+            assume_independent_records=assume_independent_records,
         )
 
     @property

@@ -75,6 +75,7 @@ class DPSGLD(PrivateOptimizer):
         sampling: str | None = None,
         accountant: PrivacyAccountant | None = None,
         generator: torch.Generator | None = None,
+        assume_independent_records: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -88,6 +89,7 @@ class DPSGLD(PrivateOptimizer):
             sampling=sampling,
             accountant=accountant,
             generator=generator,
+            assume_independent_records=assume_independent_records,
         )
 
     def _group_langevin_noise_multiplier(self, group: dict[str, Any]) -> float:

@@ -96,6 +96,7 @@ class DPSGNHT(PrivateOptimizer):
         sampling: str | None = None,
         accountant: PrivacyAccountant | None = None,
         generator: torch.Generator | None = None,
+        assume_independent_records: bool = False,
         momentum: float = 0.9,
         thermostat_gain: float = 0.01,
     ) -> None:
@@ -122,6 +123,7 @@ class DPSGNHT(PrivateOptimizer):
             sampling=sampling,
             accountant=accountant,
             generator=generator,
+            assume_independent_records=assume_independent_records,
         )
 
     @property

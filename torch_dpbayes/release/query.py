@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..clipping.gradient_source import GradientSource
 from ..noise import add_gaussian
+from ..per_sample.gradient_source import GradientSource
 from .layout import Layout
 
 
@@ -32,7 +32,7 @@ class ClippedSum:
 
     def independence(self, source: GradientSource) -> str:
         """How records are kept apart, in the model and in the loss."""
-        return f"{source.independence}, {source.loss_state}"
+        return source.independence
 
     def numbers_beside(self, num_parameters: int, device: torch.device) -> int:
         """How many numbers a step releases beside the gradient."""

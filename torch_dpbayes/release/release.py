@@ -26,10 +26,12 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.draws import PoissonSampler
-from ..checks.fixed_tensors import CHANGED, FixedTensors
-from ..checks.model_state import ModelAsChecked
-from ..clipping.gradient_source import GradientSource, HooksGradientSource
+from ..errors import StepError
 from ..noise import GaussianNoise
+from ..per_sample.fixed_tensors import CHANGED, FixedTensors
+from ..per_sample.followed import Delivery
+from ..per_sample.gradient_source import GradientSource
+from ..per_sample.hooks import HooksGradientSource
 from ..ranks import STEP, Ranks, require_alone
 from .layout import Layout
 from .query import ClippedSum
@@ -46,6 +48,7 @@ class Release:
         accountant: where releases are charged.
         generator: source of the noise; None: operating-system entropy.
         label: by which the accountant's summary names the releases.
+        assume_independent: the user vouches for per-sample gradients of the user's own hooks.
 
     Attributes:
         source: gives the batch's clipped sum.
@@ -69,16 +72,17 @@ class Release:
         accountant: PrivacyAccountant,
         generator: torch.Generator | None,
         label: str,
+        assume_independent: bool = False,
     ) -> None:
         self.query, self.num_data, self.sampling = query, num_data, sampling
         self.accountant, self.label = accountant, label
         self.noise = GaussianNoise(generator)
         self.turn = threading.RLock()
-        self.source: GradientSource = HooksGradientSource()
+        self._assume_independent = assume_independent
+        self.source: GradientSource = HooksGradientSource(is_vouched=assume_independent)
         self.draws: PoissonSampler | None = None
         self.ranks: Ranks | None = None
         self._fixed: FixedTensors | None = None
-        self._as_checked: ModelAsChecked | None = None
         self._is_alone = False  # on purpose, in a process group of several ranks
         self.watch: Callable[[Layout], None] = lambda layout: None
         self.start_afresh()
@@ -101,19 +105,17 @@ class Release:
         source: GradientSource,
         draws: PoissonSampler,
         fixed: FixedTensors,
-        as_checked: ModelAsChecked,
         parameters: list[Tensor],
         *,
         is_alone: bool,
     ) -> None:
         """Take gradients from ``source`` from now on, and verify every step.
 
-        It is compared with the ``draws``, the ``fixed`` tensors and the model ``as_checked``.
-        ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to
+        It is compared with the ``draws`` and the ``fixed`` tensors. ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to
         do with it.
         """
         self.source, self.draws = source, draws
-        self._fixed, self._as_checked = fixed, as_checked
+        self._fixed = fixed
         self.ranks, self._is_alone = draws.ranks, is_alone
         self.sampling = draws.law
         self._last_event = None  # of other draws
@@ -126,6 +128,8 @@ class Release:
             fixed.begin()
 
         draws.before_delivery = before_delivery
+        follows = source.passes is not None and source.passes.follows
+        draws.delivery = Delivery(self.query.expected_batch_size) if follows else None
 
     def duplicate(self, *, has_other_parameters: bool) -> Release:
         """One that charges the same accountant and draws its own noise."""
@@ -133,7 +137,8 @@ class Release:
         new.__dict__.update(self.__dict__)
         new.query, new.noise, new.turn = copy(self.query), GaussianNoise(), threading.RLock()
         if has_other_parameters:  # of a copied model, which needs hooks of its own
-            new.source, new._fixed, new._as_checked = HooksGradientSource(), None, None
+            new.source = HooksGradientSource(is_vouched=self._assume_independent)
+            new._fixed = None
         new.start_afresh()
         return new
 
@@ -168,7 +173,7 @@ class Release:
             require_alone()
         if not self._collect(layout):
             return False
-        self._require_as_checked()
+        self._require_unchanged()
         smallest = layout.smallest_noise_multiplier
         if math.isfinite(smallest):
             self.noise.require_usable(layout.device)
@@ -206,12 +211,11 @@ class Release:
             self._is_pending = False
         return is_last
 
-    def _require_as_checked(self) -> None:
-        """The model is the one that was checked, fixed tensors included."""
+    def _require_unchanged(self) -> None:
+        """Fixed tensors, and what runs on whole batches, are as they were."""
         if self._fixed is not None and (changed := self._fixed.changed()) is not None:
-            raise RuntimeError(CHANGED.format(changed))
-        if self._as_checked is not None:
-            self._as_checked.require_unchanged()
+            raise StepError(CHANGED.format(changed), code="model-buffer")
+        self.source.require_unchanged()
 
     def _require_whole(self, records: int, total: int | None) -> None:
         """The batch is the one that was delivered, every record once; ``total`` is that of a
@@ -243,10 +247,7 @@ class Release:
             self._stated = independence
 
     def _state(self, label: str, independence: str) -> None:
-        self.accountant.note(
-            f"{label}: in the model, records are independent {independence}; how a batch was made"
-            " of its records, before the model, is not seen"
-        )
+        self.accountant.note(f"{label}: records are kept apart {independence}")
 
     # -- several ranks -----------------------------------------------------------------------------
 
@@ -323,7 +324,7 @@ class Release:
         if self._fixed is not None:
             self._fixed.begin()
         norms = norms_of()
-        self._require_as_checked()
+        self._require_unchanged()
         self.noise.require_usable(norms.device)
         gaussian = events.GaussianDpEvent(float(noise_multiplier))
         event = (

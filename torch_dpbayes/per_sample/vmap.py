@@ -1,4 +1,4 @@
-"""Isolated records: every record's forward and backward pass by ``torch.func``, some records at a
+"""Chunked vmap: every record's forward and backward pass by ``torch.func``, some records at a
 time.
 
 Book-keeping is faster, but only knows layers. Here nothing of the model is known: what it does with
@@ -21,18 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import vjp
 
+from ..errors import StepError
 from .gradient_source import (
-    COPIED,
     REMOVED,
     UNUSED,
-    ForwardPasses,
     GradientSource,
     add_clipped,
     joint_norms,
     require_first_backward,
     require_no_ordinary_gradient,
 )
-from .mapped_forward import Loss, MappedForward, OfOne
+from .mapped_forward import COPIED, ForwardPasses, Loss, MappedForward, OfOne
 from .record_map import (
     SAVED_TENSORS,
     CannotBeMapped,
@@ -45,7 +44,7 @@ from .record_map import (
 _NUMBERS_HELD = 2**25  # of per-record gradients in a chunk, 128 MiB in float32
 
 
-class IsolatedGradientSource(GradientSource):
+class VmapGradientSource(GradientSource):
     """Σ clip(g_i) from per-record gradients under ``torch.func``, chunk by chunk.
 
     Args:
@@ -59,22 +58,26 @@ class IsolatedGradientSource(GradientSource):
     """
 
     def __init__(
-        self, module: nn.Module, *, loss_reduction: str = "mean", loss: Loss | None = None
+        self,
+        module: nn.Module,
+        *,
+        loss_reduction: str = "mean",
+        assume_independent: bool = False,
+        loss: Loss | None = None,
     ) -> None:
-        super().__init__(module, loss_reduction, has_loss=loss is not None)
-        self.independence = "by construction"
+        super().__init__(module, loss_reduction, assume_independent=assume_independent)
         self._pass: _Pass | None = None  # the first since the last step
         self._last: _Pass | None = None
         self._trainable = [p for p in module.parameters() if p.requires_grad]
         self.passes: ForwardPasses = ForwardPasses(
-            module, self._is_enabled, loss_reduction, partial(self.discard, ())
+            self._is_enabled, partial(self.discard, ()), follows=not assume_independent
         )
         self.mapped = MappedForward(module, self, self._trainable, loss)
         self._attach()
 
     def over_records(
         self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
-    ) -> Sequence[Tensor]:
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The results of all records; what comes back to them is kept until the step."""
         if self._last is not None:
             self._last.finish()
@@ -86,7 +89,7 @@ class IsolatedGradientSource(GradientSource):
         self._last = this
         if self.passes.count == 1:
             self._pass = this
-        return results
+        return results, [anchor]
 
     def add_clipped_sum(
         self,
@@ -158,24 +161,24 @@ class IsolatedGradientSource(GradientSource):
         """A copy of a private model takes along how to get rid of the hooks, and nothing of
         the data.
         """
-        return {**self.__dict__, "_pass": None, "_last": None, "is_copy": True}
+        return {**self.__dict__, "_pass": None, "_last": None, "_handles": [], "is_copy": True}
 
     def _gradients(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Iterator[list[Tensor]]:
         """Per-record gradients as (records, numel) matrices, one chunk of records after another."""
         if self._is_removed:
-            raise RuntimeError(REMOVED)
+            raise StepError(REMOVED, code="step-removed")
         require_no_ordinary_gradient(named_parameters)
         if {id(p) for p in self._trainable} != {
             id(p) for p in self.mapped.module.parameters() if p.requires_grad
         }:
-            raise RuntimeError(COPIED)
+            raise StepError(COPIED, code="model-copied")
         this = self._pass
         self.passes.require_one(this is not None)
         for name, p in named_parameters:
             if this is None or not this.is_back or not any(q is p for q in this.parameters):
-                raise RuntimeError(UNUSED.format(name))
+                raise StepError(UNUSED.format(name), code="step-unused")
         assert this is not None
-        if self.passes.has_stand_in or this.n == 0:
+        if self.passes.is_empty:
             return
         places = {id(p): k for k, p in enumerate(this.parameters)}
         wanted = [places[id(p)] for _, p in named_parameters]
@@ -245,9 +248,10 @@ class _Pass:
     def gradients(self) -> Iterator[list[Tensor]]:
         """Of each chunk, the per-record gradients of every parameter."""
         if [t._version for t in (*self.rows, *self.parameters)] != self._versions:
-            raise RuntimeError(
+            raise StepError(
                 "an input or a parameter was changed in place between forward() and step(), which"
-                " needs them as they were: write into copies"
+                " needs them as they were: write into copies",
+                code="step-changed",
             )
         if self.n <= self._size:
             if self._graph is not None:
@@ -338,10 +342,11 @@ def _require_same(again: Tensor, first: Tensor) -> None:
         len(first), -1
     )
     if not bool((is_close.all(1) | ~torch.isfinite(first).reshape(len(first), -1).all(1)).all()):
-        raise RuntimeError(
+        raise StepError(
             "the records, run again for their gradients, gave other outputs: change no mode, batch"
             " or random number between forward() and step(), or take"
-            ' grad_sample_mode="bookkeeping".'
+            ' grad_sample_mode="bookkeeping".',
+            code="step-changed",
         )
 
 

@@ -28,6 +28,9 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
+
+from ..errors import DPBayesError
 
 # functorch's own steps, without what torch.func.vmap adds around them: a tenth of a millisecond for
 # every layer
@@ -52,13 +55,16 @@ Run = Callable[..., Tensor]
 
 SAVED_TENSORS = (
     "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
-    ' batch at once: leave them out, or take grad_sample_mode="hooks"'
+    " batch at once: leave them out"
 )
 _INSIDE_TRANSFORM = "the model is called inside a torch.func transform: call it by itself"
 
 
-class CannotBeMapped(RuntimeError):
+class CannotBeMapped(DPBayesError, RuntimeError):
     """The model's program cannot be run for one record at a time."""
+
+    def __init__(self, message: str, *, code: str = "model-map") -> None:
+        super().__init__(message, code=code)
 
 
 _TORCHS_WORDS = {
@@ -134,7 +140,7 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims", "torchvision"))
 
 
-class KeptTensors(RuntimeError):
+class KeptTensors(DPBayesError, RuntimeError):
     """Tensors of a finished map that somebody still has: in the next one, every record would
     see what they hold of all.
     """
@@ -144,8 +150,21 @@ class KeptTensors(RuntimeError):
         tensors: Sequence[Tensor],
         text: str = "a tensor made of the records outlives the forward pass",
     ) -> None:
-        super().__init__(text)
+        super().__init__(text, code="model-kept")
         self.tensors = list(tensors)
+
+
+class OutsideTensor(CannotBeMapped):
+    """A tensor that requires grad is used inside a map in which it takes no part."""
+
+    def __init__(self, function: str, tensor: Tensor) -> None:
+        super().__init__(
+            f"{function} uses a tensor outside the model that requires grad, whose gradient would be"
+            " neither clipped nor noisy. Make it a parameter of the module, self.scale ="
+            " nn.Parameter(torch.zeros(())), and return it beside the output",
+            code="loss-outside",
+        )
+        self.tensor = tensor
 
 
 class RecordMap:
@@ -180,8 +199,8 @@ class RecordMap:
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
         with (
             no_hooks,
-            _masks_without_shortcuts(),
-            _OfOneRecord(self if self._leaves else None, self.see),
+            without_looks(),
+            _OfOneRecord(self if self._leaves else None, self.see, self._own),
         ):
             return self.again(function, tensors)
 
@@ -256,6 +275,13 @@ class RecordMap:
                 return
         raise KeptTensors(alive)
 
+    def _own(self, empty: Tensor) -> Tensor:
+        """Memory for each record, into which a model may write or draw."""
+        if self._level is None or is_batchedtensor(empty) or is_gradtrackingtensor(empty):
+            return empty
+        rows = empty.new_empty(self.records, *empty.shape)
+        return _add_batch_dim(rows, 0, self._level)
+
     def _with_rows(self, t: Tensor, dim: int | None) -> Tensor:
         if dim is None:
             return t.expand(self.records, *t.shape)
@@ -320,26 +346,41 @@ def _load_rules() -> None:
 
 
 @contextmanager
-def _masks_without_shortcuts() -> Iterator[None]:
-    """Let ``transformers`` build every attention mask.
+def without_looks() -> Iterator[None]:
+    """Let ``transformers`` build every attention mask, and ``checkpoint`` call its function.
 
-    It leaves masks out where nothing is padded, which it can only see by looking at values; while
-    it is traced it does not look. Nor can it in a map, where each record may have another answer.
+    The former looks at values of tokens to save work, and does not while it is traced; in a map it
+    cannot, where each record may have another answer. The latter would run a part of the model
+    again in the backward pass, where the map is over.
     """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    if masks is None or not hasattr(masks, "is_tracing"):
-        yield
-        return
-    before = masks.is_tracing
-    masks.is_tracing = _always
+    before = [
+        (home, name, getattr(home, name), instead)
+        for of, name, instead in _REPLACED
+        if (home := sys.modules.get(of)) is not None and hasattr(home, name)
+    ]
+    for home, name, _, instead in before:
+        setattr(home, name, instead)
     try:
         yield
     finally:
-        masks.is_tracing = before
+        for home, name, function, _ in before:
+            setattr(home, name, function)
 
 
 def _always(*_: object) -> bool:
     return True
+
+
+def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+_REPLACED = (
+    ("transformers.masking_utils", "is_tracing", _always),
+    ("transformers.modeling_utils", "is_tracing", _always),
+    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", _no_checkpoint),
+    ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator_impl", _no_checkpoint),
+)
 
 
 @contextmanager
@@ -348,7 +389,7 @@ def one_record_only() -> Iterator[None]:
     program.
     """
     no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-    with no_hooks, _masks_without_shortcuts(), _OfOneRecord(None, None):
+    with no_hooks, without_looks(), _OfOneRecord(None, None):
         yield
 
 
@@ -408,11 +449,17 @@ class _OfOneRecord(TorchFunctionMode):
     Args:
         record_map: the map that fused operations leave; None: they are replaced by plain ones.
         see: what results are shown to; None outside of a map, where nothing is hidden.
+        own: gives each record memory of its own; None outside of a map.
     """
 
-    def __init__(self, record_map: RecordMap | None, see: Callable[[Any], None] | None) -> None:
+    def __init__(
+        self,
+        record_map: RecordMap | None,
+        see: Callable[[Any], None] | None,
+        own: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self._map, self._see = record_map, see
+        self._map, self._see, self._own = record_map, see, own
         self._dispatch_modes = _len_torch_dispatch_stack()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -446,12 +493,23 @@ class _OfOneRecord(TorchFunctionMode):
             raise CannotBeMapped(
                 f"it puts a hook on a tensor ({func.__name__}), which would not run"
             )
+        if func is Tensor.requires_grad_ and _is_of_records(args[0]):
+            return args[0]  # asked for by gradient checkpointing; gradients are taken anyway
+        if func in _EMPTY:
+            empty = func(*args, **kwargs)
+            return empty if self._own is None else self._own(empty)
+        if (cell := _CELLS.get(func)) is not None:
+            with self:
+                return cell(*args, **kwargs)
         if func is F.embedding_bag and (plain := _plain_bag(*args, **kwargs)) is not None:
             with self:
                 return plain()
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
+            if args[0] is checkpoint.CheckpointFunction:  # nothing is gained inside a map
+                with self, torch.enable_grad():
+                    return args[1](*args[3:])
             _require_torchs_own(args[0])
         result = func(*args, **kwargs)
         if self._see is not None:
@@ -467,6 +525,8 @@ class _OfOneRecord(TorchFunctionMode):
             )
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
             _require_ordinary(func, (*args, *kwargs.values()))
+        if torch.is_grad_enabled():
+            _require_no_outside(func, (*args, *kwargs.values()))
         if func in _RESIZES:
             raise CannotBeMapped(
                 f"it changes the size of a tensor in memory ({func.__name__}), where other records"
@@ -538,6 +598,48 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Any = None,
+    b_hh: Any = None,
+) -> tuple[Tensor, Tensor]:
+    gates = F.linear(input, w_ih, b_ih) + F.linear(hx[0], w_hh, b_hh)
+    i, f, g, o = gates.chunk(4, -1)
+    cell = f.sigmoid() * hx[1] + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+def _gru_cell(
+    input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+) -> Tensor:
+    r, z, n = F.linear(input, w_ih, b_ih).chunk(3, -1)
+    hr, hz, hn = F.linear(hx, w_hh, b_hh).chunk(3, -1)
+    update = (z + hz).sigmoid()
+    return (1 - update) * (n + (r + hr).sigmoid() * hn).tanh() + update * hx
+
+
+def _rnn_cell(nonlinearity: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def cell(
+        input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any = None, b_hh: Any = None
+    ) -> Tensor:
+        return nonlinearity(F.linear(input, w_ih, b_ih) + F.linear(hx, w_hh, b_hh))
+
+    return cell
+
+
+# Recurrent cells, by operations that vmap has rules for.
+_CELLS: dict[Any, Callable[..., Any]] = {
+    torch.lstm_cell: _lstm_cell,
+    torch.gru_cell: _gru_cell,
+    torch.rnn_tanh_cell: _rnn_cell(torch.tanh),
+    torch.rnn_relu_cell: _rnn_cell(torch.relu),
+}
+_EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
+
+
 def _are_aligned(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> bool:
@@ -606,7 +708,7 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
         if isinstance(value, Tensor):
             raise CannotBeMapped(
                 f"it computes with a {type(value).__name__}, a class of tensors with code of its"
-                " own, which may see all records at once: take plain tensors"
+                " own, or of values of other batches: take plain tensors"
             )
         if isinstance(value, (tuple, list)):
             _require_ordinary(func, value)
@@ -616,6 +718,22 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
                 f"it gives {name} a function to call, in which nothing is seen of what it does:"
                 " call it yourself"
             )
+
+
+def _require_no_outside(func: Any, values: Iterable[Any]) -> None:
+    """Refuse a tensor that requires grad and takes no part in the map: its gradient would be
+    neither clipped nor noisy.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.requires_grad and not _is_mapped(value):
+                raise OutsideTensor(getattr(func, "__name__", str(func)), value)
+        elif type(value) in (tuple, list):
+            _require_no_outside(func, value)
+
+
+def _is_mapped(t: Tensor) -> bool:
+    return is_batchedtensor(t) or is_gradtrackingtensor(t)
 
 
 def _require_torchs_operator(func: Any) -> None:

@@ -8,25 +8,22 @@ over records is the product (c∘g)ᵀa that autograd would have computed with c
 Where T² is large beside the number of weights, per-record gradients are cheaper than the Gram
 matrices.
 
-Which way is taken is said by :mod:`torch_dpbayes.clipping.costs`.
+Which way is taken depends on shapes alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from opacus.grad_sample import GradSampleHooks
 from opacus.layers.dp_rnn import RNNLinear
 from torch import Tensor, nn
-from torch.func import grad, vmap
 
 from .contributions import Contribution, Outer, PerRecord, Tokens, outer, together, trainable
 from .convolutions import Convolution, Geometry
-from .costs import choose_convolution, choose_linear
 
 
 class Call(NamedTuple):
@@ -35,18 +32,16 @@ class Call(NamedTuple):
     Attributes:
         inputs: the tensors that went in.
         backprops: the gradient of what came out.
-        again: repeats the call with given values of the parameters and given tensors.
     """
 
     inputs: Sequence[Tensor]
     backprops: Tensor
-    again: Callable[[Mapping[Tensor, Tensor], Sequence[Tensor]], Tensor]
 
 
-def linear(module: nn.Module, calls: Sequence[Call], way: str | None) -> Contribution:
+def linear(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
     pieces = []
-    for (inputs,), g, _ in calls:
+    for (inputs,), g in calls:
         if g.dim() < 2:
             raise ValueError("the input has no dimension of records")
         g = g.flatten(1, -2) if g.dim() > 3 else g
@@ -63,43 +58,39 @@ def linear(module: nn.Module, calls: Sequence[Call], way: str | None) -> Contrib
         return Outer(weight, bias, a, g)
     if g.shape[1] == 1:
         return Outer(weight, bias, a[:, 0], g[:, 0])
-    if way is None:
-        way = choose_linear(g.shape[1], a.shape[2], g.shape[2])
-    if way == "gram":
+    if choose_linear(g.shape[1], a.shape[2], g.shape[2]) == "gram":
         return Outer(weight, bias, a, g)
     return PerRecord(outer(weight, bias, a, g))
 
 
-def convolution(module: nn.Module, calls: Sequence[Call], way: str | None) -> Contribution:
+def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     geometry = Geometry(module)
     if len(calls) > 1:
-        return together([convolution(module, [call], way) for call in calls])
-    (inputs,), g, _ = calls[0]
+        return together([convolution(module, [call]) for call in calls])
+    (inputs,), g = calls[0]
     if g.dim() != len(geometry.kernel) + 2:
         raise ValueError("the input has no dimension of records")
     if geometry.weight is None:
         assert geometry.bias is not None
         return PerRecord({geometry.bias: g.flatten(2).sum(2)})
     a, g = geometry.padded(inputs.to(g.dtype)), g.contiguous()
-    chosen, is_kept = choose_convolution(geometry.numel, geometry.groups, a, g)
-    if way is not None:
-        chosen, is_kept = way, way != "gram" and is_kept
+    way, is_kept = choose_convolution(geometry.numel, geometry.groups, a, g)
     if is_kept:
-        return PerRecord(geometry.per_record(a, g, chosen))
-    return Convolution(geometry, a, g, chosen)
+        return PerRecord(geometry.per_record(a, g, way))
+    return Convolution(geometry, a, g, way)
 
 
-def embedding(module: nn.Module, calls: Sequence[Call], _way: str | None) -> Contribution:
+def embedding(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     assert isinstance(module, nn.Embedding)
-    tokens = torch.cat([inputs.reshape(len(inputs), -1) for (inputs,), _, _ in calls], dim=1)
-    g = torch.cat([g.reshape(len(g), -1, module.embedding_dim) for _, g, _ in calls], dim=1)
+    tokens = torch.cat([inputs.reshape(len(inputs), -1) for (inputs,), _ in calls], dim=1)
+    g = torch.cat([g.reshape(len(g), -1, module.embedding_dim) for _, g in calls], dim=1)
     return Tokens(module.weight, tokens, g, module.padding_idx)
 
 
-def normalization(module: nn.Module, calls: Sequence[Call], _way: str | None) -> Contribution:
+def normalization(module: nn.Module, calls: Sequence[Call]) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
     parts: list[Contribution] = []
-    for (inputs,), g, _ in calls:
+    for (inputs,), g in calls:
         a = inputs.to(g.dtype)
         gradients: dict[Tensor, Tensor] = {}
         if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
@@ -131,44 +122,7 @@ def normalization(module: nn.Module, calls: Sequence[Call], _way: str | None) ->
     return together(parts)
 
 
-def any_other(module: nn.Module, calls: Sequence[Call], _way: str | None) -> Contribution:
-    """Through Opacus' grad sampler for this kind of layer, or by running it once more for
-    each record under torch.func.
-    """
-    sampler = GradSampleHooks.GRAD_SAMPLERS.get(type(module))
-    parts: list[Contribution] = []
-    for call in calls:
-        found = (
-            _transformed(module, call)
-            if sampler is None
-            else sampler(module, list(call.inputs), call.backprops)
-        )
-        parts.append(PerRecord({p: t for p, t in found.items() if p.requires_grad}))
-    return together(parts)
-
-
-def _transformed(module: nn.Module, call: Call) -> dict[Tensor, Tensor]:
-    """grad of each record's (output · backprop) under vmap. Opacus would do it with a copy of
-    the layer, which does not hear of later changes.
-    """
-    g = call.backprops
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    inputs = tuple(t.to(g.dtype) if t.is_floating_point() else t for t in call.inputs)
-    is_mixed = any(p.dtype != g.dtype for p in parameters) and g.dtype in (
-        torch.bfloat16,
-        torch.float16,
-    )
-
-    def loss(values: tuple[Tensor, ...], tensors: tuple[Tensor, ...], backprop: Tensor) -> Tensor:
-        with torch.autocast(g.device.type, dtype=g.dtype, enabled=is_mixed):
-            out = call.again(dict(zip(parameters, values, strict=True)), [t[None] for t in tensors])
-        return (out * backprop[None]).sum()
-
-    found = vmap(grad(loss), in_dims=(None, 0, 0))(tuple(p.detach() for p in parameters), inputs, g)
-    return dict(zip(parameters, found, strict=True))
-
-
-Kernel = Callable[[nn.Module, Sequence[Call], str | None], Contribution]
+Kernel = Callable[[nn.Module, Sequence[Call]], Contribution]
 
 
 class Kind(NamedTuple):
@@ -180,14 +134,12 @@ class Kind(NamedTuple):
             layer and of what one record gives to it.
         functions: those of torch.nn.functional that it calls.
         has_positions: whether further dimensions are positions of one record.
-        ways: what ``clipping_kernels`` may choose for it.
     """
 
     kernel: Kernel
     row_dimensions: int | Callable[[Any, Tensor], int]
     functions: tuple[str, ...]
     has_positions: bool = False
-    ways: tuple[str, ...] = ()
 
 
 def _of_normalized_shape(module: nn.LayerNorm | nn.RMSNorm, _given: Tensor) -> int:
@@ -196,15 +148,14 @@ def _of_normalized_shape(module: nn.LayerNorm | nn.RMSNorm, _given: Tensor) -> i
 
 def _convolution(dimensions: int) -> Kind:
     functions = (f"conv{dimensions}d", "pad")
-    ways = ("gram", "unfold", "grouped", "loop")
-    return Kind(convolution, 1 + dimensions, functions, ways=ways)
+    return Kind(convolution, 1 + dimensions, functions)
 
 
 def _instance_norm(dimensions: int) -> Kind:
     return Kind(normalization, 1 + dimensions, ("instance_norm",))
 
 
-_LINEAR = Kind(linear, 1, ("linear",), True, ("gram", "instantiate"))
+_LINEAR = Kind(linear, 1, ("linear",), True)
 
 # A new kind of layer is a function above and a line here.
 KINDS: dict[type[nn.Module], Kind] = {
@@ -221,8 +172,6 @@ KINDS: dict[type[nn.Module], Kind] = {
     nn.InstanceNorm2d: _instance_norm(2),
     nn.InstanceNorm3d: _instance_norm(3),
 }
-# of torch.nn.functional, what layers with a kernel call
-FUNCTIONS = {name for kind in KINDS.values() for name in kind.functions}
 
 
 def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
@@ -243,24 +192,51 @@ def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
 
 def kind_of(module: nn.Module) -> Kind | None:
     """What is known of exactly this kind of layer; None where it has parameters that the kernel
-    does not know.
-
-    Raises:
-        ValueError: the kernel is the caller's own, and would go unused.
+    does not know, as torch's parametrizations and pruning make them.
     """
-    kind = KINDS.get(type(module))
     names = {name for name, p in module._parameters.items() if p is not None}
-    if "weight" in names and names <= {"weight", "bias"}:
-        return kind
-    if names and is_own_kernel(kind):  # weight_norm gives torch's layers other parameters
-        raise ValueError(
-            f"KINDS has a kernel for {type(module).__name__}, which would not be called: its"
-            f" parameters are {', '.join(sorted(names))}. Call them weight and bias, or take the"
-            " line out of KINDS."
-        )
-    return None
+    return KINDS.get(type(module)) if "weight" in names and names <= {"weight", "bias"} else None
 
 
-def is_own_kernel(kind: Kind | None) -> bool:
-    """Whether it is not one of this file's."""
-    return kind is not None and kind.kernel.__module__ != __name__
+# Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a
+# multiply-add in a matrix product, in one of float64 and in a oneDNN convolution, a number copied
+# by unfold, a number written to fresh memory, a call of a convolution.
+_MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE, _CALL = 0.022, 0.044, 0.012, 0.5, 1.0, 80e3
+
+
+def choose_linear(positions: int, width_in: int, width_out: int) -> str:
+    """``"gram"`` or ``"instantiate"`` for a linear layer, by the estimated time of either."""
+    weights = width_in * width_out
+    gram = positions**2 * (width_in + width_out) * _GRAM + positions * weights * _MATMUL
+    instantiate = positions * weights * _MATMUL + weights * _WRITE
+    return "gram" if gram < instantiate else "instantiate"
+
+
+def choose_convolution(
+    weights: int, groups: int, inputs: Tensor, backprops: Tensor
+) -> tuple[str, bool]:
+    """``"gram"``, ``"unfold"``, ``"grouped"`` or ``"loop"``, and whether the per-record
+    gradients are kept for the sum.
+    """
+    positions = backprops[0, 0].numel()
+    held = inputs[0].numel() + backprops[0].numel()
+    columns = weights // backprops.shape[1]  # of the unfolded input, for each group
+    products, unfolded = positions * weights, columns * groups * positions
+    is_onednn = (
+        inputs.device.type == "cpu"
+        and torch.backends.mkldnn.is_available()
+        and backprops.dtype == torch.float32
+    )
+    times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
+    if is_onednn:
+        times["loop"] = products * _CONVOLUTION + _CALL
+        if inputs.shape[1] // groups % 16 == 0 and backprops.shape[1] // groups % 16 == 0:
+            times["grouped"] = products * _CONVOLUTION + weights * 2 * _WRITE
+    way = min(times, key=lambda w: times[w])
+    # the weighted sum, from inputs and output gradients
+    again = products * (_CONVOLUTION if is_onednn else _MATMUL) + held * _UNFOLD
+    is_kept = weights <= held or (weights <= 2 * held and weights * _WRITE < again)
+    gram = unfolded * _UNFOLD + positions**2 * (columns * groups + backprops.shape[1]) * _GRAM
+    if gram + again < times[way] + (weights * _WRITE if is_kept else again):
+        return "gram", False
+    return way, is_kept

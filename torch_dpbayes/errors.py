@@ -1,0 +1,41 @@
+"""The errors of this library: one base class, each error with a stable code."""
+
+from __future__ import annotations
+
+PAGE = "docs/troubleshooting.md"
+
+
+class DPBayesError(Exception):
+    """An error that this library raises, with a code that stays the same between versions.
+
+    Args:
+        message: what is wrong, and what to write instead.
+        code: names the error; ``docs/troubleshooting.md`` explains it under this name.
+
+    Attributes:
+        code: as given.
+    """
+
+    def __init__(self, message: str, *, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.add_note(f"why: {PAGE}#{code}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _made_again, (type(self), str(self), self.code)
+
+
+class ModelError(DPBayesError, ValueError):
+    """The model has no per-sample gradients, or none that clipping bounds."""
+
+
+class LossError(DPBayesError, RuntimeError):
+    """The loss, or what the loop makes of a batch, may depend on several records at once."""
+
+
+class StepError(DPBayesError, RuntimeError):
+    """The gradients of a step are not those of the batch that the loader delivered."""
+
+
+def _made_again(kind: type[DPBayesError], message: str, code: str) -> DPBayesError:
+    return kind(message, code=code)

@@ -1,0 +1,465 @@
+"""The forward pass of a private model: the model's own program, run for each record alone.
+
+The arguments are taken apart into tensors with a row for each record. The model runs on one row at
+a time as far as its program can tell (:mod:`torch_dpbayes.per_sample.record_map`), and what it
+returns is put together again. A scalar that the model returns is the loss of one record.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import LossError, ModelError, StepError
+from .followed import Batch, Derived, Followed, is_constant
+from .nested import Nested, holds_plain_sequence, tensors_in
+from .record_map import CannotBeMapped, KeptTensors
+
+Loss = Callable[..., Tensor]
+
+# slices, parameters -> results
+OfOne = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+
+COPIED = (
+    "no per-sample gradients can be recorded: the model is a copy of a private one, or a parameter"
+    " was added, exchanged or unfrozen since. Call make_private again; predict under model.eval()."
+)
+AVERAGED = (
+    "the model is called through torch's DistributedDataParallel, which averages unclipped"
+    " gradients. Call the model that make_private returned; for several ranks"
+    " PrivacyEngine(process_group=torch.distributed.group.WORLD)."
+)
+TRAINED = (
+    "an input of the model requires gradients, which are neither clipped nor noisy: whatever they"
+    " train would release the records. Put that into the model, or pass x.detach()."
+)
+STRANGE_INPUT = (
+    "the model is given a tensor that the private loader did not deliver (of shape {}), or one that"
+    " was made of several records: pass the loader's batch, or what torch's functions make of it"
+    " record by record. Take buffers of the model for constants, torch.randn_like(x) for noise."
+)
+
+
+class ForwardPasses:
+    """Counts the forward passes of a model while gradients are recorded.
+
+    Args:
+        is_enabled: whether anything is recorded at all.
+        forget: called after a pass that raised, if no other waits for its backward pass.
+        follows: whether inputs and outputs are followed tensors. Otherwise the user vouches that
+            the loss keeps records apart.
+    """
+
+    def __init__(
+        self, is_enabled: Callable[[], bool], forget: Callable[[], None], *, follows: bool
+    ) -> None:
+        self._is_enabled, self._forget, self.follows = is_enabled, forget, follows
+        self.count = 0
+        self.is_empty = False  # of records: a synthetic one stands in
+        self._thread: int | None = None  # inside a pass that is recorded, which runs there
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this thread is inside a pass that is recorded."""
+        return self._thread is not None and self._thread == threading.get_ident()
+
+    def begin(self, module: nn.Module, given: Any) -> bool:
+        """Whether a pass with these arguments is recorded."""
+        if not (module.training and torch.is_grad_enabled() and self._is_enabled()):
+            if self.is_open:  # of a pass that was interrupted
+                self._thread = None
+            return False
+        if self._thread not in (None, threading.get_ident()):
+            raise StepError(
+                "another thread runs this model forward in training mode: train in one thread, and"
+                " evaluate in others under torch.no_grad()",
+                code="step-threads",
+            )
+        if any(t.requires_grad for t in tensors_in(given) if not isinstance(t, Followed)):
+            raise LossError(TRAINED, code="loss-outside")
+        if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+            raise StepError(AVERAGED, code="step-ddp")
+        self._thread = threading.get_ident()
+        self.count += 1
+        return True
+
+    def end(self, *, failed: bool) -> None:
+        """The pass that began last is over."""
+        self._thread = None
+        if failed and self.count == 1:
+            self._forget()
+
+    def require_one(self, is_anything_recorded: bool) -> None:
+        """Raise unless there was one pass since the last step."""
+        if self.count > 1:
+            raise StepError(
+                f"the model was run forward {self.count} times in training mode for one step:"
+                " evaluate under torch.no_grad() or model.eval(), and compute all that a loss"
+                " needs in one forward pass.",
+                code="step-passes",
+            )
+        if self.count == 0 and is_anything_recorded:
+            raise StepError(
+                "call the model itself, not its parts: model(x), so that it can be checked that"
+                " every record is used once",
+                code="step-parts",
+            )
+
+    def forget(self) -> None:
+        """The next pass is the first of its step."""
+        self.count, self.is_empty = 0, False
+        if self.is_open:
+            self._thread = None
+
+
+class ReplacedForward(ABC):
+    """Takes the place of a module's ``forward`` until :meth:`remove`.
+
+    Args:
+        module: the module.
+        owners: those of its modules whose parameters :meth:`run_with` exchanges.
+    """
+
+    def __init__(self, module: nn.Module, owners: Sequence[nn.Module]) -> None:
+        self.module, self.owners = module, owners
+        self.original: Callable[..., Any] = module.forward
+        self.had_own = "forward" in module.__dict__
+        module.__dict__["forward"] = self.forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A bound method is pickled by its name, which is taken."""
+        return {k: v for k, v in self.__dict__.items() if k != "original" or self.had_own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self.had_own:
+            self.original = MethodType(type(self.module).forward, self.module)
+
+    def remove(self) -> None:
+        """Give the module its own ``forward`` back."""
+        if self.had_own:
+            self.module.__dict__["forward"] = self.original
+        else:
+            self.module.__dict__.pop("forward", None)
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What runs in place of the module's own."""
+
+    def run_with(self, values: Mapping[Tensor, Tensor], args: Any, kwargs: Any) -> Any:
+        """The module's own forward pass, with other tensors in place of its parameters."""
+        before = [(owner, owner._parameters) for owner in self.owners]
+        for owner, parameters in before:
+            owner.__dict__["_parameters"] = {
+                n: None if p is None else values.get(p, p) for n, p in parameters.items()
+            }
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            for owner, parameters in before:
+                owner.__dict__["_parameters"] = parameters
+
+
+class MapsRecords(Protocol):
+    """A gradient source that runs a model over records."""
+
+    loss_reduction: str
+    passes: ForwardPasses
+    is_copy: bool
+
+    def over_records(
+        self, of_one: OfOne, rows: Sequence[Tensor], direct: Sequence[Tensor], n: int
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """``of_one`` of each of n records.
+
+        Args:
+            of_one: the program of one record: its slices and the values of ``direct``, to its
+                results.
+            rows: tensors with records in dimension 0.
+            direct: parameters that take part in the map.
+            n: the number of records.
+
+        Returns:
+            The results, with records in dimension 0, and the leaves of their autograd graph.
+        """
+
+
+class MappedForward(ReplacedForward):
+    """Runs a model for each record alone while its gradients are recorded.
+
+    Args:
+        module: the model, whose ``forward`` is replaced. Hooks on it see followed tensors.
+        source: what records, and says when.
+        direct: trainable parameters that take part in the map themselves, with a copy for each
+            record.
+        loss: ``(output, *targets) -> scalar`` of one record, for :meth:`private_loss`.
+
+    Attributes:
+        around: in which the program of one record runs.
+    """
+
+    def __init__(
+        self, module: nn.Module, source: MapsRecords, direct: Sequence[Tensor], loss: Loss | None
+    ) -> None:
+        self.source, self.loss = source, loss
+        chosen = set(direct)
+        self._direct = [
+            (owner, name, p)
+            for owner in module.modules()
+            for name, p in owner._parameters.items()
+            if p in chosen
+        ]
+        self._targets: tuple[Any, ...] | None = None
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        super().__init__(module, list(dict.fromkeys(owner for owner, _, _ in self._direct)))
+        if loss is not None:
+            module.__dict__["private_loss"] = self.private_loss
+
+    def remove(self) -> None:
+        self.module.__dict__.pop("private_loss", None)
+        super().remove()
+
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        passes = self.source.passes
+        if not passes.begin(self.module, (args, kwargs)):
+            return self.original(*args, **kwargs)
+        is_done = False
+        try:
+            targets, self._targets = self._targets, None
+            if self.loss is not None and targets is None and passes.follows:
+                raise LossError(
+                    "this model was made private with loss=: train with net.private_loss(x, y),"
+                    " which computes it for each record alone",
+                    code="loss-twice-given",
+                )
+            output = self._mapped(args, kwargs, targets)
+            is_done = True
+            return output
+        finally:
+            passes.end(failed=not is_done)
+
+    def private_loss(self, *batch: Any, **inputs: Any) -> Tensor:
+        """The loss of a batch, computed for each record alone: ``net.private_loss(x,
+        y).backward()``.
+
+        Args:
+            batch: the model's positional arguments, and the target as the last one.
+            inputs: the model's named arguments.
+        """
+        self._targets = batch[-1:]
+        try:
+            output: Tensor = self.module(*batch[:-1], **inputs)
+            if self._targets is not None:  # in eval mode, or without gradients: nothing was mapped
+                assert self.loss is not None
+                output = self.loss(output, *self._targets)
+        finally:
+            self._targets = None
+        return output
+
+    def _mapped(self, args: Any, kwargs: Any, targets: tuple[Any, ...] | None) -> Any:
+        for module in self.module.modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ModelError(
+                    _BACKWARD_HOOK.format(type(module).__name__), code="model-backward-hook"
+                )
+        is_plain = len(args) == 1 and not kwargs and targets is None
+        given = Nested(args[0] if is_plain else (args, kwargs, targets))
+        if given.strangers:
+            raise CannotBeMapped(
+                f"an argument of type {type(given.strangers[0]).__name__} may hold several records:"
+                " pass tensors"
+            )
+        if not is_plain and any(
+            map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))
+        ):
+            raise CannotBeMapped(
+                "an argument holds several numbers or texts, which every record would see: pass a"
+                " tensor with a row for each"
+            )
+        batch, rows, n = self._rows(given.tensors)
+        places = [t.dim() > 0 for t in given.tensors]
+        direct = self._trainable() if self._direct else []
+        result: Nested | None = None
+
+        def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+            nonlocal result
+            mapped = iter(slices)
+            one = given.rebuilt(
+                [
+                    next(mapped) if is_row else t
+                    for is_row, t in zip(places, given.tensors, strict=True)
+                ]
+            )
+            one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
+            with self.around():
+                values = dict(zip(direct, parameters, strict=True))
+                output = self.run_with(values, one_args, one_kwargs)
+                if one_targets is not None:
+                    assert self.loss is not None
+                    output = _scalar(self.loss(output, *one_targets))
+            result = Nested(output, stands_in=_Withheld)
+            if not result.tensors:
+                raise CannotBeMapped(
+                    f"its output is of type {type(output).__name__}, in which no tensor is found:"
+                    " return tensors (for a distribution its parameters), and make of them what"
+                    " you need outside"
+                )
+            if batch is None and any(t.dim() > 0 and t.shape[0] != 1 for t in result.tensors):
+                raise CannotBeMapped(
+                    "its output has several rows for one record: return one row per record in"
+                    " dimension 0"
+                )
+            tensors, result.tensors, result.strangers = result.tensors, [], []
+            return tensors
+
+        try:
+            found, leaves = self.source.over_records(of_one, rows, direct, n)
+        except KeptTensors as kept:
+            raise KeptTensors(kept.tensors, self.where(kept.tensors)) from None
+        assert result is not None
+        how = self.source.loss_reduction
+        if batch is None:
+            return result.rebuilt(
+                [_Reduced.apply(t, how == "mean") if t.dim() == 1 else t.squeeze(1) for t in found]
+            )
+        batch.loss_reduction = how
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        batch.leaves = [*leaves, *trained]
+        return result.rebuilt(
+            [Followed(t, batch, None, how) if t.dim() == 1 else Followed(t, batch) for t in found]
+        )
+
+    def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
+        """The batch, the rows of all tensors with dimensions, and how many records there are."""
+        passes = self.source.passes
+        followed = [t for t in tensors if isinstance(t, Followed)]
+        if not passes.follows:
+            if any(t._batch.is_open for t in followed):
+                raise LossError(
+                    "the model was made private with assume_independent_records=True, and takes"
+                    " ordinary tensors: take the loader of the same make_private call",
+                    code="model-input",
+                )
+            sizes = {len(t) for t in tensors if t.dim() > 0}
+            if len(sizes) != 1:
+                raise CannotBeMapped(
+                    f"its arguments have shapes {[list(t.shape) for t in tensors]}: each tensor"
+                    " needs a row for every record; keep constants in buffers"
+                )
+            (n,) = sizes
+            passes.is_empty = n == 0
+            whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
+            return None, [t.unsqueeze(1) for t in whole], max(n, 1)
+        batch = next((t._batch for t in followed if t._batch.is_open), None)
+        if batch is None:
+            shape = list(tensors[0].shape) if tensors else []
+            raise LossError(STRANGE_INPUT.format(shape), code="model-input")
+        if batch.refusal is not None:
+            raise batch.refuse(batch.refusal)
+        passes.is_empty = batch.is_empty
+        n = len(followed[0]._rows)
+        rows = []
+        for t in tensors:
+            if isinstance(t, Followed):
+                if t._batch is not batch:
+                    raise batch.refuse("the model is given tensors of two batches")
+                if t._how is not None or (t._dim != 0 and t.dim() > 0):
+                    raise batch.refuse(
+                        "the model is given a tensor whose records are not in dimension 0",
+                        "model-input",
+                        "Transpose inside the model",
+                    )
+                rows.append(t._rows)
+            elif isinstance(t, Derived) or not (t.dim() == 0 or is_constant(t, batch)):
+                raise batch.refuse(STRANGE_INPUT.format(list(t.shape)), "model-input", "")
+            elif t.dim() > 0:
+                each = t[: len(t) // batch.shown]
+                rows.append(each.expand(n, *each.shape))
+        return batch, rows, n
+
+    def _trainable(self) -> list[Tensor]:
+        """The parameters that take part in the map, each once."""
+        if self.source.is_copy or any(
+            owner._parameters.get(name) is not p for owner, name, p in self._direct
+        ):
+            raise StepError(COPIED, code="model-copied")
+        return list(dict.fromkeys(p for _, _, p in self._direct if p.requires_grad))
+
+    def where(self, kept: Sequence[Tensor]) -> str:
+        """What to say of tensors that outlive their map."""
+        places = (
+            f"as {attribute!r} of module {name or type(self.module).__name__!r}"
+            for name, layer in self.module.named_modules()
+            for attribute, value in vars(layer).items()
+            if any(t is value for t in kept)
+        )
+        place = next(places, "in a container, a closure or a global variable")
+        return (
+            f"the forward pass keeps a tensor made of the records ({place}), which the next batch"
+            " would see: return it instead"
+        )
+
+
+class _Withheld:
+    """In the place of what a model returned beside its tensors, which may hold what it made of
+    one record.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.__dict__["_kind"] = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise LossError(
+            f"the model returned a {self._kind}, which cannot leave the map over records: return"
+            " tensors (for a distribution its parameters), and make of them what you need outside",
+            code="model-output",
+        )
+
+
+_BACKWARD_HOOK = (
+    "{} has a backward hook (register_full_backward_hook), which would not run where records are"
+    " kept apart: remove it"
+)
+
+
+def _scalar(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        what = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise LossError(
+            f"the loss of one record must be a scalar tensor of floating-point numbers, got {what}:"
+            " add its entries up",
+            code="loss-vector",
+        )
+    return loss.reshape(())
+
+
+class _Reduced(torch.autograd.Function):
+    """The sum or mean of the records' losses; every record's own gets the gradient 1, and no other
+    may come back.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, is_mean: bool) -> Tensor:
+        ctx.like = losses
+        return losses.mean() if is_mean else losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        if not bool((gradients[0] == 1).all()):
+            raise LossError(
+                "a scalar that the model returned came back with another gradient than 1: call"
+                " backward() on it as it is, and weigh its terms in forward.",
+                code="loss-backward",
+            )
+        return torch.ones_like(ctx.like), None

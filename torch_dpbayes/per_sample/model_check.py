@@ -1,0 +1,420 @@
+"""What make_private looks at once: layers that have no per-sample gradients, and one comparison.
+
+Privacy does not rest on the comparison: a model that runs for each record alone cannot mix records.
+It finds faults of book-keeping, and models that compute something else for one record than for a
+batch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.overrides import TorchFunctionMode
+
+from ..errors import DPBayesError, ModelError
+from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
+from .followed import Delivery
+from .nested import Nested
+from .record_map import (
+    CannotBeMapped,
+    KeptTensors,
+    OutsideTensor,
+    in_plain_words,
+    without_looks,
+)
+from .synthetic import output_of, rows_of, synthetic
+from .vmap import VmapGradientSource
+
+MappedSource = BookkeepingGradientSource | VmapGradientSource
+
+BATCH_NORM_TO_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
+_INSTEAD = (
+    'make_private(..., grad_sample_mode="hooks", assume_independent_records=True) runs it on whole'
+    " batches, if you vouch that it keeps records apart"
+)
+_RECORDS = 2
+_TRIES = 3  # of fresh synthetic records: a ReLU may be set otherwise by rounding
+# Relative to the gradient of a record. Faults of book-keeping are gross; rounding is not.
+_ROOM = 0.02
+_log = logging.getLogger("torch_dpbayes")
+
+
+class Unrecorded(Exception):
+    """Parameters are used elsewhere than in the forward pass of their own layer."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = list(names)
+
+
+def check_layers(module: nn.Module) -> None:
+    """Raise where the kind of a layer, or eval mode, already rules out per-sample gradients.
+
+    Raises:
+        ModelError: with the layer's name and the remedy.
+    """
+    norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    if not module.training:
+        raise ModelError(
+            "the model is in eval mode, in which no per-sample gradients are recorded: call"
+            " model.train() first"
+            + (
+                f", and keep frozen BatchNorm in eval mode by {BATCH_NORM_TO_EVAL}" if norms else ""
+            ),
+            code="model-eval",
+        )
+    for name, p in module.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ModelError(
+                f"parameter {name!r} has no shape yet: run the lazy model once on a synthetic"
+                " batch, model(torch.zeros(...)), before make_private",
+                code="model-lazy",
+            )
+    for name, layer in module.named_modules():
+        if (reason := _reason(layer)) is not None:
+            raise ModelError(
+                f"module {name or type(module).__name__!r}, {type(layer).__name__}, {reason}",
+                code="model-layer",
+            )
+
+
+def _reason(layer: nn.Module) -> str | None:
+    """Why a layer's kind rules out per-sample gradients, and what to write."""
+    if any(type(hook) is WeightNorm for hook in layer._forward_pre_hooks.values()):
+        return (
+            "has torch's old weight_norm, whose weight is left over from the last forward pass:"
+            " take torch.nn.utils.parametrizations.weight_norm, after"
+            " torch.nn.utils.remove_weight_norm"
+        )
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None:
+        return (
+            "renormalises rows of its weight in the forward pass (max_norm), which tells without"
+            " noise which ones the batch uses. Leave out max_norm."
+        )
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.scale_grad_by_freq:
+        return (
+            "divides gradients by how often a token occurs in the batch (scale_grad_by_freq). Leave"
+            " it out."
+        )
+    is_trained = any(p.requires_grad for p in layer.parameters())
+    # their own classes only: what a subclass does shows in the map
+    kind = type(layer) if type(layer).__module__.startswith("torch.nn.") else nn.Module
+    if issubclass(kind, _BatchNorm) and is_trained:
+        return (
+            "mixes the records of a batch: model = opacus.validators.ModuleValidator.fix(model)"
+            " makes it GroupNorm. Pretrained statistics stay if it is frozen and in eval mode."
+        )
+    if issubclass(kind, _BatchNorm) and layer.training and layer.track_running_stats:
+        return (
+            "is in training mode, in which its statistics follow the records. After model.train()"
+            f" write {BATCH_NORM_TO_EVAL}"
+        )
+    if issubclass(kind, _InstanceNorm) and is_trained and layer.track_running_stats:
+        return (
+            "keeps statistics of the records: track_running_stats=False, or"
+            " model = opacus.validators.ModuleValidator.fix(model)."
+        )
+    if issubclass(kind, nn.RNNBase) and is_trained:
+        remedy = (
+            "write opacus.layers.DPRNN"
+            if kind is nn.RNN
+            else "model = opacus.validators.ModuleValidator.fix(model) makes it"
+            f" opacus.layers.DP{kind.__name__}"
+        )
+        return f"gives no gradients by record: {remedy}."
+    return None
+
+
+class _WithoutRandomness(TorchFunctionMode):
+    """Random numbers are constants, and dropout drops nothing."""
+
+    _DROPOUT = frozenset(
+        f"{name}dropout{suffix}"
+        for name in ("", "alpha_", "feature_alpha_", "feature_")
+        for suffix in ("", "1d", "2d", "3d")
+    )
+    _DRAWS = frozenset(
+        ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "bernoulli")
+    )
+    _DRAWS_IN_PLACE = frozenset(("bernoulli_", "normal_", "uniform_", "exponential_"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in self._DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if name in self._DRAWS_IN_PLACE:
+            return args[0].fill_(0.5)
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        elif func is F.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
+        elif func is F.multi_head_attention_forward and len(args) > 10:
+            args = (*args[:10], 0.0, *args[11:])
+        found = func(*args, **kwargs)
+        if name in self._DRAWS and isinstance(found, Tensor):
+            return torch.full_like(found, 0.5) if found.is_floating_point() else found.zero_()
+        return found
+
+
+def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[Any, ...]]) -> None:
+    """Compare mapped outputs and gradients of a few synthetic records with those of the same
+    records alone.
+
+    Args:
+        module: the model, to which ``source`` is attached. It is left as it was found.
+        source: its gradient source.
+        ways: in which the model may be meant to take its arguments, the likeliest first.
+
+    Raises:
+        ModelError: the model cannot be run, or for no record alone.
+        Unrecorded: parameters are used outside of their layers.
+    """
+    generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
+    arguments = _first_that_runs(module, source, ways, generator)
+    before = {name: b.detach().clone() for name, b in module.named_buffers()}
+    reason = ""
+    for _ in range(_TRIES):
+        inputs = synthetic(arguments, _RECORDS, generator)
+        mapped = _mapped(module, source, inputs)
+        alone = [_alone(module, source, rows_of(inputs, k), mapped) for k in range(_RECORDS)]
+        for name, b in module.named_buffers():
+            if not torch.equal(before[name], b) and not bool((b != b).any()):
+                b.data.copy_(before[name])
+                raise ModelError(
+                    f"the forward pass changes its buffer {name!r}, which would carry records"
+                    " without noise: keep statistics out of the model (GroupNorm, not BatchNorm)",
+                    code="model-buffer",
+                )
+        if any(a is None for a in alone):  # it draws numbers that cannot be switched off
+            return
+        reason = mapped.difference([a for a in alone if a is not None])
+        if not reason:
+            return
+    raise ModelError(
+        f"{reason}: the model mixes records, or uses parameters outside of their modules."
+        f" Compute what it needs from each record alone. {_INSTEAD}.",
+        code="model-mixes",
+    )
+
+
+class _Run:
+    """Outputs and per-sample gradients of some synthetic records."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        outputs: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        weights: Sequence[Tensor],
+    ) -> None:
+        self.named, self.outputs, self.gradients, self.weights = named, outputs, gradients, weights
+
+    def difference(self, alone: Sequence[_Run]) -> str:
+        """What of these records is not what it is of each one alone; empty if nothing is."""
+        room = 20 * _ROOM if any(_is_coarse(p) for _, p in self.named) else _ROOM
+        for k, run in enumerate(alone):
+            for mine, theirs in zip(self.outputs, run.outputs, strict=True):
+                if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
+                    return f"the output has shape {list(mine[k].shape)} for one record"
+                a, b = mine[k].double().flatten(), theirs.double().flatten()
+                if not _is_close(a, b, float(b.norm()), room):
+                    return "the output of a record depends on the batch"
+            length = float(
+                torch.stack([g.double().norm() for g in run.gradients if g is not None]).norm()
+            )
+            for (name, _), mine_, theirs_ in zip(
+                self.named, self.gradients, run.gradients, strict=True
+            ):
+                if theirs_ is None and (mine_ is None or not bool(mine_[k].any())):
+                    continue
+                if mine_ is None:
+                    raise Unrecorded([name])
+                true = torch.zeros_like(mine_[k]) if theirs_ is None else theirs_
+                if true.is_sparse:
+                    true = true.to_dense()
+                if not _is_close(mine_[k].double(), true.double(), length, room):
+                    return f"the per-sample gradients of parameter {name!r} are not its gradients"
+        return ""
+
+
+def _is_coarse(p: Tensor) -> bool:
+    return p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
+
+
+def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
+    if not bool(true.isfinite().all()) or not bool(found.isfinite().all()):
+        return True  # synthetic records are not what the model is made for
+    return float((found - true).norm()) <= room * (length + 1e-6)
+
+
+def _mapped(module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]) -> _Run:
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    deliver = Delivery(_RECORDS)
+    passes = source.passes
+    assert passes is not None
+    source.discard(parameters)
+    source.unrecorded, source.mapped.around = [], _WithoutRandomness
+    try:
+        with _blamed(module), torch.enable_grad():
+            given = deliver(inputs, _RECORDS) if passes.follows else inputs
+            outputs = Nested(output_of(module, given)).tensors
+            rows = [_rows_of_output(t, source.loss_reduction) for t in outputs]
+            floats = [t for t in rows if t.is_floating_point()]
+            weights = [torch.randn(t.shape[1:], device=t.device).to(t.dtype) for t in floats]
+            each = [
+                (t * w).reshape(len(t), -1).sum(1) for t, w in zip(floats, weights, strict=True)
+            ]
+            total = sum(t.float().sum() for t in each)
+            if not isinstance(total, Tensor) or not total.requires_grad:
+                raise ModelError(
+                    "the model's output has no gradient: return a tensor of floating-point numbers"
+                    " with a row per record, or a loss, computed from trainable parameters",
+                    code="model-output",
+                )
+            if not passes.follows and source.loss_reduction == "mean":
+                total = total / _RECORDS
+            total.backward()
+        if source.unrecorded:
+            own = {p: name for name, p in named}
+            raise Unrecorded([own[p] for p in source.unrecorded if p in own])
+        gradients = [source.per_record_gradients(p) for p in parameters]
+        _check_norms(source, named, gradients)
+        return _Run(named, [t.detach() for t in rows], gradients, weights)
+    finally:
+        source.unrecorded, source.mapped.around = None, nullcontext
+        source.discard(parameters)
+        source.require_nothing_kept()
+
+
+def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
+    """The values of an output, records first; of a loss one for each record."""
+    rows = getattr(t, "_rows", None)
+    if rows is None:
+        return t if t.dim() > 0 else (t * _RECORDS if loss_reduction == "mean" else t)[None]
+    return rows if t.dim() == 0 else rows.flatten(0, 1).unflatten(0, (_RECORDS, -1))
+
+
+def _check_norms(
+    source: MappedSource,
+    named: Sequence[tuple[str, Tensor]],
+    gradients: Sequence[Tensor | None],
+) -> None:
+    """The norms that clipping uses are those of the recorded gradients."""
+    found = [g.flatten(1).double() for g in gradients if g is not None]
+    if len(found) != len(named):
+        return  # the comparison says which are missing
+    true = torch.cat(found, dim=1).norm(dim=1)
+    norms = source.norms(named).double()
+    if bool(true.isfinite().all()) and not bool(
+        ((norms - true).abs() <= _ROOM * true + 1e-6).all()
+    ):
+        raise ModelError(
+            "the norms of per-sample gradients are not theirs, an error of this library: take"
+            ' grad_sample_mode="vmap", and please report the model',
+            code="model-norms",
+        )
+
+
+def _alone(
+    module: nn.Module, source: MappedSource, inputs: tuple[Any, ...], mapped: _Run
+) -> _Run | None:
+    """One record, by ordinary autograd; None where two runs differ."""
+    parameters = [p for _, p in mapped.named]
+    with source.paused(), without_looks(), torch.enable_grad(), _WithoutRandomness():
+        runs = [
+            [
+                t.unsqueeze(0) if t.dim() == 0 else t
+                for t in Nested(output_of(module, inputs)).tensors
+            ]
+            for _ in range(2)
+        ]
+        if any(
+            a.shape != b.shape or not torch.equal(a.nan_to_num(), b.nan_to_num())
+            for a, b in zip(*runs, strict=True)
+        ):
+            return None
+        outputs = runs[0]
+        floats = [t for t in outputs if t.is_floating_point()]
+        total = sum(
+            (t.reshape(w.shape) * w).sum().float()
+            for t, w in zip(floats, mapped.weights, strict=True)
+        )
+        assert isinstance(total, Tensor)
+        gradients: Sequence[Tensor | None] = [None] * len(parameters)
+        if total.requires_grad:
+            gradients = torch.autograd.grad(total, parameters, allow_unused=True)
+    return _Run(mapped.named, [t.detach() for t in outputs], gradients, mapped.weights)
+
+
+def _first_that_runs(
+    module: nn.Module,
+    source: MappedSource,
+    ways: Sequence[tuple[Any, ...]],
+    generator: torch.Generator,
+) -> tuple[Any, ...]:
+    """The first of several ways to pass arguments with which the model runs."""
+    if len(ways) == 1:
+        return ways[0]
+    for way in ways:
+        try:
+            with torch.no_grad(), source.paused():
+                output_of(module, synthetic(way, _RECORDS, generator))
+        except Exception:  # of the model: it takes its inputs in another way
+            continue
+        return way
+    return ways[0]
+
+
+@contextmanager
+def _blamed(module: nn.Module) -> Iterator[None]:
+    """An error inside is a reason why the model cannot be mapped, with the innermost module
+    in which it came up.
+    """
+    running: list[str] = []
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    handles = []
+    for name, layer in module.named_modules():
+        handles.append(layer.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
+        handles.append(layer.register_forward_hook(leave))
+    own = {p: name for name, p in module.named_parameters()}
+    try:
+        yield
+    except UsedElsewhere as error:
+        raise Unrecorded([own[p] for p in error.parameters]) from error
+    except OutsideTensor as error:
+        if error.tensor in own:
+            raise Unrecorded([own[error.tensor]]) from error
+        raise ModelError(str(error), code=error.code) from None
+    except KeptTensors as error:
+        raise ModelError(str(error), code=error.code) from None
+    except CannotBeMapped as error:
+        raise _not_mapped(module, running, str(error)) from error
+    except DPBayesError:
+        raise
+    except Exception as error:
+        raise _not_mapped(module, running, in_plain_words(error)) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _not_mapped(module: nn.Module, running: list[str], reason: str) -> ModelError:
+    name = (running[-1] if running else "") or type(module).__name__
+    return ModelError(
+        f"module {name!r} cannot be run for one record at a time: {reason.rstrip('.')}. {_INSTEAD}.",
+        code="model-map",
+    )
