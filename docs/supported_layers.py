@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.clipping.layers import KINDS
+from torch_dpbayes.per_sample.layers import KINDS
 
 
 class _Model(nn.Module):

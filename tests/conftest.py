@@ -57,17 +57,3 @@ def pytest_runtest_makereport(item, call):
             ("seed", f"to run it again as it was: torch.manual_seed({item.stash[seed_key]})")
         )
     return report
-
-
-@pytest.fixture
-def whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No model can be run for one record at a time, so that every one of them is tested on
-    whole batches.
-    """
-    from torch_dpbayes.clipping.record_map import CannotBeMapped
-    from torch_dpbayes.engine import gradient_sources
-
-    def refuse(*_: object) -> None:
-        raise CannotBeMapped("this test is of whole batches")
-
-    monkeypatch.setattr(gradient_sources, "check_mapped_model", refuse)

@@ -36,7 +36,7 @@ WAYS = {
     "plain": "plain SGLD",
     "ours": "torch_dpbayes",
     "whole": "whole batches",
-    "isolated": "isolated",
+    "vmap": "vmap",
     "hooks": "Opacus hooks",
     "ghost": "Opacus ghost",
 }
@@ -196,9 +196,9 @@ def stepper(way: str, name: str, batches: int = 1) -> Callable[[], None]:
                     p.grad.add_(torch.randn_like(p), alpha=std).add_(p, alpha=1 / RECORDS)
                     p.add_(p.grad, alpha=-LR)
 
-    elif way in ("ours", "whole", "isolated"):
+    elif way in ("ours", "whole", "vmap"):
         import torch_dpbayes as dpb
-        from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
+        from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
         from torch_dpbayes.clipping.isolated import IsolatedGradientSource
 
         # what make_private builds, less the loader, whose Poisson draws would vary the batch
@@ -212,7 +212,7 @@ def stepper(way: str, name: str, batches: int = 1) -> Callable[[], None]:
         )
         private.release.source = (
             IsolatedGradientSource(net)
-            if way == "isolated"
+            if way == "vmap"
             else BookkeepingGradientSource(net, is_mapped=way == "ours")
         )
 
@@ -392,7 +392,7 @@ def main() -> None:
             base = measured[key]["plain"]
             ratios = " | ".join(
                 f"{measured[key][way] / max(base, 0.004):.2f}"
-                for way in ("ours", "isolated", "ghost", "hooks")
+                for way in ("ours", "vmap", "ghost", "hooks")
             )
             print(
                 f"| {name} | {title} | {base:.3g} {unit} | {ratios} |"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_dpbayes as dpb
-from torch_dpbayes.clipping.gradient_source import HooksGradientSource
+from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
 SHAPES = {
     110: [(1, 109), (1,)],
@@ -59,6 +59,7 @@ def private(name: str, size: int) -> Callable[[], None]:
     optimizer = kinds[name](
         parameters_of(size),
         1e-3,
+        assume_independent_records=True,
         num_data=10_000,
         expected_batch_size=64,
         max_grad_norm=1.0,

@@ -222,6 +222,7 @@ def ours(target: Target, name: str, noise: float, steps: int) -> tuple[Tensor, f
     """The chain of a private sampler at ``noise`` times its own, and its ε."""
     kind, options = OURS[name]
     common = {
+        "assume_independent_records": True,
         "num_data": NUM_DATA,
         "expected_batch_size": NUM_DATA,
         "max_grad_norm": target.max_grad_norm,

@@ -65,7 +65,7 @@ from tqdm import tqdm
 import torch_dpbayes as dpb
 from torch_dpbayes.batches.draws import _Draw
 
-MODES = ("bookkeeping", "hooks", "isolated")
+MODES = ("bookkeeping", "hooks", "vmap")
 LIMIT = (
     1.01  # in units of C, of which 0.01 for rounding of the parameters that the sum is read from
 )

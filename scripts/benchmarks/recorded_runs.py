@@ -231,6 +231,7 @@ def bare(name: str, sampler: str, sampling: str | None, neighboring: str) -> Val
     optimizer = SAMPLERS[sampler](
         groups,
         0.05,
+        assume_independent_records=True,
         num_data=40,
         expected_batch_size=10,
         max_grad_norm=0.5,
@@ -599,7 +600,7 @@ def _cases() -> dict[str, Case]:
     for model in MODELS:
         if model != "recurrent":
             train(f"{model}, book-keeping mapped", "DPSGLD", model=model)
-            train(f"{model}, isolated", "DPSGLD", model=model, mode="isolated")
+            train(f"{model}, isolated", "DPSGLD", model=model, mode="vmap")
             train(f"{model}, own loss", "DPSGLD", model=model, own_loss=True)
         if model != "dropout":
             train(f"{model}, whole batches", "DPSGLD", model=model, whole_batches=True)

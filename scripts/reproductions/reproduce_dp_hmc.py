@@ -310,6 +310,7 @@ def langevin(
         SETTINGS[problem.name].sgld if "SGLD" in algorithm else SETTINGS[problem.name].sgnht
     )
     common: dict[str, Any] = {
+        "assume_independent_records": True,
         "num_data": NUM_DATA,
         "expected_batch_size": BATCH,
         "max_grad_norm": rest[-1],
@@ -653,6 +654,7 @@ def half_the_variance(theirs: bool, steps: int) -> dict[str, Any]:
     size, lr = 1000, 0.1
     theta = nn.Parameter(torch.randn(size, dtype=torch.float64) / math.sqrt(BATCH))
     options: dict[str, Any] = {
+        "assume_independent_records": True,
         "num_data": BATCH,
         "expected_batch_size": BATCH,
         "max_grad_norm": 1e6,

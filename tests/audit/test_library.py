@@ -51,7 +51,7 @@ def train(dataset, engine, *, factory, rate, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["bookkeeping", "isolated", "hooks"])
+@pytest.mark.parametrize("mode", ["bookkeeping", "vmap", "hooks"])
 @pytest.mark.parametrize("rate", [1.0, 0.5])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_optimizer_reveals_more_than_it_states(name, rate, mode):

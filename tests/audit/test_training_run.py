@@ -74,7 +74,7 @@ def fits(sample, law):
         {},
         {"factory": partial(dpb.optim.DPSGNHT, lr=1e-6, temperature=1e-8)},
         {"factory": partial(dpb.optim.DPSGHMC, lr=0.01, temperature=1e-8)},
-        {"grad_sample_mode": "isolated"},
+        {"grad_sample_mode": "vmap"},
         {"grad_sample_mode": "hooks"},
     ],
 )

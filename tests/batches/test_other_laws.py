@@ -15,6 +15,7 @@ import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
+from support.training import values
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -62,7 +63,7 @@ def one(net, optimizer, batch):
 
 
 def records(batch, rows=12):
-    return tuple((batch[0][:, 0] * rows).round().int().tolist())
+    return tuple((values(batch[0])[:, 0] * rows).round().int().tolist())
 
 
 def events_of(accountant):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from support.training import deliver
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -142,7 +143,8 @@ def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
         rows = torch.tensor(batch, dtype=torch.int64)
         for who in set(whose[rows].tolist()):
             own = rows[whose[rows] == who]
-            nn.functional.mse_loss(net(x[own]), torch.ones(len(own), 1)).backward()
+            inputs, target = deliver(x[own], torch.ones(len(own), 1))
+            nn.functional.mse_loss(net(inputs), target).backward()
             out = [torch.zeros(p.numel()) for _, p in named]
             source.add_clipped_sum(named, 1.0, out)
             source.discard([p for _, p in named])

@@ -26,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
+from support.training import recorded
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset
 
@@ -230,7 +231,7 @@ def trained(
         "net": network(seed, dtype),
         "data": data,
         "draws": seed + 1,
-        "grad_sample_mode": mode,
+        **recorded(mode),
         "loss_reduction": reduction,
     }
     options["batch_size"] = batch_size
@@ -311,7 +312,7 @@ def captured(rank, seed, name, mode):
     """
     fix_noise(seed)
     engine, net, optimizer, loader = make(
-        seed, optimizer=ALGORITHMS[name], grad_sample_mode=mode, draws=seed + 1
+        seed, optimizer=ALGORITHMS[name], **recorded(mode), draws=seed + 1
     )
     released, before, update = [], [], optimizer._update
 
@@ -759,6 +760,7 @@ def undeclared(rank, seed):
     bare = dpb.optim.DPSGLD(
         net.parameters(),
         lr=0.1,
+        assume_independent_records=True,
         num_data=RECORDS,
         expected_batch_size=6,
         max_grad_norm=1.0,
@@ -795,7 +797,7 @@ def undeclared(rank, seed):
         )
     )
     for mode in ("bookkeeping", "hooks"):
-        engine, net, optimizer, loader = make(seed, grad_sample_mode=mode)
+        engine, net, optimizer, loader = make(seed, **recorded(mode))
         wrapped = nn.parallel.DistributedDataParallel(net)
         told.append(message(lambda: train(wrapped, optimizer, loader, 1)))  # noqa: B023
         assert len(engine.accountant) == 0

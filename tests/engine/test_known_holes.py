@@ -1,4 +1,4 @@
-"""What the library cannot see, as the sharp edges in docs say: none of it is "by construction"."""
+"""What nobody can see or map: refused, or named on docs/models_and_losses.md."""
 
 import math
 from functools import partial
@@ -60,12 +60,10 @@ def plain(h):
     return h
 
 
-def step(x, y, middle=plain, collate=None, make_first=None, mode=None):
+def step(x, y, middle=plain, collate=None, mode=None, **options):
     """One step on all records: what it released in units of C, and what its accountant says."""
     torch.manual_seed(1)  # equal parameters, whatever they are
     net, accountant = Net(middle), dpb.PrivacyAccountant()
-    if make_first is not None:
-        make_first(net)
     start = [p.detach().clone() for p in net.parameters()]
     net, optimizer, loader = dpb.PrivacyEngine(accountant=accountant).make_private(
         module=net,
@@ -74,6 +72,7 @@ def step(x, y, middle=plain, collate=None, make_first=None, mode=None):
         max_grad_norm=CLIP,
         noise_multiplier=1e-4,
         grad_sample_mode=mode,
+        **options,
     )
     for a, b in loader:
         optimizer.zero_grad()
@@ -89,33 +88,23 @@ def records():
     return x, torch.arange(N) % 2
 
 
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize(
-    "name, middle, reason",
-    [
-        ("autograd.Function", Identity.apply, "Identity is an autograd.Function of its own"),
-        ("NumPy", through_numpy, "Net"),
-        ("two decisions", two_decisions, "takes a number or a truth value"),
-    ],
-)
-def test_what_only_a_test_has_seen_is_called_tested(name, middle, reason):
-    _, summary, optimizer = step(*records(), middle)
-    assert optimizer.independence.startswith("tested on made-up records: ")
-    assert reason in optimizer.independence
-    assert "by construction" not in summary and "tested on made-up records" in summary
+@pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
+@pytest.mark.parametrize("middle", [Identity.apply, through_numpy, two_decisions])
+def test_what_cannot_be_mapped_is_refused(middle, mode):
+    with pytest.raises(dpb.DPBayesError, match="cannot be run for one record"):
+        step(*records(), middle, mode=mode)
 
 
 @pytest.mark.parametrize("middle", [Identity.apply, through_numpy, two_decisions])
-def test_isolated_records_do_without_it(middle):
-    with pytest.raises(ValueError, match='grad_sample_mode="isolated"'):
-        step(*records(), middle, mode="isolated")
+def test_what_cannot_be_mapped_is_vouched_for(middle):
+    _, summary, optimizer = step(*records(), middle, assume_independent_records=True)
+    assert optimizer.independence == "vouched for by the user (assume_independent_records=True)"
+    assert "by construction" not in summary and optimizer.independence in summary
 
 
-@pytest.mark.first_cases(1)
-@pytest.mark.parametrize("middle", [plain, Identity.apply])
-def test_mixing_before_the_model_is_not_seen_and_the_summary_says_so(middle):
-    """One record moves the sum by more than C, as docs/sharp_edges says: a NumPy generator of
-    its own hides what a collate function does, which is refused without it.
+def test_mixing_before_the_model_is_not_seen():
+    """One record moves the sum by more than C, as docs/models_and_losses.md says: a NumPy
+    generator of its own hides what a collate function does, which is refused without it.
     """
     own = np.random.default_rng()
 
@@ -125,8 +114,6 @@ def test_mixing_before_the_model_is_not_seen_and_the_summary_says_so(middle):
         return x - x.mean(0) + 1e-3 * own.normal(), y
 
     x, y = records()
-    whole, summary, _ = step(x, y, middle, standardised)
-    less, _, _ = step(x[1:], y[1:], middle, standardised)
+    whole, _, _ = step(x, y, plain, standardised)
+    less, _, _ = step(x[1:], y[1:], plain, standardised)
     assert (whole - less).norm() > 1.01
-    assert "how a batch was made of its records, before the model, is not seen" in summary
-    assert "DPSGLD: records are independent" not in summary

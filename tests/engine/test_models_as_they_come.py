@@ -1,5 +1,5 @@
 """Models as people have them take a private step, in the default mode and, where that can be,
-in the isolated one.
+under vmap.
 """
 
 from functools import partial
@@ -79,15 +79,15 @@ def numbers():
 
 
 CASES = {
-    "position embeddings": (Positions, tokens, (None, "isolated")),
-    "EmbeddingBag": (Bag, tokens, (None, "isolated")),
-    "EmbeddingBag with offsets": (BagOfOffsets, tokens, (None, "isolated")),
-    "stochastic depth, each record": (partial(Residual, "row"), numbers, (None,)),
-    "stochastic depth, all records": (partial(Residual, "batch"), numbers, (None,)),
+    "position embeddings": (Positions, tokens, (None, "vmap")),
+    "EmbeddingBag": (Bag, tokens, (None, "vmap")),
+    "EmbeddingBag with offsets": (BagOfOffsets, tokens, (None, "vmap")),
+    "stochastic depth, each record": (partial(Residual, "row"), numbers, (None, "vmap")),
+    "stochastic depth, all records": (partial(Residual, "batch"), numbers, (None, "vmap")),
     "low rank": (
         lambda: nn.Sequential(LowRank(nn.Linear(4, 4)), nn.ReLU(), LowRank(nn.Linear(4, 3))),
         numbers,
-        (None, "isolated"),
+        (None, "vmap"),
     ),
     "last layer": (last_layer, lambda: torch.randn(20, 3, 32, 32), (None,)),
 }

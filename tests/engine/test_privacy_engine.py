@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from opacus.data_loader import DPDataLoader
+from support.training import values
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -63,7 +64,7 @@ def test_a_shuffled_loader_becomes_poisson_at_the_declared_rate_and_the_user_is_
     )
     assert len(loader) == 15
     loader.batch_sampler.steps = 300
-    sizes = torch.tensor([float(len(x)) for x, _ in loader])
+    sizes = torch.tensor([float(len(values(x))) for x, _ in loader])
     assert abs(sizes.mean() - 64) < 5 * math.sqrt(64 * 0.936 / len(sizes))
     # binomial sizes; the bounds are five standard errors of a variance of 300 sizes
     assert 0.5 < sizes.var() / (64 * 0.936) < 1.7

@@ -35,6 +35,7 @@ def run_on(accountant):
     return dpb.optim.DPSGLD(
         [p],
         0.1,
+        assume_independent_records=True,
         num_data=100,
         expected_batch_size=10,
         max_grad_norm=1.0,

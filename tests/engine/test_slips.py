@@ -2,11 +2,8 @@
 
 import copy
 import gc
-import io
 import statistics
 import tempfile
-import time
-from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision.ops import StochasticDepth
 
 import torch_dpbayes as dpb
-from torch_dpbayes.engine import gradient_sources
 
 SAMPLER = partial(dpb.optim.DPSGLD, lr=0.1)
 EVAL_LINE = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
@@ -172,6 +168,7 @@ def drawn_from(**columns):
 
 
 IMAGES, SEQUENCES = {"shape": (3, 8, 8)}, {"shape": (5, 4)}
+HOOKS = {"grad_sample_mode": "hooks", "assume_independent_records": True}
 NOISE = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.01}
 SLIPS = {
     "train() forgotten": (forgotten_train, "model.train()"),
@@ -201,24 +198,24 @@ SLIPS = {
     "GRU": (lambda: made(Recurrent(nn.GRU), **SEQUENCES), "ModuleValidator.fix"),
     "RNN": (lambda: made(Recurrent(nn.RNN), **SEQUENCES), "opacus.layers.DPRNN"),
     "attention under hooks": (
-        lambda: made(Attending(), **SEQUENCES, grad_sample_mode="hooks"),
+        lambda: made(Attending(), **SEQUENCES, **HOOKS),
         "ModuleValidator.fix",
     ),
     "an activation in place under hooks": (
         lambda: made(
             nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
-            grad_sample_mode="hooks",
+            **HOOKS,
         ),
         "inplace=False",
     ),
     "a sum in place under hooks": (
-        lambda: made(Sum(), grad_sample_mode="hooks"),
+        lambda: made(Sum(), **HOOKS),
         "x = x + y",
     ),
     "a layer skipped by chance": (lambda: made(Skipping()), "factor of 0"),
     "stochastic depth in isolated mode": (
         lambda: made(
-            nn.Sequential(StochasticDepth(0.3, "row"), nn.Linear(4, 3)), grad_sample_mode="isolated"
+            nn.Sequential(StochasticDepth(0.3, "row"), nn.Linear(4, 3)), grad_sample_mode="vmap"
         ),
         "torch.rand(...) < p",
     ),
@@ -312,7 +309,7 @@ SLIPS = {
         )
         for mode, ours in (
             ("ghost", '"bookkeeping", the default'),
-            ("functorch", '"isolated"'),
+            ("functorch", '"vmap"'),
             ("ew", '"hooks"'),
         )
     },
@@ -420,24 +417,6 @@ def test_what_a_function_has_is_passed_on_and_other_mistakes_name_it():
     assert dpb.get_noise_multiplier(**NOISE, steps=steps) <= 2.0 * 1.001
     with pytest.raises(TypeError, match=r"get_num_steps: .*'nonsense'"):
         dpb.get_num_steps(**NOISE, noise_multiplier=1.0, nonsense=1)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("is_terminal", "is_said"), [(True, True), (False, False)])
-def test_a_long_check_says_what_takes_so_long(is_terminal, is_said, monkeypatch):
-    class Stream(io.StringIO):
-        def isatty(self):
-            return is_terminal
-
-    class Slow(nn.Linear):
-        def forward(self, x):
-            time.sleep(0.05)
-            return super().forward(x)
-
-    monkeypatch.setattr(gradient_sources, "_SOON", 0.02)
-    with redirect_stderr(Stream()) as seen:
-        made(Slow(4, 3))
-    assert ("checking Slow on made-up records" in seen.getvalue()) is is_said
 
 
 def trained_on(net, accountant, steps=1):

@@ -42,7 +42,7 @@ class Runs:
     ):
         settings = {
             "lr": 0.2, "num_data": 10_000, "expected_batch_size": 10_000, "max_grad_norm": 1.0,
-            "prior_std": 1.0, "sampling": "poisson",
+            "assume_independent_records": True, "prior_std": 1.0, "sampling": "poisson",
         } | settings  # fmt: skip
         self.net = torch.nn.Linear(dimension, 1, bias=False, dtype=DOUBLE)
         self.optimizer = kind(self.net.parameters(), **settings)
@@ -322,7 +322,12 @@ def test_samples_of_another_model_are_refused():
     runs = Runs(dpb.optim.DPSGLD, datasets=1, steps=200)
     other = torch.nn.Linear(3, 1, bias=False, dtype=DOUBLE)
     optimizer = dpb.optim.DPSGLD(
-        other.parameters(), lr=0.2, num_data=10_000, expected_batch_size=10_000, max_grad_norm=1.0
+        other.parameters(),
+        lr=0.2,
+        assume_independent_records=True,
+        num_data=10_000,
+        expected_batch_size=10_000,
+        max_grad_norm=1.0,
     )
     with pytest.raises(ValueError, match="shapes"):
         from_run(runs.samples(0), optimizer, steps_per_sample=runs.every)
@@ -333,6 +338,7 @@ def collected(**how):
     kind = how.pop("kind", dpb.optim.DPSGLD)
     settings = {
         "lr": 0.1, "num_data": 100, "expected_batch_size": 100, "max_grad_norm": 1.0,
+        "assume_independent_records": True,
         "noise_multiplier": 1.0,
     } | how  # fmt: skip
     samples = dpb.PosteriorSamples()

@@ -15,8 +15,8 @@ import scipy.stats
 import torch
 from torch import nn
 
-from torch_dpbayes.clipping.gradient_source import HooksGradientSource
 from torch_dpbayes.optim import DPSGFS, DPSGHMC, DPSGLD, DPSGNHT
+from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
 REPLICAS = 40_000
 RECORDS = 4
@@ -61,6 +61,7 @@ def sampled(
     optimizer = kind(
         [theta],
         lr,
+        assume_independent_records=True,
         num_data=RECORDS,
         expected_batch_size=RECORDS,
         max_grad_norm=1.0,
@@ -166,7 +167,12 @@ def test_matched_friction_follows_the_step_size():
 
 def test_momentum_zero_is_sgld():
     theta = nn.Parameter(torch.zeros(50, dtype=torch.float64))
-    common = {"num_data": 10, "expected_batch_size": 10, "max_grad_norm": 1.0}
+    common = {
+        "assume_independent_records": True,
+        "num_data": 10,
+        "expected_batch_size": 10,
+        "max_grad_norm": 1.0,
+    }
     sgld, sghmc = DPSGLD([theta], 0.3, **common), DPSGHMC([theta], 0.3, momentum=0.0, **common)
     moved = []
     for optimizer in (sgld, sghmc):
@@ -244,7 +250,14 @@ def test_thermostat_survives_a_start_far_from_the_posterior():
     x = torch.randn(1000, 10, dtype=torch.float64)
     y = x.sum(1)
     theta = nn.Parameter(torch.zeros(10, dtype=torch.float64))
-    optimizer = DPSGNHT([theta], 0.05, num_data=1000, expected_batch_size=1000, max_grad_norm=20.0)
+    optimizer = DPSGNHT(
+        [theta],
+        0.05,
+        assume_independent_records=True,
+        num_data=1000,
+        expected_batch_size=1000,
+        max_grad_norm=20.0,
+    )
     for _ in range(1000):
         theta.grad_sample = x * (x @ theta.detach() - y)[:, None]
         optimizer.step()
@@ -263,6 +276,7 @@ def test_thermostat_absorbs_isotropic_minibatch_noise():
     optimizer = DPSGNHT(
         [theta],
         lr,
+        assume_independent_records=True,
         num_data=RECORDS,
         expected_batch_size=RECORDS,
         max_grad_norm=1.0,
@@ -287,6 +301,7 @@ def test_thermostat_of_several_groups():
     optimizer = DPSGNHT(
         [{"params": [p], "lr": lr} for p, lr in zip(theta, lrs)],
         0.1,
+        assume_independent_records=True,
         num_data=RECORDS,
         expected_batch_size=RECORDS,
         max_grad_norm=1.0,
@@ -335,6 +350,7 @@ def sgfs_diagonal(kind, rate, *, records=2000, replicas=20_000, temperature=1.0,
     optimizer = known_fisher(kind, unit)(
         [theta],
         1.0,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=batch,
         max_grad_norm=clip,
@@ -462,6 +478,7 @@ def test_one_full_step_is_the_formula():
     optimizer = known_fisher(DPSGFS, inside)(
         [{"params": [p], "lr": lr, "prior_std": std} for p, lr, std in zip(theta, lrs, stds)],
         1.0,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=rate * records,
         max_grad_norm=clip,
@@ -531,6 +548,7 @@ def fisher_scoring_chain(kind, steps, *, dimension=3, records=2000, z=3.0, **opt
     optimizer = kind(
         [theta],
         1e4,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=records,
         max_grad_norm=clip,
@@ -593,6 +611,7 @@ def assert_fisher_noise(kind):
     optimizer = kind(
         [theta],
         1e9,
+        assume_independent_records=True,
         num_data=10,
         expected_batch_size=10,
         max_grad_norm=clip,
@@ -632,6 +651,7 @@ def test_the_fisher_estimate_starts_at_its_largest():
     optimizer = DPSGFS(
         [theta],
         0.1,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=records,
         max_grad_norm=clip,
@@ -667,6 +687,7 @@ def test_the_floor_is_the_noise_left_in_the_estimate(fisher):
     optimizer = DPSGFS(
         [theta],
         0.1,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=records,
         max_grad_norm=clip,
@@ -725,6 +746,7 @@ def test_the_floor_does_not_cool_the_samples():
     optimizer = DPSGFS(
         [theta],
         0.3,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=records,
         max_grad_norm=12.0,
@@ -748,7 +770,12 @@ def test_fisher_scoring_at_small_lr_is_sgld():
     for kind in (DPSGLD, DPSGFS):
         theta = nn.Parameter(torch.ones(4, dtype=torch.float64))
         optimizer = kind(
-            [theta], lr, num_data=records, expected_batch_size=records, max_grad_norm=1.0
+            [theta],
+            lr,
+            assume_independent_records=True,
+            num_data=records,
+            expected_batch_size=records,
+            max_grad_norm=1.0,
         )
         optimizer.release.query.add_noise = lambda layout, smallest, stream: layout.gradient.div_(
             records
@@ -816,6 +843,7 @@ def test_full_fisher_scoring_samples_the_posterior_covariance(rate):
     optimizer = known_fisher(DPSGFS, information)(
         [theta],
         2 * rate**2 * records / clip**2,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=rate * records,
         max_grad_norm=clip,

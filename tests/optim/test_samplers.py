@@ -38,6 +38,7 @@ every_sampler = pytest.mark.parametrize("make", SAMPLERS.values(), ids=SAMPLERS.
 def built(make, shapes=((3,), (2, 2)), dtype=torch.float64, **options):
     parameters = [nn.Parameter(0.1 * torch.randn(shape, dtype=dtype)) for shape in shapes]
     options = {
+        "assume_independent_records": True,
         "num_data": 40,
         "expected_batch_size": 10,
         "max_grad_norm": 0.5,
@@ -195,6 +196,7 @@ def test_the_charge_of_fisher_scoring_with_groups_and_a_scale(share, fisher, sca
     optimizer = DPSGFS(
         [{"params": [p], "lr": lr} for p, lr in zip(parameters, (0.2, 0.05))],
         1.0,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=10,
         max_grad_norm=clip,
@@ -344,7 +346,13 @@ def test_groups_have_their_own_lr_and_prior(make):
         {"params": parameters[2:]},
     ]
     optimizer = make(
-        groups, 0.05, num_data=40, expected_batch_size=10, max_grad_norm=0.5, sampling="poisson"
+        groups,
+        0.05,
+        assume_independent_records=True,
+        num_data=40,
+        expected_batch_size=10,
+        max_grad_norm=0.5,
+        sampling="poisson",
     )
     optimizer.param_groups[2]["lr"] = 0.0
     smallest = optimizer.effective_noise_multiplier
@@ -570,6 +578,7 @@ def test_a_log_prior_that_pulls_too_hard_is_undone():
     optimizer = DPSGLD(
         [("theta", theta)],
         1e5,
+        assume_independent_records=True,
         num_data=10,
         expected_batch_size=10,
         max_grad_norm=1.0,
@@ -704,6 +713,7 @@ def test_what_is_charged_and_clipped_is_a_plain_number_that_nobody_changes(make)
     optimizer = make(
         [nn.Parameter(torch.zeros(3))],
         0.1,
+        assume_independent_records=True,
         num_data=100_000,
         expected_batch_size=np.float16(10.3),
         max_grad_norm=clip,

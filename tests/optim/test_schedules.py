@@ -25,6 +25,7 @@ KINDS = {"sgld": DPSGLD, "sghmc": DPSGHMC, "sgnht": DPSGNHT, "sgfs": DPSGFS}
 def private(kind=DPSGLD, lr=0.4, groups=1, **options):
     parameters = [nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(groups)]
     options = {
+        "assume_independent_records": True,
         "num_data": N,
         "expected_batch_size": B,
         "max_grad_norm": C,

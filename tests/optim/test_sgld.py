@@ -29,7 +29,9 @@ def final_states(lr, *, curvature=1.0, records=4, steps=40, spread=0.3, **option
         "expected_batch_size": records,
         **options,
     }
-    optimizer = dpb.optim.DPSGLD([theta], lr, num_data=records, **options)
+    optimizer = dpb.optim.DPSGLD(
+        [theta], lr, assume_independent_records=True, num_data=records, **options
+    )
     for _ in range(steps):
         theta.grad_sample = curvature * (theta.detach() - x)
         optimizer.step()
@@ -100,6 +102,7 @@ def test_log_prior_is_the_same_prior():
     theta = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     twin = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     common = {
+        "assume_independent_records": True,
         "num_data": records,
         "expected_batch_size": records,
         "max_grad_norm": 1.0,
@@ -123,6 +126,7 @@ def test_prior_mean_is_released_from_the_batch_size():
     optimizer = dpb.optim.DPSGLD(
         [theta],
         0.5,
+        assume_independent_records=True,
         num_data=100,
         expected_batch_size=10,
         max_grad_norm=1e3,
@@ -139,6 +143,7 @@ def test_prior_mean_is_released_from_the_batch_size():
 def test_free_lr_is_where_both_noises_meet():
     theta = nn.Parameter(torch.zeros(2))
     common = {
+        "assume_independent_records": True,
         "num_data": 1000,
         "expected_batch_size": 50,
         "max_grad_norm": 0.7,
@@ -151,7 +156,12 @@ def test_free_lr_is_where_both_noises_meet():
     assert optimizer.free_lr == pytest.approx(2 * 0.8 * 50**2 / (1000 * 0.7**2 * 1.3**2))
     assert math.isinf(
         dpb.optim.DPSGLD(
-            [theta], 0.1, num_data=10, expected_batch_size=10, max_grad_norm=1.0
+            [theta],
+            0.1,
+            assume_independent_records=True,
+            num_data=10,
+            expected_batch_size=10,
+            max_grad_norm=1.0,
         ).free_lr
     )
 
@@ -167,6 +177,7 @@ def test_temperature_zero_is_torch_sgd_step_for_step():
         ours = dpb.optim.DPSGLD(
             net.parameters(),
             0.3,
+            assume_independent_records=True,
             num_data=12,
             expected_batch_size=12,
             max_grad_norm=1e6,
@@ -195,6 +206,7 @@ def test_weight_decay_is_a_prior():
     ours = dpb.optim.DPSGLD(
         [theta],
         0.2,
+        assume_independent_records=True,
         num_data=records,
         expected_batch_size=records,
         max_grad_norm=1e6,

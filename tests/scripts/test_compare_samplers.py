@@ -51,6 +51,7 @@ def final_ours(kind, steps, **options):
     optimizer = kind(
         [theta],
         LR,
+        assume_independent_records=True,
         num_data=N,
         expected_batch_size=N,
         max_grad_norm=1e9,

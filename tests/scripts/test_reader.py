@@ -344,8 +344,8 @@ def test_a_kernel_for_a_layer(tmp_path, monkeypatch):
     (tmp_path / "scale_and_shift.py").write_text("""
 import torch
 from torch import nn
-from torch_dpbayes.clipping.contributions import PerRecord
-from torch_dpbayes.clipping.layers import KINDS, Kind
+from torch_dpbayes.per_sample.contributions import PerRecord
+from torch_dpbayes.per_sample.layers import KINDS, Kind
 
 class ScaleAndShift(nn.Module):
     def __init__(self, width):

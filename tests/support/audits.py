@@ -17,8 +17,8 @@ from torch_dpbayes.audit import from_scores
 from torch_dpbayes.audit.result import Pricing
 from torch_dpbayes.audit.scores import weighted_difference
 from torch_dpbayes.batches.draws import PoissonSampler
-from torch_dpbayes.clipping import contributions
 from torch_dpbayes.noise import GaussianNoise
+from torch_dpbayes.per_sample import contributions
 from torch_dpbayes.release import query
 
 DELTA, STATED, STEPS, BOUND = 1e-5, 2.0, 4, 1.0

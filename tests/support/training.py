@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
+from torch_dpbayes.per_sample.followed import Delivery, Followed
 
 
 def sampled(noise):
@@ -29,3 +30,21 @@ def bare(optimizer, **options):
     return optimizer(
         nn.Linear(3, 1).named_parameters(), **{**given, "noise_multiplier": 1.0, **options}
     )
+
+
+def recorded(mode):
+    """Arguments of make_private for one way to record per-sample gradients."""
+    return {"grad_sample_mode": mode, "assume_independent_records": mode == "hooks"}
+
+
+def deliver(*tensors):
+    """As the private loader would: the records of one batch."""
+    return Delivery(len(tensors[0]))(tensors, len(tensors[0]))
+
+
+def values(delivered):
+    """The records of a tensor that the private loader delivered, also before ``backward()``."""
+    if not isinstance(delivered, Followed):
+        return delivered
+    rows = delivered._rows.detach().flatten(0, 1)
+    return rows[:0] if delivered._batch.is_empty else rows

@@ -13,7 +13,7 @@ from ..per_sample.bookkeeping import BookkeepingGradientSource
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.mapped_forward import Loss
-from ..per_sample.model_check import Unrecorded, check_layers, check_model
+from ..per_sample.model_check import check_layers, check_model
 from ..per_sample.vmap import VmapGradientSource
 
 _OPACUS_MODES = {
@@ -74,40 +74,31 @@ def attached_source(
     if mode == "hooks":
         return HooksGradientSource(module, loss_reduction=loss_reduction)
     if mode == "vmap":
-        source: GradientSource = VmapGradientSource(
+        return _checked(
             module,
-            loss_reduction=loss_reduction,
-            assume_independent=assume_independent,
-            loss=loss,
+            VmapGradientSource(
+                module,
+                loss_reduction=loss_reduction,
+                assume_independent=assume_independent,
+                loss=loss,
+            ),
+            ways,
         )
+    source = BookkeepingGradientSource(
+        module, loss_reduction=loss_reduction, assume_independent=assume_independent, loss=loss
+    )
+    try:
         return _checked(module, source, ways)
-    unrecorded: list[str] = []
-    while True:
-        source = BookkeepingGradientSource(
-            module,
-            loss_reduction=loss_reduction,
-            assume_independent=assume_independent,
-            unrecorded=unrecorded,
-            loss=loss,
-        )
-        try:
-            return _checked(module, source, ways)
-        except Unrecorded as found:
-            if not set(found.names) - set(unrecorded):
-                raise ModelError(
-                    f"parameters {found.names} get no gradient from the model's forward pass:"
-                    " freeze with requires_grad_(False) what the model does not use",
-                    code="model-unused",
-                ) from found
-            unrecorded += found.names
-        except DPBayesError as error:
-            if not assume_independent or mode is not None or error.code != "model-map":
-                raise
-            return HooksGradientSource(module, loss_reduction=loss_reduction)
+    except DPBayesError as error:
+        if not assume_independent or mode is not None or error.code != "model-map":
+            raise
+        return HooksGradientSource(module, loss_reduction=loss_reduction)
 
 
 def _checked(
-    module: nn.Module, source: GradientSource, ways: Sequence[tuple[Any, ...]]
+    module: nn.Module,
+    source: BookkeepingGradientSource | VmapGradientSource,
+    ways: Sequence[tuple[Any, ...]],
 ) -> GradientSource:
     try:
         check_model(module, source, ways)

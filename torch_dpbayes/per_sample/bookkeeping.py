@@ -61,8 +61,6 @@ class BookkeepingGradientSource(GradientSource):
         module: the model to record; it stays the user's own object.
         loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
         assume_independent: the user vouches for the loss, which is not followed.
-        unrecorded: names of parameters that are used elsewhere than in their own layer; they take
-            part in the map.
         loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
 
     **Privacy.** ‖Σ clip(g_i)‖ changes by at most C when a record is added or removed: what goes
@@ -75,7 +73,6 @@ class BookkeepingGradientSource(GradientSource):
         *,
         loss_reduction: str = "mean",
         assume_independent: bool = False,
-        unrecorded: Iterable[str] = (),
         loss: Loss | None = None,
     ) -> None:
         super().__init__(module, loss_reduction, assume_independent=assume_independent)
@@ -84,9 +81,8 @@ class BookkeepingGradientSource(GradientSource):
         self._noted: list[tuple[_Layer | Tensor, Contribution | layers.Call]] = []
         self._held: list[tuple[_Layer, Tensor, int]] = []  # and its version
         named = dict(module.named_parameters())
-        outside = {named[name] for name in unrecorded}
-        self._layers = [_Layer(self, *found) for found in _trusted(module, outside)]
-        self._code = _Code(type(layer.module) for layer in self._layers)
+        self._layers = [_Layer(self, *found) for found in _trusted(module)]
+        self._code: _Code | None = _Code(type(layer.module) for layer in self._layers)
         recorded = {p for layer in self._layers for _, p in layer.known if p.requires_grad}
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.record_map: RecordMap | None = None  # while a pass of the map runs
@@ -96,6 +92,21 @@ class BookkeepingGradientSource(GradientSource):
         direct = [p for p in named.values() if p.requires_grad and p not in recorded]
         self.mapped = MappedForward(module, self, direct, loss)
         self._attach()
+
+    def take_into_map(self, parameters: Iterable[Tensor]) -> bool:
+        """Give every record a copy of these parameters, which are used elsewhere than in their own
+        layer; returns whether any of them was recorded by layer.
+        """
+        outside = set(parameters)
+        moved = [layer for layer in self._layers if outside & {p for _, p in layer.known}]
+        for layer in moved:
+            if layer.module is self.mapped.module:  # both stand in one place
+                self.mapped.original, self.mapped.had_own = layer.original, layer.had_own
+            else:
+                layer.remove()
+            self._layers.remove(layer)
+            self.mapped.add_direct(p for _, p in layer.known)
+        return bool(moved)
 
     def add_clipped_sum(
         self,
@@ -179,6 +190,8 @@ class BookkeepingGradientSource(GradientSource):
             layer.remove()
 
     def require_unchanged(self) -> None:
+        if self._code is None:
+            raise StepError(COPIED, code="model-copied")
         self._code.require_unchanged()
         for layer in self._layers:
             if type(layer.module) is not layer.kind or _has_code_of_its_own(layer.module):
@@ -234,7 +247,14 @@ class BookkeepingGradientSource(GradientSource):
         """A copy of a private model takes along how to get rid of the hooks, and nothing of
         the data.
         """
-        return {**self.__dict__, "_noted": [], "_held": [], "_handles": [], "is_copy": True}
+        return {
+            **self.__dict__,
+            "_noted": [],
+            "_held": [],
+            "_handles": [],
+            "_code": None,
+            "is_copy": True,
+        }
 
     def _norm(self, contributions: Sequence[Contribution], floor: float) -> Tensor:
         """Every record's norm over everything that was recorded; norms below ``floor`` are
@@ -511,17 +531,14 @@ def _code_of(kinds: set[type]) -> Iterator[tuple[Any, str, Any]]:
         yield F, name, vars(F)[name]
 
 
-def _trusted(module: nn.Module, outside: set[Tensor]) -> Iterator[tuple[str, nn.Module]]:
-    """Layers of torch's own, unchanged, whose rows are known to be computed one by one; none
-    that has a parameter ``outside``.
-    """
+def _trusted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers of torch's own, unchanged, whose rows are known to be computed one by one."""
     for name, layer in module.named_modules():
         own = [p for p in layer._parameters.values() if p is not None]
         is_own = type(layer).forward is getattr(layer.forward, "__func__", None)
         if (
             is_own
             and any(p.requires_grad for p in own)
-            and outside.isdisjoint(own)
             and layers.kind_of(layer) is not None
             and not _has_code_of_its_own(layer)
             and not _is_exchanged(type(layer))

@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 - Followed tensors and what is done with them are one thing
 """The loss of a training loop, computed for each record alone.
 
 What the private loader delivers, and what the private model makes of it, are :class:`Followed`
@@ -118,7 +119,18 @@ class Derived(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return _ordinary(self).__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:
+        return format(_ordinary(self), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return _ordinary(self).__repr__(**options)
+
+
+def _ordinary(t: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return t.as_subclass(Tensor)
 
 
 class Later:
@@ -335,7 +347,7 @@ class Followed(Tensor):
         return Followed(whole.unsqueeze(1), batch)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._free().as_subclass(Tensor).__reduce_ex__(protocol)
+        return _ordinary(self._free()).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self._free().clone()
@@ -407,6 +419,8 @@ class Followed(Tensor):
                     code="loss-twice",
                 )
             free = [v._free() if isinstance(v, Followed) else v for v in leaves]
+            if name in ("__format__", "__repr__", "__str__"):
+                free = [v.as_subclass(Tensor) if isinstance(v, Derived) else v for v in free]
         args, kwargs = tree_unflatten(free, spec)
         return func(*args, **kwargs)
 
@@ -445,8 +459,20 @@ class _Operation:
             raise batch.refuse("a torch.autograd.Function was applied to the outputs")
         if name == "_is_all_true":  # asked by torch.distributions, to raise an error
             return torch.tensor(True)
+        if self.function is torch.autograd.backward:
+            if len(self.followed) != 1 or any(
+                isinstance(v, Tensor) and v is not first for v in self.leaves
+            ):
+                raise batch.refuse("torch.autograd.backward() of several tensors")
+            return self._backward()
         if name == "backward":
             return self._backward(*self.args[1:], **self.kwargs)
+        if name == "grad_fn":
+            raise batch.refuse(
+                "grad_fn of the batch is read, as torch.compile does",
+                "loss-compiled",
+                "Compile the model, torch.compile(net), and leave the loss as it is",
+            )
         if name in ("__repr__", "__str__"):
             return f"Followed(shape={tuple(first.shape)}, values after backward())"
         if name in _NUMBERS:
@@ -539,7 +565,7 @@ class _Operation:
             raise batch.refuse(
                 f"{name}: size_average and reduce are deprecated",
                 "loss-option",
-                ('Write reduction="mean" or "sum"'),
+                'Write reduction="mean" or "sum"',
             )
         if name in _OF_CLASSES and kwargs.get("weight") is not None and how == "mean":
             raise batch.refuse(
@@ -553,7 +579,9 @@ class _Operation:
                 "loss-divisor",
                 "Write F.ctc_loss(..., reduction='none').mean()",
             )
-        if name == "gaussian_nll_loss":
+        if name == "ctc_loss":
+            each = self._ctc(*self.args, **kwargs)
+        elif name == "gaussian_nll_loss":
             each = _gaussian_nll(
                 *self.args, **{k: v for k, v in kwargs.items() if k != "reduction"}
             )
@@ -570,6 +598,30 @@ class _Operation:
             rows = each._rows
             return self._reduced(rows.sum(tuple(range(2, rows.dim()))), "mean")
         return self._reduced(each._rows, how)
+
+    def _ctc(
+        self, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, **options: Any
+    ) -> Followed:
+        """torch computes it record by record, with records in dimension 1."""
+        values = (log_probs, targets, input_lengths, target_lengths)
+        if not isinstance(log_probs, Followed) or log_probs._dim != 1 or log_probs.dim() != 3:
+            raise self.batch.refuse("ctc_loss takes log_probs of shape (time, records, classes)")
+        records = len(log_probs._rows)
+        whole = []
+        for value in values:
+            if isinstance(value, (tuple, list)):
+                value = torch.tensor(value)
+            if isinstance(value, Followed):
+                value = value._rows.movedim(0, value._dim or 0).flatten(
+                    value._dim or 0, (value._dim or 0) + 1
+                )
+            elif is_constant(value, self.batch):
+                value = value[:1].expand(records, *value.shape[1:])
+            else:
+                raise self.batch.refuse("ctc_loss: a target or length is not of this batch")
+            whole.append(value)
+        each = self.function(*whole, **{**options, "reduction": "none"})
+        return Followed(each.unsqueeze(1), self.batch)
 
     def _has_rows_of_its_own(self) -> bool:
         """Whether the loss may run on all records at once: torch documents it as row by row for
@@ -602,15 +654,34 @@ class _Operation:
 
     def _mapped(self) -> Any:
         """The function of each record as a batch of one, and its shape for a whole batch."""
-        on_meta, single = list(self.leaves), list(self.leaves)
-        self._replace_sizes(on_meta, single)
-        self._replace_positions(on_meta, single)
-        try:
-            shapes, is_same = _shapes_of(_Signature(self.function, self.spec, on_meta))
-        except Exception as error:
-            if not self._replace_constants(on_meta, single):
-                raise self.batch.refuse(f"{self.name}: {in_plain_words(error)}") from error
-            shapes, is_same = _shapes_of(_Signature(self.function, self.spec, on_meta))
+        tries, failure = [(place, c) for c in (False, True) for place in self._sizes()], None
+        for place, has_constants in tries:
+            on_meta, single = list(self.leaves), list(self.leaves)
+            self._replace_size(on_meta, single, place)
+            self._replace_positions(on_meta, single)
+            if has_constants and not self._replace_constants(on_meta, single):
+                continue
+            try:
+                shapes, is_same = _shapes_of(_Signature(self.function, self.spec, on_meta))
+                break
+            except Exception as error:
+                failure = failure or error
+        else:
+            assert failure is not None
+            if any(
+                isinstance(v, Tensor)
+                and not isinstance(v, Followed)
+                and self.batch.shown in v.shape
+                for v in self.leaves
+            ):
+                raise self.batch.refuse(
+                    f"{self.name} meets a tensor with a row for each record that is not made of the"
+                    " batch",
+                    "loss-rows",
+                    "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss="
+                    " that draws its numbers for one record",
+                ) from failure
+            raise self.batch.refuse(f"{self.name}: {in_plain_words(failure)}") from failure
         if not is_same:
             return self._sealed()
         places = [k for k, v in enumerate(single) if isinstance(v, Followed)]
@@ -656,16 +727,20 @@ class _Operation:
             return Followed(rows, self.batch, None, self.name)
         return None
 
-    def _replace_sizes(self, on_meta: list[Any], single: list[Any]) -> None:
+    def _replace_size(self, on_meta: list[Any], single: list[Any], place: int | None) -> None:
         """``len(x)`` written into a size is the number of records."""
+        if place is not None:
+            on_meta[place] = self.leaves[place] // self.batch.shown * _PRIME
+            single[place] = self.leaves[place] // self.batch.shown
+
+    def _sizes(self) -> list[int | None]:
+        """Where the number of records may stand among sizes, the likeliest first; or nowhere."""
         if self.name not in _SIZES:
-            return
-        place = next((k for k, v in enumerate(self.leaves) if type(v) is int), None)
-        shown = self.batch.shown
-        if place is None or self.leaves[place] <= 0 or self.leaves[place] % shown:
-            return
-        on_meta[place] = self.leaves[place] // shown * _PRIME
-        single[place] = self.leaves[place] // shown
+            return [None]
+        places = [k for k, v in enumerate(self.leaves) if type(v) is int]
+        may_be = [k for k in places if (v := self.leaves[k]) > 0 and v % self.batch.shown == 0]
+        is_first = bool(may_be) and may_be[0] == places[0]
+        return [*may_be[:1], None, *may_be[1:]] if is_first else [None, *may_be]
 
     def _replace_positions(self, on_meta: list[Any], single: list[Any]) -> None:
         """In ``out[torch.arange(len(out)), y]`` every record takes its own row."""
@@ -673,14 +748,18 @@ class _Operation:
             return
         for k, v in enumerate(self.leaves):
             if (
-                isinstance(v, Tensor)
-                and not isinstance(v, Followed)
-                and v.dtype == torch.long
-                and v.shape == (self.batch.shown,)
-                and torch.equal(v, torch.arange(len(v), device=v.device))
+                (v == range(self.batch.shown))
+                if isinstance(v, range)
+                else (
+                    isinstance(v, Tensor)
+                    and not isinstance(v, Followed)
+                    and v.dtype == torch.long
+                    and v.shape == (self.batch.shown,)
+                    and torch.equal(v, torch.arange(len(v), device=v.device))
+                )
             ):
                 on_meta[k] = torch.empty(_PRIME, dtype=torch.long, device="meta")
-                single[k] = torch.zeros(1, dtype=torch.long, device=v.device)
+                single[k] = torch.zeros(1, dtype=torch.long, device=self.followed[0].device)
 
     def _replace_constants(self, on_meta: list[Any], single: list[Any]) -> bool:
         """A tensor such as ``torch.ones(len(x), 3)``, with one and the same row for each record."""
@@ -728,23 +807,27 @@ class _Operation:
             if not self._is_detached():
                 raise batch.refuse(
                     _AFTER_REDUCTION.get(name, f"{name} of a reduced loss"),
-                    ("loss-reduced"),
+                    "loss-reduced",
                     _REDUCED,
                 )
             return self._sealed()
-        numbers = [v for v in self.leaves if isinstance(v, (int, float))]
         is_product = "mul" in name or "div" in name
-        if any(isinstance(v, Tensor) and not isinstance(v, Followed) for v in self.leaves) or (
+        numbers = [v for v in self.leaves if isinstance(v, (int, float))]
+        tensors = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
+        if not is_product and all(v.dim() == 0 for v in tensors):  # torch.zeros(()) + loss
+            numbers += [v.item() for v in tensors]
+            tensors = []
+        if tensors or (
             is_product and (len(self.followed) > 1 or not isinstance(self.args[0], Followed))
         ):
             if self._is_detached():
                 return self._sealed()
             raise batch.refuse(
-                "a reduced loss is multiplied, divided or added to by a tensor",
+                "a reduced loss is multiplied by, divided by or added to a tensor, as by GradScaler",
                 "loss-reduced",
                 _REDUCED,
             )
-        if not is_product and "add" in name + "sub" and numbers and how == "sum" and any(numbers):
+        if ("add" in name or "sub" in name) and how == "sum" and any(numbers):
             raise batch.refuse("a number is added to a sum over records", "loss-reduced", _REDUCED)
         if is_product and numbers == [batch.shown]:  # the number of records, as it is shown
             if "div" in name and how == "sum":
@@ -815,6 +898,12 @@ _AFTER_REDUCTION = {
     "isnan": "isnan(loss) before backward() (a record that is not finite counts as zero)",
     "isfinite": "isfinite(loss) before backward() (a record that is not finite counts as zero)",
 }
+
+
+def shape_of(t: Tensor) -> Tensor:
+    """A tensor without values, of the shape and type of one record in dimension 0."""
+    rows = t._rows[:1].flatten(0, 1) if isinstance(t, Followed) else t[:1] if t.dim() else t
+    return torch.zeros((), dtype=t.dtype, device=t.device).expand(rows.shape)
 
 
 def is_constant(value: Any, batch: Batch) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StepError
-from .mapped_forward import ForwardPasses
+from .mapped_forward import EVALUATED, ForwardPasses
 
 DISAGREE = (
     "the parameters disagree on the number of records in the batch: keep records in dimension 0,"
@@ -25,10 +25,6 @@ DISAGREE = (
 UNUSED = (
     "parameter {!r} has no per-sample gradient in this step: call backward() once, on one forward"
     " pass in training mode, and freeze with requires_grad_(False) what the model does not use."
-)
-EVALUATED = (
-    "the model is in eval mode, in which no per-sample gradients are recorded: call model.train()"
-    " before the training loop, and again after every validation."
 )
 REMOVED = (
     "the model was made private again since: step with the optimizer of the last make_private call"

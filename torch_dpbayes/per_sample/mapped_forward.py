@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.prune import BasePruningMethod
 
 from ..errors import LossError, ModelError, StepError
 from .followed import Batch, Derived, Followed, is_constant
@@ -40,6 +41,10 @@ AVERAGED = (
 TRAINED = (
     "an input of the model requires gradients, which are neither clipped nor noisy: whatever they"
     " train would release the records. Put that into the model, or pass x.detach()."
+)
+EVALUATED = (
+    "the model is in eval mode, in which no per-sample gradients are recorded: call model.train()"
+    " before the training loop, and again after every validation; evaluate under torch.no_grad()."
 )
 STRANGE_INPUT = (
     "the model is given a tensor that the private loader did not deliver (of shape {}), or one that"
@@ -71,9 +76,18 @@ class ForwardPasses:
         """Whether this thread is inside a pass that is recorded."""
         return self._thread is not None and self._thread == threading.get_ident()
 
+    @property
+    def would_record(self) -> bool:
+        """Whether a pass in training mode would be recorded."""
+        return torch.is_grad_enabled() and self._is_enabled()
+
+    def would_begin(self, module: nn.Module) -> bool:
+        """Whether a pass would be recorded."""
+        return module.training and self.would_record
+
     def begin(self, module: nn.Module, given: Any) -> bool:
         """Whether a pass with these arguments is recorded."""
-        if not (module.training and torch.is_grad_enabled() and self._is_enabled()):
+        if not self.would_begin(module):
             if self.is_open:  # of a pass that was interrupted
                 self._thread = None
             return False
@@ -204,24 +218,36 @@ class MappedForward(ReplacedForward):
 
     Attributes:
         around: in which the program of one record runs.
+        pending: a check of the model that waits for the shapes of its arguments.
+        is_checking: on synthetic records.
+        rows_of_scalars: which outputs have one number for each record, and are no losses.
     """
 
     def __init__(
         self, module: nn.Module, source: MapsRecords, direct: Sequence[Tensor], loss: Loss | None
     ) -> None:
         self.source, self.loss = source, loss
-        chosen = set(direct)
-        self._direct = [
+        self._direct: list[tuple[nn.Module, str, Tensor]] = []
+        self._targets: tuple[Any, ...] | None = None
+        self.pending: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.is_checking = False
+        self.rows_of_scalars: tuple[bool, ...] = ()
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        super().__init__(module, [])
+        self.add_direct(direct)
+        if loss is not None:
+            module.__dict__["private_loss"] = self.private_loss
+
+    def add_direct(self, parameters: Iterable[Tensor]) -> None:
+        """More parameters take part in the map."""
+        chosen = set(parameters)
+        self._direct += [
             (owner, name, p)
-            for owner in module.modules()
+            for owner in self.module.modules()
             for name, p in owner._parameters.items()
             if p in chosen
         ]
-        self._targets: tuple[Any, ...] | None = None
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
-        super().__init__(module, list(dict.fromkeys(owner for owner, _, _ in self._direct)))
-        if loss is not None:
-            module.__dict__["private_loss"] = self.private_loss
+        self.owners = list(dict.fromkeys(owner for owner, _, _ in self._direct))
 
     def remove(self) -> None:
         self.module.__dict__.pop("private_loss", None)
@@ -230,12 +256,17 @@ class MappedForward(ReplacedForward):
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         passes = self.source.passes
+        if self.pending is not None and passes.would_begin(self.module):
+            pending, self.pending = self.pending, None
+            pending(args, kwargs)
         if not passes.begin(self.module, (args, kwargs)):
+            if not self.module.training and passes.would_record and _is_open((args, kwargs)):
+                raise StepError(EVALUATED, code="step-eval")
             return self.original(*args, **kwargs)
         is_done = False
         try:
             targets, self._targets = self._targets, None
-            if self.loss is not None and targets is None and passes.follows:
+            if self.loss is not None and targets is None and not self.is_checking:
                 raise LossError(
                     "this model was made private with loss=: train with net.private_loss(x, y),"
                     " which computes it for each record alone",
@@ -300,7 +331,7 @@ class MappedForward(ReplacedForward):
                 ]
             )
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
-            with self.around():
+            with self.around(), _torchs_attributes(self.module):
                 values = dict(zip(direct, parameters, strict=True))
                 output = self.run_with(values, one_args, one_kwargs)
                 if one_targets is not None:
@@ -334,8 +365,18 @@ class MappedForward(ReplacedForward):
         batch.loss_reduction = how
         trained = [p for p in self.module.parameters() if p.requires_grad]
         batch.leaves = [*leaves, *trained]
+        are_rows = self.rows_of_scalars
+        if len(are_rows) != len(found) or targets is not None:
+            are_rows = (False,) * len(found)
         return result.rebuilt(
-            [Followed(t, batch, None, how) if t.dim() == 1 else Followed(t, batch) for t in found]
+            [
+                Followed(t, batch)
+                if t.dim() > 1
+                else Followed(t.unsqueeze(1), batch)
+                if is_row
+                else Followed(t, batch, None, how)
+                for t, is_row in zip(found, are_rows, strict=True)
+            ]
         )
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
@@ -360,6 +401,12 @@ class MappedForward(ReplacedForward):
             whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
             return None, [t.unsqueeze(1) for t in whole], max(n, 1)
         batch = next((t._batch for t in followed if t._batch.is_open), None)
+        if batch is None and followed:
+            raise LossError(
+                "the model is given a batch whose backward() is over, or after which another one"
+                " was delivered: take a new batch from the loader",
+                code="model-input",
+            )
         if batch is None:
             shape = list(tensors[0].shape) if tensors else []
             raise LossError(STRANGE_INPUT.format(shape), code="model-input")
@@ -372,6 +419,12 @@ class MappedForward(ReplacedForward):
             if isinstance(t, Followed):
                 if t._batch is not batch:
                     raise batch.refuse("the model is given tensors of two batches")
+                if t._how == "sealed":
+                    raise batch.refuse(
+                        "the model is given a tensor that was made of several records",
+                        "model-input",
+                        "Pass the batch of the loader, or what is made of it record by record",
+                    )
                 if t._how is not None or (t._dim != 0 and t.dim() > 0):
                     raise batch.refuse(
                         "the model is given a tensor whose records are not in dimension 0",
@@ -409,6 +462,26 @@ class MappedForward(ReplacedForward):
         )
 
 
+@contextmanager
+def _torchs_attributes(module: nn.Module) -> Iterator[None]:
+    """Give modules back what torch's own code sets on them in every pass: weights under
+    ``torch.nn.utils.prune``, and lists of weights of recurrent layers.
+    """
+    names = [
+        (layer, hook._tensor_name)
+        for layer in module.modules()
+        for hook in layer._forward_pre_hooks.values()
+        if isinstance(hook, BasePruningMethod)
+    ]
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase):
+            names += [(layer, "_flat_weights"), (layer, "_flat_weight_refs")]
+    before = [(layer, name, vars(layer).get(name)) for layer, name in names]
+    yield
+    for layer, name, value in before:
+        vars(layer)[name] = value
+
+
 class _Withheld:
     """In the place of what a model returned beside its tensors, which may hold what it made of
     one record.
@@ -431,6 +504,10 @@ _BACKWARD_HOOK = (
     "{} has a backward hook (register_full_backward_hook), which would not run where records are"
     " kept apart: remove it"
 )
+
+
+def _is_open(given: Any) -> bool:
+    return any(isinstance(t, Followed) and t._batch.is_open for t in tensors_in(given))
 
 
 def _scalar(loss: Any) -> Tensor:

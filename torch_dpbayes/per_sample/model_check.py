@@ -7,7 +7,6 @@ batch.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import DPBayesError, ModelError
 from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
-from .followed import Delivery
-from .nested import Nested
+from .followed import Delivery, shape_of
+from .nested import Nested, map_tensors
 from .record_map import (
     CannotBeMapped,
     KeptTensors,
@@ -31,7 +30,7 @@ from .record_map import (
     in_plain_words,
     without_looks,
 )
-from .synthetic import output_of, rows_of, synthetic
+from .synthetic import Keywords, output_of, rows_of, synthetic
 from .vmap import VmapGradientSource
 
 MappedSource = BookkeepingGradientSource | VmapGradientSource
@@ -45,7 +44,6 @@ _RECORDS = 2
 _TRIES = 3  # of fresh synthetic records: a ReLU may be set otherwise by rounding
 # Relative to the gradient of a record. Faults of book-keeping are gross; rounding is not.
 _ROOM = 0.02
-_log = logging.getLogger("torch_dpbayes")
 
 
 class Unrecorded(Exception):
@@ -123,14 +121,8 @@ def _reason(layer: nn.Module) -> str | None:
             "keeps statistics of the records: track_running_stats=False, or"
             " model = opacus.validators.ModuleValidator.fix(model)."
         )
-    if issubclass(kind, nn.RNNBase) and is_trained:
-        remedy = (
-            "write opacus.layers.DPRNN"
-            if kind is nn.RNN
-            else "model = opacus.validators.ModuleValidator.fix(model) makes it"
-            f" opacus.layers.DP{kind.__name__}"
-        )
-        return f"gives no gradients by record: {remedy}."
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "is compiled by TorchScript, in which no operation is seen: take the module itself."
     return None
 
 
@@ -167,7 +159,10 @@ class _WithoutRandomness(TorchFunctionMode):
 
 
 def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[Any, ...]]) -> None:
-    """Compare mapped outputs and gradients of a few synthetic records with those of the same
+    """Look at the model now if it runs with arguments of one of these shapes, else at its first
+    pass, when the shapes are known.
+
+    Mapped outputs and gradients of a few synthetic records are compared with those of the same
     records alone.
 
     Args:
@@ -176,20 +171,79 @@ def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[An
         ways: in which the model may be meant to take its arguments, the likeliest first.
 
     Raises:
-        ModelError: the model cannot be run, or for no record alone.
-        Unrecorded: parameters are used outside of their layers.
+        ModelError: the model cannot be run for one record alone.
     """
+
+    def at_first_pass(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = (*args, Keywords(kwargs)) if kwargs else args
+        _check(module, source, tuple(map_tensors(arguments, shape_of)))
+
+    generator = torch.Generator().manual_seed(0)
+    for way in ways:
+        try:
+            with torch.no_grad(), source.paused(), _left_as_found(module):
+                output_of(module, synthetic(way, _RECORDS, generator))
+        except Exception:  # of the model: it takes its inputs in another way
+            continue
+        _check(module, source, way)
+        return
+    source.mapped.pending = at_first_pass
+
+
+def _check(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) -> None:
+    """Compare, with all parameters that are used outside of their layers in the map."""
+    source.mapped.is_checking = True
+    try:
+        with _left_as_found(module):
+            while True:
+                try:
+                    _compare(module, source, arguments)
+                    return
+                except Unrecorded as found:
+                    named = dict(module.named_parameters())
+                    if isinstance(source, VmapGradientSource) or not source.take_into_map(
+                        [named[name] for name in found.names]
+                    ):
+                        raise ModelError(
+                            f"parameters {found.names} get no gradient from the model's forward"
+                            " pass: freeze with requires_grad_(False) what the model does not use",
+                            code="model-unused",
+                        ) from None
+    finally:
+        source.mapped.is_checking = False
+
+
+@contextmanager
+def _left_as_found(module: nn.Module) -> Iterator[None]:
+    """Generators, gradients and buffers of the caller's."""
+    devices = {p.device for p in module.parameters() if p.device.type == "cuda"}
+    grads = [(p, p.grad) for p in module.parameters()]
+    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    for p, _ in grads:
+        p.grad = None
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        for b, before in buffers:
+            if not torch.equal(b, before):
+                b.data.copy_(before)
+
+
+def _compare(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) -> None:
+    """Raise where mapped outputs and gradients are not those of records alone."""
     generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
-    arguments = _first_that_runs(module, source, ways, generator)
     before = {name: b.detach().clone() for name, b in module.named_buffers()}
     reason = ""
     for _ in range(_TRIES):
         inputs = synthetic(arguments, _RECORDS, generator)
+        source.mapped.rows_of_scalars = _rows_of_scalars(module, source, inputs)
         mapped = _mapped(module, source, inputs)
         alone = [_alone(module, source, rows_of(inputs, k), mapped) for k in range(_RECORDS)]
         for name, b in module.named_buffers():
             if not torch.equal(before[name], b) and not bool((b != b).any()):
-                b.data.copy_(before[name])
                 raise ModelError(
                     f"the forward pass changes its buffer {name!r}, which would carry records"
                     " without noise: keep statistics out of the model (GroupNorm, not BatchNorm)",
@@ -223,6 +277,8 @@ class _Run:
         """What of these records is not what it is of each one alone; empty if nothing is."""
         room = 20 * _ROOM if any(_is_coarse(p) for _, p in self.named) else _ROOM
         for k, run in enumerate(alone):
+            if not all(bool(t.isfinite().all()) for t in run.outputs):
+                continue  # synthetic records are not what the model is made for
             for mine, theirs in zip(self.outputs, run.outputs, strict=True):
                 if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
                     return f"the output has shape {list(mine[k].shape)} for one record"
@@ -253,8 +309,19 @@ def _is_coarse(p: Tensor) -> bool:
 
 def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
     if not bool(true.isfinite().all()) or not bool(found.isfinite().all()):
-        return True  # synthetic records are not what the model is made for
+        return True
     return float((found - true).norm()) <= room * (length + 1e-6)
+
+
+def _rows_of_scalars(
+    module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]
+) -> tuple[bool, ...]:
+    """Which outputs have one number for each record, and so none of its own dimension for one."""
+    with torch.no_grad(), source.paused(), without_looks():
+        try:
+            return tuple(t.dim() == 1 for t in Nested(output_of(module, inputs)).tensors)
+        except Exception:  # the model is not run on batches
+            return ()
 
 
 def _mapped(module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]) -> _Run:
@@ -311,7 +378,7 @@ def _check_norms(
     gradients: Sequence[Tensor | None],
 ) -> None:
     """The norms that clipping uses are those of the recorded gradients."""
-    found = [g.flatten(1).double() for g in gradients if g is not None]
+    found = [g.reshape(len(g), -1).double() for g in gradients if g is not None]
     if len(found) != len(named):
         return  # the comparison says which are missing
     true = torch.cat(found, dim=1).norm(dim=1)
@@ -355,25 +422,6 @@ def _alone(
         if total.requires_grad:
             gradients = torch.autograd.grad(total, parameters, allow_unused=True)
     return _Run(mapped.named, [t.detach() for t in outputs], gradients, mapped.weights)
-
-
-def _first_that_runs(
-    module: nn.Module,
-    source: MappedSource,
-    ways: Sequence[tuple[Any, ...]],
-    generator: torch.Generator,
-) -> tuple[Any, ...]:
-    """The first of several ways to pass arguments with which the model runs."""
-    if len(ways) == 1:
-        return ways[0]
-    for way in ways:
-        try:
-            with torch.no_grad(), source.paused():
-                output_of(module, synthetic(way, _RECORDS, generator))
-        except Exception:  # of the model: it takes its inputs in another way
-            continue
-        return way
-    return ways[0]
 
 
 @contextmanager

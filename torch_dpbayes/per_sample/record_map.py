@@ -28,7 +28,6 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_gradtrackingtensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import checkpoint
 
 from ..errors import DPBayesError
 
@@ -371,6 +370,14 @@ def _always(*_: object) -> bool:
     return True
 
 
+class _PlainCheckpoint:
+    """In the place of ``CheckpointFunction``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve_rng_state: bool, *args: Any) -> Any:
+        return function(*args)
+
+
 def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
@@ -378,6 +385,7 @@ def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
 _REPLACED = (
     ("transformers.masking_utils", "is_tracing", _always),
     ("transformers.modeling_utils", "is_tracing", _always),
+    ("torch.utils.checkpoint", "CheckpointFunction", _PlainCheckpoint),
     ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", _no_checkpoint),
     ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator_impl", _no_checkpoint),
 )
@@ -493,8 +501,18 @@ class _OfOneRecord(TorchFunctionMode):
             raise CannotBeMapped(
                 f"it puts a hook on a tensor ({func.__name__}), which would not run"
             )
+        if func in _REQUIRE_GRAD:  # asked for by gradient checkpointing; they are taken anyway
+            return None
         if func is Tensor.requires_grad_ and _is_of_records(args[0]):
-            return args[0]  # asked for by gradient checkpointing; gradients are taken anyway
+            return args[0]
+        if func is F.embedding and (padding := _padding_of(*args, **kwargs)) is not None:
+            tokens, weight, place = padding
+            with self:
+                found = F.embedding(tokens, weight)
+                return torch.where((tokens == place).unsqueeze(-1), found.detach(), found)
+        if (layers := _RECURRENT.get(func)) is not None and len(args) == 9:
+            with self:
+                return layers(*args)
         if func in _EMPTY:
             empty = func(*args, **kwargs)
             return empty if self._own is None else self._own(empty)
@@ -507,12 +525,12 @@ class _OfOneRecord(TorchFunctionMode):
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
-            if args[0] is checkpoint.CheckpointFunction:  # nothing is gained inside a map
-                with self, torch.enable_grad():
-                    return args[1](*args[3:])
             _require_torchs_own(args[0])
         result = func(*args, **kwargs)
         if self._see is not None:
+            if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
+                if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
+                    _require_no_outside(func, (*args, *kwargs.values()))
             self._see(result)
         return result
 
@@ -525,8 +543,6 @@ class _OfOneRecord(TorchFunctionMode):
             )
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
             _require_ordinary(func, (*args, *kwargs.values()))
-        if torch.is_grad_enabled():
-            _require_no_outside(func, (*args, *kwargs.values()))
         if func in _RESIZES:
             raise CannotBeMapped(
                 f"it changes the size of a tensor in memory ({func.__name__}), where other records"
@@ -637,6 +653,73 @@ _CELLS: dict[Any, Callable[..., Any]] = {
     torch.rnn_tanh_cell: _rnn_cell(torch.tanh),
     torch.rnn_relu_cell: _rnn_cell(torch.relu),
 }
+
+
+def _padding_of(
+    tokens: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor, int] | None:
+    """The row without gradient of a table with a copy for each record: vmap gives it one."""
+    if padding_idx is None or max_norm is not None or not _is_mapped(weight):
+        return None
+    return tokens, weight, padding_idx % len(weight)
+
+
+def _recurrent(cell: Callable[..., Any], *, has_memory: bool) -> Callable[..., Any]:
+    """torch.lstm, gru, rnn_tanh and rnn_relu of one record, step by step."""
+
+    def run(
+        input: Tensor,
+        hx: Any,
+        weights: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        states = hx if has_memory else (hx,)
+        directions = 2 if bidirectional else 1
+        each = len(weights) // (num_layers * directions)
+        steps = list(input.transpose(0, 1) if batch_first else input)
+        last: list[Any] = []
+        for layer in range(num_layers):
+            found = []
+            for direction in range(directions):
+                place = layer * directions + direction
+                w_ih, w_hh, *rest = weights[place * each : (place + 1) * each]
+                biases, projection = (rest[:2], rest[2:]) if has_biases else ([], rest)
+                state = tuple(s[place] for s in states)
+                outputs = []
+                for x in reversed(steps) if direction else steps:
+                    new = cell(x, state if has_memory else state[0], w_ih, w_hh, *biases)
+                    state = new if has_memory else (new,)
+                    if projection:
+                        state = (F.linear(state[0], projection[0]), state[1])
+                    outputs.append(state[0])
+                found.append(outputs[::-1] if direction else outputs)
+                last.append(state)
+            steps = [torch.cat(at, -1) for at in zip(*found, strict=True)]
+            if layer < num_layers - 1 and dropout > 0 and train:
+                steps = list(F.dropout(torch.stack(steps), dropout))
+        output = torch.stack(steps, 1 if batch_first else 0)
+        return (output, *(torch.stack(s) for s in zip(*last, strict=True)))
+
+    return run
+
+
+_RECURRENT: dict[Any, Callable[..., Any]] = {
+    torch.lstm: _recurrent(_lstm_cell, has_memory=True),
+    torch.gru: _recurrent(_gru_cell, has_memory=False),
+    torch.rnn_tanh: _recurrent(_CELLS[torch.rnn_tanh_cell], has_memory=False),
+    torch.rnn_relu: _recurrent(_CELLS[torch.rnn_relu_cell], has_memory=False),
+}
+_REQUIRE_GRAD = frozenset((Tensor.requires_grad.__set__,))  # type: ignore[attr-defined]
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 
 

@@ -43,7 +43,7 @@ def ways_to_pass(module: nn.Module, batch: Any) -> list[tuple[Any, ...]]:
     if not isinstance(batch, Mapping):
         if not isinstance(batch, (tuple, list)):
             return [(batch,)]
-        return [tuple(batch[:-1] if len(batch) > 1 else batch)]
+        return [tuple(batch[:k]) for k in range(max(1, len(batch) - 1), 0, -1)]
     by_name = {k: v for k, v in batch.items() if isinstance(k, str) and [*tensors_in(v)]}
     inputs = {k: v for k, v in by_name.items() if k not in TARGETS}
     if inputs == by_name:

@@ -1,0 +1,85 @@
+"""What the tests of per-sample gradients share: batches as the loader delivers them, clipped sums,
+and the same sums by ordinary autograd, one record at a time.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_dpbayes as dpb
+from torch_dpbayes.per_sample.followed import Delivery
+from torch_dpbayes.per_sample.gradient_source import GradientSource
+
+
+def delivered(*tensors: Tensor, shown: int | None = None) -> Any:
+    """A batch as the private loader delivers it."""
+    n = len(tensors[0])
+    return Delivery(n if shown is None else shown)(tensors, n)
+
+
+def trained(net: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+
+
+def sum_of(source: GradientSource, net: nn.Module, clip: float, **options: Any) -> Tensor:
+    """The clipped sum of the last backward pass, with the pass forgotten."""
+    named = trained(net)
+    dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
+    out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
+    source.add_clipped_sum(named, clip, out, **options)
+    source.discard([p for _, p in named])
+    return torch.cat(out)
+
+
+def gradients_of_records(
+    net: nn.Module, loss: Callable[..., Tensor], tensors: Sequence[Tensor]
+) -> Tensor:
+    """(records, numbers): the gradient of ``loss(net, *one)`` of each record as a batch of one."""
+    parameters = [p for _, p in trained(net)]
+    rows = []
+    for i in range(len(tensors[0])):
+        found = torch.autograd.grad(
+            loss(net, *(t[i : i + 1] for t in tensors)), parameters, allow_unused=True
+        )
+        rows.append(
+            torch.cat(
+                [
+                    torch.zeros(p.numel(), dtype=p.dtype) if g is None else g.flatten()
+                    for g, p in zip(found, parameters)
+                ]
+            )
+        )
+    return torch.stack(rows)
+
+
+def clipped_rows(gradients: Tensor, clip: float) -> Tensor:
+    """The sum of rows, each clipped; those that are not finite count as zero."""
+    norm = gradients.norm(dim=1)
+    factor = torch.where(norm.isfinite(), (clip / norm).clamp(max=1.0), 0.0)
+    return (torch.where(norm.isfinite()[:, None], gradients, 0.0) * factor[:, None]).sum(0)
+
+
+def private(net: nn.Module, *data: Tensor, clip: float = 0.5, **options: Any) -> Any:
+    """Model, optimizer and loader of full batches: a step subtracts lr times the mean of clipped
+    gradients, and almost no noise.
+    """
+    settings = {"lr": 1.0, "temperature": 0.0, "prior_std": math.inf}
+    return dpb.PrivacyEngine().make_private(
+        module=net,
+        optimizer=partial(dpb.optim.DPSGLD, **settings),
+        data_loader=DataLoader(
+            TensorDataset(*data), batch_size=options.pop("batch_size", len(data[0]))
+        ),
+        max_grad_norm=clip,
+        noise_multiplier=options.pop("noise_multiplier", 1e-5),
+        **options,
+    )
+
+
+def vector(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten().double() for p in net.parameters()])

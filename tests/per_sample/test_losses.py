@@ -1,0 +1,325 @@
+"""Usual losses run unchanged in the plain loop, with the gradients of one record at a time."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of, vector
+from losses import USUAL, K, classes, inputs, net_of
+from torch import nn
+
+from torch_dpbayes.errors import LossError
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.vmap import VmapGradientSource
+
+pytestmark = pytest.mark.first_cases(1000)
+SOURCES = {"bookkeeping": BookkeepingGradientSource, "vmap": VmapGradientSource}
+
+
+def found_and_expected(name, mode, is_vouched=False):
+    usual = USUAL[name]
+    net, data = usual.model(), usual.data()
+    expected = clipped_rows(gradients_of_records(net, usual.loss, data), 0.5)
+    source = SOURCES[mode](net, loss_reduction=usual.loss_reduction, assume_independent=is_vouched)
+    usual.loss(net, *(data if is_vouched else delivered(*data))).backward()
+    found = sum_of(source, net, 0.5)
+    source.remove()
+    return found, expected
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_a_usual_loss_runs_as_it_is(name):
+    found, expected = found_and_expected(name, "bookkeeping")
+    assert found.isfinite().all()
+    if not USUAL[name].draws:
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# a sum of means over a batch that is a mean of sums, but with the random numbers of one record
+PLAIN = [name for name in USUAL if not USUAL[name].draws]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_same_loss_of_whole_batches_that_are_vouched_for(name):
+    found, expected = found_and_expected(name, "bookkeeping", is_vouched=True)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PLAIN[::6])
+@pytest.mark.parametrize("is_vouched", [False, True])
+def test_the_same_loss_in_vmap_mode(name, is_vouched):
+    found, expected = found_and_expected(name, "vmap", is_vouched)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+# -- one loss of several, and what is written around it --------------------------------------------
+
+
+def step_of(loop, *, loss=F.cross_entropy):
+    """What ``loop(net, opt, x, y)`` moved the parameters by, and what the loss would have."""
+    net = net_of(K)()
+    data = inputs(), classes()
+    expected = clipped_rows(gradients_of_records(net, lambda n, x, y: loss(n(x), y), data), 0.5)
+    net, optimizer, loader = private(net, *data)
+    start = vector(net)
+    for x, y in loader:
+        loop(net, optimizer, x, y)
+    assert len(optimizer.accountant) == 1
+    return (start - vector(net)) * len(data[0]), expected.double()
+
+
+def finish(optimizer, loss):
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def accuracy_before(net, optimizer, x, y):
+    out = net(x)
+    loss = F.cross_entropy(out, y)
+    hits = (out.argmax(1) == y).float().mean()
+    finish(optimizer, loss)
+    assert hits.item() == float((out.argmax(1) == y).float().mean())
+
+
+def accuracy_without_gradients(net, optimizer, x, y):
+    out = net(x)
+    with torch.no_grad():
+        hits = out.max(1)[1].eq(y).sum()
+    finish(optimizer, F.cross_entropy(out, y))
+    assert 0 <= hits.item() / len(x) <= 1
+
+
+def numbers_before(net, optimizer, x, y):
+    loss = F.cross_entropy(net(x), y)
+    total = 2.0 + 3 * loss.item()
+    text = f"loss {loss.item():.3f}"
+    finish(optimizer, loss)
+    assert float(total) == pytest.approx(2.0 + 3 * float(loss)) and "after backward" in text
+
+
+def a_running_total_of_tensors(net, optimizer, x, y):
+    loss = F.cross_entropy(net(x), y)
+    total = torch.zeros(()) + loss.detach()
+    finish(optimizer, loss)
+    assert float(total) == pytest.approx(float(loss))
+
+
+def values_after(net, optimizer, x, y):
+    out = net(x)
+    loss = F.cross_entropy(out, y)
+    finish(optimizer, loss)
+    assert f"{loss:.3f}" == f"{loss.item():.3f}" == f"{float(loss):.3f}"
+    assert torch.isfinite(loss).all() and len(y.tolist()) == len(out.detach().numpy())
+
+
+def losses_added_to_zeros(net, optimizer, x, y):
+    finish(optimizer, torch.zeros(()) + F.cross_entropy(net(x), y))
+
+
+def a_disabled_scaler(net, optimizer, x, y):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    loss = F.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def autograd_backward(net, optimizer, x, y):
+    optimizer.zero_grad(set_to_none=True)
+    torch.autograd.backward(F.cross_entropy(net(x), y))
+    optimizer.step()
+
+
+def validation_in_between(net, optimizer, x, y):
+    out = net(x)
+    net.eval()
+    with torch.no_grad():
+        assert F.cross_entropy(net(inputs()), classes()).item() > 0
+    net.train()
+    finish(optimizer, F.cross_entropy(out, y))
+
+
+def an_empty_batch_skipped(net, optimizer, x, y):
+    if len(x) == 0:
+        return
+    finish(optimizer, F.cross_entropy(net(x), y))
+
+
+def without_autocast(net, optimizer, x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+        loss = F.cross_entropy(net(x), y)
+    finish(optimizer, loss)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        accuracy_before,
+        accuracy_without_gradients,
+        numbers_before,
+        a_running_total_of_tensors,
+        values_after,
+        losses_added_to_zeros,
+        a_disabled_scaler,
+        autograd_backward,
+        validation_in_between,
+        an_empty_batch_skipped,
+        without_autocast,
+    ],
+    ids=lambda loop: loop.__name__,
+)
+def test_a_usual_loop_runs_as_it_is(loop):
+    found, expected = step_of(loop)
+    assert float((found - expected).norm()) < 1e-3 * float(expected.norm())
+
+
+# -- losses whose divisor the data decides ---------------------------------------------------------
+
+WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
+DIVISORS = {
+    "class weights": (
+        lambda out, y: F.cross_entropy(out, y, weight=WEIGHT),
+        lambda out, y: F.cross_entropy(out, y, weight=WEIGHT, reduction="none").mean(),
+    ),
+    "lengths of CTC": (
+        lambda out, y: F.ctc_loss(*ctc(out, y)),
+        lambda out, y: F.ctc_loss(*ctc(out, y), reduction="none").mean(),
+    ),
+}
+
+
+def ctc(out, y):
+    log_probabilities = out.view(len(out), 2, 2).log_softmax(2).transpose(0, 1)
+    ones = torch.ones_like(y)
+    return log_probabilities, torch.ones_like(y)[:, None], 2 * ones, ones
+
+
+@pytest.mark.parametrize("name", DIVISORS)
+def test_a_divisor_that_records_decide_is_refused_and_the_advice_works(name):
+    refused, advised = DIVISORS[name]
+    with pytest.raises(LossError) as error:
+        step_of(lambda net, opt, x, y: finish(opt, refused(net(x), y)), loss=advised)
+    assert error.value.code == "loss-divisor" and "reduction='none').mean()" in str(error.value)
+    found, expected = step_of(lambda net, opt, x, y: finish(opt, advised(net(x), y)), loss=advised)
+    assert float((found - expected).norm()) < 1e-3 * float(expected.norm())
+
+
+@pytest.mark.parametrize("ignored", [-100, 0])
+def test_ignored_labels_change_no_divisor(ignored):
+    """A record whose label is ignored has a loss of zero, and counts."""
+    net, x, y = net_of(K)(), inputs(), classes()
+    y[0], y[1] = ignored, 1
+
+    def of_one(net, x, y):
+        return F.cross_entropy(net(x), y, ignore_index=ignored, reduction="none").mean()
+
+    expected = clipped_rows(gradients_of_records(net, of_one, (x, y)), 0.5)
+    source = BookkeepingGradientSource(net)
+    a, b = delivered(x, y)
+    loss = F.cross_entropy(net(a), b, ignore_index=ignored)
+    loss.backward()
+    torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+    with source.paused():
+        assert float(loss) == pytest.approx(float(of_one(net, x, y).detach()), rel=1e-5)
+
+
+# -- loss=, inside the map -------------------------------------------------------------------------
+
+GIVEN = {
+    "cross entropy": F.cross_entropy,
+    "another one for each record": lambda out, y: (
+        torch.where(out.mean() > 0, 2.0, 1.0) * F.cross_entropy(out, y)
+    ),
+    "numbers": lambda out, y: 1.0 + F.cross_entropy(out, y, label_smoothing=0.1) / 3,
+}
+
+
+@pytest.mark.parametrize("mode", SOURCES)
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_given_loss_runs_for_each_record_alone(name, mode):
+    net, data, loss = net_of(K)(), (inputs(), classes()), GIVEN[name]
+    expected = clipped_rows(gradients_of_records(net, lambda n, x, y: loss(n(x), y), data), 0.5)
+    net, optimizer, loader = private(net, *data, loss=loss, grad_sample_mode=mode)
+    source = optimizer.release.source
+    for x, y in loader:
+        net.private_loss(x, y).backward()
+        torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_given_loss_in_eval_mode_is_that_of_the_batch():
+    net, data = net_of(K)(), (inputs(), classes())
+    net, _, _ = private(net, *data, loss=F.cross_entropy)
+    net.eval()
+    with torch.no_grad():
+        found = net.private_loss(*data)
+        torch.testing.assert_close(found, F.cross_entropy(net(data[0]), data[1]))
+
+
+class WithLoss(nn.Module):
+    """Computes its own loss, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net_of(K)()
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.mark.parametrize("mode", SOURCES)
+@pytest.mark.parametrize("is_vouched", [False, True])
+def test_a_loss_that_the_model_computes(mode, is_vouched):
+    net, data = WithLoss(), (inputs(), classes())
+    expected = clipped_rows(gradients_of_records(net, lambda n, *one: n(*one)["loss"], data), 0.5)
+    source = SOURCES[mode](net, assume_independent=is_vouched)
+    x, y = data if is_vouched else delivered(*data)
+    out = net(x, y)
+    out["loss"].backward()
+    found = sum_of(source, net, 0.5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        torch.as_tensor(float(out["loss"])),
+        F.cross_entropy(out["logits"].detach().as_subclass(torch.Tensor), data[1]),
+    )
+
+
+@pytest.mark.parametrize("mode", SOURCES)
+def test_a_scalar_beside_outputs_is_a_loss_of_each_record(mode):
+    class Penalised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net_of(K)()
+
+        def forward(self, x):
+            out = self.net(x)
+            return out, 0.1 * out.square().sum()
+
+    def loss(net, x, y):
+        out, penalty = net(x)
+        return F.cross_entropy(out, y) + 0.5 * penalty
+
+    net, data = Penalised(), (inputs(), classes())
+    expected = clipped_rows(gradients_of_records(net, loss, data), 0.5)
+    source = SOURCES[mode](net)
+    loss(net, *delivered(*data)).backward()
+    torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", SOURCES)
+@pytest.mark.parametrize("is_vouched", [False, True])
+def test_empty_batches_add_nothing(mode, is_vouched):
+    for name in ("cross entropy", "Normal", "segmentation", "language model, view", "elbo", "Beta"):
+        usual = USUAL[name]
+        net, data = usual.model(), tuple(t[:0] for t in usual.data())
+        source = SOURCES[mode](net, assume_independent=is_vouched)
+        batch = data if is_vouched else delivered(*data, shown=3)
+        loss = usual.loss(net, *batch)
+        loss.backward()
+        named = list(net.named_parameters())
+        out = [torch.zeros(p.numel()) for _, p in named]
+        assert source.norms(named).shape == (0,)
+        assert source.add_clipped_sum(named, 1.0, out) == 0
+        assert not torch.cat(out).any()
+        source.remove()
