@@ -84,7 +84,7 @@ def _answer(
         )
     except ValueError as refusal:
         return "no", str(refusal).split(", ", 2)[-1].replace("|", "\\|")
-    return "yes", optimizer.independence.removesuffix(", loss not seen")  # there was none yet
+    return "yes", optimizer.independence.partition(",")[0]
 
 
 def _way(layer: nn.Module) -> str:

@@ -102,6 +102,7 @@ def test_the_skeleton_for_contributors_is_a_working_sampler():
     plain.load_state_dict(private.state_dict())
     GradSampleHooks(private)
     constants = {"num_data": 8, "expected_batch_size": 8, "max_grad_norm": 1e6}
+    constants["assume_independent_records"] = True
     sampler = skeleton["DPExample"](
         private.parameters(), lr=0.1, temperature=0.0, prior_std=math.inf, **constants
     )

@@ -31,6 +31,17 @@ def test_every_error_on_the_page_is_pointed_to():
     assert {e for e in explained if "…" not in e} == set(troubleshooting.EXPLAINED)
 
 
+def codes():
+    found = set()
+    for path in (ROOT / "torch_dpbayes").rglob("*.py"):
+        found |= set(re.findall(r"""["']((?:loss|model|step)-[a-z-]+)["']""", path.read_text()))
+    return found
+
+
+def test_every_code_of_an_error_is_a_heading_and_no_other():
+    assert codes() == {h for h in HEADINGS if re.fullmatch(r"(loss|model|step)-[a-z-]+", h)}
+
+
 def test_every_file_that_raises_has_a_section():
     package = ROOT / "torch_dpbayes"
     for path in package.rglob("*.py"):
@@ -127,7 +138,7 @@ def two_passes():
 
 POINTED = {
     "#budgets": lambda: dpb.PrivacyAccountant(epsilon=-1.0, delta=1e-5),
-    "#the-model-is-in-eval-mode": no_eval_mode,
+    "#model-eval": no_eval_mode,
     "#two-passes-over-one-private-loader-at-a-time": two_passes,
     "#samples-and-predictions": lambda: dpb.PosteriorSamples(thin=0),
     "#one-posterior-sample": lambda: dpb.ops.GLM("nonsense"),

@@ -25,6 +25,7 @@ _HOME = {
     "metrics": "",
     "noise_aware": "",
     "ops": "",
+    "DPBayesError": "errors",
     "PrivacyAccountant": "accounting.accountant",
     "PrivacyBudgetExceeded": "accounting.accountant",
     "get_noise_multiplier": "engine.unknown_arguments",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from .engine.tuning import best_of_runs as best_of_runs
     from .engine.unknown_arguments import get_noise_multiplier as get_noise_multiplier
     from .engine.unknown_arguments import get_num_steps as get_num_steps
+    from .errors import DPBayesError as DPBayesError
     from .posterior import PosteriorSamples as PosteriorSamples
 
 

@@ -11,7 +11,11 @@ from torch_dpbayes.errors import LossError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.vmap import VmapGradientSource
 
-pytestmark = pytest.mark.first_cases(1000)
+pytestmark = [
+    pytest.mark.first_cases(1000),
+    # torch runs these for one record after another
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
 SOURCES = {"bookkeeping": BookkeepingGradientSource, "vmap": VmapGradientSource}
 
 
@@ -34,7 +38,6 @@ def test_a_usual_loss_runs_as_it_is(name):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-# a sum of means over a batch that is a mean of sums, but with the random numbers of one record
 PLAIN = [name for name in USUAL if not USUAL[name].draws]
 
 
@@ -222,6 +225,35 @@ def test_ignored_labels_change_no_divisor(ignored):
     torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
     with source.paused():
         assert float(loss) == pytest.approx(float(of_one(net, x, y).detach()), rel=1e-5)
+
+
+ROWS = {
+    "noise on the inputs": (
+        lambda net, x, y: F.cross_entropy(net(x + torch.randn(x.shape)), y),
+        lambda net, x, y: F.cross_entropy(net(x + torch.randn_like(x)), y),
+    ),
+    "a factor for each record": (
+        lambda net, x, y: F.cross_entropy(net(torch.rand(len(x), 1) * x), y),
+        lambda net, x, y: F.cross_entropy(net(torch.rand_like(x[:, :1]) * x), y),
+    ),
+    "noise on the outputs": (
+        lambda net, x, y: F.cross_entropy(net(x) + torch.randn(len(x), K), y),
+        lambda net, x, y: (lambda out: F.cross_entropy(out + torch.randn_like(out), y))(net(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_the_loop_draws_are_refused_and_the_advice_works(name):
+    refused, advised = ROWS[name]
+    net = net_of(K)()
+    source = BookkeepingGradientSource(net)
+    with pytest.raises(LossError) as error:
+        refused(net, *delivered(inputs(), classes())).backward()
+    assert error.value.code == "loss-rows" and "randn_like" in str(error.value)
+    source.discard(())
+    advised(net, *delivered(inputs(), classes())).backward()
+    assert sum_of(source, net, 0.5).isfinite().all()
 
 
 # -- loss=, inside the map -------------------------------------------------------------------------

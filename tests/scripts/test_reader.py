@@ -358,13 +358,13 @@ class ScaleAndShift(nn.Module):
 
 seen = []
 
-def kernel(module, calls, way):
+def kernel(module, calls):
     def over_positions(t):
         return t.flatten(1, -2).sum(1) if t.dim() > 2 else t
 
     seen.append(len(calls))
-    weight = sum(over_positions(g * x) for (x,), g, _ in calls)
-    bias = sum(over_positions(g) for _, g, _ in calls)
+    weight = sum(over_positions(g * x) for (x,), g in calls)
+    bias = sum(over_positions(g) for _, g in calls)
     return PerRecord({module.weight: weight, module.bias: bias})
 
 KINDS[ScaleAndShift] = Kind(kernel=kernel, row_dimensions=1, functions=(), has_positions=True)

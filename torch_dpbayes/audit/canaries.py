@@ -132,6 +132,8 @@ class GradientCanaries:
         collate: Any = loader.collate_fn
         self._places = _WithoutPlaces(collate.wrapped_collator_fn)
         collate.wrapped_collator_fn = self._places
+        if (deliver := draws.delivery) is not None:
+            draws.delivery = lambda batch, drawn: deliver(batch, drawn - len(self._places.places))
         self._rate, self._draws = loader.sample_rate, draws
         self._batch_size, self._bound = optimizer.expected_batch_size, optimizer.max_grad_norm
         optimizer.release.source = SourceWithCanaries(optimizer.release.source, self)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
+import torch
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
+from ..per_sample.nested import map_tensors, tensors_in
 from ..ranks import Ranks
 from ..troubleshooting import explained
 from .draws import PoissonSampler
@@ -20,6 +22,46 @@ from .fetching import Batched, as_it_is, can_be_read_at_once
 # the loaders that read them.
 _private_data: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _private_loaders: WeakSet[DataLoader[Any]] = WeakSet()
+
+
+class _CollatedAlone:
+    """A collate function that is given each record alone, so that no batch mixes records.
+
+    Args:
+        collate_fn: the user's.
+
+    Attributes:
+        is_vouched: the user vouches that it keeps records apart; it is given whole batches.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self.wrapped_collator_fn = collate_fn
+        self.is_vouched = False
+
+    def __call__(self, records: list[Any]) -> Any:
+        if self.is_vouched:
+            return self.wrapped_collator_fn(records)
+        parts = [self.wrapped_collator_fn([record]) for record in records]
+        shells = [map_tensors(part, lambda _: None) for part in parts]
+        if any(shell != shells[0] for shell in shells):
+            raise ValueError(
+                "collate_fn makes something else than tensors of the records: make tensors with a"
+                " row for each record"
+            )
+        columns = zip(*(tensors_in(part) for part in parts), strict=True)
+        whole = iter([_of_all(column) for column in columns])
+        return map_tensors(parts[0], lambda _: next(whole))
+
+
+def _of_all(column: Sequence[torch.Tensor]) -> torch.Tensor:
+    if any(t.dim() == 0 or len(t) != 1 or t.shape != column[0].shape for t in column):
+        shapes = sorted({tuple(t.shape) for t in column})[:3]
+        raise ValueError(
+            f"collate_fn makes tensors of shapes {shapes} of one record each. It needs a row for"
+            " each record, of one length for all, as padding to the longest record of a batch tells"
+            " of that one: pad to a fixed length, or vouch by assume_independent_records=True"
+        )
+    return torch.cat(list(column))
 
 
 class _CountingCollate:
@@ -92,7 +134,11 @@ class PoissonLoader(DPDataLoader):
         user_collate = data_loader.collate_fn
         while hasattr(user_collate, "wrapped_collator_fn"):  # of a loader that was private before
             user_collate = user_collate.wrapped_collator_fn
-        collate_fn: Any = wrap_collate_with_empty(collate_fn=user_collate)
+        self._alone = _CollatedAlone(user_collate)
+        is_custom = user_collate is not default_collate
+        collate_fn: Any = wrap_collate_with_empty(
+            collate_fn=self._alone if is_custom else user_collate
+        )
         # it learns the shapes of a batch from the first one that it sees, which may come out empty
         collate_fn([dataset[0]])
         try:
@@ -170,6 +216,10 @@ class PoissonLoader(DPDataLoader):
         """The sampler, which knows what was drawn and delivered."""
         assert isinstance(self.batch_sampler, PoissonSampler)
         return self.batch_sampler
+
+    def vouch(self) -> None:
+        """The user vouches that the collate function keeps records apart."""
+        self._alone.is_vouched = True
 
     def aside(self) -> PoissonLoader:
         """A loader of the same data and rate with a sequence of Poisson draws of its own, always

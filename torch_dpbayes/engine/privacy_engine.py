@@ -582,6 +582,8 @@ class PrivacyEngine:
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
         """Check the model, then tie model, optimizer and loader together."""
         require_own_streams(optimizer, loader)
+        if recording.assume_independent:
+            loader.vouch()
         examples = recording.example_inputs
         if examples is None:
             batch = loader.collate_fn([loader.dataset[0]])

@@ -85,6 +85,8 @@ class BookkeepingGradientSource(GradientSource):
         self._code: _Code | None = _Code(type(layer.module) for layer in self._layers)
         recorded = {p for layer in self._layers for _, p in layer.known if p.requires_grad}
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._versions: list[tuple[Tensor, int]] = []  # in the last forward pass
         self.record_map: RecordMap | None = None  # while a pass of the map runs
         self.passes: ForwardPasses = ForwardPasses(
             self._is_enabled, partial(self.discard, ()), follows=not assume_independent
@@ -204,6 +206,7 @@ class BookkeepingGradientSource(GradientSource):
         parameters of everything else.
         """
         self.require_unchanged()
+        self._versions = [(p, p._version) for p in self._parameters]
         anchors = [torch.zeros((), device=p.device, requires_grad=True) for p in direct]
         copies = [
             _Copies.apply(p.detach(), anchor, n, self._receiver(p))
@@ -303,6 +306,12 @@ class BookkeepingGradientSource(GradientSource):
                     " the step, or into copies.",
                     code="step-changed",
                 )
+        if any(p._version != version for p, version in self._versions):
+            raise StepError(
+                "a parameter was changed between forward() and step(), so these are not its"
+                " gradients: change parameters before the forward pass or after the step.",
+                code="step-changed",
+            )
         contributions = self._merged()
         # tensors are slow to hash
         found = {id(p) for contribution in contributions for p in contribution.parameters}

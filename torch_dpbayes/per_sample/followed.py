@@ -17,8 +17,10 @@ expected batch size in its place. Afterwards the values, and the number of recor
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import LossError
 from .nested import map_tensors
-from .record_map import CannotBeMapped, RecordMap, in_plain_words
+from .record_map import CannotBeMapped, RecordMap, in_plain_words, require_no_modes
 
 _INSTEAD = (
     "Compute the loss for each record alone: make_private(..., loss=fn) with fn(output, target) of"
@@ -285,9 +287,14 @@ def _name_of(function: Any) -> str:
 
 @lru_cache(2048)
 def _is_torchs(function: Any) -> bool:
-    """Whether a function that torch hands to followed tensors is torch's own."""
-    home = getattr(function, "__module__", None) or "torch"
-    return str(home).partition(".")[0] == "torch"
+    """Whether a function that torch hands to followed tensors is torch's own: of C++, or defined in
+    one of its modules.
+    """
+    if isinstance(function, FunctionType):
+        home = str(function.__globals__.get("__name__"))
+        module = sys.modules.get(home)
+        return home.partition(".")[0] == "torch" and function.__globals__ is vars(module)
+    return type(function).__module__ == "builtins"
 
 
 def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
@@ -313,7 +320,7 @@ class Followed(Tensor):
 
     Attributes:
         _rows: the values, (records, \\*shape of one record as a batch of one); of a reduced loss
-            (records, \\*shape); of a sealed value that value itself.
+            (records, \\*shape); of a sealed value a tensor without values.
         _batch: the batch that it belongs to.
         _dim: the dimension of the records in the shape that it shows; None after a reduction.
         _how: ``"mean"`` or ``"sum"`` after a reduction over the records, ``"sealed"`` for a value
@@ -324,12 +331,13 @@ class Followed(Tensor):
     _batch: Batch
     _dim: int | None
     _how: str | None
+    _value: Callable[[], Tensor]
 
     @staticmethod
     def __new__(
         cls, rows: Tensor, batch: Batch, dim: int | None = 0, how: str | None = None
     ) -> Followed:
-        shape = list(rows.shape if how == "sealed" else rows.shape[1:])
+        shape = list(rows.shape[1:])
         if dim is not None:
             shape[dim] *= batch.shown
         self: Followed = Tensor._make_wrapper_subclass(
@@ -340,6 +348,21 @@ class Followed(Tensor):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
+
+    @staticmethod
+    def sealed(
+        meta: Tensor, batch: Batch, device: torch.device, value: Callable[[], Tensor]
+    ) -> Followed:
+        """A value that several records make after ``backward()``; ``meta`` has its shape for a
+        prime number of records.
+        """
+        shape = [n // _PRIME * batch.shown if n and n % _PRIME == 0 else n for n in meta.shape]
+        self: Followed = Tensor._make_wrapper_subclass(
+            Followed, shape, dtype=meta.dtype, device=device, requires_grad=False
+        )
+        self._rows, self._batch, self._dim, self._how = meta, batch, None, "sealed"
+        self._value = value
+        return self
 
     @staticmethod
     def of(whole: Tensor, batch: Batch) -> Followed:
@@ -368,9 +391,9 @@ class Followed(Tensor):
         """The ordinary tensor, once ``backward()`` is over."""
         if self._batch.is_open:
             raise self._batch.refuse("an open batch is copied", "loss-number", _AFTER)
-        rows = self._rows.detach()
         if self._how == "sealed":
-            return rows.as_subclass(Derived)
+            return self._value().detach().as_subclass(Derived)
+        rows = self._rows.detach()
         rows = rows[:0] if self._batch.is_empty else rows
         if self._how is not None:
             rows = rows.float() if not rows.is_floating_point() else rows
@@ -447,13 +470,16 @@ class _Operation:
 
     def run(self) -> Any:
         name, first, batch = self.name, self.followed[0], self.batch
+        if not _is_torchs(self.function):
+            raise batch.refuse(f"{name} is not a function of torch")
         if name in _METADATA:
             return self.function(*self.args, **self.kwargs)
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
         if any(f._batch is not batch for f in self.followed):
             raise batch.refuse("tensors of two batches meet: one of an earlier step comes back")
-        if name in ("requires_grad", "grad"):
+        require_no_modes()
+        if name in ("requires_grad", "grad") and not isinstance(self.function, FunctionType):
             return self.function(first) if name == "requires_grad" else None
         if any(f.grad_fn is not None for f in self.followed):
             raise batch.refuse("a torch.autograd.Function was applied to the outputs")
@@ -477,8 +503,6 @@ class _Operation:
             return f"Followed(shape={tuple(first.shape)}, values after backward())"
         if name in _NUMBERS:
             return self._number()
-        if not _is_torchs(self.function):
-            raise batch.refuse(f"{name} is not a function of torch")
         if _is_in_place(name, self.kwargs) or self.kwargs.get("out") is not None:
             raise batch.refuse(
                 f"{name} changes a tensor in place", "loss-in-place", "Write y = f(x) in its place"
@@ -490,6 +514,8 @@ class _Operation:
             return self._on_reduced()
         if name in _TO_ELSEWHERE and isinstance(self.args[0], Followed) and len(self.followed) == 1:
             return first._like(self.function(first._rows, *self.args[1:], **self.kwargs))
+        if self.kwargs.get("max_norm") is not None:
+            raise batch.refuse("max_norm changes the weight that it is given in place")
         if name in _LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
             return self._loss()
         if (
@@ -639,10 +665,19 @@ class _Operation:
         return False
 
     def _on_whole(self) -> Followed:
-        whole = iter(f._whole() for f in self.followed)
-        leaves = [next(whole) if isinstance(v, Followed) else v for v in self.leaves]
+        whole = [f._whole() for f in self.followed]
+        wrong: Tensor | None = None
+        if self.name in _OF_CLASSES and not whole[1].is_floating_point():
+            # a record of no class counts as zero, and stops nobody else's step
+            ignored = whole[1] == self.kwargs.get("ignore_index", -100)
+            wrong = ((whole[1] < 0) | (whole[1] >= whole[0].shape[1])) & ~ignored
+            whole[1] = whole[1].masked_fill(wrong, 0)
+        values = iter(whole)
+        leaves = [next(values) if isinstance(v, Followed) else v for v in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         each: Tensor = self.function(*args, **kwargs)
+        if wrong is not None:
+            each = each.masked_fill(wrong, math.nan)
         first = self.followed[0]
         return Followed(each.unflatten(0, first._rows.shape[:2]), self.batch)
 
@@ -706,15 +741,16 @@ class _Operation:
         assert out_spec is not None
         if len(found) != len(shapes):
             raise self.batch.refuse(f"{self.name} gives another number of tensors for one record")
-        results = [self._followed(t, shape) for t, shape in zip(found, shapes, strict=True)]
+        results = [self._followed(t, m) for t, m in zip(found, shapes, strict=True)]
         if any(t is None for t in results):
             return self._sealed()
         return tree_unflatten(results, out_spec)
 
-    def _followed(self, rows: Tensor, shape: Sequence[int]) -> Followed | None:
+    def _followed(self, rows: Tensor, meta: Tensor | None) -> Followed | None:
         """A result with the dimension of its records; None where it has none, or several."""
-        if not isinstance(rows, Tensor):
+        if not isinstance(rows, Tensor) or meta is None:
             return None
+        shape = meta.shape
         own = list(rows.shape[1:])
         dims = [d for d, size in enumerate(shape) if size and size % _PRIME == 0]
         if len(own) != len(shape):
@@ -776,33 +812,43 @@ class _Operation:
         return not any(f._rows.requires_grad for f in self.followed)
 
     def _sealed(self) -> Any:
-        """Metrics: without gradients any function runs on the values, of which nothing is seen
-        before ``backward()``.
+        """Metrics: without gradients any function will run on the values, once ``backward()`` is
+        over. Until then only the shapes are known that it has for every number of records.
         """
+        name, batch = self.name, self.batch
         if not self._is_detached() and torch.is_grad_enabled():
-            raise self.batch.refuse(f"{self.name} mixes the records of the batch")
-        self.batch.is_open = False
+            raise batch.refuse(f"{name} mixes the records of the batch")
         try:
-            leaves = [
-                v._free().as_subclass(Tensor) if isinstance(v, Followed) else v for v in self.leaves
-            ]
-            args, kwargs = tree_unflatten(leaves, self.spec)
-            found = self.function(*args, **kwargs)
-        finally:
-            self.batch.is_open = True
-        results, spec = tree_flatten(found)
-        if not all(isinstance(t, Tensor) for t in results):
-            raise self.batch.refuse(
-                f"{self.name} reads values of the batch before backward()", "loss-number", _AFTER
+            metas, _ = _shapes_of(_Signature(self.function, self.spec, self.leaves))
+        except Exception:
+            metas = [None]
+        if any(m is None for m in metas):
+            raise batch.refuse(
+                f"{name} reads values of the batch before backward()", "loss-number", _AFTER
             )
-        return tree_unflatten([Followed(t, self.batch, None, "sealed") for t in results], spec)
+        found: list[Any] = []
+
+        def results() -> list[Any]:
+            if not found:
+                leaves = [
+                    _ordinary(v._free()) if isinstance(v, Followed) else v for v in self.leaves
+                ]
+                args, kwargs = tree_unflatten(leaves, self.spec)
+                found.extend(tree_flatten(self.function(*args, **kwargs))[0])
+            return found
+
+        device = self.followed[0].device
+        sealed = [
+            Followed.sealed(m, batch, device, lambda k=k: results()[k]) for k, m in enumerate(metas)
+        ]
+        return tree_unflatten(sealed, _spec_of(self.function, self.spec, self.leaves))
 
     def _on_reduced(self) -> Any:
         """Reduced losses: multiples and sums of them are one loss."""
         name, batch, first = self.name, self.batch, self.followed[0]
         how = first._how
         if how == "sealed" or any(f._how != how for f in self.followed) or name not in _LINEAR:
-            if name in ("detach", "clone", "to", "float", "double", "cpu", "cuda", "item"):
+            if how != "sealed" and name in _TO_ELSEWHERE:
                 return first._like(self.function(first._rows, *self.args[1:], **self.kwargs))
             if not self._is_detached():
                 raise batch.refuse(
@@ -868,6 +914,12 @@ class _Operation:
                 "backward() of a tensor that is not one mean or sum over the records",
                 "loss-vector",
                 "Call loss.mean().backward()",
+            )
+        if torch.is_anomaly_enabled():
+            raise batch.refuse(
+                "anomaly detection is on, where one record's gradient ends the step",
+                "loss-backward",
+                "Leave out torch.autograd.set_detect_anomaly",
             )
         if not loss._rows.requires_grad or batch.loss_reduction is None:
             raise batch.refuse(
@@ -947,32 +999,43 @@ class _Signature:
 
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, Followed):
-        return leaf._rows.shape[1:], leaf._dim, leaf._rows.dtype
+        return leaf._rows.shape[1:], leaf._dim, leaf._how, leaf._rows.dtype
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
     return type(leaf), repr(leaf)
 
 
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Followed):
+        if value._how == "sealed":
+            return value._rows
+        shape = list(value._rows.shape[1:])
+        if value._dim is not None:
+            shape[value._dim] *= _PRIME
+        return torch.empty(shape, dtype=value._rows.dtype, device="meta")
+    return value.to("meta") if isinstance(value, Tensor) else value
+
+
 @lru_cache(4096)
-def _shapes_of(signature: _Signature) -> tuple[list[Sequence[int]], bool]:
+def _shapes_of(signature: _Signature) -> tuple[list[Tensor | None], bool]:
     """Shapes of the results for a prime number of records, and whether the function of a batch is
     that of its records.
     """
 
-    def meta(value: Any) -> Any:
-        if isinstance(value, Followed):
-            shape = list(value._rows.shape[1:])
-            if value._dim is not None:
-                shape[value._dim] *= _PRIME
-            return torch.empty(shape, dtype=value._rows.dtype, device="meta")
-        return value.to("meta") if isinstance(value, Tensor) else value
-
-    args, kwargs = tree_unflatten([meta(v) for v in signature.leaves], signature.spec)
+    args, kwargs = tree_unflatten([_on_meta(v) for v in signature.leaves], signature.spec)
     with torch.no_grad():
         found = tree_flatten(signature.function(*args, **kwargs))[0]
-    shapes = [tuple(t.shape) if isinstance(t, Tensor) else () for t in found]
+    metas = [t if isinstance(t, Tensor) else None for t in found]
     leaves, signature.leaves = signature.leaves, []  # the cache keeps no records
-    return shapes, _is_row_by_row(signature.function, signature.spec, leaves, shapes)
+    shapes = [() if t is None else tuple(t.shape) for t in metas]
+    return metas, _is_row_by_row(signature.function, signature.spec, leaves, shapes)
+
+
+def _spec_of(function: Any, spec: TreeSpec, leaves: list[Any]) -> TreeSpec:
+    """How the results of a function are nested."""
+    args, kwargs = tree_unflatten([_on_meta(v) for v in leaves], spec)
+    with torch.no_grad():
+        return tree_flatten(function(*args, **kwargs))[1]
 
 
 def _is_row_by_row(
@@ -983,6 +1046,8 @@ def _is_row_by_row(
     """
     if any(isinstance(v, Tensor) and v.device.type == "meta" for v in leaves):
         return True
+    if any(isinstance(v, Followed) and v._how == "sealed" for v in leaves):
+        return False
     generator = torch.Generator().manual_seed(0)
 
     def synthetic(value: Followed) -> Tensor:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
 
-from ..errors import LossError, ModelError, StepError
+from ..errors import DPBayesError, LossError, ModelError, StepError
 from .followed import Batch, Derived, Followed, is_constant
 from .nested import Nested, holds_plain_sequence, tensors_in
-from .record_map import CannotBeMapped, KeptTensors
+from .record_map import CannotBeMapped, KeptTensors, in_plain_words, is_of_maps
 
 Loss = Callable[..., Tensor]
 
@@ -275,6 +275,10 @@ class MappedForward(ReplacedForward):
             output = self._mapped(args, kwargs, targets)
             is_done = True
             return output
+        except RuntimeError as error:
+            if not is_of_maps(error) or isinstance(error, DPBayesError) or self.is_checking:
+                raise
+            raise CannotBeMapped(in_plain_words(error)) from error
         finally:
             passes.end(failed=not is_done)
 

@@ -89,6 +89,11 @@ _TORCHS_WORDS = {
 }
 
 
+def is_of_maps(error: Exception) -> bool:
+    """Whether torch speaks of its transforms."""
+    return any(theirs in str(error) for theirs in _TORCHS_WORDS) or "vmap" in str(error)
+
+
 def in_plain_words(error: Exception) -> str:
     """What an error inside a map says: torch's own are about its transforms."""
     text = str(error) or repr(error)
@@ -194,14 +199,17 @@ class RecordMap:
         Random numbers differ between records. Hooks on saved tensors are off inside, for they would
         see, and could mix, what the backward pass of all records needs.
         """
-        _require_no_foreign_modes()
+        require_no_modes()
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-        with (
-            no_hooks,
-            without_looks(),
-            _OfOneRecord(self if self._leaves else None, self.see, self._own),
-        ):
-            return self.again(function, tensors)
+        mode = _OfOneRecord(self if self._leaves else None, self.see, self._own)
+        with no_hooks, without_looks(), mode:
+            found = self.again(function, tensors)
+        if mode.error is not None:
+            raise CannotBeMapped(
+                "it catches an error of a torch function, which one record may cause for all: leave"
+                " out the try"
+            )
+        return found
 
     def again(
         self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
@@ -468,6 +476,7 @@ class _OfOneRecord(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._map, self._see, self._own = record_map, see, own
+        self.error: Exception | None = None  # of a function, which the model may have caught
         self._dispatch_modes = _len_torch_dispatch_stack()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -526,7 +535,11 @@ class _OfOneRecord(TorchFunctionMode):
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
             _require_torchs_own(args[0])
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            self.error = error
+            raise
         if self._see is not None:
             if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
                 if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
@@ -543,6 +556,8 @@ class _OfOneRecord(TorchFunctionMode):
             )
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
             _require_ordinary(func, (*args, *kwargs.values()))
+        if kwargs.get("max_norm") is not None:
+            raise CannotBeMapped("max_norm changes the weight of an embedding in place")
         if func in _RESIZES:
             raise CannotBeMapped(
                 f"it changes the size of a tensor in memory ({func.__name__}), where other records"
@@ -586,10 +601,13 @@ class _OfOneRecord(TorchFunctionMode):
         )
 
 
-def _require_no_foreign_modes() -> None:
-    """Refuse modes of the caller's around the map: a function with rules of its own for whole
-    batches that they call would not be seen from inside.
-    """
+def require_no_modes() -> None:
+    """Refuse modes of the caller's: they see tensors that hold all records."""
+    if _len_torch_dispatch_stack() > 0:
+        raise CannotBeMapped(
+            "it runs under a dispatch mode (TorchDispatchMode), which sees all records of a batch at"
+            " once: leave that mode before the model is called"
+        )
     for mode in _get_current_function_mode_stack():
         if type(mode).__module__.partition(".")[0] not in ("torch", "torch_dpbayes"):
             raise CannotBeMapped(

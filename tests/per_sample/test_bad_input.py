@@ -1,0 +1,438 @@
+"""What cannot run says so in one sentence, with a code; and the line that it gives works."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of
+from opacus.validators import ModuleValidator
+from torch import nn
+
+import torch_dpbayes as dpb
+from torch_dpbayes.errors import DPBayesError, LossError, ModelError, StepError
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.hooks import HooksGradientSource
+
+pytestmark = pytest.mark.first_cases(1000)
+X, Y = torch.randn(8, 6), torch.randint(3, (8,))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def run(net=None, loop=None, data=(X, Y), **options):
+    """One step; ``loop(net, *batch)`` gives the loss."""
+    loop = loop or (lambda net, x, y: F.cross_entropy(net(x), y))
+    net, optimizer, loader = private(mlp() if net is None else net, *data, **options)
+    for batch in loader:
+        optimizer.zero_grad()
+        loop(net, *batch).backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == 1
+    return net
+
+
+def given(loss):
+    return {"loss": loss, "loop": lambda net, x, y: net.private_loss(x, y)}
+
+
+def entropy(out, y, **options):
+    return F.cross_entropy(out, y, **options)
+
+
+class Twice(nn.Module):
+    """Both passes within the model: the advice for two passes in one loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x):
+        return self.net(x), self.net(-x)
+
+
+class WithScale(nn.Module):
+    """The advice for a learned scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = mlp(), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.net(x), self.scale.expand(len(x))
+
+
+SCALE = nn.Parameter(torch.zeros(()))
+
+# name: class and code of the error, what is refused, what its advice says
+LOSSES = {
+    "a vector": (
+        (LossError, "loss-vector"),
+        {"loop": lambda net, x, y: entropy(net(x), y, reduction="none")},
+        {"loop": lambda net, x, y: entropy(net(x), y, reduction="none").mean()},
+    ),
+    "a vector of a GAN": (
+        (LossError, "loss-vector"),
+        {"loop": lambda net, x, y: F.softplus(net(x))},
+        {"loop": lambda net, x, y: F.softplus(net(x)).mean()},
+    ),
+    "a constant": (
+        (LossError, "loss-constant"),
+        {"loop": lambda net, x, y: y.float().mean()},
+        {"loop": lambda net, x, y: entropy(net(x), y)},
+    ),
+    "an output without gradients": (
+        (LossError, "loss-constant"),
+        {"loop": lambda net, x, y: entropy(net(x).detach(), y)},
+        {},
+    ),
+    "a sum where a mean was said": (
+        (LossError, "loss-reduction"),
+        {"loop": lambda net, x, y: entropy(net(x), y, reduction="sum")},
+        {
+            "loop": lambda net, x, y: entropy(net(x), y, reduction="sum"),
+            "loss_reduction": "sum",
+        },
+    ),
+    "a mean of a mean's square": (
+        (LossError, "loss-reduced"),
+        {"loop": lambda net, x, y: entropy(net(x), y) ** 2},
+        {"loop": lambda net, x, y: (entropy(net(x), y, reduction="none") ** 2).mean()},
+    ),
+    "in place": (
+        (LossError, "loss-in-place"),
+        {"loop": lambda net, x, y: entropy(F.relu_(net(x)), y)},
+        {"loop": lambda net, x, y: entropy(F.relu(net(x)), y)},
+    ),
+    "a learned scale outside": (
+        (LossError, "loss-outside"),
+        {"loop": lambda net, x, y: entropy(net(x) * SCALE.exp(), y)},
+        {
+            "net": WithScale,
+            "loop": lambda net, x, y: (lambda out, scale: entropy(out * scale.exp()[:, None], y))(
+                *net(x)
+            ),
+        },
+    ),
+    "two passes": (
+        (StepError, "step-passes"),
+        {"loop": lambda net, x, y: entropy(net(x), y) + entropy(net(-x), y)},
+        {"net": Twice, "loop": lambda net, x, y: sum(entropy(out, y) for out in net(x))},
+    ),
+    "a decision": (
+        (LossError, "loss-number"),
+        {"loop": lambda net, x, y: entropy(net(x), y) * (2 if y.max() > 1 else 1)},
+        given(lambda out, y: entropy(out, y) * torch.where(y.amax() > 1, 2.0, 1.0)),
+    ),
+    "loss= with a loss of the loop": (
+        (LossError, "loss-twice-given"),
+        {"loss": entropy},
+        given(entropy),
+    ),
+    "loss= that gives a vector": (
+        (LossError, "loss-vector"),
+        given(lambda out, y: out[0]),
+        given(lambda out, y: out[0].sum()),
+    ),
+    "loss= that gives an integer": (
+        (LossError, "loss-vector"),
+        given(lambda out, y: out.argmax()),
+        given(entropy),
+    ),
+    "loss= that gives a number": ((LossError, "loss-vector"), given(lambda out, y: 1.0), {}),
+    "another tensor than the batch": (
+        (LossError, "model-input"),
+        {"loop": lambda net, x, y: entropy(net(X + 1), y)},
+        {"loop": lambda net, x, y: entropy(net(x + 1), y)},
+    ),
+    "centred inputs": (
+        (LossError, "loss-mixes"),
+        {"loop": lambda net, x, y: entropy(net(x) - net(x).mean(0), y)},
+        given(entropy),
+    ),
+}
+
+
+def with_net(settings):
+    made = settings.get("net")
+    return {**settings, "net": made()} if made is not None else settings
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_cannot_run_says_what_to_write(name):
+    (kind, code), refused, advised = LOSSES[name]
+    SCALE.grad = None
+    with pytest.raises(kind) as error:
+        run(**refused)
+    assert error.value.code == code, error.value
+    assert len(str(error.value)) < 600 and "docs/troubleshooting.md#" + code in "".join(
+        error.value.__notes__
+    )
+    assert SCALE.grad is None
+    run(**with_net(advised))
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_loss_that_is_not_finite_counts_as_zero(is_given):
+    def loss(out, y):
+        return entropy(out, y) * torch.nan
+
+    net = mlp()
+    before = [p.detach().clone() for p in net.parameters()]
+    run(net, **(given(loss) if is_given else {"loop": lambda net, x, y: loss(net(x), y)}))
+    for p, q in zip(net.parameters(), before):
+        torch.testing.assert_close(p, q, atol=1e-3, rtol=0)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def batch_norm():
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+def lstm():
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.last = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(self.lstm(x.view(-1, 2, 3))[0][:, -1])
+
+    return Recurrent()
+
+
+def evaluated(net):
+    for module in net.modules():
+        if "BatchNorm" in type(module).__name__:
+            module.requires_grad_(False).eval()
+    return net
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def after_one_pass(net):
+    net(torch.zeros(2, 6))
+    return net
+
+
+def with_unused():
+    net = mlp()
+    net.spare = nn.Linear(2, 2)
+    return net
+
+
+def unused_frozen(net):
+    net.spare.requires_grad_(False)
+    return net
+
+
+def hooked():
+    net = mlp()
+    net[0].register_full_backward_hook(lambda *_: None)
+    return net
+
+
+def unhooked(net):
+    net[0]._backward_hooks.clear()
+    return net
+
+
+MODELS = {
+    "BatchNorm": ("model-layer", batch_norm, ModuleValidator.fix),
+    "frozen BatchNorm in training mode": (
+        "model-layer",
+        lambda: (lambda net: (net[1].requires_grad_(False), net)[1])(batch_norm()),
+        evaluated,
+    ),
+    "LSTM": ("model-layer", lstm, ModuleValidator.fix),
+    "eval mode": ("model-eval", lambda: mlp().eval(), lambda net: net.train()),
+    "lazy": ("model-lazy", lazy, after_one_pass),
+    "unused": ("model-unused", with_unused, unused_frozen),
+    "backward hook": ("model-backward-hook", hooked, unhooked),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_run_says_what_to_write(name):
+    code, make, advice = MODELS[name]
+    net = make()
+    with pytest.raises(ModelError) as error:
+        private(net, X, Y)
+    assert error.value.code == code, error.value
+    run(advice(net))
+
+
+def test_embeddings_that_look_at_the_batch_are_refused():
+    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        net = nn.Sequential(nn.Embedding(5, 4, **options), nn.Flatten(), nn.Linear(4, 3))
+        with pytest.raises(ModelError) as error:
+            private(net, torch.randint(5, (8, 1)), Y)
+        assert error.value.code == "model-layer"
+
+
+def test_everything_frozen_is_refused():
+    with pytest.raises((ModelError, ValueError)):
+        private(mlp().requires_grad_(False), X, Y)
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    more: dict
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x):
+        logits = self.net(x)
+        return Output(logits, {"both": [(logits, logits.square())], "name": "fine"})
+
+
+@pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
+def test_outputs_of_dataclasses_and_dictionaries(mode):
+    def loop(net, x, y):
+        out = net(x)
+        assert out.more["name"] == "fine"
+        return entropy(out.logits, y) + 0.1 * out.more["both"][0][1].mean()
+
+    run(Nested(), loop, grad_sample_mode=mode)
+
+
+def test_an_output_that_is_no_tensor_is_named():
+    class Distribution(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            return torch.distributions.Normal(self.net(x), 1.0, validate_args=False)
+
+    with pytest.raises(ModelError) as error:
+        private(Distribution(), X, Y)
+    assert error.value.code == "model-map" and "parameters" in str(error.value)
+    net = nn.Sequential(mlp(), type("Top", (nn.Module,), {"forward": lambda _, x: x.argmax(1)})())
+    with pytest.raises(ModelError) as error:
+        private(net, X, Y)
+    assert error.value.code in ("model-output", "model-map")
+
+
+@pytest.mark.parametrize("second", [torch.randn(1, 6), [1, 2, 3, 4], object()])
+def test_arguments_have_a_row_for_every_record(second):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x, other):
+            return self.net(x)
+
+    source = BookkeepingGradientSource(net := Two())
+    (x,) = delivered(torch.randn(4, 6))
+    with pytest.raises(DPBayesError):
+        net(x, second)
+    source.discard(())
+
+
+# -- what the user has to vouch for ----------------------------------------------------------------
+
+
+def test_hooks_on_whole_batches_need_the_users_word():
+    with pytest.raises(ModelError) as error:
+        run(grad_sample_mode="hooks")
+    assert error.value.code == "model-vouch"
+    net, optimizer, loader = private(
+        mlp(), X, Y, grad_sample_mode="hooks", assume_independent_records=True
+    )
+    for x, y in loader:
+        assert type(x) is torch.Tensor
+        entropy(net(x), y).backward()
+        optimizer.step()
+    assert "vouched for by the user" in optimizer.accountant.summary()
+
+
+def test_a_bare_optimizer_needs_the_users_word():
+    def made(**options):
+        p = nn.Parameter(torch.zeros(3))
+        optimizer = dpb.optim.DPSGLD(
+            [p],
+            0.1,
+            **{"num_data": 10, "expected_batch_size": 10, "max_grad_norm": 1.0},
+            noise_multiplier=1.0,
+            **options,
+        )
+        p.grad_sample = torch.ones(10, 3)
+        return optimizer
+
+    optimizer = made()
+    with pytest.raises(StepError) as error:
+        optimizer.step()
+    assert error.value.code == "step-vouch" and len(optimizer.accountant) == 0
+    optimizer = made(assume_independent_records=True)
+    optimizer.step()
+    assert "vouched for by the user" in optimizer.accountant.summary()
+
+
+@pytest.mark.parametrize("mode", [None, "vmap", "hooks"])
+def test_a_vouched_run_is_that_of_records_alone(mode):
+    net = mlp()
+    loss = lambda net, x, y: entropy(net(x), y)  # noqa: E731
+    expected = clipped_rows(gradients_of_records(net, loss, (X, Y)), 0.5)
+    net, optimizer, loader = private(
+        net, X, Y, grad_sample_mode=mode, assume_independent_records=True
+    )
+    for x, y in loader:
+        loss(net, x, y).backward()
+        found = sum_of(optimizer.release.source, net, 0.5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_sources_of_opacus_are_copied_padded_and_emptied():
+    """Padding has no gradient; an empty batch adds none; a packed sequence is refused."""
+    net = nn.Sequential(nn.Embedding(5, 4, padding_idx=2), nn.Flatten(), nn.Linear(12, 3))
+    source = HooksGradientSource(net)
+    x, y = torch.randint(5, (6, 3)), torch.randint(3, (6,))
+    expected = clipped_rows(
+        gradients_of_records(_paused_copy(net), lambda n, a, b: entropy(n(a), b), (x, y)), 0.5
+    )
+    entropy(net(x), y).backward()
+    torch.testing.assert_close(sum_of(source, net, 0.5), expected, rtol=1e-4, atol=1e-6)
+    entropy(net(x[:0]), y[:0], reduction="sum").backward()
+    assert not sum_of(source, net, 0.5).any()
+    with pytest.raises(DPBayesError) as error:
+        net(nn.utils.rnn.pack_sequence([torch.ones(2, dtype=torch.long)]))
+    assert error.value.code == "model-packed"
+
+
+def _paused_copy(net):
+    other = nn.Sequential(nn.Embedding(5, 4, padding_idx=2), nn.Flatten(), nn.Linear(12, 3))
+    other.load_state_dict(net.state_dict())
+    return other
+
+
+def test_unknown_modes_and_double_promises_are_refused():
+    for options in (
+        {"grad_sample_mode": "ghost"},
+        {"loss": entropy, "assume_independent_records": True},
+    ):
+        with pytest.raises(ValueError):
+            run(**options)
+
+
+def test_errors_have_one_base_class_and_a_code_that_survives_pickling():
+    import pickle
+
+    for kind in (ModelError, LossError, StepError):
+        error = pickle.loads(pickle.dumps(kind("what", code="loss-mixes")))
+        assert type(error) is kind and isinstance(error, dpb.DPBayesError)
+        assert error.code == "loss-mixes" and str(error) == "what"
+    assert issubclass(ModelError, ValueError) and issubclass(StepError, RuntimeError)

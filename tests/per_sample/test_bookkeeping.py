@@ -1,0 +1,698 @@
+"""Book-keeping against Opacus' hooks and against records one by one: layers, shapes, precision."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from helpers import delivered
+from hypothesis import given
+from hypothesis import strategies as st
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from support.examples import examples
+from torch import nn
+
+from torch_dpbayes.per_sample import layers
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.hooks import HooksGradientSource
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@contextmanager
+def forced(way: str | None, is_kept: bool = False) -> Iterator[None]:
+    """Layers take this way, whatever their shapes; None: that of the shapes."""
+    if way is None:
+        yield
+        return
+    with (
+        mock.patch.object(layers, "choose_linear", lambda *_: way),
+        mock.patch.object(layers, "choose_convolution", lambda *_: (way, is_kept)),
+    ):
+        yield
+
+
+@torch.no_grad()
+def outputs(net, x):
+    return net(x).flatten(1)
+
+
+def loss_of(net, x, weights):
+    out = net(x)
+    return (out.flatten(1) * weights).sum(1).mean()
+
+
+def weights_of(net, x, spread):
+    """Of the outputs in a linear loss: record i's gradient is about spread**i times the first
+    one's.
+    """
+    out = outputs(net, x)
+    return (
+        torch.randn_like(out)
+        * spread ** torch.arange(len(x), device=x.device, dtype=out.dtype)[:, None]
+    )
+
+
+def clipped(source, net, x, weights, clip, *, way=None, is_kept=False, **options):
+    named = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
+
+    def backward():
+        source.discard([p for _, p in named])
+        for _, p in named:
+            p.grad = None
+        batch = delivered(x, weights) if source.passes.follows else (x, weights)
+        with forced(way, is_kept):
+            loss_of(net, *batch).backward()
+
+    dtype = torch.float64 if any(p.dtype == torch.float64 for _, p in named) else torch.float32
+    out = [torch.zeros(p.numel(), dtype=dtype, device=p.device) for _, p in named]
+    backward()  # once for each: norms() may leave behind what the sum would have to find out
+    assert source.add_clipped_sum(named, clip, out, **options) == len(x)
+    backward()
+    norms = source.norms(named)
+    source.discard([p for _, p in named])
+    return torch.cat(out), norms
+
+
+def out_of_place(net):
+    """A copy that Opacus' backward hooks can work on."""
+    other = copy.deepcopy(net)
+    for module in other.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
+    return other
+
+
+def both(net, x, clip=None, spread=1.2, **options):
+    """The clipped sums and norms of hooks and of book-keeping, in this order."""
+    other = out_of_place(net)
+    weights = weights_of(net, x, spread)
+    hooks = HooksGradientSource(other)
+    expected = clipped(hooks, other, x, weights, math.inf if clip is None else clip)
+    if clip is None:
+        clip = float(expected[1].median())  # half are clipped
+        expected = clipped(hooks, other, x, weights, clip, **options)
+    source = BookkeepingGradientSource(net)
+    return expected, clipped(source, net, x, weights, clip, **options)
+
+
+def assert_same(expected, found, dtype=torch.float32):
+    relative = 1e-12 if dtype == torch.float64 else 1e-5
+    for a, b in zip(expected, found):
+        assert float((a - b).norm()) <= relative * max(float(a.norm()), 1e-30)
+
+
+class Twice(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mix, self.out = (
+            nn.Embedding(11, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 11, bias=False),
+        )
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.mix(self.embedding(x))))
+
+
+class Lstm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.last = (
+            DPLSTM(6, 5, batch_first=True, bidirectional=True, num_layers=2),
+            nn.Linear(10, 3),
+        )
+
+    def forward(self, x):
+        return self.last(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.last = DPMultiheadAttention(6, 2, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.attention(x, x, x)[0].mean(1))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class OwnLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        return torch.sin(x * self.scale)
+
+
+def randomised(net):
+    for p in net.parameters():
+        nn.init.normal_(p, std=0.5)
+    return net
+
+
+MODELS = {
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+        (6,),
+    ),
+    "sequence": (
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+        (7, 6),
+    ),
+    "long sequence, Gram": (
+        lambda: nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300)),
+        (4, 6),
+    ),
+    "two dimensions of positions": (lambda: nn.Linear(6, 3), (2, 3, 6)),
+    "without bias": (
+        lambda: nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)),
+        (5, 6),
+    ),
+    "cnn": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 16, 3),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.Flatten(),
+        ),
+        (2, 8, 8),
+    ),
+    "cnn, in place": (
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True)
+        ),
+        (2, 8, 8),
+    ),
+    "transposed": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 2, stride=2), nn.ConvTranspose2d(4, 2, 2, stride=2)),
+        (2, 4, 4),
+    ),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3)), (5, 6)),
+    "layer norm of two dimensions": (
+        lambda: nn.Sequential(nn.LayerNorm((5, 6)), nn.Linear(6, 3)),
+        (5, 6),
+    ),
+    "rms norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.RMSNorm(6)), (5, 6)),
+    "group norm": (
+        lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)),
+        (6, 5),
+    ),
+    "group norm of vectors": (
+        lambda: nn.Sequential(nn.GroupNorm(3, 6), nn.Tanh(), nn.GroupNorm(2, 6)),
+        (6,),
+    ),
+    "instance norm 1d": (
+        lambda: nn.Sequential(nn.Conv1d(2, 4, 3), nn.InstanceNorm1d(4, affine=True)),
+        (2, 8),
+    ),
+    "instance norm 2d": (
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True)),
+        (2, 6, 6),
+    ),
+    "instance norm 3d": (
+        lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.InstanceNorm3d(4, affine=True)),
+        (2, 4, 4, 4),
+    ),
+    "a linear layer twice": (lambda: Twice(nn.Linear(6, 6)), (6,)),
+    "a linear layer twice on sequences": (lambda: Twice(nn.Linear(6, 6)), (5, 6)),
+    "a convolution twice": (lambda: Twice(nn.Conv2d(2, 2, 3, padding=1)), (2, 5, 5)),
+    "a norm twice": (lambda: Twice(nn.LayerNorm(6)), (5, 6)),
+    "lstm": (Lstm, (4, 6)),
+    "attention": (Attention, (4, 6)),
+    "own parameter beside a layer": (Scaled, (6,)),
+    "own layer": (lambda: nn.Sequential(nn.Linear(6, 6), OwnLayer(), nn.Linear(6, 3)), (6,)),
+    "tied embedding": (Tied, None),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 3)), None),
+    "embedding with padding": (
+        lambda: nn.Sequential(nn.Embedding(11, 6, padding_idx=2), nn.Linear(6, 3)),
+        None,
+    ),
+}
+
+
+def made(name, rows=9, dtype=torch.float32, device="cpu"):
+    make, shape = MODELS[name]
+    net = randomised(make()).to(device, dtype)
+    x = torch.randint(11, (rows, 5)) if shape is None else torch.randn(rows, *shape, dtype=dtype)
+    return net, x.to(device)
+
+
+# -- the same sums ---------------------------------------------------------------------------------
+
+
+@pytest.mark.first_cases(13)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_clipped_sums_equal_those_of_hooks(name, dtype, device):
+    net, x = made(name, dtype=dtype, device=device)
+    reference = copy.deepcopy(net)
+    for clip in (1e-3, None, 1e6):  # all, half, none
+        net = copy.deepcopy(reference)
+        assert_same(*both(net, x, clip), dtype)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning")
+@examples(40)
+@given(data=st.data())
+def test_convolutions_of_every_kind(data):
+    dims = data.draw(st.integers(1, 3))
+    kind, groups = (
+        (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1],
+        data.draw(st.sampled_from([1, 2, 4])),
+    )
+    channels, width = (
+        groups * data.draw(st.sampled_from([1, 2, 16 if dims < 3 else 2])),
+        groups * data.draw(st.integers(1, 3)),
+    )
+    if data.draw(st.booleans()):
+        width = groups * 16
+    kernel = data.draw(st.integers(1, 3))
+    padding = data.draw(st.sampled_from([0, 1, "same", "valid"]))
+    mode = data.draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+    stride = 1 if padding == "same" else data.draw(st.integers(1, 2))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64]))
+    dilation = data.draw(st.integers(1, 2))
+    bias = data.draw(st.booleans())
+    layer = kind(channels, width, kernel, stride, padding, dilation, groups, bias, mode)
+    net = randomised(nn.Sequential(nn.Tanh(), layer)).to(dtype)
+    x = torch.randn(data.draw(st.integers(1, 4)), channels, *([6] * dims), dtype=dtype)
+    weights = weights_of(net, x, 1.3)
+    other = copy.deepcopy(net).double()
+    layer.weight.requires_grad_(data.draw(st.sampled_from([True, True, not bias])))
+    named = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+
+    # the truth: Opacus does not know padding modes, and neither mode may be our reference
+    def gradients(x, weights):
+        per_record = []
+        for i in range(len(x)):
+            loss = (other(x[i : i + 1].double()).flatten(1) * weights[i].double()).sum()
+            grads = torch.autograd.grad(loss, [dict(other.named_parameters())[n] for n, _ in named])
+            per_record.append(torch.cat([g.flatten() for g in grads]))
+        return torch.stack(per_record)
+
+    # the terms' size, to which rounding is relative
+    truth, terms = gradients(x, weights), gradients(x.abs(), weights.abs()).norm(dim=1)
+    true_norms = truth.norm(dim=1)
+    clip = float(true_norms.median())
+    factor = (clip / true_norms).clamp(max=1.0)
+    expected = (truth * factor[:, None]).sum(0)
+    ways = [None, "gram", "unfold", *(["grouped", "loop"] if dtype == torch.float32 else [])]
+    for way, is_kept in ((way, is_kept) for way in ways for is_kept in (False, True)):
+        if way == "gram" and is_kept:
+            continue
+        source = BookkeepingGradientSource(net)
+        found, norms = clipped(source, net, x, weights, clip, way=way, is_kept=is_kept)
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+        assert float((found - expected).norm()) <= tolerance * float((factor * terms).sum())
+        assert ((norms - true_norms).abs() <= 2**-23 * true_norms + tolerance * terms).all()
+        source.remove()
+
+
+@examples(40)
+@given(
+    positions=st.lists(st.integers(1, 9), max_size=2),
+    widths=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    rows=st.integers(1, 6),
+    way=st.sampled_from([None, "gram", "instantiate"]),
+    frozen=st.sampled_from([None, "weight", "bias"]),
+)
+def test_linear_layers_of_every_shape(positions, widths, rows, way, frozen):
+    net = nn.Sequential(nn.Linear(*widths, dtype=torch.float64))
+    if frozen is not None:
+        getattr(net[0], frozen).requires_grad_(False)
+    x = torch.randn(rows, *positions, widths[0], dtype=torch.float64)
+    x[0] = 0.0
+    other = copy.deepcopy(net)
+    weights = weights_of(net, x, 1.3)
+    weights[-1] = 0.0  # a gradient of zero
+    source, hooks = BookkeepingGradientSource(net), HooksGradientSource(other)
+    # their size, to which rounding is relative
+    _, terms = clipped(hooks, other, x.abs(), weights.abs(), 1.0)
+    for clip in (1e-3, 1.0, 1e5):
+        expected, true_norms = clipped(hooks, other, x, weights, clip)
+        found, norms = clipped(source, net, x, weights, clip, way=way)
+        assert float((found - expected).norm()) <= 1e-12 * float(
+            ((clip / true_norms).clamp(max=1.0) * terms).sum()
+        )
+        assert ((norms - true_norms).abs() <= 2**-23 * true_norms + 1e-12 * terms).all()
+
+
+@pytest.mark.first_cases(19)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "linear",
+        "sequence",
+        "long sequence, Gram",
+        "cnn",
+        "embedding",
+        "group norm",
+        "tied embedding",
+        "lstm",
+    ],
+)
+@pytest.mark.parametrize("options", ["diagonal", "full", "scaled", "scaled by a matrix"])
+def test_second_moments_and_scales(name, options):
+    net, x = made(name, dtype=torch.float64)
+    d = sum(p.numel() for p in net.parameters())
+    if d > 2000 and options in ("full", "scaled by a matrix"):
+        pytest.skip("d × d is large")
+    results = []
+    arguments = {}
+    if options == "scaled":
+        arguments["scale"] = torch.rand(d, dtype=torch.float64) + 0.5
+    elif options == "scaled by a matrix":
+        arguments["scale"] = torch.rand(d, d, dtype=torch.float64).tril_() / d + torch.eye(
+            d, dtype=torch.float64
+        )
+    weights = weights_of(net, x, 1.2)
+    for make in (HooksGradientSource, BookkeepingGradientSource):
+        twin = out_of_place(net)
+        moment = torch.zeros((d, d) if options == "full" else d, dtype=torch.float64)
+        total, _ = clipped(make(twin), twin, x, weights, 0.8, second_moment=moment, **arguments)
+        results.append((total, moment))
+    assert_same(*results, torch.float64)
+
+
+@pytest.mark.first_cases(31)
+@pytest.mark.parametrize("broken", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("name", [name for name, (_, shape) in MODELS.items() if shape is not None])
+def test_a_record_that_is_not_finite_contributes_nothing(name, broken):
+    net, x = made(name)
+    source = BookkeepingGradientSource(net)
+    weights = weights_of(net, x, 1.0)
+    without, _ = clipped(source, net, x[1:], weights[1:], 0.5)
+    weights[0] = broken
+    found, norms = clipped(source, net, x, weights, 0.5)
+    # the Gram norm of a huge gradient does not overflow: it is clipped as any other
+    if math.isfinite(norms[0]):
+        assert broken == 1e30
+        assert float((found - without).norm()) == pytest.approx(0.5, rel=1e-4)
+    else:
+        torch.testing.assert_close(found, without, rtol=1e-4, atol=1e-5)
+    weights[0] = 1.0
+    x[0] = broken
+    if not math.isfinite(broken):
+        found, _ = clipped(source, net, x, weights, 0.5)
+        torch.testing.assert_close(found, without, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("exponents", [(-23, 18), (-30, 25), (18, -23)])
+def test_a_norm_does_not_underflow_where_its_product_counts(exponents, bias):
+    """|a|² underflows in float32 where |a|·|g| is above the clip norm."""
+    net = nn.Linear(4, 3, bias=bias)
+    source = BookkeepingGradientSource(net)
+    a, g = (10.0**e for e in exponents)
+    out, _ = clipped(source, net, torch.full((1, 4), a), torch.full((1, 3), g), 1e-12)
+    assert float(out.double().norm()) <= 1e-12 * (1 + 1e-5)
+
+
+def test_positions_that_cancel_are_clipped_all_the_same():
+    """Σ_t g_t a_tᵀ is 1e-4 of its terms: in float32 the Gram norm would be rounding error,
+    and the record unclipped.
+    """
+    net = nn.Sequential(nn.Linear(64, 48, bias=False))
+    source = BookkeepingGradientSource(net)
+    half, backprops = torch.randn(5, 8, 64), torch.randn(5, 8, 48)
+    x = torch.cat([half, half * (1 + 1e-4)], 1)
+    weights = torch.cat([backprops, -backprops], 1).flatten(1)
+    exact = torch.einsum("ntp,ntd->npd", weights.view(5, 16, 48).double(), x.double()).flatten(1)
+    out, norms = clipped(source, net, x, weights, 1e-6, way="gram")
+    expected = (exact * (1e-6 / exact.norm(dim=1))[:, None]).sum(0)
+    # what is left of the sum in float32 is good to 2⁻²⁴ of its terms
+    assert float((out - expected).norm()) <= 5e-6 * 1e4 * 2**-22
+    # before any is set apart
+    source._norm = lambda contributions, _: torch.stack([c.norm() for c in contributions]).norm(
+        dim=0
+    )
+    _, norms = clipped(source, net, x, weights, 1e-6, way="gram")
+    torch.testing.assert_close(norms.double(), exact.norm(dim=1), rtol=1e-6, atol=0)
+
+
+HELD_PRODUCTS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 4)), (8, 6), "gram"),
+    "linear, no bias": (lambda: nn.Sequential(nn.Linear(6, 4, bias=False)), (8, 6), "gram"),
+    "convolution, Gram": (lambda: nn.Sequential(nn.Conv1d(3, 16, 3)), (3, 10), "gram"),
+    "convolution": (lambda: nn.Sequential(nn.Conv1d(3, 16, 9)), (3, 16), "unfold"),
+}
+
+
+@pytest.mark.parametrize("size", [1e4, 1e8, 1e12])
+@pytest.mark.parametrize("name", HELD_PRODUCTS)
+def test_a_record_whose_positions_cancel_does_not_swallow_the_others(name, size):
+    """Its terms are huge and its gradient is not: added up with those of other records, they
+    would take their digits away.
+    """
+    make, shape, way = HELD_PRODUCTS[name]
+    net = randomised(make())
+    source = BookkeepingGradientSource(net)
+    x, clip = torch.randn(9, *shape), 1.0
+    weights = torch.randn_like(outputs(net, x))
+    without, _ = clipped(source, net, x[1:], weights[1:], clip, way=way)
+    rows = (8, 4) if shape == (8, 6) else (16, -1)
+    backprops = weights[0].view(rows)
+    if shape == (8, 6):
+        x[0] = size * x[0, 0]
+        backprops.copy_(torch.randint(-4, 5, rows))
+        backprops[7] = -backprops[:7].sum(0)  # exactly; the products with x are rounded
+    else:
+        x[0] = size
+        backprops -= backprops.mean(1, keepdim=True)
+    out, norms = clipped(source, net, x, weights, clip, way=way)
+    assert float((out - without).norm()) <= clip * (1 + 1e-4)
+    # it does cancel
+    assert float(norms[0]) < 1e-5 * 9 * size * float(weights[0].norm()) * math.sqrt(x[0].numel())
+
+
+@pytest.mark.parametrize("name", HELD_PRODUCTS)
+def test_positions_that_cancel_in_one_layer_of_two(name):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.branches = nn.ModuleList([make()[0], make()[0]])
+
+        def forward(self, x):
+            return torch.cat(
+                [branch(t).flatten(1) for branch, t in zip(self.branches, x.unbind(1))], 1
+            )
+
+    make, shape, way = HELD_PRODUCTS[name]
+    net, x = randomised(Branches()), torch.randn(5, 2, *shape)
+    source = BookkeepingGradientSource(net)
+    weights = torch.randn_like(outputs(net, x))
+    without, _ = clipped(source, net, x[1:], weights[1:], 1.0, way=way)
+    x[0, 1] = 1e8
+    half = weights[0].chunk(2)[1].view((8, 4) if shape == (8, 6) else (16, -1))  # of the second
+    half -= half.mean(0 if shape == (8, 6) else 1, keepdim=True)
+    out, _ = clipped(source, net, x, weights, 1.0, way=way)
+    assert float((out - without).norm()) <= 1 + 1e-4
+
+
+@pytest.mark.parametrize("name", HELD_PRODUCTS)
+def test_a_record_that_is_summed_by_itself_is_cut_out_and_instantiated_as_any_other(name):
+    make, shape, way = HELD_PRODUCTS[name]
+    net = randomised(make())
+    source = BookkeepingGradientSource(net)
+    x, named = torch.randn(4, *shape), list(net.named_parameters())
+    weights = torch.randn_like(outputs(net, x))
+    with forced(way):
+        loss_of(net, *delivered(x, weights)).backward()
+    before = [source.per_record_gradients(p) for _, p in named]
+    (product,) = source._merged()
+    product.set_apart(torch.tensor([False, True, False, True]))
+    for (_, p), gradients in zip(named, before):
+        torch.testing.assert_close(source.per_record_gradients(p), gradients, rtol=1e-5, atol=1e-5)
+    product.keep_only(torch.tensor([True, True, False, False]))
+    found = {p: torch.zeros(p.numel()) for _, p in named}
+    product.add_sum(torch.tensor([1.0, 2.0, 3.0, 4.0]), found)
+    for (_, p), gradients in zip(named, before):
+        torch.testing.assert_close(
+            found[p], (gradients[0] + 2 * gradients[1]).flatten(), rtol=1e-5, atol=1e-4
+        )
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+@pytest.mark.parametrize(
+    "name",
+    ["flat", "gram", "instantiate", "unfold", "convolution, Gram", "layer norm", "group norm"],
+)
+def test_half_frozen_layers(name, frozen):
+    make, shape, way = {
+        "flat": (lambda: nn.Linear(6, 4), (6,), None),
+        "gram": (lambda: nn.Linear(6, 4), (5, 6), "gram"),
+        "instantiate": (lambda: nn.Linear(6, 4), (5, 6), "instantiate"),
+        "unfold": (lambda: nn.Conv1d(3, 16, 9), (3, 16), "unfold"),
+        "convolution, Gram": (lambda: nn.Conv1d(3, 16, 9), (3, 16), "gram"),
+        "layer norm": (lambda: nn.LayerNorm(6), (5, 6), None),
+        "group norm": (lambda: nn.GroupNorm(3, 6), (6, 5), None),
+    }[name]
+    net, x = nn.Sequential(randomised(make())).double(), torch.randn(6, *shape, dtype=torch.float64)
+    getattr(net[0], frozen).requires_grad_(False)
+    other, weights = copy.deepcopy(net), torch.randn_like(outputs(net, x))
+    trainable = [p for p in other.parameters() if p.requires_grad]
+    truth = torch.stack(
+        [
+            torch.autograd.grad((other(x[i : i + 1]).flatten() * weights[i]).sum(), trainable)[
+                0
+            ].flatten()
+            for i in range(6)
+        ]
+    )
+    clip = float(truth.norm(dim=1).median())
+    source = BookkeepingGradientSource(net)
+    expected = (truth * (clip / truth.norm(dim=1)).clamp(max=1.0)[:, None]).sum(0)
+    found, norms = clipped(source, net, x, weights, clip, way=way)
+    assert_same([expected], [found], torch.float64)
+    assert_same([truth.norm(dim=1).float()], [norms])
+
+
+@pytest.mark.first_cases(32)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*MODELS, *(f"{name}, held" for name in HELD_PRODUCTS)])
+def test_what_one_record_adds_is_no_longer_than_the_clip_norm(name, dtype, size):
+    if name in MODELS:
+        net, x = made(name, 1, dtype)
+        way = None
+    else:
+        make, shape, way = HELD_PRODUCTS[name.removesuffix(", held")]
+        net, x = randomised(make()).to(dtype), torch.randn(1, *shape, dtype=dtype)
+    source = BookkeepingGradientSource(net)
+    weights = weights_of(net, x, 1.0) * size
+    _, norm = clipped(source, net, x, weights, 1.0, way=way)
+    if math.isfinite(norm[0]):
+        for clip in (0.9, 1e-3):
+            out, _ = clipped(source, net, x, weights, clip * float(norm), way=way)
+            torch.testing.assert_close(
+                float(out.double().norm()),
+                clip * float(norm),
+                rtol=1e-12 if dtype == torch.float64 else 2e-6,
+                atol=1e-18,
+            )
+
+
+@pytest.mark.parametrize("is_autocast", [True, False])
+@pytest.mark.parametrize("grad_sample_mode", ["hooks", "bookkeeping"])
+def test_autocast_and_half_precision(grad_sample_mode, is_autocast):
+    """Against the same model, in the same precision, on one record at a time.
+
+    Numbers then differ by one rounding to bfloat16 (2⁻⁸, relative) where autograd writes a weight's
+    gradient, in the norm as in the direction. The mean over 8 records divides by a power of two,
+    which rounds nothing.
+    """
+    net, x = made("cnn", rows=8)
+    if not is_autocast:
+        net, x = net.bfloat16(), x.bfloat16()
+    weights = weights_of(net, x, 1.2)
+    truth = []
+    # backward and the sum inside as well
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        for i in range(8):
+            other = copy.deepcopy(net)
+            loss_of(other, x[i : i + 1], weights[i : i + 1]).backward()
+            truth.append(torch.cat([p.grad.double().flatten() for p in other.parameters()]))
+        gradients = torch.stack(truth)
+        norm = gradients.norm(dim=1)
+        clip = float(norm.median())
+        source = (
+            HooksGradientSource(net)
+            if grad_sample_mode == "hooks"
+            else BookkeepingGradientSource(net)
+        )
+        found, norms = clipped(source, net, x, weights, clip)
+    assert found.dtype == norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), norm, rtol=2**-8, atol=0)
+    expected = (gradients * (clip / norm).clamp(max=1.0)[:, None]).sum(0)
+    assert float((found - expected).norm()) <= 2**-7 * float(norm.clamp(max=clip).sum())
+
+
+@pytest.mark.parametrize("way", ["gram", "instantiate"])
+def test_autocast_around_backward_and_step_alone_changes_nothing(way):
+    """For one layer, whose output gradient autograd computes without products."""
+    net, x = nn.Sequential(nn.Linear(6, 3)), torch.randn(9, 5, 6)
+    twin, weights = copy.deepcopy(net), weights_of(net, x, 1.2)
+    expected = clipped(BookkeepingGradientSource(twin), twin, x, weights, 0.5, way=way)
+    source, named = BookkeepingGradientSource(net), list(net.named_parameters())
+    loss = loss_of(net, *delivered(x, weights))
+    out = [torch.zeros(p.numel()) for _, p in named]
+    with torch.autocast("cpu", torch.bfloat16), forced(way):
+        loss.backward()
+        source.add_clipped_sum(named, 0.5, out)
+        norms = source.norms(named)
+    assert_same(expected, (torch.cat(out), norms))
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16"])
+def test_reduced_products_are_not_used_for_norms_and_sums(monkeypatch, precision):
+    matmul = torch.backends.mkldnn.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch cannot tell")
+    seen = []
+    monkeypatch.setattr(layers.Outer, "_add_product", lambda *_: seen.append(matmul.fp32_precision))
+    kind = layers.KINDS[nn.Linear]
+    noting = kind._replace(kernel=lambda *a: seen.append(matmul.fp32_precision) or kind.kernel(*a))
+    monkeypatch.setitem(layers.KINDS, nn.Linear, noting)
+    net, x = made("linear")
+    source = BookkeepingGradientSource(net)
+    weights = weights_of(net, x, 1.0)
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = precision
+        clipped(source, net, x, weights, 1.0)
+        assert matmul.fp32_precision == precision
+    finally:
+        matmul.fp32_precision = before
+    assert seen == ["ieee"] * 6
+
+
+@pytest.mark.parametrize("kind", [BookkeepingGradientSource, HooksGradientSource])
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "record", "slope", "positions", "clip"),
+    [
+        (torch.float32, 1.5e19, 1.33e19, 1, 1e-6),  # C/norm is subnormal: it was rounded up, 1.12 C
+        (torch.float32, 1e17, 1.2e16, 1, 1e-12),  # 1.68 C
+        (torch.float32, 1e6, 1e12, 1, 1e-22),
+        (torch.float64, 1e153, 1e-162, 2, 1e-12),  # the squares of one underflow: it was 2000 C
+        (torch.float64, 1e-162, 1e153, 2, 1e-12),
+    ],
+)
+def test_no_record_passes_the_bound_where_numbers_end(
+    kind, has_bias, dtype, record, slope, positions, clip
+):
+    net = nn.Linear(1, 1, bias=has_bias).to(dtype)
+    source = kind(net, loss_reduction="sum")
+    shape = (1, 1) if positions == 1 else (1, positions, 1)
+    x = torch.full(shape, record, dtype=dtype)
+    if kind is BookkeepingGradientSource:
+        (x,) = delivered(x)
+    (net(x) * slope).sum().backward()
+    out = [torch.zeros(1, dtype=dtype) for _ in net.parameters()]
+    source.add_clipped_sum(list(net.named_parameters()), clip, out)
+    assert math.hypot(*map(float, out)) <= clip * (1 + 1e-6)

@@ -1,0 +1,208 @@
+"""What a batch shows before its backward pass, and after; and that it comes back into no other."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import delivered
+from torch import Tensor, nn
+
+from torch_dpbayes.errors import DPBayesError, LossError
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.followed import Delivery, Derived, Followed, Later
+
+pytestmark = pytest.mark.first_cases(1000)
+
+
+def batch(records=3, shown=5):
+    """A private model, and a batch of other than the expected size."""
+    net = nn.Linear(6, 4)
+    source = BookkeepingGradientSource(net)
+    x, y = torch.randn(records, 6), torch.randint(4, (records,))
+    return net, source, x, y, *delivered(x, y, shown=shown)
+
+
+def refused(code, work):
+    with pytest.raises(DPBayesError) as error:
+        work()
+    assert error.value.code == code, error.value
+
+
+@pytest.mark.parametrize("records", [0, 1, 3, 8])
+def test_the_number_of_records_does_not_show_before_backward(records):
+    net, _, x, y, a, b = batch(records)
+    out = net(a)
+    for t, width in (
+        (a, 6),
+        (b, None),
+        (out, 4),
+        (out.argmax(1), None),
+        (torch.zeros_like(b), None),
+    ):
+        shape = (5,) if width is None else (5, width)
+        assert t.shape == t.size() == shape and len(t) == t.shape[0] == t.size(0) == 5
+        assert t.numel() == 5 * (width or 1)
+    loss = F.cross_entropy(out, b)
+    assert loss.shape == () and "values after backward" in repr(out)
+    loss.backward()
+    assert len(a) == len(b) == len(out) == records
+    assert out.shape == (records, 4) and f"{out!r}".startswith("Derived(")
+
+
+def test_values_after_backward_are_those_of_torch():
+    net, source, x, y, a, b = batch()
+    out = net(a)
+    each = F.cross_entropy(out, b, reduction="none")
+    loss, hits, squares = each.mean(), (out.argmax(1) == b).float().mean(), out.square()
+    top, spread = out.detach().amax(), out.detach().std(0)
+    loss.backward()
+    with source.paused(), torch.no_grad():
+        true = net(x)
+    for found, expected in (
+        (a, x),
+        (b, y),
+        (out, true),
+        (each, F.cross_entropy(true, y, reduction="none")),
+        (loss, F.cross_entropy(true, y)),
+        (hits, (true.argmax(1) == y).float().mean()),
+        (squares, true.square()),
+        (top, true.amax()),
+        (spread, true.std(0)),
+        (out.softmax(1), true.softmax(1)),
+    ):
+        found = found.detach() if isinstance(found, Followed) else found
+        torch.testing.assert_close(found.as_subclass(Tensor), expected, rtol=1e-5, atol=1e-6)
+    assert loss.item() == pytest.approx(float(F.cross_entropy(true, y)), rel=1e-5)
+    assert b.tolist() == y.tolist() and (out.detach().numpy() == true.numpy()).all()
+    assert f"{loss:.4f}" == f"{loss.item():.4f}" and len(list(out)) == 3
+    assert torch.equal(pickle.loads(pickle.dumps(b)), y) and torch.equal(copy.deepcopy(b), y)
+
+
+def test_numbers_wait_for_backward():
+    net, _, _, _, a, b = batch()
+    loss = F.cross_entropy(net(a), b)
+    number = loss.item()
+    total = (2 * number + 1 - number / 2) * 1.0 - 0.5
+    assert isinstance(number, Later) and isinstance(total, Later)
+    assert f"{number:.3f}" == str(round(number, 2)) == "(after backward)"
+    loss.backward()
+    value = loss.item()
+    assert float(number) == value and float(total) == pytest.approx(1.5 * value + 0.5)
+    assert number == value and number <= value and f"{number:.3f}" == f"{value:.3f}"
+    assert int(number) == int(value) and round(number, 2) == round(value, 2)
+
+
+READS = {
+    "float of a number": lambda out, y: float(F.cross_entropy(out, y).item()),
+    "comparison of a number": lambda out, y: F.cross_entropy(out, y).item() > 1,
+    "truth": lambda out, y: bool((y > 1).any()),
+    "item of an output": lambda out, y: out[:, 0].detach().max().item(),
+    "tolist": lambda out, y: y.tolist(),
+    "numpy": lambda out, y: out.detach().numpy(),
+    "deepcopy": lambda out, y: copy.deepcopy(y),
+    "pickle": lambda out, y: pickle.dumps(y),
+    "format": lambda out, y: f"{y.float().mean():.2f}",
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_values_are_not_read_before_backward(name):
+    net, _, _, _, a, b = batch()
+    out = net(a)
+    refused("loss-number", lambda: READS[name](out, b))
+    # and the batch stays refused: what could have been learned is used no more
+    with pytest.raises(LossError):
+        F.cross_entropy(out, b).backward()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda out, y, hits: out.mean() * hits,
+        lambda out, y, hits: (out * hits).mean(),
+        lambda out, y, hits: out.mean() + hits,
+        lambda out, y, hits: torch.where(hits > 0.5, out, -out).mean(),
+        lambda out, y, hits: (out.T * hits).mean(),
+    ],
+)
+def test_sealed_metrics_meet_no_loss(use):
+    net, _, _, _, a, b = batch()
+    out = net(a)
+    hits = (out.argmax(1) == b).float().mean() + out.detach().std()
+    with pytest.raises(LossError):
+        use(out, b, hits).backward()
+
+
+def test_a_number_of_this_batch_meets_no_loss():
+    for use in (
+        lambda loss, number: loss * number,
+        lambda loss, number: number * loss,
+        lambda loss, number: loss / (1 + number),
+        lambda loss, number: loss - number,
+    ):
+        net, _, _, _, a, b = batch()
+        loss = F.cross_entropy(net(a), b)
+        with pytest.raises(LossError):
+            use(loss, loss.item()).backward()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net, x, y, old: F.cross_entropy(net(x) + old[0], y),
+        lambda net, x, y, old: F.cross_entropy(net(x - old[1]), y),
+        lambda net, x, y, old: F.cross_entropy(net(x), old[2]),
+        lambda net, x, y, old: F.cross_entropy(net(torch.cat([x, old[1]])), y),
+        lambda net, x, y, old: F.cross_entropy(net(old[1]), y),
+        lambda net, x, y, old: F.cross_entropy(net(x), y) * old[3],
+        lambda net, x, y, old: F.cross_entropy(net(x), y) * old[4],
+        lambda net, x, y, old: F.cross_entropy(net(x) * (1 + 0 * old[0].mean(0)), y),
+    ],
+)
+def test_what_was_computed_from_earlier_records_is_refused(use):
+    net, source = nn.Linear(6, 4), None
+    source = BookkeepingGradientSource(net)
+    deliver, old = Delivery(3), None
+    for k in range(2):
+        x, y = deliver((torch.randn(3, 6), torch.randint(4, (3,))), 3)
+        out = net(x)
+        loss = F.cross_entropy(out, y) if old is None else None
+        if old is None:
+            loss.backward()
+            old = out.detach(), x, y, loss.detach(), out.detach().amax() * 2
+            assert isinstance(old[4], Derived)
+            source.discard(())
+        else:
+            source.discard(())
+            with pytest.raises(LossError):
+                use(net, x, y, old).backward()
+
+
+def test_one_backward_pass_for_each_batch():
+    net, source, x, y, a, b = batch()
+    loss = F.cross_entropy(net(a), b)
+    loss.backward()
+    refused("loss-twice", loss.backward)
+    deliver = Delivery(3)
+    first = deliver((x, y), 3)
+    late = F.cross_entropy(net(first[0]), first[1])
+    deliver((x, y), 3)
+    refused("loss-twice", late.backward)
+
+
+def test_what_is_collated_of_several_records_is_no_row():
+    """A tensor without a row for each record may have been made of all of them."""
+    net, _, x, y, _, _ = batch()
+    a, mean = Delivery(3)((x, x.mean(0)), 3)
+    assert isinstance(a, Followed) and isinstance(mean, Derived)
+    with pytest.raises(LossError):
+        net(a - mean)
+
+
+def test_mappings_and_nested_batches_keep_their_types():
+    x, y = torch.randn(3, 6), torch.randint(4, (3,))
+    given = Delivery(4)({"x": x, "rest": [(y, "text"), None]}, 3)
+    assert isinstance(given["x"], Followed) and isinstance(given["rest"][0][0], Followed)
+    assert given["rest"][0][1] == "text" and given["rest"][1] is None

@@ -1,0 +1,739 @@
+"""Models that run for one record at a time: what the map computes, and what it prevents."""
+
+import gc
+import threading
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of
+from opacus.layers import DPLSTM, DPMultiheadAttention
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from torch_dpbayes.errors import DPBayesError, ModelError
+from torch_dpbayes.per_sample import vmap
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.nested import Nested
+from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap, one_record_only
+from torch_dpbayes.per_sample.vmap import VmapGradientSource
+
+pytestmark = pytest.mark.first_cases(1000)
+SOURCES = pytest.mark.parametrize(
+    "make", [BookkeepingGradientSource, VmapGradientSource], ids=["bookkeeping", "vmap"]
+)
+MODES = pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
+FLAT, SEQUENCE, IMAGE = (6,), (5, 6), (2, 4, 4)
+
+
+class Call(nn.Module):
+    """A linear layer before and after ``function``."""
+
+    def __init__(self, function=torch.tanh):
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(6, 6), nn.Linear(6, 3), function
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+class Of(nn.Module):
+    """``function(self, x)`` with some layers."""
+
+    def __init__(self, function, **layers):
+        super().__init__()
+        self.function = function
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def with_positions(net, x):
+    return net.head((net.first(x) + net.position(torch.arange(x.shape[1]))).tanh().mean(1))
+
+
+def with_class_token(net, x):
+    x = torch.cat([net.token.expand(len(x), -1, -1), net.first(x)], 1)
+    x = x + net.attention(x, x, x, need_weights=False)[0]
+    return net.head(F.linear(x[:, 0], net.first.weight))
+
+
+def patches(net, x):
+    """Several rows of one record in convolutions and norms."""
+    rows = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
+    return net.head(net.norm(net.patch(rows)).reshape(len(x), -1))
+
+
+def steps(net, x):
+    """Time in dimension 0 of one layer, and one layer at every step."""
+    n, length = x.shape[:2]
+    x, h = net.lift(x.reshape(n * length, -1)).tanh().reshape(n, length, -1), x.new_zeros(n, 4)
+    for k in range(length):
+        h = torch.tanh(net.cell(torch.cat([x[:, k], h], 1)))
+    return net.head(h)
+
+
+def fused_attention(net, x):
+    q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in net.qkv(x).chunk(3, -1))
+    mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    y = F.scaled_dot_product_attention(q, k, v, mask)
+    y = y + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return net.head(y.transpose(1, 2).flatten(2).mean(1))
+
+
+def lstm_cell(net, x):
+    h = c = x.new_zeros(len(x), 6)
+    for k in range(x.shape[1]):
+        h, c = net.cell(x[:, k], (h, c))
+    return net.head(h)
+
+
+def sorting(net, x):
+    """Rows change places, and come back."""
+    order = x[:, 0].argsort()
+    return net.head(torch.tanh(net.first(x[order]))[order.argsort()])
+
+
+def checkpointed(net, x, is_reentrant=False):
+    return net.head(checkpoint(net.first, x, use_reentrant=is_reentrant).tanh())
+
+
+def scaled(net, x):
+    """A parameter and a layer in one module, as ConvNeXt's blocks have them."""
+    return x + net.scale * net.head(F.dropout(x, 0.0))[:, :1]
+
+
+def head(width=6):
+    return nn.Linear(width, 3)
+
+
+def attention():
+    return nn.MultiheadAttention(6, 2, batch_first=True)
+
+
+MODELS = {
+    "mlp": (Call, FLAT),
+    "one layer": (head, FLAT),
+    "one layer twice": (
+        lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer, head()))(nn.Linear(6, 6)),
+        FLAT,
+    ),
+    "layer norm": (lambda: Call(nn.LayerNorm(6)), FLAT),
+    "rms norm": (lambda: Call(nn.RMSNorm(6)), FLAT),
+    "convolutions": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU()),
+            *(nn.InstanceNorm2d(4, affine=True), nn.MaxPool2d(2), nn.Flatten(1), head(16)),
+        ),
+        IMAGE,
+    ),
+    "positions": (
+        lambda: Of(
+            with_positions, first=nn.Linear(6, 4), position=nn.Embedding(5, 4), head=head(4)
+        ),
+        SEQUENCE,
+    ),
+    "class token": (
+        lambda: Of(
+            with_class_token,
+            token=nn.Parameter(torch.randn(1, 1, 6)),
+            first=nn.Linear(6, 6),
+            attention=attention(),
+            head=head(),
+        ),
+        SEQUENCE,
+    ),
+    "patches": (
+        # groups of two values often have hardly a variance, and no two ways the same gradient
+        lambda: Of(patches, patch=nn.Conv2d(2, 16, 2), norm=nn.GroupNorm(2, 16), head=head(64)),
+        IMAGE,
+    ),
+    "time folded": (
+        lambda: Of(steps, lift=nn.Linear(6, 4), cell=nn.Linear(8, 4), head=head(4)),
+        SEQUENCE,
+    ),
+    "Opacus' LSTM": (
+        lambda: Of(
+            lambda net, x: net.head(net.lstm(x)[0][:, -1]),
+            lstm=DPLSTM(6, 5, batch_first=True),
+            head=head(5),
+        ),
+        SEQUENCE,
+    ),
+    "LSTM's cell": (lambda: Of(lstm_cell, cell=nn.LSTMCell(6, 6), head=head()), SEQUENCE),
+    "Opacus' attention": (
+        lambda: Of(
+            lambda net, x: net.head(net.attention(x, x, x)[0].mean(1)),
+            attention=DPMultiheadAttention(6, 2, batch_first=True),
+            head=head(),
+        ),
+        SEQUENCE,
+    ),
+    "fused attention": (
+        lambda: Of(fused_attention, qkv=nn.Linear(6, 18), head=head()),
+        SEQUENCE,
+    ),
+    "torch's encoder": (
+        lambda: nn.Sequential(
+            nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
+            *(nn.Flatten(1), head(30)),
+        ),
+        SEQUENCE,
+    ),
+    "embedding": (
+        lambda: Of(
+            lambda net, x: net.head(net.embedding(x).mean(1)),
+            embedding=nn.Embedding(20, 6, padding_idx=0),
+            head=head(),
+        ),
+        None,
+    ),
+    "sorting": (lambda: Of(sorting, first=nn.Linear(6, 6), head=head()), FLAT),
+    "checkpoint": (lambda: Of(checkpointed, first=nn.Linear(6, 6), head=head()), FLAT),
+    "old checkpoint": (
+        lambda: Of(lambda net, x: checkpointed(net, x, True), first=nn.Linear(6, 6), head=head()),
+        FLAT,
+    ),
+    "scale beside a layer": (
+        lambda: nn.Sequential(Of(scaled, scale=nn.Parameter(torch.ones(6)), head=head()), head()),
+        FLAT,
+    ),
+    "weight norm": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), head()),
+        FLAT,
+    ),
+    "pruned": (
+        lambda: nn.Sequential(nn.utils.prune.l1_unstructured(nn.Linear(6, 6), "weight", 9), head()),
+        FLAT,
+    ),
+    "another weight by a functional call": (
+        lambda: Of(
+            lambda net, x: net.head(
+                torch.func.functional_call(
+                    net.first, {"weight": net.first.weight.clamp(min=0)}, (x,)
+                )
+            ),
+            first=nn.Linear(6, 6),
+            head=head(),
+        ),
+        FLAT,
+    ),
+    "a layer in vmap": (lambda: Of(lambda net, x: torch.vmap(net.head)(x), head=head()), FLAT),
+    "a layer's derivative": (
+        lambda: Of(
+            lambda net, x: net.head(torch.func.grad(lambda x: net.first(x).tanh().sum())(x)),
+            first=nn.Linear(6, 6),
+            head=head(),
+        ),
+        FLAT,
+    ),
+}
+
+
+def of_name(name, n=7):
+    make, shape = MODELS[name]
+    x = torch.randint(20, (n, 4)) if shape is None else torch.randn(n, *shape)
+    return make(), x, torch.randint(3, (n,))
+
+
+def expected_sum(net, x, y, clip=0.3):
+    loss = lambda net, x, y: F.cross_entropy(net(x), y)  # noqa: E731
+    return clipped_rows(gradients_of_records(net, loss, (x, y)), clip)
+
+
+@MODES
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_clipped_sum_is_that_of_records_run_by_themselves(name, mode):
+    net, x, y = of_name(name)
+    expected = expected_sum(net, x, y)
+    net, optimizer, loader = private(net, x, y, clip=0.3, grad_sample_mode=mode)
+    assert optimizer.independence.startswith("by construction")
+    for a, b in loader:
+        F.cross_entropy(net(a), b).backward()
+        found = sum_of(optimizer.release.source, net, 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@SOURCES
+@pytest.mark.parametrize("name", ["mlp", "convolutions", "fused attention", "torch's encoder"])
+def test_the_public_way_out_of_vmap_gives_the_same(name, make, monkeypatch):
+    net, x, y = of_name(name)
+    expected = expected_sum(net, x, y)
+    monkeypatch.setattr(RecordMap.__init__, "__kwdefaults__", {"leaves": True, "use_steps": False})
+    source = make(net)
+    a, b = delivered(x, y)
+    F.cross_entropy(net(a), b).backward()
+    torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
+
+
+@SOURCES
+def test_dropout_differs_between_records(make):
+    net = nn.Sequential(nn.Linear(6, 400), nn.Dropout(0.5))
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.fill_(1.0)
+    source = make(net)
+    (x,) = delivered(torch.randn(2, 6))
+    out = net(x)
+    out.mean().backward()
+    assert 100 < int((out[0] != out[1]).sum()) < 300  # 200 ± 10
+    source.remove()
+
+
+# -- what mixes records on whole batches does not here ---------------------------------------------
+
+MIXING = {
+    "centring": lambda h: h - h.mean(0),
+    "batch norm": lambda h: F.batch_norm(h, None, None, training=True) if len(h) > 1 else h,
+    "softmax over the batch": lambda h: h.softmax(0),
+    "roll": lambda h: h.roll(1, 0),
+    "the batch size": lambda h: h / len(h),
+    "the largest record": lambda h: h / h.abs().amax(),
+}
+
+
+@SOURCES
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_would_mix_records_sees_one_of_them(name, make):
+    net, x, y = Call(MIXING[name]), torch.randn(7, 6), torch.randint(3, (7,))
+    expected = expected_sum(net, x, y)
+    source = make(net)
+    a, b = delivered(x, y)
+    F.cross_entropy(net(a), b).backward()
+    torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
+
+
+@MODES
+def test_an_operation_outside_the_map_would_be_found(mode, monkeypatch):
+    inside = RecordMap.__call__
+
+    def leaking(self, function, tensors):
+        if len(tensors[0]) > 1:
+            tensors = [
+                t - t.mean(0) if t.is_floating_point() and t.dim() == 3 else t for t in tensors
+            ]
+        return inside(self, function, tensors)
+
+    monkeypatch.setattr(RecordMap, "__call__", leaking)
+    with pytest.raises(ModelError) as error:
+        private(Call(), torch.randn(7, 6), torch.randint(3, (7,)), grad_sample_mode=mode)
+    assert error.value.code == "model-mixes"
+
+
+# -- what does not stay inside, or looks -----------------------------------------------------------
+
+KEPT: list[Tensor] = []
+
+
+def keep_attribute(net, h):
+    net.kept = h
+
+
+def keep_in_list(net, h):
+    net.__dict__.setdefault("box", []).append(h)
+
+
+def keep_global(net, h):
+    KEPT.append(h)
+
+
+def keep_in_a_cycle(net, h):
+    net.__dict__["cycle"] = box = [h]
+    box.append(box)
+
+
+@MODES
+@pytest.mark.parametrize("keep", [keep_attribute, keep_in_list, keep_global, keep_in_a_cycle])
+def test_a_tensor_that_outlives_the_pass_is_refused(keep, mode):
+    def function(net, x):
+        h = net.first(x)
+        keep(net, h)
+        return net.head(h.tanh())
+
+    net = Of(function, first=nn.Linear(6, 6), head=head())
+    try:
+        with pytest.raises(DPBayesError) as error:
+            private(net, torch.randn(7, 6), torch.randint(3, (7,)), grad_sample_mode=mode)
+        assert error.value.code == "model-kept"
+    finally:
+        KEPT.clear()
+
+
+def test_a_reference_cycle_within_the_pass_is_none_of_it():
+    def function(net, x):
+        box = [net.head(x)]
+        box.append(box)
+        return box[0]
+
+    gc.disable()
+    try:
+        private(Of(function, head=head()), torch.randn(7, 6), torch.randint(3, (7,)))
+    finally:
+        gc.enable()
+
+
+class Own(torch.autograd.Function):
+    """Identity, whose vmap rule subtracts the mean over the batch."""
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x - x.mean(in_dims[0], keepdim=True), in_dims[0]
+
+
+class Generated(torch.autograd.Function):
+    generate_vmap_rule = True
+    forward, setup_context, backward = Own.forward, Own.setup_context, Own.backward
+
+
+class Centring(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out - out.mean(0) if func is torch.ops.aten.sin.default else out
+
+
+class Calling(torch.Tensor):
+    """Calls a function with a vmap rule of its own, where torch functions are seen no more."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return Own.apply(args[0]) if func is Tensor.add else func(*args, **(kwargs or {}))
+
+
+@torch.library.custom_op("torch_dpbayes_tests::with_a_rule", mutates_args=())
+def with_a_rule(h: Tensor) -> Tensor:
+    return h.clone()
+
+
+with_a_rule.register_autograd(lambda ctx, g: g)
+with_a_rule.register_vmap(
+    lambda info, in_dims, h: (h - h.mean(in_dims[0], keepdim=True), in_dims[0])
+)
+
+
+def by_dispatch_mode(h):
+    with Centring():
+        return torch.sin(h)
+
+
+def by_callback(h):
+    return F.triplet_margin_with_distance_loss(
+        h, h, h, distance_function=lambda a, b: (a - b).sum(-1), reduction="none"
+    )
+
+
+def hooked(h):
+    h.register_hook(lambda g: g)
+    return h
+
+
+def hooked_node(h):
+    if h.grad_fn is not None:
+        h.grad_fn.register_hook(lambda *_: None)
+    return h
+
+
+def with_saved_tensors(h):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return h.tanh()
+
+
+REFUSED = {
+    "vmap rule": Own.apply,
+    "generated vmap rule": Generated.apply,
+    "dispatch mode": by_dispatch_mode,
+    "function that a torch function calls": by_callback,
+    "operator with a batching rule": lambda h: with_a_rule(h),
+    "operator packet": lambda h: torch.ops.torch_dpbayes_tests.with_a_rule(h),
+    "class of tensors": lambda h: h.add(torch.zeros(6).as_subclass(Calling)),
+    "memory beside it": lambda h: h + h.detach().clone().resize_(1, 12)[:, 6:],
+    "hook on a tensor": hooked,
+    "hook on a node": hooked_node,
+    "hooks on saved tensors": with_saved_tensors,
+    "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
+    "item": lambda h: h / max(1.0, h.norm().item()),
+    "int": lambda h: h[:, : 6 + int((h > 1e6).sum())],
+    "numpy": lambda h: h * float(h.detach().numpy().size > 0),
+    "equal": lambda h: h if not torch.equal(h, h * 2) else -h,
+    "in": lambda h: h if 12345.0 not in h else -h,
+    "one_hot without num_classes": lambda h: h + F.one_hot(h.argmax(-1)).sum(),
+    "one tensor for all": lambda h: torch.zeros(1, 6).copy_(h),
+    "requires_grad_": lambda h: torch.autograd.functional.vjp(torch.tanh, h, h)[1],
+}
+
+
+@MODES
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_sees_more_than_one_record_is_refused(name, mode):
+    """In one sentence that names the module."""
+    net = nn.Sequential(nn.Linear(6, 6), Of(lambda _, h: REFUSED[name](h)), head())
+    with pytest.raises(ModelError) as error:
+        private(net, torch.randn(7, 6), torch.randint(3, (7,)), grad_sample_mode=mode)
+    assert error.value.code == "model-map" and "module '1'" in str(error.value)
+    assert not any("forward" in module.__dict__ for module in net.modules())
+
+
+@SOURCES
+def test_text_of_a_tensor_holds_no_record(make):
+    texts = []
+    net = Call(lambda h: texts.append(f"{h!r}, {[h]}") or torch.tanh(h))
+    with torch.no_grad():
+        net.first.weight.copy_(torch.eye(6))
+        net.first.bias.zero_()
+    source = make(net)
+    net(*delivered(torch.full((5, 6), 7.25)))
+    source.discard(())
+    source.remove()
+    net(torch.full((5, 6), 7.25))
+    mapped, plain = texts
+    assert "7.25" in plain and "7.25" not in mapped and mapped.count("size=(1, 6)") == 2
+
+
+@SOURCES
+def test_a_function_mode_around_the_model_is_refused(make):
+    class Ours(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    source = make(net := Call())
+    (x,) = delivered(torch.randn(4, 6))
+    with torch.device("cpu"):  # one of torch's
+        net(x)
+    source.discard(())
+    with pytest.raises(CannotBeMapped), Ours():
+        net(x)
+
+
+def test_a_layer_with_code_of_its_own_stays_in_the_map():
+    convolution, linear = nn.Conv2d(2, 3, 3), nn.Linear(27, 2)
+    convolution._conv_forward = types.MethodType(type(convolution)._conv_forward, convolution)
+    linear.weight = type("Own", (nn.Parameter,), {})(linear.weight.detach())
+    net = nn.Sequential(convolution, nn.Flatten(1), linear, nn.Linear(2, 2))
+    assert [layer.name for layer in BookkeepingGradientSource(net)._layers] == ["3"]
+
+
+@pytest.mark.parametrize("place, name", [(nn.Linear, "forward"), (F, "linear")])
+def test_a_function_that_was_exchanged_for_all_layers_stays_in_the_map(place, name, monkeypatch):
+    before = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *given: before(*given))
+    assert not BookkeepingGradientSource(Call())._layers
+
+
+@MODES
+@pytest.mark.parametrize("place, name", [(nn.Linear, "forward"), (F, "linear")])
+def test_code_of_whole_batches_that_is_exchanged_later_is_refused(place, name, mode, monkeypatch):
+    net, x, y = of_name("mlp")
+    expected = expected_sum(net, x, y)
+    before = getattr(place, name)
+    source = (BookkeepingGradientSource if mode == "bookkeeping" else VmapGradientSource)(net)
+    monkeypatch.setattr(place, name, lambda *given: before(*given))
+    a, b = delivered(x, y)
+    if mode == "bookkeeping":
+        with pytest.raises(DPBayesError) as error:
+            net(a)
+        assert error.value.code == "step-changed"
+    else:  # all of it runs in the map
+        F.cross_entropy(net(a), b).backward()
+        torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_with_operands_of_several_dimensions_stays_within_a_record():
+    q, k = torch.randn(3, 1, 2, 4, 4), torch.randn(3, 2, 5, 4)
+    other = k.clone()
+    other[0] += 100
+
+    def attend(inside):
+        return [F.scaled_dot_product_attention(inside[0], inside[1], inside[1])]
+
+    first, second = RecordMap(3)(attend, [q, k])[0], RecordMap(3)(attend, [q, other])[0]
+    assert torch.equal(first[1:], second[1:]) and not torch.equal(first[0], second[0])
+
+
+# -- passes that end early, and threads ------------------------------------------------------------
+
+
+@SOURCES
+def test_a_pass_that_raised_is_none(make):
+    fails = [1]
+
+    def function(h):
+        if fails:
+            raise KeyError("no luck")
+        return torch.tanh(h)
+
+    net, x, y = Call(function), torch.randn(7, 6), torch.randint(3, (7,))
+    source = make(net)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            net(*delivered(x))
+    fails.clear()
+    a, b = delivered(x, y)
+    F.cross_entropy(net(a), b).backward()
+    found = sum_of(source, net, 0.3)
+    source.remove()
+    torch.testing.assert_close(found, expected_sum(net, x, y), rtol=1e-4, atol=1e-5)
+
+
+@SOURCES
+def test_evaluation_in_another_thread_does_not_matter(make):
+    inside, done, is_training = threading.Event(), threading.Event(), threading.local()
+
+    def function(h):
+        if hasattr(is_training, "wait"):
+            inside.set()
+            assert done.wait(20)
+        return torch.tanh(h)
+
+    net, x, y = Call(function), torch.randn(7, 6), torch.randint(3, (7,))
+    expected, source = expected_sum(net, x, y), make(net)
+    others: list[object] = []
+
+    def evaluate():
+        assert inside.wait(20)
+        try:
+            with torch.no_grad():
+                others.append(net(x))
+            try:
+                net(x)
+            except DPBayesError as error:
+                others.append(error.code)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    is_training.wait = True
+    a, b = delivered(x, y)
+    F.cross_entropy(net(a), b).backward()
+    thread.join()
+    torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
+    assert others[1] == "step-threads" and others[0].shape == (7, 3)
+
+
+# -- vmap in chunks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("held, runs", [(2**25, 1), (0, 5 + 5)])
+def test_records_of_one_chunk_run_once(held, runs, monkeypatch):
+    monkeypatch.setattr(vmap, "_NUMBERS_HELD", held)
+    calls = []
+    net = Call(lambda h: calls.append(1) or torch.tanh(h))
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    expected = expected_sum(net, x, y)
+    calls.clear()
+    source = VmapGradientSource(net)
+    a, b = delivered(x, y)
+    F.cross_entropy(net(a), b).backward()
+    torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == runs
+
+
+def test_the_random_numbers_of_the_forward_pass_are_those_of_gradients(monkeypatch):
+    monkeypatch.setattr(vmap, "_NUMBERS_HELD", 0)
+    net = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    source = VmapGradientSource(net)
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    a, b = delivered(x, y)
+    out = net(a)
+    F.cross_entropy(out, b).backward()
+    found = source.per_record_gradients(net[2].bias)
+    torch.testing.assert_close(
+        found, out.detach().as_subclass(Tensor).softmax(1) - F.one_hot(y, 3), rtol=0, atol=1e-5
+    )
+
+
+def test_records_that_come_out_differently_when_run_again_are_refused(monkeypatch):
+    monkeypatch.setattr(vmap, "_NUMBERS_HELD", 0)
+    net = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3))
+    source = VmapGradientSource(net)
+    x, y = delivered(torch.randn(5, 6), torch.randint(3, (5,)))
+    F.cross_entropy(net(x), y).backward()
+    net.eval()
+    with pytest.raises(DPBayesError) as error:
+        source.per_record_gradients(net[0].weight)
+    assert error.value.code == "step-changed"
+
+
+@pytest.mark.parametrize("held", [2**25, 0])
+def test_records_may_leave_nothing_behind_in_any_pass(held, monkeypatch):
+    monkeypatch.setattr(vmap, "_NUMBERS_HELD", held)
+    is_keeping: list[int] = []
+
+    def keep(h):
+        KEPT.extend([h] * len(is_keeping))
+        return torch.tanh(h)
+
+    net, x, y = Call(keep), torch.randn(3, 6), torch.randint(3, (3,))
+    source = VmapGradientSource(net)
+    try:
+        for k in range(2):
+            is_keeping += [1] * k
+            a, b = delivered(x, y)
+            with pytest.raises(DPBayesError) if k else torch.enable_grad():
+                F.cross_entropy(net(a), b).backward()
+                sum_of(source, net, 0.3)
+    finally:
+        KEPT.clear()
+
+
+# -- nested values ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Pair:
+    first: Tensor
+    second: Tensor
+    note: str = "fine"
+
+
+def test_nested_values_are_taken_apart_and_put_together():
+    value = (
+        {"a": torch.ones(2), "b": [torch.zeros(2), 3, None]},
+        Pair(torch.ones(1), torch.ones(1)),
+    )
+    nested = Nested(value)
+    assert len(nested.tensors) == 4 and not nested.strangers
+    again = nested.rebuilt([t + 1 for t in nested.tensors])
+    assert torch.equal(again[0]["a"], torch.full((2,), 2.0)) and again[0]["b"][1:] == [3, None]
+    assert again[1].note == "fine" and Nested(object()).strangers
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("form", ["rows", "offsets", "all offsets"])
+def test_bags_of_one_record_are_those_of_torch(mode, is_padded, form):
+    weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    options = {"mode": mode, "padding_idx": -2 if is_padded else None}
+    indices = torch.randint(7, (4, 5) if form == "rows" else (20,))
+    if is_padded:
+        indices.flatten()[:5] = 5  # a bag with nothing in it
+    if form != "rows":
+        options["include_last_offset"] = form == "all offsets"
+        options["offsets"] = torch.tensor([0, 5, 6, 6, 17, *([20] * (form == "all offsets"))])
+    if mode == "sum":
+        options["per_sample_weights"] = torch.randn(indices.shape, dtype=torch.float64)
+    expected = F.embedding_bag(indices, weight, **options)
+    (gradient,) = torch.autograd.grad(expected.square().sum(), weight)
+    with one_record_only():
+        found = F.embedding_bag(indices, weight, **options)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), weight)[0], gradient)
