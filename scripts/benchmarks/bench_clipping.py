@@ -35,7 +35,7 @@ KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**3
 WAYS = {
     "plain": "plain SGLD",
     "ours": "torch_dpbayes",
-    "whole": "whole batches",
+    "vouched": "torch_dpbayes, vouched for",
     "vmap": "vmap",
     "hooks": "Opacus hooks",
     "ghost": "Opacus ghost",
@@ -196,10 +196,11 @@ def stepper(way: str, name: str, batches: int = 1) -> Callable[[], None]:
                     p.grad.add_(torch.randn_like(p), alpha=std).add_(p, alpha=1 / RECORDS)
                     p.add_(p.grad, alpha=-LR)
 
-    elif way in ("ours", "whole", "vmap"):
+    elif way in ("ours", "vouched", "vmap"):
         import torch_dpbayes as dpb
         from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
-        from torch_dpbayes.clipping.isolated import IsolatedGradientSource
+        from torch_dpbayes.per_sample.followed import Delivery
+        from torch_dpbayes.per_sample.vmap import VmapGradientSource
 
         # what make_private builds, less the loader, whose Poisson draws would vary the batch
         private = dpb.optim.DPSGLD(
@@ -211,14 +212,16 @@ def stepper(way: str, name: str, batches: int = 1) -> Callable[[], None]:
             sampling="poisson",
         )
         private.release.source = (
-            IsolatedGradientSource(net)
+            VmapGradientSource(net)
             if way == "vmap"
-            else BookkeepingGradientSource(net, is_mapped=way == "ours")
+            else BookkeepingGradientSource(net, assume_independent=way == "vouched")
         )
+        deliver = Delivery(n)
 
         def step() -> None:
             private.zero_grad()
-            F.cross_entropy(net(x), y).backward()
+            inputs, targets = (x, y) if way == "vouched" else deliver((x, y), n)
+            F.cross_entropy(net(inputs), targets).backward()
             private.step()
 
     else:
@@ -373,7 +376,7 @@ def main() -> None:
         return
     rows: dict[str, dict[str, dict[str, float]]] = {}
     print(
-        "| model | | plain | torch_dpbayes | isolated | Opacus ghost | Opacus hooks | to reach"
+        "| model | | plain | torch_dpbayes | vmap | Opacus ghost | Opacus hooks | to reach"
         " |\n|---|---|---|---|---|---|---|---|"
     )
     for name in arguments.models:

@@ -149,10 +149,9 @@ def trained(
     *,
     model: str = "dense",
     mode: str | None = None,
-    whole_batches: bool = False,
     own_loss: bool = False,
+    is_vouched: bool = False,
     schedule: str | None = None,
-    kernels: Mapping[str, str] | None = None,
     physical_batch: int | None = None,
     resumed: bool = False,
     neighboring: str = "add_or_remove_one",
@@ -165,8 +164,6 @@ def trained(
     net, x = make(), inputs()
     if x.is_floating_point():
         net, x = net.to(dtype), x.to(dtype)
-    if whole_batches:
-        net.register_forward_hook(lambda *_: None)  # sees whole batches, and so does the library
     data = TensorDataset(x, torch.randint(CLASSES, (RECORDS,)))
     seed = number_of(name)
     loader = DataLoader(data, batch_size, generator=torch.Generator().manual_seed(seed))
@@ -181,7 +178,7 @@ def trained(
         max_grad_norm=0.8,
         noise_multiplier=1.1,
         grad_sample_mode=mode,
-        clipping_kernels=kernels,
+        assume_independent_records=is_vouched or mode == "hooks",
         loss=loss_of if own_loss else None,
     )
     scheduler = None if schedule is None else SCHEDULES[schedule](optimizer)
@@ -600,16 +597,11 @@ def _cases() -> dict[str, Case]:
     for model in MODELS:
         if model != "recurrent":
             train(f"{model}, book-keeping mapped", "DPSGLD", model=model)
-            train(f"{model}, isolated", "DPSGLD", model=model, mode="vmap")
+            train(f"{model}, vmap", "DPSGLD", model=model, mode="vmap")
             train(f"{model}, own loss", "DPSGLD", model=model, own_loss=True)
         if model != "dropout":
-            train(f"{model}, whole batches", "DPSGLD", model=model, whole_batches=True)
+            train(f"{model}, vouched for", "DPSGLD", model=model, is_vouched=True)
             train(f"{model}, hooks", "DPSGLD", model=model, mode="hooks")
-    for way in ("gram", "unfold", "grouped", "loop"):
-        kernels = {"0": way, "3": way}
-        train(f"convolutions, {way}", "DPSGLD", model="convolutional", kernels=kernels)
-    for way in ("gram", "instantiate"):
-        train(f"sequences, {way}", "DPSGLD", model="sequence", kernels={"hidden": way})
     add("engine: plans and calibration", engine_numbers)
 
     for relation in RELATIONS:

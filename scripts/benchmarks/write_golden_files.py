@@ -1,9 +1,9 @@
-"""Writes tests/golden/: what this version of the library saves, computes and refuses.
+"""Writes tests/golden/: what this version of the library saves and computes.
 
     python scripts/benchmarks/write_golden_files.py
 
 tests/test_golden_files.py reads the files with later versions. Write them anew only where a file
-format, a number or a refusal changed on purpose, and say so in the changelog.
+format or a number changed on purpose, and say so in the changelog.
 draws_without_darts.pt is of an earlier version and stays: positions of saved runs, and the six
 draws after each.
 """
@@ -15,9 +15,7 @@ import copy
 import json
 import logging
 import pickle
-import re
 import sqlite3
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -206,42 +204,7 @@ def write_ledger() -> dict[str, Any]:
     return ledger_values(path)
 
 
-def refusal(name: str, mode: str | None) -> dict[str, Any]:
-    """What make_private says to one of the bad models of tests/support/model_zoo.py."""
-    from support.model_zoo import REFUSED, make_private
-
-    make, shape, _ = REFUSED[name]
-    torch.manual_seed(0)
-    try:
-        make_private(make(), shape, grad_sample_mode=mode)
-    except Exception as error:
-        kinds = [kind.__name__ for kind in type(error).__mro__]
-        return {"types": kinds, "message": str(error)}
-    return {"types": ["none"], "message": ""}
-
-
-def key_words(message: str, wanted: list[str]) -> list[str]:
-    """The words that the test of this model asks for, and the modules and parameters named."""
-    quoted = re.findall(r"'[A-Za-z0-9_.]+'", message)
-    return sorted({*quoted, *(word for word in wanted if word in message)})
-
-
-def refusals() -> list[dict[str, Any]]:
-    from support.model_zoo import REFUSED
-
-    found = []
-    for name, (_, _, wanted) in REFUSED.items():
-        for mode in (None, "hooks"):
-            said = refusal(name, mode)
-            words, message = key_words(said["message"], wanted), said["message"]
-            kind = "ValueError" if "ValueError" in said["types"] else said["types"][0]
-            old = {"model": name, "mode": mode, "type": kind}
-            found.append({**old, "message": message, "key_words": words})
-    return found
-
-
 def main() -> None:
-    sys.path.insert(0, str(ROOT / "tests"))
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     GOLDEN.mkdir(exist_ok=True)
@@ -258,8 +221,7 @@ def main() -> None:
         "ledger": write_ledger(),
         "pickles": pickles,
     }
-    for name, content in (("values", values), ("refusals", refusals())):
-        (GOLDEN / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (GOLDEN / "values.json").write_text(json.dumps(values, indent=1) + "\n")
     for file in sorted(GOLDEN.iterdir()):
         print(f"{file.name}: {file.stat().st_size / 1000:.1f} kB")
 

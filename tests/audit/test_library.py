@@ -13,6 +13,7 @@ from support.audits import (
     differences,
     sums,
 )
+from support.training import recorded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,7 +42,7 @@ def train(dataset, engine, *, factory, rate, mode):
         target_epsilon=8.0,
         target_delta=1e-5,
         epochs=epochs,
-        grad_sample_mode=mode,
+        **recorded(mode),
     )
     for _ in range(epochs):
         for x, y in loader:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from scipy import stats
+from support.training import recorded
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -74,8 +75,8 @@ def fits(sample, law):
         {},
         {"factory": partial(dpb.optim.DPSGNHT, lr=1e-6, temperature=1e-8)},
         {"factory": partial(dpb.optim.DPSGHMC, lr=0.01, temperature=1e-8)},
-        {"grad_sample_mode": "vmap"},
-        {"grad_sample_mode": "hooks"},
+        recorded("vmap"),
+        recorded("hooks"),
     ],
 )
 @pytest.mark.first_cases(2)

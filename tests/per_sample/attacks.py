@@ -6,9 +6,6 @@ Record 0 is an outlier. Most programs turn the sign of all gradients if it is th
 
 import copy
 import hashlib
-import io
-import operator
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -50,11 +47,8 @@ def flip(value: Any, limit: float = 20.0) -> Any:
     return 1 - 2 * (value > limit) if isinstance(value, Tensor) else 1 - 2 * int(value > limit)
 
 
-def saved(t: Tensor) -> Tensor:
-    file = io.BytesIO()
-    torch.save(t, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+def turned(out: Tensor, t: Tensor, value: Any, limit: float = 20.0) -> Tensor:
+    return rows(out, t).mean() * flip(value, limit)
 
 
 def caught(work: Callable[[], Any]) -> bool:
@@ -71,60 +65,24 @@ MIXING: dict[str, Program] = {
     "contrastive": lambda out, t: F.cross_entropy(
         F.normalize(out, dim=1) @ F.normalize(out, dim=1).T / 0.1, torch.arange(len(out))
     ),
-    "contrastive after dropout": lambda out, t: F.cross_entropy(
-        F.normalize(F.dropout(out, 0.1), dim=1) @ out.roll(1, 1).t(), torch.arange(len(out))
-    ),
     "centred": lambda out, t: ((out - out.mean(0)) ** 2).mean(),
     "hard examples by topk": lambda out, t: rows(out, t).topk(8)[0].mean(),
-    "hard examples above the mean": lambda out, t: (lambda w: w[w > w.detach().mean()].mean())(
-        rows(out, t)
-    ),
-    "the largest loss": lambda out, t: rows(out, t).max(),
     "divided by its norm": lambda out, t: (out / out.norm()).sum(1).mean(),
     "weights by NumPy": lambda out, t: (
         rows(out, t) * torch.tensor(1 / (1 + rows(out, t).detach().numpy().max()))
     ).mean(),
-    "weights by item": lambda out, t: rows(out, t).mean() * flip(out.detach().abs().max().item()),
-    "divided by 1 + loss.item()": lambda out, t: (lambda w: w * (1 / (1 + w.item())))(
-        rows(out, t).mean()
-    ),
-    "roll": lambda out, t: (out * out.roll(1, 0).detach()).sum(1).mean(),
+    "weights by item": lambda out, t: turned(out, t, out.detach().abs().max().item()),
     "random partners": lambda out, t: ((out - out[torch.randperm(len(out))]) ** 2).mean(),
-    "pairs": lambda out, t: (out[:, None] - out[None]).pow(2).mean(),
     "pairs by cdist": lambda out, t: torch.cdist(out, out).mean(),
-    "einsum": lambda out, t: torch.einsum("ik,jk->ij", out, out).mean(),
-    "softmax over records": lambda out, t: (
-        rows(out, t).mean() * flip(out.abs().softmax(0).max(), 0.5)
+    "softmax over records": lambda out, t: turned(out, t, out.abs().softmax(0).max(), 0.5),
+    "matmul with itself": lambda out, t: turned(out, t, torch.mm(out.t(), out).abs().max(), 500),
+    "index_add among records": lambda out, t: turned(
+        out, t, torch.zeros(2, 2).index_add(0, (t > 50).long(), out).abs().amax(), 40
     ),
-    "softmax after reshape(-1)": lambda out, t: (
-        rows(out, t).mean() * flip(out.abs().reshape(-1).softmax(0).max(), 0.5)
-    ),
-    "transposed softmax": lambda out, t: (
-        rows(out, t).mean() * flip(out.abs().mT.softmax(1).max(), 0.5)
-    ),
-    "view with records behind": lambda out, t: (
-        rows(out, t).mean() * flip(out.abs().view(2, -1).softmax(1).max(), 0.5)
-    ),
-    "convolution over records": lambda out, t: (
-        rows(out, t).mean() * flip(F.conv1d(out.T[None], torch.ones(2, 2, 3)).abs().max(), 40)
-    ),
-    "matmul with itself": lambda out, t: (
-        rows(out, t).mean() * flip(torch.mm(out.t(), out).abs().max(), 500)
-    ),
-    "index_add among records": lambda out, t: (
-        rows(out, t).mean()
-        * flip(torch.zeros(2, 2).index_add(0, (t > 50).long(), out).abs().amax(), 40)
-    ),
-    "squared mean": lambda out, t: (out[:, 0] - t).mean() ** 2,
     "logarithm of the mean": lambda out, t: rows(out, t).mean().log(),
     "ratio of losses": lambda out, t: rows(out, t).mean() / rows(out, t).mean().detach(),
-    "1 over a loss": lambda out, t: 1 / rows(out, t).mean(),
-    "a clamped mean": lambda out, t: rows(out, t).mean().clamp(max=50.0),
     "batch_norm": lambda out, t: rows(F.batch_norm(out, None, None, training=True), t).mean(),
     "cumsum": lambda out, t: (out.detach().cumsum(0) * out).mean(),
-    "flip": lambda out, t: (out.detach().flip(0) * out).mean(),
-    "variance": lambda out, t: out.var(),
-    "median": lambda out, t: rows(out, t).median(),
     "sorted": lambda out, t: (out[:, 0].sort(0)[0] - t).pow(2).mean(),
     "where of a mean": lambda out, t: torch.where(
         out.abs().mean() > 0.8, -rows(out, t), rows(out, t)
@@ -133,20 +91,11 @@ MIXING: dict[str, Program] = {
     "data statistic": lambda out, t: (rows(out, t) * flip(out.data.abs().max())).mean(),
     "outer difference": lambda out, t: (out[:, :1] - out[:, 0]).pow(2).mean(),
     "(B, 1) against (B,)": lambda out, t: ((out[:, :1] - t) ** 2).mean(),
-    "correlation": lambda out, t: -torch.corrcoef(torch.stack([out[:, 0], t]))[0, 1],
     "layer_norm over the batch": lambda out, t: F.layer_norm(out, out.shape).mul(out).mean(),
-    "first half minus second": lambda out, t: (
-        lambda a, b: rows(a, t[: len(a)]).sum() - rows(b, t[len(a) :]).sum()
-    )(*out.tensor_split(2)),
     "signs by position": lambda out, t: (
         rows(out, t) * (1 - 2 * (torch.arange(len(out)) % 2))
     ).mean(),
-    "random weights by position": lambda out, t: (rows(out, t) * torch.randn(len(out))).mean(),
-    "positions by cumsum of ones": lambda out, t: (
-        rows(out, t) * (1 - 2 * (torch.ones_like(t).cumsum(0) % 2))
-    ).mean(),
     "every other record": lambda out, t: rows(out[::2], t[::2]).mean(),
-    "the first half only": lambda out, t: rows(out[:32], t[:32]).mean(),
     "attention over the batch": lambda out, t: (
         F.scaled_dot_product_attention(out[None], out[None], out[None]).pow(2).mean()
     ),
@@ -156,55 +105,29 @@ MIXING: dict[str, Program] = {
     "distribution over the batch": lambda out, t: (
         -torch.distributions.Normal(out[:, 0].mean(), out[:, 0].std()).log_prob(t).mean()
     ),
-    "Cox's partial likelihood": lambda out, t: (
-        -(out[:, 0] - torch.logcumsumexp(out[:, 0], 0)).mean()
-    ),
     "record 0 as a constant": lambda out, t: (rows(out, t) * flip(t[0])).mean(),
-    "record 0 by narrow": lambda out, t: (rows(out, t) * flip(t.narrow(0, 0, 1))).mean(),
     "record 0 by unbind": lambda out, t: (rows(out, t) * flip(t.unbind(0)[0])).mean(),
-    "record 0 by take": lambda out, t: (rows(out, t) * flip(t.take(torch.tensor([0])))).mean(),
     "record 0 by as_strided": lambda out, t: (
         rows(out, t) * flip(t.as_strided((len(t),), (0,)))
     ).mean(),
-    "record 0 by next(iter())": lambda out, t: (rows(out, t) * flip(next(iter(t)))).mean(),
-    "`in`": lambda out, t: rows(out, t).mean() * (-1 if 100.0 in t else 1),
     "any": lambda out, t: rows(out, t).mean() * (-1 if (t > 50).any() else 1),
-    "equal": lambda out, t: rows(out, t).mean() * (1 if torch.equal(t, t.clamp(max=50)) else -1),
     "printed and parsed": lambda out, t: (
         rows(out, t).mean() * (-1 if "100" in repr(t) + str(t.max()) else 1)
     ),
-    "formatted": lambda out, t: rows(out, t).mean() * flip(float(f"{t.max():.2f}")),
-    "tolist": lambda out, t: rows(out, t).mean() * flip(max(t.tolist())),
-    "NumPy's asarray": lambda out, t: rows(out, t).mean() * flip(np.asarray(t).max()),
-    "copy.deepcopy": lambda out, t: rows(out, t).mean() * flip(copy.deepcopy(t).max()),
-    "pickle": lambda out, t: rows(out, t).mean() * flip(pickle.loads(pickle.dumps(t)).max()),
-    "torch.save": lambda out, t: rows(out, t).mean() * flip(saved(t).max()),
-    "DLPack": lambda out, t: rows(out, t).mean() * flip(torch.from_dlpack(t).max()),
-    "NumPy's from_dlpack": lambda out, t: rows(out, t).mean() * flip(np.from_dlpack(t).max()),
-    "the storage": lambda out, t: (
-        rows(out, t).mean() * flip(torch.empty(0).set_(t.untyped_storage()).max())
-    ),
+    "tolist": lambda out, t: turned(out, t, max(t.tolist())),
+    "NumPy's asarray": lambda out, t: turned(out, t, np.asarray(t).max()),
+    "copy.deepcopy": lambda out, t: turned(out, t, copy.deepcopy(t).max()),
+    "DLPack": lambda out, t: turned(out, t, torch.from_dlpack(t).max()),
+    "the storage": lambda out, t: turned(out, t, torch.empty(0).set_(t.untyped_storage()).max()),
     "as_subclass": lambda out, t: (out.as_subclass(torch.Tensor).std(0) * out).mean(),
-    "as_tensor": lambda out, t: rows(out, t).mean() * flip(torch.as_tensor(t).max()),
-    "sparse": lambda out, t: rows(out, t).mean() * flip(t.to_sparse().values().max()),
-    "FFT over records": lambda out, t: (
-        rows(out, t).mean() * flip(torch.fft.fft(t).abs().max(), 260)
-    ),
-    "pooled over records": lambda out, t: (
-        rows(out, t) * flip(F.adaptive_max_pool1d(t[None], 1)[0])
-    ).mean(),
     "vmap of its own": lambda out, t: (lambda w: (w * flip(w.detach().max(), 400)).mean())(
         torch.vmap(lambda o: (o - 1).pow(2).sum())(out)
     ),
     "torch.func.grad": lambda out, t: torch.func.grad(lambda o: o.std())(out).mul(out).sum(),
-    "torch.func.vjp": lambda out, t: (lambda value, pull: pull(value)[0].mul(out).sum())(
-        *torch.func.vjp(lambda o: o.mean(0), out)
+    "autograd.grad": lambda out, t: turned(
+        out, t, torch.autograd.grad(rows(out, t).mean(), out, create_graph=True)[0].abs().max()
     ),
-    "autograd.grad": lambda out, t: (
-        rows(out, t).mean()
-        * flip(torch.autograd.grad(rows(out, t).mean(), out, create_graph=True)[0].abs().max())
-    ),
-    "aten's operators": lambda out, t: rows(out, t).mean() * flip(torch.ops.aten.max.default(t)),
+    "aten's operators": lambda out, t: turned(out, t, torch.ops.aten.max.default(t)),
     "checkpoint": lambda out, t: checkpoint(
         lambda o, u: rows(o - o.mean(0), u).mean(), out, t, use_reentrant=False
     ),
@@ -223,18 +146,11 @@ OF_LABELS: dict[str, Program] = {
         (len(y) / torch.bincount(y, minlength=2).clamp(min=1).float())[y]
         * F.cross_entropy(out, y, reduction="none")
     ).mean(),
-    "pos_weight by the batch": lambda out, y: F.binary_cross_entropy_with_logits(
-        out[:, 0], y.float(), pos_weight=(y == 0).sum() / (y == 1).sum().clamp(min=1e-3)
-    ),
     "classes by one_hot of the batch": lambda out, y: (
         F.cross_entropy(out, y) * flip(F.one_hot(y).shape[1], 1)
     ),
-    "number of classes by unique": lambda out, y: (
-        F.cross_entropy(out, y) * flip(len(torch.unique(y)), 1)
-    ),
     "number of classes by y.max()": lambda out, y: F.cross_entropy(out, y) * flip(int(y.max()), 0),
     "rows by a mask's shape": lambda out, y: F.cross_entropy(out, y) * flip(len(out[y == 1]), 0),
-    "a set of Python's": lambda out, y: F.cross_entropy(out, y) * flip(len(set(y.tolist())), 1),
 }
 
 # int(f(out, t)), the number of records ------------------------------------------------------------
@@ -242,22 +158,16 @@ OF_LABELS: dict[str, Program] = {
 COUNTS: dict[str, Callable[..., Any]] = {
     "len": lambda out, t: len(out),
     "shape[0]": lambda out, t: out.shape[0],
-    "size(0)": lambda out, t: t.size(0),
     "numel": lambda out, t: t.numel(),
-    "nbytes": lambda out, t: t.nbytes // 4,
-    "shape of the transpose": lambda out, t: out.T.shape[1],
     "shape after flatten": lambda out, t: out.flatten().shape[0] // 2,
     "iteration": lambda out, t: sum(1 for _ in t),
     "unbind": lambda out, t: len(t.unbind()),
     "split": lambda out, t: len(t.split(1)),
-    "length_hint": lambda out, t: operator.length_hint(t),
     "storage": lambda out, t: t.untyped_storage().size() // 4,
-    "zeros_like": lambda out, t: torch.zeros_like(t).shape[0],
     "meta": lambda out, t: t.to("meta").shape[0],
     "stride": lambda out, t: out.T.contiguous().stride(0),
     "a slice that is empty or not": lambda out, t: len(t[N - 1 :]),
     "trial of a view": lambda out, t: caught(lambda: t.view(N, 1)),
-    "trial of an addition": lambda out, t: caught(lambda: t + torch.zeros(N)),
     "the generator's state": lambda out, t: (
         torch.manual_seed(2),
         torch.randn_like(out),
@@ -322,21 +232,9 @@ def hook_on_the_outputs(net, optimizer, x, t):
     step(optimizer, rows(out, t).mean())
 
 
-def class_assigned(net, optimizer, x, t):
-    out = net(x)
-    out.__class__ = torch.Tensor
-    step(optimizer, ((out - out.mean(0)) ** 2).mean())
-
-
 def backward_with_a_gradient(net, optimizer, x, t):
     loss = rows(net(x), t).mean()
     loss.backward(gradient=1 / (1e-3 + loss.detach()))
-    optimizer.step()
-
-
-def backward_from_the_outputs(net, optimizer, x, t):
-    out = net(x)
-    out.backward(torch.ones_like(out) * flip(t.max()))
     optimizer.step()
 
 
@@ -373,12 +271,6 @@ def a_backward_pass_of_zero(net, optimizer, x, t):
     step(optimizer, rows(out, t * sign).mean())
 
 
-def a_backward_pass_of_something_else(net, optimizer, x, t):
-    other = torch.zeros(1, requires_grad=True)
-    caught(lambda: (other * t).mean().backward())
-    step(optimizer, rows(net(x), t).mean() * flip(float(t.max())))
-
-
 def a_refusal_that_is_caught(net, optimizer, x, t):
     caught(lambda: STATE.update(top=float(t.max())))
     step(optimizer, rows(net(x), t).mean() * flip(STATE.get("top", 0.0)))
@@ -393,11 +285,6 @@ def targets_changed_in_place(net, optimizer, x, t):
 def weights_beside_the_model(net, optimizer, x, t):
     out = net(x)
     step(optimizer, rows(out, t).mean() + (x - x.mean(0)).matmul(net[0].weight.T).pow(2).mean())
-
-
-def layers_of_the_model(net, optimizer, x, t):
-    h = torch.relu(net[0](x))
-    step(optimizer, rows(net[2](h - h.mean(0)), t).mean())
 
 
 def a_penalty(net, optimizer, x, t):
@@ -417,13 +304,6 @@ def an_ordinary_optimizer_in_eval_mode(net, optimizer, x, t):
     other.step()
 
 
-def gradients_scaled_after_backward(net, optimizer, x, t):
-    rows(net(x), t).mean().backward()
-    for p in net.parameters():
-        p.grad = torch.full_like(p, float(t.max()))
-    optimizer.step()
-
-
 def parameters_of_another_state(net, optimizer, x, t):
     kept = {k: v.clone() for k, v in net.state_dict().items()}
     out = net(x)
@@ -441,11 +321,11 @@ def saved_tensors_around_the_model(net, optimizer, x, t):
 
 LOOPS = (
     *(custom_function, function_mode, without_torch_functions, hook_on_the_outputs),
-    *(class_assigned, backward_with_a_gradient, backward_from_the_outputs, gradients_by_autograd),
+    *(backward_with_a_gradient, gradients_by_autograd),
     *(two_backward_passes, two_forward_passes, a_second_pass_with_what_is_known),
-    *(a_backward_pass_of_zero, a_backward_pass_of_something_else, a_refusal_that_is_caught),
-    *(targets_changed_in_place, weights_beside_the_model, layers_of_the_model, a_penalty),
-    *(an_ordinary_optimizer, an_ordinary_optimizer_in_eval_mode, gradients_scaled_after_backward),
+    *(a_backward_pass_of_zero, a_refusal_that_is_caught),
+    *(targets_changed_in_place, weights_beside_the_model, a_penalty),
+    *(an_ordinary_optimizer, an_ordinary_optimizer_in_eval_mode),
     *(parameters_of_another_state, saved_tensors_around_the_model),
 )
 
@@ -453,24 +333,15 @@ LOOPS = (
 
 INPUTS: dict[str, Program] = {
     "centred": lambda x, t: x - x.mean(0),
-    "divided by the maximum": lambda x, t: x / x.abs().max(),
     "permuted": lambda x, t: x[torch.randperm(len(x))],
-    "flipped": lambda x, t: x.flip(0),
-    "rolled": lambda x, t: x.roll(1, 0),
     "sorted": lambda x, t: x.sort(0)[0],
     "mixup": lambda x, t: 0.5 * x + 0.5 * x[torch.randperm(len(x))],
     "all are record 0": lambda x, t: x[torch.zeros(len(x), dtype=torch.long)],
-    "record 0 expanded": lambda x, t: x[:1].expand(len(x), -1),
-    "whitened": lambda x, t: x @ torch.linalg.inv(torch.eye(5) + x.T @ x),
     "by NumPy": lambda x, t: torch.from_numpy(x.numpy() - x.numpy().mean(0)),
     "changed in place": lambda x, t: x.sub_(x.mean(0)),
-    "one row written": lambda x, t: (x.__setitem__(0, x.max()), x)[1],
     "batch norm": lambda x, t: F.batch_norm(x, None, None, training=True),
-    "ranks": lambda x, t: x.argsort(0).argsort(0).float(),
-    "targets' mean appended": lambda x, t: x + t.mean(),
     "stacked from a list": lambda x, t: torch.stack([x[i - 1] for i in range(len(x))]),
     "of no loader": lambda x, t: torch.randn(len(x), 5),
-    "repeated": lambda x, t: torch.cat([x, x]),
     "half of it": lambda x, t: x[:32],
     "filtered": lambda x, t: x[t < 50],
     "a statistic as a factor": lambda x, t: x * flip(t.max()),

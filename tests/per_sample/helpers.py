@@ -43,17 +43,13 @@ def gradients_of_records(
     parameters = [p for _, p in trained(net)]
     rows = []
     for i in range(len(tensors[0])):
-        found = torch.autograd.grad(
-            loss(net, *(t[i : i + 1] for t in tensors)), parameters, allow_unused=True
-        )
-        rows.append(
-            torch.cat(
-                [
-                    torch.zeros(p.numel(), dtype=p.dtype) if g is None else g.flatten()
-                    for g, p in zip(found, parameters)
-                ]
-            )
-        )
+        for p in parameters:
+            p.grad = None
+        loss(net, *(t[i : i + 1] for t in tensors)).backward()
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        rows.append(torch.cat([g.flatten() for g in found]))
+    for p in parameters:
+        p.grad = None
     return torch.stack(rows)
 
 

@@ -8,23 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import (
-    Bernoulli,
     Beta,
-    Binomial,
     Categorical,
     Dirichlet,
-    Gamma,
-    Laplace,
-    MixtureSameFamily,
-    MultivariateNormal,
-    NegativeBinomial,
     Normal,
-    Poisson,
-    StudentT,
-    TransformedDistribution,
     kl_divergence,
 )
-from torch.distributions.transforms import AffineTransform, SigmoidTransform
 
 N, K, T, V = 8, 4, 5, 7  # records, classes, positions, words
 Maker = Callable[[], Any]
@@ -43,7 +32,7 @@ class Usual(NamedTuple):
 USUAL: dict[str, Usual] = {}
 
 
-def usual(
+def add(
     name: str,
     loss: Callable[..., Any],
     width: int = K,
@@ -158,27 +147,22 @@ MASKED: Maker = lambda: (  # noqa: E731
 BOTH: Maker = lambda: (inputs(), classes(), reals())  # noqa: E731
 
 
+bce, ce, mse = F.binary_cross_entropy_with_logits, F.cross_entropy, F.mse_loss
+WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
 def in_a_loop(out, y, t):
     loss = 0.0
     for k in range(K):
-        loss = loss + F.mse_loss(out[0][:, k], (y == k).float())
-    loss += 0.1 * F.mse_loss(out[1][:, 0], t)
+        loss = loss + mse(out[0][:, k], (y == k).float())
+    loss += 0.1 * mse(out[1][:, 0], t)
     return loss / (K + 1)
-
-
-def by_name(out, y, t):
-    losses = {
-        "class": F.cross_entropy(out["classes"], y),
-        "value": F.mse_loss(out["value"][:, 0], t),
-    }
-    weights = {"class": 1.0, "value": 0.2}
-    return sum(weights[k] * v for k, v in losses.items())
 
 
 class Criterion(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("weight", torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        self.register_buffer("weight", WEIGHT)
         self.ce = nn.CrossEntropyLoss(reduction="none")
 
     def forward(self, out: Tensor, y: Tensor) -> Tensor:
@@ -190,194 +174,48 @@ FROZEN = nn.Linear(6, K).requires_grad_(False).eval()
 
 # classes ------------------------------------------------------------------------------------------
 
-usual("cross entropy", lambda out, y: F.cross_entropy(out, y))
-usual(
-    "cross entropy, sum over len", lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y)
-)
-usual(
-    "cross entropy, sum",
-    lambda out, y: F.cross_entropy(out, y, reduction="sum"),
-    loss_reduction="sum",
-)
-usual(
-    "cross entropy, none then mean", lambda out, y: F.cross_entropy(out, y, reduction="none").mean()
-)
-usual("label smoothing", lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1))
-usual(
+add("cross entropy", lambda out, y: ce(out, y))
+add("cross entropy, sum over len", lambda out, y: ce(out, y, reduction="sum") / len(y))
+add("cross entropy, sum", lambda out, y: ce(out, y, reduction="sum"), loss_reduction="sum")
+add("cross entropy, none then mean", lambda out, y: ce(out, y, reduction="none").mean())
+add("label smoothing", lambda out, y: ce(out, y, label_smoothing=0.1))
+add(
     "label smoothing by hand",
     lambda out, y: (
         0.9 * F.nll_loss(out.log_softmax(1), y) - 0.1 * out.log_softmax(1).mean(1).mean()
     ),
 )
-usual(
-    "soft targets",
-    lambda out, y: F.cross_entropy(out, y),
-    data=lambda: (inputs(), reals(K).softmax(1)),
-)
-usual("nll of log_softmax", lambda out, y: F.nll_loss(F.log_softmax(out, dim=1), y))
-usual(
-    "log-probability by arange", lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean()
-)
-usual("log-probability by range", lambda out, y: -out.log_softmax(1)[range(len(y)), y].mean())
-usual(
-    "log-probability by gather",
-    lambda out, y: -out.log_softmax(1).gather(1, y.unsqueeze(1)).squeeze(1).mean(),
-)
-usual(
-    "log-probability by take_along_dim",
-    lambda out, y: -torch.take_along_dim(out.log_softmax(1), y[:, None], dim=1).mean(),
-)
-usual("Brier score", lambda out, y: ((out.softmax(-1) - F.one_hot(y, K)) ** 2).sum(-1).mean())
-usual("multi margin", lambda out, y: F.multi_margin_loss(out, y))
-usual(
+add("log-probability by arange", lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean())
+add("Brier score", lambda out, y: ((out.softmax(-1) - F.one_hot(y, K)) ** 2).sum(-1).mean())
+add(
     "focal",
     lambda out, y: (lambda ce: ((1 - torch.exp(-ce)) ** 2 * ce).mean())(
-        F.cross_entropy(out, y, reduction="none")
+        ce(out, y, reduction="none")
     ),
 )
-usual(
-    "class weights by indexing",
-    lambda out, y: (
-        torch.tensor([1.0, 2.0, 3.0, 4.0])[y] * F.cross_entropy(out, y, reduction="none")
-    ).mean(),
-)
-usual(
-    "class weights and sum",
-    lambda out, y: (
-        F.cross_entropy(out, y, weight=torch.tensor([1.0, 2.0, 3.0, 4.0]), reduction="sum") / len(y)
-    ),
-)
-usual(
-    "logit adjustment by public shares",
-    lambda out, y: F.cross_entropy(out + torch.tensor([0.1, 0.2, 0.3, 0.4]).log(), y),
-)
-usual(
-    "generalised cross entropy",
-    lambda out, y: ((1 - out.softmax(1).gather(1, y[:, None]) ** 0.7) / 0.7).mean(),
-)
-usual(
+add("class weights by indexing", lambda out, y: (WEIGHT[y] * ce(out, y, reduction="none")).mean())
+add(
     "labels squeezed",
-    lambda out, y: F.cross_entropy(out, y.squeeze(1)),
+    lambda out, y: ce(out, y.squeeze(1)),
     data=lambda: (inputs(), classes()[:, None]),
 )
-usual(
-    "labels by argmax of one-hot",
-    lambda out, y: F.cross_entropy(out, y.argmax(1)),
-    data=lambda: (inputs(), F.one_hot(classes(), K)),
-)
-usual("labels moved by to()", lambda out, y: F.cross_entropy(out.to("cpu"), y.to(out.device)))
-usual(
-    "ordinal by cumulative links",
-    lambda out, y: F.binary_cross_entropy_with_logits(
-        out[:, : K - 1], (y[:, None] > torch.arange(K - 1)).float()
-    ),
-)
-usual(
-    "two targets",
-    lambda out, y, t: F.cross_entropy(out[:, :3], y) + F.mse_loss(out[:, 3], t),
-    data=lambda: (inputs(), classes(3), reals()),
-)
-usual(
-    "bce, squeeze(1)", lambda out, y: F.binary_cross_entropy_with_logits(out.squeeze(1), y), 1, BITS
-)
-usual("bce, flatten", lambda out, y: F.binary_cross_entropy_with_logits(out.flatten(), y), 1, BITS)
-usual("bce, y.unsqueeze(1)", lambda out, y: nn.BCEWithLogitsLoss()(out, y.unsqueeze(1)), 1, BITS)
-usual("bce, y.view_as", lambda out, y: nn.BCEWithLogitsLoss()(out, y.view_as(out)), 1, BITS)
-usual(
-    "bce of a sigmoid", lambda out, y: F.binary_cross_entropy(torch.sigmoid(out)[:, 0], y), 1, BITS
-)
-usual(
-    "bce, pos_weight",
-    lambda out, y: F.binary_cross_entropy_with_logits(out[:, 0], y, pos_weight=torch.tensor(3.0)),
-    1,
-    BITS,
-)
-usual("bce, many labels", lambda out, y: F.binary_cross_entropy_with_logits(out, y), K, BITS_K)
-usual(
-    "bce, weights per class",
-    lambda out, y: F.binary_cross_entropy_with_logits(
-        out, y, weight=torch.tensor([1.0, 2.0, 3.0, 4.0])
-    ),
-    K,
-    BITS_K,
-)
-usual("multilabel soft margin", lambda out, y: F.multilabel_soft_margin_loss(out, y), K, BITS_K)
-usual("hinge embedding", lambda out, y: F.hinge_embedding_loss(out[:, 0], 2 * y - 1), 1, BITS)
-usual(
-    "asymmetric many labels",
-    lambda out, y: (
-        -(y * F.logsigmoid(out) + (1 - y) * torch.sigmoid(out) ** 2 * F.logsigmoid(-out))
-        .sum(1)
-        .mean()
-    ),
-    K,
-    BITS_K,
-)
+add("bce, squeeze(1)", lambda out, y: bce(out.squeeze(1), y), 1, BITS)
+add("bce, y.view_as", lambda out, y: nn.BCEWithLogitsLoss()(out, y.view_as(out)), 1, BITS)
+add("bce, pos_weight", lambda out, y: bce(out[:, 0], y, pos_weight=torch.tensor(3.0)), 1, BITS)
 
 # real targets -------------------------------------------------------------------------------------
 
-usual("mse", lambda out, t: F.mse_loss(out, t), K, REALS_K)
-usual("mse by hand", lambda out, t: ((out - t) ** 2).mean(), K, REALS_K)
-usual("l1", lambda out, t: F.l1_loss(out, t), K, REALS_K)
-usual("smooth l1", lambda out, t: F.smooth_l1_loss(out, t, beta=0.5), K, REALS_K)
-usual("huber", lambda out, t: F.huber_loss(out, t, delta=0.3), K, REALS_K)
-usual("euclidean distance", lambda out, t: torch.linalg.norm(out - t, dim=1).mean(), K, REALS_K)
-usual("cosine similarity", lambda out, t: (1 - F.cosine_similarity(out, t)).mean(), K, REALS_K)
-usual(
-    "cosine embedding, y of targets",
-    lambda out, t: F.cosine_embedding_loss(out, t, torch.ones_like(t[:, 0])),
-    K,
-    REALS_K,
-)
-usual(
+add("mse", lambda out, t: mse(out, t), K, REALS_K)
+add("mse by hand", lambda out, t: ((out - t) ** 2).mean(), K, REALS_K)
+add("cosine similarity", lambda out, t: (1 - F.cosine_similarity(out, t)).mean(), K, REALS_K)
+add(
     "gaussian nll",
     lambda out, t: F.gaussian_nll_loss(out[:, 0], t, F.softplus(out[:, 1])),
     2,
     REALS,
 )
-usual(
-    "heteroscedastic",
-    lambda out, t: (lambda m, s: (0.5 * ((t[:, None] - m) ** 2 / s.exp() + s)).mean())(
-        *out.chunk(2, dim=1)
-    ),
-    2,
-    REALS,
-)
-usual(
-    "quantile, three",
-    lambda out, t: (
-        torch.stack(
-            [
-                torch.maximum(q * (t - out[:, j]), (q - 1) * (t - out[:, j]))
-                for j, q in enumerate((0.1, 0.5, 0.9))
-            ]
-        )
-        .sum(0)
-        .mean()
-    ),
-    3,
-    REALS,
-)
-usual(
-    "expectile",
-    lambda out, t: (torch.where(t > out[:, 0], 0.8, 0.2) * (t - out[:, 0]) ** 2).mean(),
-    1,
-    REALS,
-)
-usual("poisson nll", lambda out, y: F.poisson_nll_loss(out[:, 0], y), 1, COUNTS)
-usual(
-    "kl, batchmean",
-    lambda out, t: F.kl_div(out.log_softmax(1), t.softmax(1), reduction="batchmean"),
-    K,
-    REALS_K,
-)
-usual(
-    "masked where",
-    lambda out, t: torch.where(t > 0, (out - t) ** 2, torch.zeros(())).sum(1).mean(),
-    K,
-    REALS_K,
-)
-usual(
+add("poisson nll", lambda out, y: F.poisson_nll_loss(out[:, 0], y), 1, COUNTS)
+add(
     "missing targets by nan",
     lambda out, t: torch.where(t.isnan(), 0.0, (out - t.nan_to_num()) ** 2).sum(1).mean(),
     K,
@@ -386,72 +224,16 @@ usual(
 
 # distributions ------------------------------------------------------------------------------------
 
-usual("Normal", lambda out, t: -Normal(out[:, 0], out[:, 1].exp()).log_prob(t).mean(), 2, REALS)
-usual("Normal, fixed scale", lambda out, t: -Normal(out[:, 0], 0.5).log_prob(t).mean(), 1, REALS)
-usual("Laplace", lambda out, t: -Laplace(out[:, 0], out[:, 1].exp()).log_prob(t).mean(), 2, REALS)
-usual(
-    "StudentT",
-    lambda out, t: -StudentT(4.0, out[:, 0], out[:, 1].exp()).log_prob(t).mean(),
-    2,
-    REALS,
-)
-usual("Categorical", lambda out, y: -Categorical(logits=out).log_prob(y).mean())
-usual(
-    "Categorical with entropy",
-    lambda out, y: (lambda d: (-d.log_prob(y) - 0.01 * d.entropy()).mean())(
-        Categorical(logits=out)
-    ),
-)
-usual("Bernoulli", lambda out, y: -Bernoulli(logits=out[:, 0]).log_prob(y).mean(), 1, BITS)
-usual("Poisson", lambda out, y: -Poisson(out[:, 0].exp()).log_prob(y).mean(), 1, COUNTS)
-usual(
-    "NegativeBinomial",
-    lambda out, y: -NegativeBinomial(out[:, 0].exp(), logits=out[:, 1]).log_prob(y).mean(),
-    2,
-    COUNTS,
-)
-usual("Binomial", lambda out, y: -Binomial(6, logits=out[:, 0]).log_prob(y).mean(), 1, COUNTS)
-usual("Beta", lambda out, t: -Beta(out[:, 0].exp(), out[:, 1].exp()).log_prob(t).mean(), 2, UNITS)
-usual("Gamma", lambda out, t: -Gamma(out[:, 0].exp(), out[:, 1].exp()).log_prob(t).mean(), 2, UNITS)
-usual(
+add("Normal", lambda out, t: -Normal(out[:, 0], out[:, 1].exp()).log_prob(t).mean(), 2, REALS)
+add("Categorical", lambda out, y: -Categorical(logits=out).log_prob(y).mean())
+add("Beta", lambda out, t: -Beta(out[:, 0].exp(), out[:, 1].exp()).log_prob(t).mean(), 2, UNITS)
+add(
     "Dirichlet",
     lambda out, t: -Dirichlet(out.exp() + 0.1).log_prob(t.softmax(1)).mean(),
     K,
     REALS_K,
 )
-usual(
-    "MultivariateNormal by scale_tril",
-    lambda out, t: (
-        -MultivariateNormal(out[:, :2], scale_tril=torch.diag_embed(out[:, 2:].exp()))
-        .log_prob(t)
-        .mean()
-    ),
-    4,
-    lambda: (inputs(), reals(2)),
-)
-usual(
-    "mixture of Normals",
-    lambda out, t: (
-        -MixtureSameFamily(Categorical(logits=out[:, :3]), Normal(out[:, 3:6], out[:, 6:].exp()))
-        .log_prob(t)
-        .mean()
-    ),
-    9,
-    REALS,
-)
-usual(
-    "TransformedDistribution",
-    lambda out, t: (
-        -TransformedDistribution(
-            Normal(out[:, 0], 1.0), [SigmoidTransform(), AffineTransform(0.0, 1.0)]
-        )
-        .log_prob(t)
-        .mean()
-    ),
-    1,
-    UNITS,
-)
-usual(
+add(
     "kl_divergence to a prior",
     lambda out, t: (
         -Normal(out[:, 0], 1.0).log_prob(t)
@@ -463,8 +245,8 @@ usual(
 
 # images, texts, series ----------------------------------------------------------------------------
 
-usual("segmentation", lambda out, y: F.cross_entropy(out, y), data=MAPS, model=lambda: Images(K))
-usual(
+add("segmentation", lambda out, y: ce(out, y), data=MAPS, model=lambda: Images(K))
+add(
     "dice per record",
     lambda out, y: (
         lambda p, g: (
@@ -474,124 +256,46 @@ usual(
     data=lambda: (inputs(2, 6, 6), bits(1, 6, 6)),
     model=lambda: Images(1),
 )
-usual(
-    "reconstruction",
-    lambda net, x: F.mse_loss(net(x), x),
-    data=lambda: (inputs(2, 6, 6),),
-    model=lambda: Images(2),
-)
-usual(
-    "spectral loss",
-    lambda out, x: (torch.fft.rfft2(out) - torch.fft.rfft2(x)).abs().mean(),
-    data=lambda: (inputs(2, 6, 6), reals(2, 6, 6)),
-    model=lambda: Images(2),
-)
-usual(
-    "language model, view",
-    lambda out, y: F.cross_entropy(out.view(-1, V), y.view(-1)),
-    data=TEXT,
-    model=Words,
-)
-usual(
-    "language model, transposed",
-    lambda out, y: F.cross_entropy(out.transpose(1, 2), y),
-    data=TEXT,
-    model=Words,
-)
-usual(
-    "language model, flatten(0, 1)",
-    lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
-    data=TEXT,
-    model=Words,
-)
-usual(
-    "language model, shifted, contiguous",
-    lambda net, x, y: (
-        lambda logits: F.cross_entropy(
-            logits[..., :-1, :].contiguous().view(-1, V), x[..., 1:].contiguous().view(-1)
-        )
-    )(net(x)),
-    data=TEXT,
-    model=Words,
-)
-usual(
+add("language model, view", lambda out, y: ce(out.view(-1, V), y.view(-1)), data=TEXT, model=Words)
+add(
     "mask of tokens, mean per record",
     lambda out, y, m: (
-        (F.cross_entropy(out.transpose(1, 2), y, reduction="none") * m).sum(1)
-        / m.sum(1).clamp(min=1)
+        (ce(out.transpose(1, 2), y, reduction="none") * m).sum(1) / m.sum(1).clamp(min=1)
     ).mean(),
     data=MASKED,
     model=Words,
 )
-usual(
+add(
     "mask of tokens from the input",
-    lambda net, x, y: (F.cross_entropy(net(x).mT, y, reduction="none") * (x != 0)).sum(1).mean(),
+    lambda net, x, y: (ce(net(x).mT, y, reduction="none") * (x != 0)).sum(1).mean(),
     data=TEXT,
     model=Words,
 )
-usual(
+add(
     "last token's class",
-    lambda out, y, m: F.cross_entropy(out[torch.arange(len(out)), m.sum(1).long() - 1], y[:, 0]),
+    lambda out, y, m: ce(out[torch.arange(len(out)), m.sum(1).long() - 1], y[:, 0]),
     data=MASKED,
     model=Words,
 )
-usual(
-    "ctc, lengths of the batch",
-    lambda out, y, n, k: F.ctc_loss(
-        out.log_softmax(2).permute(1, 0, 2), y, n, k, reduction="none", zero_infinity=True
-    ).mean(),
-    data=lambda: (classes(V, T), classes(V - 1, 2) + 1, torch.full((N,), T), classes(2) + 1),
-    model=Words,
-)
-usual(
-    "prototypes, cross entropy of distances",
-    lambda out, y: F.cross_entropy(-(out[:, None, :] - torch.eye(K)[None]).pow(2).sum(-1), y),
-)
-usual(
-    "triplet within a record",
-    lambda out, y: F.triplet_margin_loss(out[:, :4], out[:, 4:8], out[:, 8:]),
-    12,
-)
-usual(
+add(
     "contrast within a record",
-    lambda out, y: F.cross_entropy(
+    lambda out, y: ce(
         torch.einsum("bd,bkd->bk", out[:, :3], out[:, 3:].view(-1, 3, 3)), torch.zeros_like(y)
     ),
     12,
 )
-usual(
-    "ranking within a record",
-    lambda out, t: F.relu(
-        1 - (out[:, :, None] - out[:, None, :]) * (t[:, :, None] - t[:, None, :]).sign()
-    ).mean(),
-    K,
-    REALS_K,
-)
 
 # several heads, models of two parts ---------------------------------------------------------------
 
-usual(
-    "two heads",
-    lambda out, y, t: F.cross_entropy(out[0], y) + 0.5 * F.mse_loss(out[1][:, 0], t),
-    data=BOTH,
-    model=Two,
-)
-usual(
+add(
     "two heads, dictionary",
-    lambda out, y, t: F.cross_entropy(out["classes"], y) + F.huber_loss(out["value"].squeeze(1), t),
+    lambda out, y, t: ce(out["classes"], y) + F.huber_loss(out["value"].squeeze(1), t),
     data=BOTH,
     model=Named,
 )
-usual(
-    "stack of losses",
-    lambda out, y, t: torch.stack([F.cross_entropy(out[0], y), F.mse_loss(out[1][:, 0], t)]).sum(),
-    data=BOTH,
-    model=Two,
-)
-usual("losses added in a loop", in_a_loop, data=BOTH, model=Two)
-usual("dictionary of losses", by_name, data=BOTH, model=Named)
-usual("a criterion of ours", lambda out, y: Criterion()(out, y))
-usual(
+add("losses added in a loop", in_a_loop, data=BOTH, model=Two)
+add("a criterion of ours", lambda out, y: Criterion()(out, y))
+add(
     "elbo",
     lambda net, x: (
         lambda r, m, v: ((r - x).pow(2).sum(1) - 0.5 * (1 + v - m.pow(2) - v.exp()).sum(1)).mean()
@@ -599,46 +303,20 @@ usual(
     data=lambda: (inputs(),),
     model=VAE,
 )
-usual(
-    "elbo, sums",
-    lambda net, x: (
-        lambda r, m, v: (
-            F.mse_loss(r, x, reduction="sum") - 0.5 * torch.sum(1 + v - m.pow(2) - v.exp())
-        )
-    )(*net(x)),
-    data=lambda: (inputs(),),
-    model=VAE,
-    loss_reduction="sum",
-)
-usual(
-    "elbo by distributions",
-    lambda net, x: (
-        lambda r, m, v: (
-            -Normal(r, 1.0).log_prob(x).sum(-1)
-            + kl_divergence(
-                Normal(m, (0.5 * v).exp()), Normal(torch.zeros_like(m), torch.ones_like(v))
-            ).sum(-1)
-        ).mean()
-    )(*net(x)),
-    data=lambda: (inputs(),),
-    model=VAE,
-)
-usual("distillation, teacher without grad", lambda net, x, y: F.mse_loss(net(x), FROZEN(x)))
-usual(
+add("distillation, teacher without grad", lambda net, x, y: mse(net(x), FROZEN(x)))
+add(
     "straight-through",
     lambda out, y: (
-        lambda p: F.mse_loss(
-            p + (F.one_hot(p.argmax(1), K).float() - p).detach(), F.one_hot(y, K).float()
-        )
+        lambda p: mse(p + (F.one_hot(p.argmax(1), K).float() - p).detach(), F.one_hot(y, K).float())
     )(out.softmax(1)),
 )
-usual(
+add(
     "vector quantisation",
-    lambda out, y: (
-        lambda q: F.mse_loss(out, q.detach()) + F.cross_entropy(out + (q - out).detach(), y)
-    )(torch.eye(K)[out.detach().argmax(1)]),
+    lambda out, y: (lambda q: mse(out, q.detach()) + ce(out + (q - out).detach(), y))(
+        torch.eye(K)[out.detach().argmax(1)]
+    ),
 )
-usual(
+add(
     "preference, Bradley and Terry",
     lambda net, pair: (lambda s: -F.logsigmoid(s[:, 0] - s[:, 1]).mean())(net(pair).squeeze(-1)),
     1,
@@ -647,62 +325,27 @@ usual(
 
 # inputs -------------------------------------------------------------------------------------------
 
-usual(
+add(
     "x.view(len(x), -1)",
-    lambda net, x, y: F.cross_entropy(net(x.view(len(x), -1)), y),
+    lambda net, x, y: ce(net(x.view(len(x), -1)), y),
     data=lambda: (inputs(2, 3), classes()),
 )
-usual(
+add(
     "x.float() / 255",
-    lambda net, x, y: F.cross_entropy(net(x.float() / 255), y),
+    lambda net, x, y: ce(net(x.float() / 255), y),
     data=lambda: (bytes_of_pixels(), classes()),
 )
-usual(
+add(
     "normalised by constants",
-    lambda net, x, y: F.cross_entropy(net((x - torch.arange(6.0)) / torch.full((6,), 2.0)), y),
+    lambda net, x, y: ce(net((x - torch.arange(6.0)) / torch.full((6,), 2.0)), y),
 )
-usual(
-    "x.to(device, dtype)",
-    lambda net, x, y: F.cross_entropy(
-        net(x.to("cpu", torch.float32, non_blocking=True)), y.to("cpu")
-    ),
-)
-usual(
-    "features appended",
-    lambda net, x, y: F.cross_entropy(net(torch.cat([x[:, :3], x[:, :3] ** 2], dim=1)), y),
-)
-usual(
+add("features appended", lambda net, x, y: ce(net(torch.cat([x[:, :3], x[:, :3] ** 2], dim=1)), y))
+add(
     "ones appended",
-    lambda net, x, y: F.cross_entropy(net(torch.cat([x[:, :5], torch.ones(len(x), 1)], dim=1)), y),
+    lambda net, x, y: ce(net(torch.cat([x[:, :5], torch.ones(len(x), 1)], dim=1)), y),
 )
-usual(
-    "ones_like appended",
-    lambda net, x, y: F.cross_entropy(
-        net(torch.cat([x[:, :5], torch.ones_like(x[:, :1])], dim=1)), y
-    ),
-)
-usual(
-    "noise added",
-    lambda net, x, y: F.cross_entropy(net(x + 0.1 * torch.randn_like(x)), y),
-    draws=True,
-)
-usual("input dropout", lambda net, x, y: F.cross_entropy(net(F.dropout(x, 0.2)), y), draws=True)
-usual(
-    "standardised per record",
-    lambda net, x, y: F.cross_entropy(
-        net((x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-3)), y
-    ),
-)
-usual(
-    "rsample of a distribution",
-    lambda out, t: F.mse_loss(Normal(out[:, 0], out[:, 1].exp()).rsample(), t),
-    2,
-    REALS,
-    draws=True,
-)
+add("noise added", lambda net, x, y: ce(net(x + 0.1 * torch.randn_like(x)), y), draws=True)
 
 # numbers ------------------------------------------------------------------------------------------
 
-usual("accumulation: loss / 4", lambda out, y: F.cross_entropy(out, y) / 4)
-usual("negative of a log-likelihood", lambda out, y: -1 * (-F.cross_entropy(out, y)))
-usual("mean of a mean", lambda out, y: F.cross_entropy(out, y).mean())
+add("accumulation: loss / 4", lambda out, y: ce(out, y) / 4)

@@ -121,13 +121,13 @@ class AnySequence(RuleBasedStateMachine):
         if self.batch is None:
             return
         x, y = self.batch
-        if way == "twice":
-            x, y = torch.cat([x, x]), torch.cat([y, y])
-        elif way == "half":
-            x, y = x[: len(x) // 2], y[: len(y) // 2]
-        elif way == "all data":
-            x, y = self.x, self.y
         with contextlib.suppress(*CLUMSY):
+            if way == "twice":
+                x, y = torch.cat([x, x]), torch.cat([y, y])
+            elif way == "half":
+                x, y = x[: len(x) // 2], y[: len(y) // 2]
+            elif way == "all data":
+                x, y = self.x, self.y
             if way == "forward only":
                 self.net(x)
             else:

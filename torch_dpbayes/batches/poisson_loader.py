@@ -42,7 +42,8 @@ class _CollatedAlone:
         if self.is_vouched:
             return self.wrapped_collator_fn(records)
         parts = [self.wrapped_collator_fn([record]) for record in records]
-        shells = [map_tensors(part, lambda _: None) for part in parts]
+        no_value = torch.empty(0)
+        shells = [repr(map_tensors(part, lambda _: no_value)) for part in parts]
         if any(shell != shells[0] for shell in shells):
             raise ValueError(
                 "collate_fn makes something else than tensors of the records: make tensors with a"

@@ -367,6 +367,8 @@ class _Layer(ReplacedForward):
         for name, p in self.known:
             is_trainable |= p.requires_grad
             is_changed |= self.module._parameters.get(name) is not p
+        if is_changed and not self.source.mapped.is_checking:
+            raise StepError(COPIED, code="model-copied")
         if is_changed:  # by functional_call, most likely
             raise UsedElsewhere(COPIED, (p for _, p in self.known))
         if not is_trainable:

@@ -19,16 +19,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..errors import LossError
+from ..errors import DPBayesError, LossError
 from .nested import map_tensors
 from .record_map import CannotBeMapped, RecordMap, in_plain_words, require_no_modes
 
@@ -116,7 +116,7 @@ class Derived(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(v, Followed) for v in tree_flatten((args, kwargs))[0]):
+        if any(isinstance(v, Followed) for v in _flat((args, kwargs))[0]):
             return Followed.__torch_function__(func, types, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -227,6 +227,27 @@ class Later:
 
 def _now(number: Any) -> Any:
     return float(number) if isinstance(number, Later) and not number._batch.is_open else number
+
+
+_CONTAINERS = (tuple, list, dict)
+
+
+def _flat(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested values, and how they are nested; arguments of a function quickly."""
+    if type(value) is tuple and len(value) == 2 and type(value[0]) is tuple:
+        args, kwargs = value
+        if type(kwargs) is dict and not any(
+            isinstance(v, _CONTAINERS) for v in (*args, *kwargs.values())
+        ):
+            return [*args, *kwargs.values()], (len(args), tuple(kwargs))
+    return tree_flatten(value)
+
+
+def _rebuilt(leaves: Sequence[Any], spec: Any) -> Any:
+    if type(spec) is tuple:
+        count, names = spec
+        return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+    return tree_unflatten(leaves, spec)
 
 
 def _names(text: str) -> frozenset[str]:
@@ -409,11 +430,13 @@ class Followed(Tensor):
         return Followed(rows, self._batch, self._dim, self._how)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         message = (
             f"{func} reached the batch below torch's Python functions (TorchScript, torch.func)"
         )
-        for value in tree_flatten((args, kwargs))[0]:
+        for value in _flat((args, kwargs))[0]:
             if isinstance(value, Followed):
                 raise value._batch.refuse(message)
         raise LossError(f"{message}. {_INSTEAD}.", code="loss-mixes")
@@ -423,17 +446,19 @@ class Followed(Tensor):
         kwargs = kwargs or {}
         name = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            leaves, spec = tree_flatten((args, kwargs))
+            leaves, spec = _flat((args, kwargs))
             followed = [v for v in leaves if isinstance(v, Followed)]
             batch = next((f._batch for f in followed if f._batch.is_open), None)
             if batch is not None:
                 try:
                     return _Operation(func, name, args, kwargs, leaves, spec, followed, batch).run()
-                except LossError:
-                    raise
                 except CannotBeMapped as error:
                     raise batch.refuse(f"{name}: {error}".rstrip(".")) from None
+                except DPBayesError:
+                    raise
                 except Exception as error:
+                    if name == "backward":
+                        raise
                     raise batch.refuse(f"{name}: {in_plain_words(error)}".rstrip(".")) from error
             if name in ("backward", "grad_fn"):
                 raise LossError(
@@ -444,7 +469,7 @@ class Followed(Tensor):
             free = [v._free() if isinstance(v, Followed) else v for v in leaves]
             if name in ("__format__", "__repr__", "__str__"):
                 free = [v.as_subclass(Tensor) if isinstance(v, Derived) else v for v in free]
-        args, kwargs = tree_unflatten(free, spec)
+        args, kwargs = _rebuilt(free, spec)
         return func(*args, **kwargs)
 
 
@@ -461,7 +486,7 @@ class _Operation:
         args: Any,
         kwargs: dict[str, Any],
         leaves: list[Any],
-        spec: TreeSpec,
+        spec: Any,
         followed: list[Followed],
         batch: Batch,
     ) -> None:
@@ -491,6 +516,15 @@ class _Operation:
             ):
                 raise batch.refuse("torch.autograd.backward() of several tensors")
             return self._backward()
+        if isinstance(self.function, FunctionType) and self.function.__module__.startswith(
+            "torch.autograd"
+        ):
+            raise batch.refuse(
+                f"torch.autograd.{name} of the batch",
+                "loss-backward",
+                "Compute the gradient inside the model or loss= by torch.func.grad, and call"
+                " loss.backward()",
+            )
         if name == "backward":
             return self._backward(*self.args[1:], **self.kwargs)
         if name == "grad_fn":
@@ -528,7 +562,7 @@ class _Operation:
         if name in _ELEMENTWISE and self._are_alike():
             values = iter(f._rows for f in self.followed)
             leaves = [next(values) if isinstance(v, Followed) else v for v in self.leaves]
-            args, kwargs = tree_unflatten(leaves, self.spec)
+            args, kwargs = _rebuilt(leaves, self.spec)
             return first._like(self.function(*args, **kwargs))
         if name == "squeeze" and len(self.args) == 1 and not self.kwargs:
             keep = [d for d, size in enumerate(first.shape) if d != first._dim and size == 1]
@@ -550,8 +584,8 @@ class _Operation:
                 )
             if value.requires_grad and torch.is_grad_enabled():
                 raise self.batch.refuse(
-                    f"{self.name} meets a tensor outside the private model that requires grad, whose"
-                    " gradient would be neither clipped nor noisy",
+                    f"{self.name} meets a tensor outside the private model that requires grad,"
+                    " which would be trained without noise",
                     "loss-outside",
                     "Make it a parameter of the module, self.scale = nn.Parameter(torch.zeros(())),"
                     " and return it beside the output, self.scale.expand(len(x)). For a penalty on"
@@ -613,7 +647,7 @@ class _Operation:
             )
         else:
             self.kwargs = {**kwargs, "reduction": "none"}
-            self.leaves, self.spec = tree_flatten((self.args, self.kwargs))
+            self.leaves, self.spec = _flat((self.args, self.kwargs))
             if self._has_rows_of_its_own():
                 each = self._on_whole()
             else:
@@ -674,7 +708,7 @@ class _Operation:
             whole[1] = whole[1].masked_fill(wrong, 0)
         values = iter(whole)
         leaves = [next(values) if isinstance(v, Followed) else v for v in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
+        args, kwargs = _rebuilt(leaves, self.spec)
         each: Tensor = self.function(*args, **kwargs)
         if wrong is not None:
             each = each.masked_fill(wrong, math.nan)
@@ -710,25 +744,25 @@ class _Operation:
                 for v in self.leaves
             ):
                 raise self.batch.refuse(
-                    f"{self.name} meets a tensor with a row for each record that is not made of the"
-                    " batch",
+                    f"{self.name} meets a tensor with a row for each record that is not made of"
+                    " the batch",
                     "loss-rows",
-                    "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss="
-                    " that draws its numbers for one record",
+                    "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a"
+                    " loss= that draws its numbers for one record",
                 ) from failure
             raise self.batch.refuse(f"{self.name}: {in_plain_words(failure)}") from failure
         if not is_same:
             return self._sealed()
         places = [k for k, v in enumerate(single) if isinstance(v, Followed)]
-        out_spec: TreeSpec | None = None
+        out_spec: Any | None = None
 
         def one(rows: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal out_spec
             values = list(single)
             for k, row in zip(places, rows, strict=True):
                 values[k] = row
-            args, kwargs = tree_unflatten(values, self.spec)
-            found, out_spec = tree_flatten(self.function(*args, **kwargs))
+            args, kwargs = _rebuilt(values, self.spec)
+            found, out_spec = _flat(self.function(*args, **kwargs))
             return found
 
         rows = [single[k]._rows for k in places]
@@ -744,7 +778,7 @@ class _Operation:
         results = [self._followed(t, m) for t, m in zip(found, shapes, strict=True)]
         if any(t is None for t in results):
             return self._sealed()
-        return tree_unflatten(results, out_spec)
+        return _rebuilt(results, out_spec)
 
     def _followed(self, rows: Tensor, meta: Tensor | None) -> Followed | None:
         """A result with the dimension of its records; None where it has none, or several."""
@@ -822,7 +856,8 @@ class _Operation:
             metas, _ = _shapes_of(_Signature(self.function, self.spec, self.leaves))
         except Exception:
             metas = [None]
-        if any(m is None for m in metas):
+        shapes = [m for m in metas if m is not None]
+        if len(shapes) != len(metas):
             raise batch.refuse(
                 f"{name} reads values of the batch before backward()", "loss-number", _AFTER
             )
@@ -833,15 +868,16 @@ class _Operation:
                 leaves = [
                     _ordinary(v._free()) if isinstance(v, Followed) else v for v in self.leaves
                 ]
-                args, kwargs = tree_unflatten(leaves, self.spec)
-                found.extend(tree_flatten(self.function(*args, **kwargs))[0])
+                args, kwargs = _rebuilt(leaves, self.spec)
+                found.extend(_flat(self.function(*args, **kwargs))[0])
             return found
 
         device = self.followed[0].device
         sealed = [
-            Followed.sealed(m, batch, device, lambda k=k: results()[k]) for k, m in enumerate(metas)
+            Followed.sealed(m, batch, device, partial(lambda k: results()[k], k))
+            for k, m in enumerate(shapes)
         ]
-        return tree_unflatten(sealed, _spec_of(self.function, self.spec, self.leaves))
+        return _rebuilt(sealed, _spec_of(self.function, self.spec, self.leaves))
 
     def _on_reduced(self) -> Any:
         """Reduced losses: multiples and sums of them are one loss."""
@@ -850,6 +886,8 @@ class _Operation:
         if how == "sealed" or any(f._how != how for f in self.followed) or name not in _LINEAR:
             if how != "sealed" and name in _TO_ELSEWHERE:
                 return first._like(self.function(first._rows, *self.args[1:], **self.kwargs))
+            if not self._is_detached() and any(f._how is None for f in self.followed):
+                raise batch.refuse(f"{name}: a mean or sum over the records meets records")
             if not self._is_detached():
                 raise batch.refuse(
                     _AFTER_REDUCTION.get(name, f"{name} of a reduced loss"),
@@ -869,7 +907,7 @@ class _Operation:
             if self._is_detached():
                 return self._sealed()
             raise batch.refuse(
-                "a reduced loss is multiplied by, divided by or added to a tensor, as by GradScaler",
+                "a reduced loss meets a tensor in a product or a sum, as in GradScaler",
                 "loss-reduced",
                 _REDUCED,
             )
@@ -882,13 +920,13 @@ class _Operation:
                 return Followed(first._rows, batch, None, "sum")
         if is_product:
             leaves = [v._rows if isinstance(v, Followed) else v for v in self.leaves]
-            args, kwargs = tree_unflatten(leaves, self.spec)
+            args, kwargs = _rebuilt(leaves, self.spec)
             return first._like(self.function(*args, **kwargs))
 
         def one(rows: Sequence[Tensor]) -> Sequence[Tensor]:
             remaining = iter(rows)
             values = [next(remaining) if isinstance(v, Followed) else v for v in self.leaves]
-            args, kwargs = tree_unflatten(values, self.spec)
+            args, kwargs = _rebuilt(values, self.spec)
             return [self.function(*args, **kwargs)]
 
         rows = [f._rows for f in self.followed]
@@ -986,7 +1024,7 @@ class _Signature:
 
     __slots__ = ("_key", "function", "leaves", "spec")
 
-    def __init__(self, function: Any, spec: TreeSpec, leaves: list[Any]) -> None:
+    def __init__(self, function: Any, spec: Any, leaves: list[Any]) -> None:
         self.function, self.spec, self.leaves = function, spec, leaves
         self._key = (function, spec, tuple(map(_described, leaves)))
 
@@ -1022,24 +1060,24 @@ def _shapes_of(signature: _Signature) -> tuple[list[Tensor | None], bool]:
     that of its records.
     """
 
-    args, kwargs = tree_unflatten([_on_meta(v) for v in signature.leaves], signature.spec)
+    args, kwargs = _rebuilt([_on_meta(v) for v in signature.leaves], signature.spec)
     with torch.no_grad():
-        found = tree_flatten(signature.function(*args, **kwargs))[0]
+        found = _flat(signature.function(*args, **kwargs))[0]
     metas = [t if isinstance(t, Tensor) else None for t in found]
     leaves, signature.leaves = signature.leaves, []  # the cache keeps no records
     shapes = [() if t is None else tuple(t.shape) for t in metas]
     return metas, _is_row_by_row(signature.function, signature.spec, leaves, shapes)
 
 
-def _spec_of(function: Any, spec: TreeSpec, leaves: list[Any]) -> TreeSpec:
+def _spec_of(function: Any, spec: Any, leaves: list[Any]) -> Any:
     """How the results of a function are nested."""
-    args, kwargs = tree_unflatten([_on_meta(v) for v in leaves], spec)
+    args, kwargs = _rebuilt([_on_meta(v) for v in leaves], spec)
     with torch.no_grad():
-        return tree_flatten(function(*args, **kwargs))[1]
+        return _flat(function(*args, **kwargs))[1]
 
 
 def _is_row_by_row(
-    function: Any, spec: TreeSpec, leaves: list[Any], shapes: list[tuple[int, ...]]
+    function: Any, spec: Any, leaves: list[Any], shapes: list[tuple[int, ...]]
 ) -> bool:
     """Whether a function of synthetic records is its function of each one as a batch of one. So
     that nobody gets another loss than written; privacy does not rest on it.
@@ -1067,8 +1105,8 @@ def _is_row_by_row(
         ]
         for k, v in values.items():
             new[k] = v
-        args, kwargs = tree_unflatten(new, spec)
-        found = tree_flatten(function(*args, **kwargs))[0]
+        args, kwargs = _rebuilt(new, spec)
+        found = _flat(function(*args, **kwargs))[0]
         return [t.double() for t in found if isinstance(t, Tensor)]
 
     batch = {
@@ -1079,7 +1117,10 @@ def _is_row_by_row(
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
             together, again = results(batch, _ROWS_TRIED), results(batch, _ROWS_TRIED)
-            if not all(torch.equal(a, b) or bool((a != a).any()) for a, b in zip(together, again)):
+            if not all(
+                torch.equal(a, b) or bool((a != a).any())
+                for a, b in zip(together, again, strict=True)
+            ):
                 return True  # it draws random numbers
             alone = [results({k: v[i] for k, v in made.items()}, 1) for i in range(_ROWS_TRIED)]
     except Exception:

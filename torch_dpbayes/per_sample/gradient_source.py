@@ -30,10 +30,9 @@ REMOVED = (
     "the model was made private again since: step with the optimizer of the last make_private call"
 )
 UNCLIPPED = (
-    "a backward pass outside of the private loss gives a parameter of the private model an ordinary"
-    " gradient, which is not clipped: call the whole model on the private loader's batch in training"
-    " mode, use weights through their modules, and take prior_std= or log_prior= instead of a"
-    " penalty. For gradients with respect to inputs use torch.autograd.grad."
+    "a parameter of the private model has an ordinary gradient, which is not clipped: train on the"
+    " private loader's batches in training mode, and take prior_std= or log_prior= instead of a"
+    " penalty. For gradients of inputs use torch.autograd.grad."
 )
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
 BY_CONSTRUCTION = "by construction, in the model and in the loss"

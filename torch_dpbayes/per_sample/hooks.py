@@ -23,7 +23,7 @@ from .gradient_source import (
     add_clipped,
     joint_norms,
 )
-from .mapped_forward import COPIED, ForwardPasses
+from .mapped_forward import COPIED, ForwardPasses, undivided
 from .nested import Nested, map_tensors, tensors_in
 
 PACKED = (
@@ -31,10 +31,9 @@ PACKED = (
     " gradients cannot be told apart: pad the sequences and pass a tensor."
 )
 _NOT_VOUCHED = (
-    "these per-sample gradients (p.grad_sample) were not recorded by make_private, and a loss that"
-    " mixes records moves their sum by more than the clip norm: use"
-    " PrivacyEngine().make_private(...), or vouch that each record's gradient depends on that record"
-    " alone by assume_independent_records=True."
+    "these per-sample gradients (p.grad_sample) were not recorded by make_private: use"
+    " PrivacyEngine().make_private(...), or vouch that each depends on one record alone by"
+    " assume_independent_records=True."
 )
 
 
@@ -205,9 +204,7 @@ class _Hooks(GradSampleHooks):
         if not self._is_mean:
             return None
         nested = Nested(output)
-        return nested.rebuilt(
-            [_undivided(t) if t.requires_grad and t.dim() > 0 else t for t in nested.tensors]
-        )
+        return nested.rebuilt([undivided(t, "mean") if t.dim() > 0 else t for t in nested.tensors])
 
     def capture_activations_hook(
         self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor
@@ -256,16 +253,6 @@ class _Hooks(GradSampleHooks):
             records: Any = getattr(module.weight, "grad_sample", None)
             if records is not None:
                 (records[-1] if isinstance(records, list) else records)[:, module.padding_idx] = 0.0
-
-
-def _undivided(output: Tensor) -> Tensor:
-    """The output, of which each row's gradient goes on as if that record were alone: a mean
-    divided it by their number.
-    """
-    n = len(output)
-    row = output.view_as(output)
-    row.register_hook(lambda gradient: gradient * n)
-    return row
 
 
 def _records(named_parameters: Sequence[tuple[str, Tensor]]) -> list[Tensor]:

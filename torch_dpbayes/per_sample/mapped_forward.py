@@ -1,3 +1,4 @@
+# ruff: noqa: SLF001 - the rows of followed tensors go into the map here, and nowhere else
 """The forward pass of a private model: the model's own program, run for each record alone.
 
 The arguments are taken apart into tensors with a row for each record. The model runs on one row at
@@ -22,7 +23,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from ..errors import DPBayesError, LossError, ModelError, StepError
 from .followed import Batch, Derived, Followed, is_constant
 from .nested import Nested, holds_plain_sequence, tensors_in
-from .record_map import CannotBeMapped, KeptTensors, in_plain_words, is_of_maps
+from .record_map import SAVED_TENSORS, CannotBeMapped, KeptTensors, in_plain_words, is_of_maps
 
 Loss = Callable[..., Tensor]
 
@@ -47,9 +48,8 @@ EVALUATED = (
     " before the training loop, and again after every validation; evaluate under torch.no_grad()."
 )
 STRANGE_INPUT = (
-    "the model is given a tensor that the private loader did not deliver (of shape {}), or one that"
-    " was made of several records: pass the loader's batch, or what torch's functions make of it"
-    " record by record. Take buffers of the model for constants, torch.randn_like(x) for noise."
+    "the model is given a tensor of shape {} that the private loader did not deliver, or that was"
+    " made of several records: pass the loader's batch; constants are buffers of the model"
 )
 
 
@@ -276,7 +276,11 @@ class MappedForward(ReplacedForward):
             is_done = True
             return output
         except RuntimeError as error:
-            if not is_of_maps(error) or isinstance(error, DPBayesError) or self.is_checking:
+            if (
+                not (is_of_maps(error) or str(error) == SAVED_TENSORS)
+                or isinstance(error, DPBayesError)
+                or self.is_checking
+            ):
                 raise
             raise CannotBeMapped(in_plain_words(error)) from error
         finally:
@@ -335,7 +339,7 @@ class MappedForward(ReplacedForward):
                 ]
             )
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
-            with self.around(), _torchs_attributes(self.module):
+            with self.around(), uncompiled(self.module), _torchs_attributes(self.module):
                 values = dict(zip(direct, parameters, strict=True))
                 output = self.run_with(values, one_args, one_kwargs)
                 if one_targets is not None:
@@ -363,8 +367,15 @@ class MappedForward(ReplacedForward):
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:
+            is_empty = self.source.passes.is_empty
+            rows = [t[:0] if is_empty else t for t in found]
             return result.rebuilt(
-                [_Reduced.apply(t, how == "mean") if t.dim() == 1 else t.squeeze(1) for t in found]
+                [
+                    _Reduced.apply(t, how == "mean")
+                    if t.dim() == 1
+                    else undivided(t.squeeze(1), how)
+                    for t in rows
+                ]
             )
         batch.loss_reduction = how
         trained = [p for p in self.module.parameters() if p.requires_grad]
@@ -467,6 +478,19 @@ class MappedForward(ReplacedForward):
 
 
 @contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """Run compiled modules as they are written; a map is nothing that a compiler can see."""
+    if any(
+        isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl is not None
+        for layer in module.modules()
+    ):
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+@contextmanager
 def _torchs_attributes(module: nn.Module) -> Iterator[None]:
     """Give modules back what torch's own code sets on them in every pass: weights under
     ``torch.nn.utils.prune``, and lists of weights of recurrent layers.
@@ -525,6 +549,18 @@ def _scalar(loss: Any) -> Tensor:
     return loss.reshape(())
 
 
+def undivided(output: Tensor, loss_reduction: str) -> Tensor:
+    """The output, of which each row's gradient goes on as if that record were alone: a mean
+    divides it by their number.
+    """
+    if loss_reduction == "sum" or not output.requires_grad:
+        return output
+    n = len(output)
+    row = output.view_as(output)
+    row.register_hook(lambda gradient: gradient * n)
+    return row
+
+
 class _Reduced(torch.autograd.Function):
     """The sum or mean of the records' losses; every record's own gets the gradient 1, and no other
     may come back.
@@ -533,7 +569,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, losses: Tensor, is_mean: bool) -> Tensor:
         ctx.like = losses
-        return losses.mean() if is_mean else losses.sum()
+        return losses.sum() / max(len(losses), 1) if is_mean else losses.sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DPBayesError, ModelError
 from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
 from .followed import Delivery, shape_of
+from .mapped_forward import uncompiled
 from .nested import Nested, map_tensors
 from .record_map import (
     CannotBeMapped,
@@ -181,7 +182,7 @@ def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[An
     generator = torch.Generator().manual_seed(0)
     for way in ways:
         try:
-            with torch.no_grad(), source.paused(), _left_as_found(module):
+            with torch.no_grad(), source.paused(), uncompiled(module), _left_as_found(module):
                 output_of(module, synthetic(way, _RECORDS, generator))
         except Exception:  # of the model: it takes its inputs in another way
             continue
@@ -276,6 +277,13 @@ class _Run:
     def difference(self, alone: Sequence[_Run]) -> str:
         """What of these records is not what it is of each one alone; empty if nothing is."""
         room = 20 * _ROOM if any(_is_coarse(p) for _, p in self.named) else _ROOM
+        for place, (name, _) in enumerate(self.named):
+            if self.gradients[place] is None and all(r.gradients[place] is None for r in alone):
+                raise ModelError(
+                    f"parameter {name!r} is not used by the forward pass: freeze with"
+                    " requires_grad_(False) what the model does not use",
+                    code="model-unused",
+                )
         for k, run in enumerate(alone):
             if not all(bool(t.isfinite().all()) for t in run.outputs):
                 continue  # synthetic records are not what the model is made for
@@ -313,11 +321,17 @@ def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
     return float((found - true).norm()) <= room * (length + 1e-6)
 
 
+@contextmanager
+def _as_in_maps() -> Iterator[None]:
+    with without_looks(), torch.enable_grad(), _WithoutRandomness():
+        yield
+
+
 def _rows_of_scalars(
     module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]
 ) -> tuple[bool, ...]:
     """Which outputs have one number for each record, and so none of its own dimension for one."""
-    with torch.no_grad(), source.paused(), without_looks():
+    with torch.no_grad(), source.paused(), uncompiled(module), without_looks():
         try:
             return tuple(t.dim() == 1 for t in Nested(output_of(module, inputs)).tensors)
         except Exception:  # the model is not run on batches
@@ -353,7 +367,7 @@ def _mapped(module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]) ->
                 total = total / _RECORDS
             total.backward()
         if source.unrecorded:
-            own = {p: name for name, p in named}
+            own: dict[Tensor, str] = {p: name for name, p in named}
             raise Unrecorded([own[p] for p in source.unrecorded if p in own])
         gradients = [source.per_record_gradients(p) for p in parameters]
         _check_norms(source, named, gradients)
@@ -397,7 +411,7 @@ def _alone(
 ) -> _Run | None:
     """One record, by ordinary autograd; None where two runs differ."""
     parameters = [p for _, p in mapped.named]
-    with source.paused(), without_looks(), torch.enable_grad(), _WithoutRandomness():
+    with source.paused(), uncompiled(module), _as_in_maps():
         runs = [
             [
                 t.unsqueeze(0) if t.dim() == 0 else t
@@ -437,7 +451,7 @@ def _blamed(module: nn.Module) -> Iterator[None]:
     for name, layer in module.named_modules():
         handles.append(layer.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
         handles.append(layer.register_forward_hook(leave))
-    own = {p: name for name, p in module.named_parameters()}
+    own: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     try:
         yield
     except UsedElsewhere as error:
@@ -462,6 +476,7 @@ def _blamed(module: nn.Module) -> Iterator[None]:
 def _not_mapped(module: nn.Module, running: list[str], reason: str) -> ModelError:
     name = (running[-1] if running else "") or type(module).__name__
     return ModelError(
-        f"module {name!r} cannot be run for one record at a time: {reason.rstrip('.')}. {_INSTEAD}.",
+        f"module {name!r} cannot be run for one record at a time: {reason.rstrip('.')}."
+        f" {_INSTEAD}.",
         code="model-map",
     )

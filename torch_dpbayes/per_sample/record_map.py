@@ -163,8 +163,8 @@ class OutsideTensor(CannotBeMapped):
 
     def __init__(self, function: str, tensor: Tensor) -> None:
         super().__init__(
-            f"{function} uses a tensor outside the model that requires grad, whose gradient would be"
-            " neither clipped nor noisy. Make it a parameter of the module, self.scale ="
+            f"{function} uses a tensor outside the model that requires grad, which would be trained"
+            " without noise. Make it a parameter of the module, self.scale ="
             " nn.Parameter(torch.zeros(())), and return it beside the output",
             code="loss-outside",
         )
@@ -510,9 +510,9 @@ class _OfOneRecord(TorchFunctionMode):
             raise CannotBeMapped(
                 f"it puts a hook on a tensor ({func.__name__}), which would not run"
             )
-        if func in _REQUIRE_GRAD:  # asked for by gradient checkpointing; they are taken anyway
+        if func in _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):  # asked for by gradient checkpointing; they are taken anyway
             return None
-        if func is Tensor.requires_grad_ and _is_of_records(args[0]):
+        if func is Tensor.requires_grad_ and is_batchedtensor(args[0]):
             return args[0]
         if func is F.embedding and (padding := _padding_of(*args, **kwargs)) is not None:
             tokens, weight, place = padding
@@ -605,8 +605,8 @@ def require_no_modes() -> None:
     """Refuse modes of the caller's: they see tensors that hold all records."""
     if _len_torch_dispatch_stack() > 0:
         raise CannotBeMapped(
-            "it runs under a dispatch mode (TorchDispatchMode), which sees all records of a batch at"
-            " once: leave that mode before the model is called"
+            "it runs under a dispatch mode (TorchDispatchMode), which sees all records of a batch:"
+            " leave that mode before the model is called"
         )
     for mode in _get_current_function_mode_stack():
         if type(mode).__module__.partition(".")[0] not in ("torch", "torch_dpbayes"):
@@ -701,7 +701,7 @@ def _recurrent(cell: Callable[..., Any], *, has_memory: bool) -> Callable[..., A
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        states = hx if has_memory else (hx,)
+        states: tuple[Tensor, ...] = tuple(hx) if has_memory else (hx,)
         directions = 2 if bidirectional else 1
         each = len(weights) // (num_layers * directions)
         steps = list(input.transpose(0, 1) if batch_first else input)
@@ -716,7 +716,7 @@ def _recurrent(cell: Callable[..., Any], *, has_memory: bool) -> Callable[..., A
                 outputs = []
                 for x in reversed(steps) if direction else steps:
                     new = cell(x, state if has_memory else state[0], w_ih, w_hh, *biases)
-                    state = new if has_memory else (new,)
+                    state = tuple(new) if has_memory else (new,)
                     if projection:
                         state = (F.linear(state[0], projection[0]), state[1])
                     outputs.append(state[0])

@@ -111,8 +111,8 @@ class Release:
     ) -> None:
         """Take gradients from ``source`` from now on, and verify every step.
 
-        It is compared with the ``draws`` and the ``fixed`` tensors. ``is_alone`` says that the other ranks of a process group, if there is one, have nothing to
-        do with it.
+        It is compared with the ``draws`` and the ``fixed`` tensors. ``is_alone`` says that the
+        other ranks of a process group, if there is one, have nothing to do with it.
         """
         self.source, self.draws = source, draws
         self._fixed = fixed
@@ -239,9 +239,8 @@ class Release:
 
     def _retire(self) -> None:
         """The draw is used up; the accountant hears on what its charge rests."""
-        if self.draws is None:
-            return
-        self.draws.retire()
+        if self.draws is not None:
+            self.draws.retire()
         if (independence := self.independence) != self._stated:
             self._state(self.label, independence)
             self._stated = independence

@@ -1,0 +1,347 @@
+"""One backward pass for a step, and nothing that is neither clipped nor noisy."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import clipped_rows, gradients_of_records, private, sum_of
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+
+from torch_dpbayes.errors import DPBayesError
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.fixed_tensors import FixedTensors
+from torch_dpbayes.per_sample.vmap import VmapGradientSource
+
+pytestmark = pytest.mark.first_cases(1000)
+MODES = pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def made(net=None, mode=None, **options):
+    data = torch.randn(20, 6), torch.randint(3, (20,))
+    return private(mlp() if net is None else net, *data, grad_sample_mode=mode, **options)
+
+
+def loss_of(net, x, y):
+    return F.cross_entropy(net(x), y)
+
+
+def train(net, optimizer, loader):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss_of(net, x, y).backward()
+        optimizer.step()
+
+
+def assert_refused(work, codes, net, optimizer, loader):
+    """``work`` raises, or the step after it, and nothing moved; then a clean step follows."""
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(DPBayesError) as error:
+        for x, y in loader:
+            work(net, x, y)
+            optimizer.step()
+    assert error.value.code in codes, error.value
+    assert len(optimizer.accountant) == 0
+    assert all(torch.equal(p, b) for p, b in zip(net.parameters(), before))
+    net.train()
+    optimizer.zero_grad()
+    train(net, optimizer, loader)
+    assert len(optimizer.accountant) == 1
+
+
+def set_by_hand(net, x, y):
+    loss_of(net, x, y).backward()
+    net[0].bias.grad = torch.zeros(8)
+
+
+def changed_weights(net, x, y):
+    loss = loss_of(net, x, y)
+    with torch.no_grad():
+        net[0].weight.add_(0.0)
+    loss.backward()
+
+
+def changed_weights_later(net, x, y):
+    loss_of(net, x, y).backward()
+    with torch.no_grad():
+        net[0].weight.add_(0.0)
+
+
+def two_passes(net, x, y):
+    (loss_of(net, x, y) + loss_of(net, -x, y)).backward()
+
+
+def eval_mode(net, x, y):
+    net.eval()
+    loss_of(net, x, y).backward()
+
+
+def gradients_of_gradients(net, x, y):
+    loss_of(net, x, y).backward(create_graph=True)
+
+
+def hook_on_a_parameter(net, x, y):
+    loss = loss_of(net, x, y)
+    handle = net[0].weight.register_hook(lambda g: g)
+    try:
+        loss.backward()
+    finally:
+        handle.remove()
+
+
+def another_parameter(net, x, y):
+    kept = net[0].weight
+    net[0].weight = nn.Parameter(2 * kept.detach())
+    try:
+        loss_of(net, x, y).backward()
+    finally:
+        net[0].weight = kept
+
+
+def no_backward(net, x, y):
+    loss_of(net, x, y)
+
+
+REFUSED = {
+    set_by_hand: ("step-unclipped",),
+    changed_weights: ("step-changed",),
+    changed_weights_later: ("step-changed",),
+    two_passes: ("step-passes", "loss-mixes"),
+    eval_mode: ("step-eval", "step-unclipped", "loss-constant", "model-input"),
+    gradients_of_gradients: ("loss-backward",),
+    hook_on_a_parameter: ("model-gradient-hook",),
+    another_parameter: ("model-copied",),
+    no_backward: ("step-unused",),
+}
+ONLY_OF_BOOKKEEPING = (hook_on_a_parameter,)
+
+
+@MODES
+@pytest.mark.parametrize("work", REFUSED, ids=lambda work: work.__name__)
+def test_a_step_that_is_not_of_one_pass_is_refused(work, mode):
+    if work in ONLY_OF_BOOKKEEPING and mode == "vmap":
+        pytest.skip("its gradients are taken without autograd's graph")
+    if work is changed_weights_later and mode == "bookkeeping":
+        pytest.skip("the gradients are those of the weights before")
+    assert_refused(work, REFUSED[work], *made(mode=mode))
+
+
+@MODES
+def test_an_ordinary_optimizer_finds_no_gradient(mode):
+    net, optimizer, loader = made(mode=mode)
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, y in loader:
+        before = [p.detach().clone() for p in net.parameters()]
+        loss_of(net, x, y).backward()
+        other.step()
+        assert all(p.grad is None and torch.equal(p, q) for p, q in zip(net.parameters(), before))
+        optimizer.step()
+
+
+@MODES
+def test_an_ordinary_optimizer_in_eval_mode_is_refused(mode):
+    net, _, loader = made(mode=mode)
+    net.eval()
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in net.parameters()]
+    for x, y in loader:
+        with pytest.raises(DPBayesError):
+            loss_of(net, x, y).backward()
+            other.step()
+    with pytest.raises(DPBayesError):  # on records that no loader delivered
+        loss_of(net, torch.randn(4, 6), torch.randint(3, (4,))).backward()
+        other.step()
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before))
+    assert all(p.grad is None for p in net.parameters())
+
+
+@MODES
+def test_evaluation_in_between_records_nothing(mode):
+    net, optimizer, loader = made(mode=mode)
+    for x, y in loader:
+        loss = loss_of(net, x, y)
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                net(torch.randn(3, 6))
+        net.eval()
+        net(torch.randn(3, 6))
+        net.train()
+        loss.backward()
+        optimizer.step()
+
+
+@MODES
+def test_copies_and_files_carry_nothing_and_need_make_private(mode):
+    net, optimizer, loader = made(mode=mode)
+    for x, y in loader:
+        loss = loss_of(net, x, y)
+        buffer = io.BytesIO()
+        torch.save(net, buffer)
+        buffer.seek(0)
+        for other in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
+            z = torch.randn(3, 6)
+            with torch.no_grad():
+                torch.testing.assert_close(other(z), net(z))
+            train(*made(other, mode))
+        loss.backward()
+        optimizer.step()
+    assert len(optimizer.accountant) == 1
+
+
+@pytest.mark.parametrize("make", [BookkeepingGradientSource, VmapGradientSource])
+def test_everything_is_taken_off_again(make):
+    net = mlp()
+    before = [{k: str(v) for k, v in vars(module).items()} for module in net.modules()]
+    source = make(net)
+    assert "forward" in net.__dict__
+    source.remove()
+    assert [{k: str(v) for k, v in vars(module).items()} for module in net.modules()] == before
+    net(torch.randn(2, 6)).sum().backward()
+    assert net[0].weight.grad is not None
+
+
+def test_layers_are_frozen_and_unfrozen():
+    net, optimizer, loader = made()
+    train(net, optimizer, loader)
+    frozen = net[0].weight.detach().clone()
+    for is_frozen in (True, False):
+        net[0].requires_grad_(not is_frozen)
+        train(net, optimizer, loader)
+        assert torch.equal(net[0].weight, frozen) == is_frozen
+    assert len(optimizer.accountant) == 3
+    other = mlp()
+    other[0].requires_grad_(False)
+    net, optimizer, loader = made(other)
+    train(net, optimizer, loader)
+    net[0].requires_grad_(True)
+    with pytest.raises(DPBayesError):
+        train(net, optimizer, loader)
+
+
+def test_parts_of_a_draw_add_up():
+    whole, data = mlp(), (torch.randn(24, 6), torch.randint(3, (24,)))
+    parts, results = copy.deepcopy(whole), []
+    for net, size in ((whole, 100), (parts, 7)):
+        net, optimizer, loader = private(net, *data)
+        manager = BatchMemoryManager(
+            data_loader=loader, max_physical_batch_size=size, optimizer=optimizer
+        )
+        with manager as batches:
+            train(net, optimizer, batches)
+        results.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_compiled_model_runs(backend, is_before):
+    torch._dynamo.reset()
+    net, x, y = mlp(), torch.randn(5, 6), torch.randint(3, (5,))
+    expected = clipped_rows(gradients_of_records(net, loss_of, (x, y)), 0.3)
+    if is_before:
+        compiled = torch.compile(net, backend=backend)
+        compiled(x)
+        compiled, optimizer, loader = private(compiled, x, y)
+    else:
+        net, optimizer, loader = private(net, x, y)
+        compiled = torch.compile(net, backend=backend)
+    for a, b in loader:
+        loss_of(compiled, a, b).backward()
+        found = sum_of(optimizer.release.source, net, 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+# -- buffers and frozen parameters -----------------------------------------------------------------
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 1)
+        self.register_buffer("mean", torch.randn(4))
+        self.register_buffer("variance", torch.ones(4))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x):
+        return self.trained(self.frozen(x - self.mean))
+
+
+@torch.inference_mode()
+def by_inference(net, x):
+    net.mean.copy_(x.mean(0))
+
+
+@torch.no_grad()
+def frozen_weight(net, x):
+    net.frozen.weight[:, 0] = x[:, 0].mean()
+
+
+# the change, the name it has in the error, and whether version counters tell
+WRITES = {
+    "in place": (lambda net, x: net.mean.lerp_(x.mean(0), 0.1), "mean", True),
+    "past the counter": (lambda net, x: net.mean.data.copy_(x.mean(0)), "mean", False),
+    "batch norm": (
+        lambda net, x: F.batch_norm(x, net.mean, net.variance, training=True),
+        "mean",
+        False,
+    ),
+    "inference": (by_inference, "mean", True),
+    "NumPy": (lambda net, x: net.mean.numpy().__setitem__(0, 7.0), "mean", False),
+    "new": (lambda net, x: net.register_buffer("mine", x.mean(0)), "mine", True),
+    "deleted": (lambda net, x: delattr(net, "variance"), "variance", True),
+    "frozen weight": (frozen_weight, "frozen.weight", True),
+}
+
+
+@pytest.mark.parametrize("start", [0, 37])
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_into_fixed_tensors_are_seen(name, start):
+    """At once where a version counter or an identity tells; within 64 steps where values do."""
+    write, tensor, is_counted = WRITES[name]
+    net = Centred()
+    fixed = FixedTensors(net)
+    fixed.begin()
+    for look in range(start):
+        assert fixed.changed() is None, look
+    write(net, torch.randn(3, 4))
+    looks = next(k for k in range(65) if fixed.changed() == tensor)
+    assert looks == 0 or (not is_counted and start + looks < 64)
+
+
+@MODES
+def test_statistics_that_the_loop_keeps_are_refused_and_not_charged(mode):
+    net = Centred()
+    net, optimizer, loader = private(
+        net, torch.randn(20, 4), torch.randn(20, 1), grad_sample_mode=mode
+    )
+    with pytest.raises(DPBayesError) as error:
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.mse_loss(net(x), y).backward()
+            net.mean.copy_(x.detach().mean(0).as_subclass(torch.Tensor))
+            optimizer.step()
+    assert error.value.code == "model-buffer" and len(optimizer.accountant) == 0
+
+
+@MODES
+def test_a_forward_pass_that_changes_a_buffer_is_refused_beforehand(mode):
+    class Observer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 3)
+            self.register_buffer("largest", torch.zeros(6))
+
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                self.largest.data.copy_(x.detach().amax(0) + 1)
+            return self.linear(x)
+
+    with pytest.raises(DPBayesError) as error:
+        made(Observer(), mode)
+    assert error.value.code in ("model-buffer", "model-map", "model-kept")
