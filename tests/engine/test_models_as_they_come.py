@@ -82,8 +82,8 @@ CASES = {
     "position embeddings": (Positions, tokens, (None, "vmap")),
     "EmbeddingBag": (Bag, tokens, (None, "vmap")),
     "EmbeddingBag with offsets": (BagOfOffsets, tokens, (None, "vmap")),
-    "stochastic depth, each record": (partial(Residual, "row"), numbers, (None, "vmap")),
-    "stochastic depth, all records": (partial(Residual, "batch"), numbers, (None, "vmap")),
+    "stochastic depth, each record": (partial(Residual, "row"), numbers, (None,)),
+    "stochastic depth, all records": (partial(Residual, "batch"), numbers, (None,)),
     "low rank": (
         lambda: nn.Sequential(LowRank(nn.Linear(4, 4)), nn.ReLU(), LowRank(nn.Linear(4, 3))),
         numbers,

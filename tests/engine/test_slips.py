@@ -185,7 +185,7 @@ SLIPS = {
         ),
         "track_running_stats=False",
     ),
-    "a layer skipped by chance": (lambda: made(Skipping()), "factor of 0"),
+    "a layer skipped by chance": (lambda: made(Skipping()), "cannot be run for one record"),
     "a field of text": (
         lambda: made(nn.Linear(4, 3), data_loader=DataLoader(Fields(name="Ann"), 10)),
         "'name' is text",
