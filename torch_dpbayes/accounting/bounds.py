@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from .bounded import RandomizedResponses, largest_sum, least_delta, least_epsilon
 from .choices import SMALLEST_DELTA
-from .composition import ACCURACY, Composition, choose_window, compose, tail_of
+from .composition import (
+    ACCURACY,
+    Composition,
+    can_be_parted,
+    choose_window,
+    compose,
+    epsilon_in_parts,
+    tail_of,
+)
 from .failures import (
     apart,
     beside_failures,
@@ -19,7 +28,7 @@ from .failures import (
     left_of,
     with_failures,
 )
-from .gaussian import gaussian_delta, gaussian_epsilon
+from .gaussian import advantage_sum, gaussian_delta, gaussian_epsilon, sampled_epsilon
 from .levels import EXACT_LEVELS, directions, merge, only_mu
 from .pairs import (
     Concentrated,
@@ -28,6 +37,7 @@ from .pairs import (
     NonPrivate,
     Pair,
     Repeated,
+    Sampled,
     added,
     dominating_mu,
     largest_loss,
@@ -36,6 +46,8 @@ from .pairs import (
 _ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
 _COARSE_ACCURACY = 1e-3  # of that of an extension of many levels
 _LOWER_RATIO = 1.005
+# shares of delta, and of epsilon, from which on a composition in parts is tighter
+_ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 
 ZCDP_REFUSAL = (
@@ -84,6 +96,10 @@ def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
 def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     if (exact := RandomizedResponses.of(counts)) is not None:
         return exact.epsilon(delta)
+    if advantage_sum(counts) <= delta:  # (0, delta)-privacy adds up
+        return 0.0
+    if sum(counts.values()) == 1 and isinstance(only := next(iter(counts)), Sampled):
+        return sampled_epsilon(only, delta)
     counts, largest = without_extremes(counts)
     if largest:
         return (largest + _upper_epsilon(counts, delta)) * (1 + 1e-15)
@@ -119,8 +135,23 @@ def _worse(
                 continue
         (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
         interval = None if delta is None else 4 * fine.interval
-        worst = ask(fine) if math.isnan(worst) else _worst([worst, ask(fine)])
+        found = ask(fine)
+        if delta is not None and _lacks_digits(levels, fine, found):
+            with suppress(OverflowError):  # losses too far apart: it stays loose
+                found = epsilon_in_parts(levels, delta, reverse, found)
+        worst = found if math.isnan(worst) else _worst([worst, found])
     return math.inf if math.isnan(worst) else worst
+
+
+def _lacks_digits(levels: Mapping[Pair, int], found: Composition, epsilon: float) -> bool:
+    return (
+        len(levels) <= EXACT_LEVELS
+        and can_be_parted(levels)
+        and 0 < epsilon < math.inf
+        and (
+            found.interval > _OF_EPSILON * epsilon or found.share_of_round_off(epsilon) > _ROUND_OFF
+        )
+    )
 
 
 class Extension:

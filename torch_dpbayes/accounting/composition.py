@@ -19,16 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import fft, signal
+from scipy import fft, signal, special
 
 from .levels import directions, scattered_of
-from .loss_grid import BEYOND, grid_masses, loss_nodes
+from .loss_grid import BEYOND, Masses, grid_masses, loss_nodes
 from .mixture_bounds import Mixtures, Near, mixtures
-from .pairs import Array, Pair, Pure, has_two_directions
+from .pairs import Array, Gaussian, Pair, Pure, Sampled, has_two_directions
+
+Spectrum: TypeAlias = NDArray[np.complex128]
 
 # the last ones for losses of billionths
 _TILTS = np.append(np.geomspace(1e-4, 1e6, 104), np.geomspace(3e6, 3e16, 21))
@@ -45,6 +47,9 @@ ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
 # of a step's mean absolute loss, at which epsilons that are no larger are looked at
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
+_MOST_OF_CORE = 25.0  # tilt times cut, at which its delta at epsilon is far below any other
+_CUT = 0.25  # of epsilon, between the parts
+_MOST_CELLS = 2**17  # of the losses of one release, where a composition has two parts
 _PILOT_EXCESS = 0.5  # of log(delta)
 _CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
 _FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
@@ -54,11 +59,25 @@ _AT_ONCE = 2**22  # numbers in the spectra of releases between the same corners
 _NEGLIGIBLE = -45.0  # logarithm of a modulus that is taken to be 0
 
 
+class Part(NamedTuple):
+    """One of two parts of a composition, whose deltas add up: that in which no release has a loss
+    above ``cut``, or the rest, in which at least one has.
+
+    Round-off is relative to the largest mass. Where delta lies in rare, large losses, the bulk of
+    the mass hides them; apart from it they keep their digits.
+    """
+
+    cut: float
+    is_rest: bool
+
+
 class _Losses:
     """Quadrature nodes of the losses of a composition, for the choice of tilt and window."""
 
-    def __init__(self, levels: Mapping[Pair, int], reverse: bool, tail: float) -> None:
-        self._reverse, self._tail = reverse, tail
+    def __init__(
+        self, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part | None = None
+    ) -> None:
+        self._reverse, self._tail, self._part = reverse, tail, part
         self.widest = 0.0
         self._nodes = [(*self._of(pair), count) for pair, count in levels.items()]
         self._mixed: Mixtures | None = None
@@ -66,6 +85,11 @@ class _Losses:
 
     def _of(self, pair: Pair) -> tuple[Array, Array]:
         losses, masses, central = loss_nodes(pair, self._tail)
+        if self._part is not None:
+            if losses.max() - losses.min() > _MOST_CELLS / 8 * self._part.cut:
+                raise OverflowError(BEYOND)
+            # no piece of the quadrature crosses the cut
+            losses, masses, central = loss_nodes(pair, self._tail, self._part.cut / 8)
         self.widest = max(self.widest, float(losses.max() - losses.min()))
         if central:
             losses, masses = np.append(losses, 0.0), np.append(masses, central)
@@ -80,6 +104,11 @@ class _Losses:
 
     def cumulants(self, tilts: Array) -> tuple[Array, Array, Array]:
         """K(theta) = sum of count * log E exp(theta L), with K' and K''."""
+        if self._part is not None:
+            step = 1e-3 * (1 + np.abs(tilts))
+            below, here, above = (self._of_part(tilts + by) for by in (-step, 0.0, step))
+            curvature = np.maximum((above - 2 * here + below) / step**2, 0.0)
+            return here, (above - below) / (2 * step), curvature
         total = np.zeros((3, len(tilts)))
         for losses, log_masses, count in self._nodes:
             total += count * np.stack(_cumulants(losses, log_masses, tilts))
@@ -97,6 +126,19 @@ class _Losses:
             total += np.tensordot(found, self._mixed.counts, (1, 0))
         return total[0], total[1], total[2]
 
+    def _of_part(self, tilts: Array) -> Array:
+        assert self._part is not None
+        core, rise = np.zeros(len(tilts)), np.zeros(len(tilts))
+        for losses, log_masses, count in self._nodes:
+            exponent = tilts[:, None] * losses + log_masses
+            is_rest = losses > self._part.cut
+            inside = special.logsumexp(exponent[:, ~is_rest], axis=1)
+            core += count * inside
+            if is_rest.any():
+                beyond = special.logsumexp(exponent[:, is_rest], axis=1)
+                rise += count * np.logaddexp(0.0, beyond - inside)
+        return core + _log_expm1(rise) if self._part.is_rest else core
+
     def totals(self) -> tuple[float, float, float]:
         """The least and the largest possible loss, and the sum of the mean absolute losses."""
         parts: list[tuple[Array, Array, float]] = [*self._nodes]
@@ -110,6 +152,11 @@ class _Losses:
             parts += [(*corner, share) for corner, share in zip(self._corners, shares, strict=True)]
         size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in parts)
         return least, largest, size
+
+
+def _log_expm1(x: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.asarray(x + np.log(-np.expm1(-x)))
 
 
 def _cumulants(losses: Array, log_masses: Array, tilts: Array) -> tuple[Array, Array, Array]:
@@ -137,6 +184,7 @@ class Window(NamedTuple):
     wanted_interval: float  # for the accuracy that was asked for
     excess: float  # of log(delta) that mixtures aim at
     fewest: int  # rates, and noises, of their grid
+    part: Part | None = None
 
 
 def choose_window(
@@ -148,12 +196,13 @@ def choose_window(
     epsilon: float | None = None,
     accuracy: float = ACCURACY,
     interval: float | None = None,
+    part: Part | None = None,
 ) -> Window:
     """The window for what is asked at ``epsilon``, or at ``log_delta``."""
     asked, asked_log_delta = epsilon, log_delta
     total = sum(levels.values())
-    sampled, others = scattered_of(levels)
-    losses = _Losses(others if sampled else levels, reverse, tail)
+    sampled, others = scattered_of(levels) if part is None else ([], dict(levels))
+    losses = _Losses(others if sampled else levels, reverse, tail, part)
     near, excess, fewest = Near(1.0, -1.0, reverse), _PILOT_EXCESS, 2
     for _ in range(2 if sampled else 1):
         if sampled:
@@ -183,12 +232,19 @@ def choose_window(
             wanted = min(wanted, _OF_LOSS * size / total)
         # at this tail the losses may reach farther than at that of the delta which is found
         interval = max(wanted, 4 * losses.widest / _LARGEST_WINDOW, _LEAST_INTERVAL)
+        if part is not None:
+            if not math.isfinite(interval):
+                raise OverflowError(BEYOND)
+            interval = max(min(interval, part.cut / 16), losses.widest / _MOST_CELLS)
+            interval = part.cut / max(math.floor(part.cut / interval), 1)
         atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
         if len(atoms) == 1 and (atom := atoms.pop()) > interval:
             interval = atom / math.ceil(atom / interval)  # both its losses on the grid
     else:
         wanted = interval
     tilt = min(tilt, 0.5 / interval)
+    if part is not None and not part.is_rest:
+        tilt = min(tilt, _MOST_OF_CORE / part.cut)
     # What the rounding adds at most to a step's variance is h^2 / 4.
     center, _, spread = (float(value[0]) for value in losses.cumulants(np.array([tilt])))
     steps = _WINDOW_TILTS / math.sqrt(spread + total * interval**2 / 4)
@@ -215,6 +271,7 @@ def choose_window(
         wanted_interval=wanted if log_delta > math.log(_SMALLEST) else interval,
         excess=excess,
         fewest=fewest,
+        part=part,
     )
 
 
@@ -250,7 +307,7 @@ def _log(masses: Array) -> Array:
         return np.asarray(np.log(masses))
 
 
-def _power(spectrum: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
+def _power(spectrum: Spectrum, count: int) -> Spectrum:
     """spectrum ** count by repeated squaring: an order of magnitude faster than NumPy's
     complex power.
     """
@@ -271,7 +328,7 @@ class Transform:
     transforms are compositions.
     """
 
-    spectrum: NDArray[np.complex128]
+    spectrum: Spectrum
     offset: int  # grid points from 0 to the smallest loss, and from there to the largest
     extent: int
     count: int
@@ -293,7 +350,10 @@ class Transform:
 
 def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: float) -> Transform:
     """One release."""
-    level = grid_masses(pair, window.interval, tail)[reverse]
+    return _spectrum(grid_masses(pair, window.interval, tail)[reverse], window, size)
+
+
+def _spectrum(level: Masses, window: Window, size: int) -> Transform:
     grid = window.interval * (level.first + np.arange(len(level.masses)))
     log_masses = _log(level.masses)
     log_moments = np.zeros(3)
@@ -314,6 +374,51 @@ def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: fl
     return Transform(spectrum, level.first, len(level.masses) - 1, 1, level.infinity, log_moments)
 
 
+def _transform_of_part(
+    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part
+) -> Transform:
+    """The core c^n, or the rest (c + r)^n - c^n, over all levels.
+
+    Both grow with the masses of c and of r, so mass exactly at the cut belongs to both.
+    """
+    one = np.ones(size // 2 + 1, dtype=np.complex128)
+    core, rest = Transform(one, 0, 0, 0, 0.0, np.zeros(3)), np.zeros_like(one)
+    rise, offset, extent = np.zeros(3), 0, 0
+    for pair, count in levels.items():
+        level = grid_masses(pair, window.interval, tail)[reverse]
+        at = min(max(round(part.cut / window.interval) - level.first, 0), len(level.masses) - 1)
+        center = _spectrum(level._replace(masses=level.masses[: at + 1]), window, size)
+        one_rest = np.zeros_like(one)
+        if part.is_rest and level.masses[at:].any():
+            beyond = Masses(level.first + at, level.masses[at:], 0.0)
+            found = _spectrum(beyond, window, size)
+            ratios = found.log_moments - center.log_moments
+            one_rest = math.exp(ratios[2]) * found.spectrum
+            rise += count * np.logaddexp(0.0, ratios)
+        of_core, of_rest = _power_of_sum(center.spectrum, one_rest, count)
+        rest = rest * (of_core + of_rest) + core.spectrum * of_rest
+        core = core.followed_by(center, count)
+        offset, extent = offset + count * level.first, extent + count * (len(level.masses) - 1)
+    if not part.is_rest:
+        return core
+    if not rise.all():
+        raise OverflowError(BEYOND)
+    moments = core.log_moments + _log_expm1(rise)
+    rest /= math.exp(moments[2] - core.log_moments[2])
+    return Transform(rest, offset, extent, core.count, core.infinity, moments)
+
+
+def _power_of_sum(core: Spectrum, rest: Spectrum, count: int) -> tuple[Spectrum, Spectrum]:
+    """core^count, and (core + rest)^count - core^count without loss of digits."""
+    of_core, of_rest = np.ones_like(core), np.zeros_like(core)
+    while count:
+        if count & 1:
+            of_core, of_rest = of_core * core, of_core * rest + of_rest * (core + rest)
+        core, rest = core * core, rest * (2 * core + rest)
+        count >>= 1
+    return of_core, of_rest
+
+
 def _transform(
     window: Window,
     size: int,
@@ -322,6 +427,8 @@ def _transform(
     tail: float,
     mixed: bool,
 ) -> Transform:
+    if window.part is not None:
+        return _transform_of_part(window, size, levels, reverse, tail, window.part)
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
     sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
@@ -566,6 +673,13 @@ class Composition:
             solution, margin = solution + margin, 2 * margin
         return solution
 
+    def share_of_round_off(self, epsilon: float) -> float:
+        """Of delta at ``epsilon``."""
+        losses = self.losses[self.losses > epsilon]
+        scale = np.minimum(self.log_scale - self.window.tilt * losses, 600.0)
+        found = self.round_off * float(np.sum(np.exp(scale) * -np.expm1(epsilon - losses)))
+        return found / max(self.upper_delta(epsilon), 1e-300)
+
     def lower_epsilon(self, delta: float) -> float:
         # probability with which the discretisation may have moved the loss further than ``shift``
         slip = delta / 50
@@ -650,3 +764,43 @@ def compose(
             composition = Composition(composition.wider_window(), levels, direction, tail, mixed)
         compositions.append(composition)
     return compositions
+
+
+def epsilon_in_parts(
+    levels: Mapping[Pair, int], delta: float, reverse: bool, epsilon: float
+) -> float:
+    """An upper bound on epsilon at ``delta``, at most ``epsilon``, where round-off has a share in
+    that: from a composition in two parts.
+    """
+    tail = tail_of(delta, sum(levels.values()))
+    for _ in range(_ATTEMPTS):
+        before, parts = epsilon, []
+        for is_rest in (False, True):
+            window = choose_window(
+                levels,
+                reverse,
+                tail,
+                log_delta=math.log(delta) if is_rest else None,
+                epsilon=None if is_rest else epsilon,
+                part=Part(_CUT * epsilon, is_rest),
+            )
+            parts.append(Composition(window, levels, reverse, tail))
+
+        def excess(at: float, parts: list[Composition] = parts) -> float:
+            return sum(part.upper_delta(at) for part in parts) - delta
+
+        if excess(epsilon) > 0:
+            return before
+        low, high = 0.0, epsilon
+        while high - low > 1e-6 * high and high > 1e-12 * before:
+            middle = (low + high) / 2
+            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+        epsilon = high
+        if epsilon > 0.99 * before:
+            break
+    return epsilon
+
+
+def can_be_parted(levels: Mapping[Pair, int]) -> bool:
+    """Whether every release has losses at both sides of a cut above 0."""
+    return all(isinstance(pair, Sampled | Gaussian) for pair in levels)
