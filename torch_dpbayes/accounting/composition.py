@@ -216,6 +216,7 @@ def choose_window(
         near = Near(tilt, log_delta, reverse)
         excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
         fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
+    assert epsilon is not None and log_delta is not None
     if sampled:
         accuracy *= _MIXED_ACCURACY
     least, largest, size = losses.totals()

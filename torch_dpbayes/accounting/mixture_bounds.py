@@ -204,13 +204,13 @@ def _bends(
             (_,), (up,) = _chord(shifts[[0, 2]], shifts[1:2], _probability_between)
             bends[1, i, j] = (1 - up) * around[0] + up * around[1] - here
     bends = np.maximum(bends, 1e-12 * np.max(bends, axis=(1, 2), keepdims=True) + 1e-300)
-    i, u = _between(xs, place[0])
-    j, v = _between(ys, place[1])
-    k, m = np.minimum(i + 1, len(xs) - 1), np.minimum(j + 1, len(ys) - 1)
+    row, u = _between(xs, place[0])
+    column, v = _between(ys, place[1])
+    below, right = np.minimum(row + 1, len(xs) - 1), np.minimum(column + 1, len(ys) - 1)
     found = []
     for logs in np.log(bends / _STEP**2):
-        at = (1 - u) * ((1 - v) * logs[i, j] + v * logs[i, m])
-        found.append(np.exp(at + u * ((1 - v) * logs[k, j] + v * logs[k, m])))
+        at = (1 - u) * ((1 - v) * logs[row, column] + v * logs[row, right])
+        found.append(np.exp(at + u * ((1 - v) * logs[below, column] + v * logs[below, right])))
     return found[0], found[1]
 
 
