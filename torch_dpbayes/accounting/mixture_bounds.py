@@ -65,7 +65,8 @@ class Mixtures(NamedTuple):
     def shares(self) -> Array:
         """The weight of each corner in all releases together."""
         weights = self.weights * self.counts[:, None] / self.total
-        return np.bincount(self.among.ravel(), weights.ravel(), len(self.corners))
+        shares = np.bincount(self.among.ravel(), weights.ravel(), len(self.corners))
+        return np.asarray(shares, dtype=np.float64)
 
 
 class Near(NamedTuple):
