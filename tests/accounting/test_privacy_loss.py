@@ -13,6 +13,7 @@ from support.cumulants import Profile
 from support.examples import examples
 
 from torch_dpbayes.accounting import bounds, composition, loss_grid, pairs
+from torch_dpbayes.accounting.gaussian import advantage_sum
 from torch_dpbayes.accounting.mixture_bounds import Near, mixtures
 from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure, Sampled
 
@@ -350,6 +351,19 @@ def test_different_releases_against_an_integral_over_their_cumulants(law, monkey
     truth = Profile(counts, reverse=False, reach=10.0)
     assert truth.delta(found) <= DELTA * (1 + 1e-6)
     assert truth.delta(found / 2) >= DELTA
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixtures_keep_the_advantage(kind):
+    """delta at epsilon = 0 is linear in both of the coordinates whose chords the weights are of."""
+    noise, rate = schedule("log", 13, 300)
+    counts = [(Sampled(kind, float(q), float(z)), 2) for z, q in zip(noise, rate, strict=True)]
+    found = mixtures(counts, 1.0, 5, Near(2.0, -10.0, False))
+    assert found is not None
+    mixed = found.weights * np.array([advantage_sum({c: 1}) for c in found.corners])[found.among]
+    truth = [advantage_sum({pair: 1}) for pair, _ in counts]
+    assert mixed.sum(axis=1) == pytest.approx(truth, rel=1e-9)
+    assert (mixed.sum(axis=1) >= np.array(truth) * (1 - 1e-13)).all()
 
 
 def test_groups_of_close_releases_stand_for_them(monkeypatch):
