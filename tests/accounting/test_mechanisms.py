@@ -277,6 +277,31 @@ def test_what_is_refused(event, relation, says):
         PrivacyAccountant(neighboring=relation).compose(event)
 
 
+@pytest.mark.parametrize("rate", [1e-6, 0.1, 1.0])
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.5, 0.0), (2.0, 1e-7), (60.0, 0.0)])
+def test_poisson_batches_amplify_what_is_known_by_epsilon_and_delta(rate, epsilon, delta):
+    """Against randomised response with a failure, sampled: its four outputs are enumerated."""
+    release = EpsilonDeltaDpEvent(epsilon, delta)
+    accountant = PrivacyAccountant()
+    accountant.compose(PoissonSampledDpEvent(rate, release))
+    with_it = np.array([delta, (1 - delta) * special.expit(epsilon), 0.0, 0.0])
+    with_it[2] = 1 - with_it.sum()
+    without = np.array([0.0, with_it[2], with_it[1], delta])
+    sampled = (1 - rate) * without + rate * with_it
+    for at in (0.0, 0.05, 0.4, 1.5):
+        true = max(
+            np.maximum(a - math.exp(at) * b, 0.0).sum()
+            for a, b in ((sampled, without), (without, sampled))
+        )
+        assert accountant.get_delta(at) >= true * (1 - 1e-9)
+    amplified = math.log1p(rate * math.expm1(epsilon))
+    at_delta = rate * delta + 1e-12
+    assert accountant.get_epsilon(at_delta) <= amplified * (1 + 1e-9)
+    if rate < 1:
+        with pytest.raises(ValueError, match="under add_or_remove_one only"):
+            PrivacyAccountant(neighboring=REPLACE).compose(PoissonSampledDpEvent(rate, release))
+
+
 def test_other_releases_from_one_batch_are_refused():
     joint = ComposedDpEvent([GaussianDpEvent(1.0), events.PureDpEvent(1.0)])
     for event in (PoissonSampledDpEvent(0.1, joint), SampledWithoutReplacementDpEvent(9, 3, joint)):

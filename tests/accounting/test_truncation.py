@@ -12,7 +12,7 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import stats
 
-from torch_dpbayes.accounting import PrivacyAccountant, renyi, truncation
+from torch_dpbayes.accounting import PrivacyAccountant, mechanisms, renyi
 from torch_dpbayes.accounting.composition import compose
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.pairs import dominating_pair
@@ -118,4 +118,4 @@ def test_how_often_a_batch_is_full_and_the_record_in_it(run):
     most = random.randint(1, others)
     drawn = stats.binom.pmf(np.arange(most, others + 1), others, rate)
     joins = drawn @ (rate * most / (np.arange(most, others + 1) + 1)) / drawn.sum()
-    assert truncation._displacing(others, rate, most) == pytest.approx((drawn.sum(), joins))
+    assert mechanisms._displacing(others, rate, most) == pytest.approx((drawn.sum(), joins))

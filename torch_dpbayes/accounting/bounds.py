@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from .bounded import RandomizedResponses, largest_sum, least_delta, least_epsilon
 from .choices import SMALLEST_DELTA
-from .composition import ACCURACY, CORNERS, Composition, choose_window, compose, tail_of
+from .composition import (
+    ACCURACY,
+    Composition,
+    can_be_parted,
+    choose_window,
+    compose,
+    epsilon_in_parts,
+    tail_of,
+)
 from .failures import (
     apart,
     beside_failures,
@@ -19,7 +28,7 @@ from .failures import (
     left_of,
     with_failures,
 )
-from .gaussian import gaussian_delta, gaussian_epsilon
+from .gaussian import advantage_sum, gaussian_delta, gaussian_epsilon, sampled_epsilon
 from .levels import EXACT_LEVELS, directions, merge, only_mu
 from .pairs import (
     Concentrated,
@@ -28,14 +37,17 @@ from .pairs import (
     NonPrivate,
     Pair,
     Repeated,
+    Sampled,
     added,
     dominating_mu,
     largest_loss,
 )
 
-_ROUGH_ACCURACY, _ROUGH_CORNERS = 1e-2, 150  # of a first bound in the better direction
+_ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
 _COARSE_ACCURACY = 1e-3  # of that of an extension of many levels
 _LOWER_RATIO = 1.005
+# shares of delta, and of epsilon, from which on a composition in parts is tighter
+_ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
 _FAR_LOSS, _FAR_MU = 500.0, 1e4  # beyond these the loss is not put on a grid
 
 ZCDP_REFUSAL = (
@@ -65,34 +77,37 @@ def _refused(counts: Mapping[Pair, int]) -> bool:
     return any(isinstance(pair, NonPrivate) for pair in counts)
 
 
-def upper_epsilon(counts: Mapping[Pair, int], delta: float, corners: int = CORNERS) -> float:
+def upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     """An upper bound on epsilon at ``delta``, for releases whose parameters were fixed in advance.
 
     Args:
         counts: how often each pair was released.
         delta: the probability with which the loss may pass epsilon.
-        corners: of the grid between which many different levels are placed: the more, the tighter.
     """
     if _refused(counts):
         return math.inf
     return beside_failures(
         counts,
         delta,
-        lambda others, left: least_epsilon(others, lambda c: _upper_epsilon(c, left, corners)),
+        lambda others, left: least_epsilon(others, lambda c: _upper_epsilon(c, left)),
     )
 
 
-def _upper_epsilon(counts: Mapping[Pair, int], delta: float, corners: int) -> float:
+def _upper_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     if (exact := RandomizedResponses.of(counts)) is not None:
         return exact.epsilon(delta)
+    if advantage_sum(counts) <= delta:  # (0, delta)-privacy adds up
+        return 0.0
+    if sum(counts.values()) == 1 and isinstance(only := next(iter(counts)), Sampled):
+        return sampled_epsilon(only, delta)
     counts, largest = without_extremes(counts)
     if largest:
-        return (largest + _upper_epsilon(counts, delta, corners)) * (1 + 1e-15)
+        return (largest + _upper_epsilon(counts, delta)) * (1 + 1e-15)
     levels = merge(counts)
     if (mu := only_mu(levels)) is not None:
         return gaussian_epsilon(mu, delta)
     try:
-        return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta, corners=corners)
+        return _worse(levels, lambda c: c.upper_epsilon(delta), delta=delta)
     except OverflowError:
         return math.inf
 
@@ -103,10 +118,9 @@ def _worse(
     *,
     delta: float | None = None,
     epsilon: float | None = None,
-    corners: int = CORNERS,
 ) -> float:
     """The answer in the worse direction, which a rough bound on the other one often shows."""
-    worst = math.nan
+    worst, interval = math.nan, None
     for reverse in directions(levels):
         if not math.isnan(worst):
             (rough,) = compose(
@@ -114,14 +128,30 @@ def _worse(
                 delta=delta,
                 epsilon=epsilon,
                 accuracy=_ROUGH_ACCURACY,
+                interval=interval,
                 reverse=reverse,
-                corners=_ROUGH_CORNERS,
             )
             if ask(rough) <= worst:
                 continue
-        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, corners=corners)
-        worst = ask(fine) if math.isnan(worst) else _worst([worst, ask(fine)])
+        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
+        interval = None if delta is None else 4 * fine.interval
+        found = ask(fine)
+        if delta is not None and _lacks_digits(levels, fine, found):
+            with suppress(OverflowError):  # losses too far apart: it stays loose
+                found = epsilon_in_parts(levels, delta, reverse, found)
+        worst = found if math.isnan(worst) else _worst([worst, found])
     return math.inf if math.isnan(worst) else worst
+
+
+def _lacks_digits(levels: Mapping[Pair, int], found: Composition, epsilon: float) -> bool:
+    return (
+        len(levels) <= EXACT_LEVELS
+        and can_be_parted(levels)
+        and 0 < epsilon < math.inf
+        and (
+            found.interval > _OF_EPSILON * epsilon or found.share_of_round_off(epsilon) > _ROUND_OFF
+        )
+    )
 
 
 class Extension:
@@ -137,10 +167,10 @@ class Extension:
         more: Mapping[Pair, int],
         delta: float,
         guess: int,
-        corners: int = CORNERS,
+        corners: int = 0,
         accuracy: float = ACCURACY,
     ) -> None:
-        self._delta, self._corners = delta, corners
+        self._delta = delta
         self._counts, self._more = dict(counts), dict(more)
         self._directions: list[tuple[Composition, Composition]] = []
         self._beyond = False
@@ -157,28 +187,21 @@ class Extension:
         joint = merge(others)
         tail = tail_of(delta, 4 * sum(joint.values()))
 
-        def composed(
-            reverse: bool, accuracy: float, corners: int
-        ) -> tuple[Composition, Composition]:
+        def composed(reverse: bool, accuracy: float) -> tuple[Composition, Composition]:
             window = choose_window(
                 joint, reverse, tail, log_delta=math.log(delta), accuracy=accuracy
             )
-            before = Composition(window, base, reverse, tail, corners)
+            before = Composition(window, base, reverse, tail)
             return before, before.like(step)
 
         try:
             # the better direction does not decide: it may stay rough
-            if len(base) > EXACT_LEVELS and corners > _ROUGH_CORNERS:
-                rough = [
-                    composed(reverse, _COARSE_ACCURACY, _ROUGH_CORNERS)
-                    for reverse in directions(joint)
-                ]
+            if len(base) > EXACT_LEVELS and accuracy < _COARSE_ACCURACY:
+                rough = [composed(reverse, _COARSE_ACCURACY) for reverse in directions(joint)]
                 rough.sort(key=lambda pair: pair[0].upper_epsilon(delta))
-                self._directions = [*rough[:-1], composed(rough[-1][0].reverse, accuracy, corners)]
+                self._directions = [*rough[:-1], composed(rough[-1][0].reverse, accuracy)]
             else:
-                self._directions = [
-                    composed(reverse, accuracy, corners) for reverse in directions(joint)
-                ]
+                self._directions = [composed(reverse, accuracy) for reverse in directions(joint)]
         except OverflowError:
             self._beyond = True
 
@@ -261,9 +284,9 @@ def lower_epsilon(counts: Mapping[Pair, int], delta: float) -> float:
     accuracy = ACCURACY / (100 if len(levels) <= 4 else 10 if len(levels) <= EXACT_LEVELS else 3)
     try:
         # either direction is a lower bound: the one that looks worse
-        rough = compose(levels, delta=delta, accuracy=_ROUGH_ACCURACY, corners=_ROUGH_CORNERS)
+        rough = compose(levels, delta=delta, accuracy=_ROUGH_ACCURACY)
         reverse = max(rough, key=lambda c: c.upper_epsilon(delta)).reverse
-        (fine,) = compose(levels, delta=delta, accuracy=accuracy, reverse=reverse)
+        (fine,) = compose(levels, delta=delta, accuracy=accuracy, reverse=reverse, mixed=False)
         return fine.lower_epsilon(delta)
     except OverflowError:
         return 0.0

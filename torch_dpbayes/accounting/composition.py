@@ -19,16 +19,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import fft, signal
+from scipy import fft, signal, special
 
 from .levels import directions, scattered_of
-from .loss_grid import BEYOND, grid_masses, loss_nodes
-from .pairs import Array, Pair, Pure, Sampled, has_two_directions
-from .scatter import Lotteries, lotteries, representatives
+from .loss_grid import BEYOND, Masses, grid_masses, loss_nodes
+from .mixture_bounds import Mixtures, Near, mixtures
+from .pairs import Array, Gaussian, Pair, Pure, Sampled, has_two_directions
+
+Spectrum: TypeAlias = NDArray[np.complex128]
 
 # the last ones for losses of billionths
 _TILTS = np.append(np.geomspace(1e-4, 1e6, 104), np.geomspace(3e6, 3e16, 21))
@@ -45,26 +47,126 @@ ACCURACY = 1e-4  # relative excess of epsilon that the discretisation aims at
 # of a step's mean absolute loss, at which epsilons that are no larger are looked at
 _OF_LOSS = 0.05
 _OF_DELTA = 30.0  # how many times that for delta, of which it also keeps to
-CORNERS = 1000  # of the grid between which many different levels are placed
-_MOST_KEPT = 2**24  # of the numbers in their spectra
-_FEW = 64  # corners, all of whose spectra are kept
-_AT_ONCE = 2**22  # of the numbers in those of releases between the same corners
+_MOST_OF_CORE = 25.0  # tilt times cut, at which its delta at epsilon is far below any other
+_CUT = 0.25  # of epsilon, between the parts
+_MOST_CELLS = 2**17  # of the losses of one release, where a composition has two parts
+_PILOT_EXCESS = 0.5  # of log(delta)
+_CELL, _MIXED_CELL = 2e-4, 1e-3  # the largest interval, in epsilon
+_FEWEST_NODES = 20  # rates, and noises, of the grid of mixtures at ACCURACY
+_MIXED_ACCURACY = 2.0  # times the accuracy where mixtures stand for releases
+_MOST_KEPT = 2**24  # numbers in the spectra of all corners
+_AT_ONCE = 2**22  # numbers in the spectra of releases between the same corners
 _NEGLIGIBLE = -45.0  # logarithm of a modulus that is taken to be 0
-_MOST_GROUPS = 48  # of levels that the choice of tilt and window looks at
 
 
-def _cumulants(nodes: list[tuple[Array, Array, int]], tilts: Array) -> tuple[Array, Array, Array]:
-    """K(theta) = sum of count * log E exp(theta L), with K' and K''."""
-    total = np.zeros((3, len(tilts)))
-    for losses, log_masses, count in nodes:
-        exponent = tilts[:, None] * losses + log_masses
-        peak = exponent.max(axis=1)
-        weight = np.exp(exponent - peak[:, None])
-        norm = weight.sum(axis=1)
-        mean = weight @ losses / norm
-        variance = np.maximum(weight @ losses**2 / norm - mean**2, 0.0)
-        total += count * np.stack([peak + np.log(norm), mean, variance])
-    return total[0], total[1], total[2]
+class Part(NamedTuple):
+    """One of two parts of a composition, whose deltas add up: that in which no release has a loss
+    above ``cut``, or the rest, in which at least one has.
+
+    Round-off is relative to the largest mass. Where delta lies in rare, large losses, the bulk of
+    the mass hides them; apart from it they keep their digits.
+    """
+
+    cut: float
+    is_rest: bool
+
+
+class _Losses:
+    """Quadrature nodes of the losses of a composition, for the choice of tilt and window."""
+
+    def __init__(
+        self, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part | None = None
+    ) -> None:
+        self._reverse, self._tail, self._part = reverse, tail, part
+        self.widest = 0.0
+        self._nodes = [(*self._of(pair), count) for pair, count in levels.items()]
+        self._mixed: Mixtures | None = None
+        self._corners: list[tuple[Array, Array]] = []
+
+    def _of(self, pair: Pair) -> tuple[Array, Array]:
+        losses, masses, central = loss_nodes(pair, self._tail)
+        if self._part is not None:
+            if losses.max() - losses.min() > _MOST_CELLS / 8 * self._part.cut:
+                raise OverflowError(BEYOND)
+            # no piece of the quadrature crosses the cut
+            losses, masses, central = loss_nodes(pair, self._tail, self._part.cut / 8)
+        self.widest = max(self.widest, float(losses.max() - losses.min()))
+        if central:
+            losses, masses = np.append(losses, 0.0), np.append(masses, central)
+        log_masses = _log(masses)
+        if self._reverse and has_two_directions(pair):
+            return -losses, log_masses - losses
+        return losses, log_masses
+
+    def set_mixtures(self, mixed: Mixtures) -> None:
+        """Mixtures, in the place of earlier ones."""
+        self._mixed, self._corners = mixed, [self._of(corner) for corner in mixed.corners]
+
+    def cumulants(self, tilts: Array) -> tuple[Array, Array, Array]:
+        """K(theta) = sum of count * log E exp(theta L), with K' and K''."""
+        if self._part is not None:
+            step = 1e-3 * (1 + np.abs(tilts))
+            below, here, above = (self._of_part(tilts + by) for by in (-step, 0.0, step))
+            curvature = np.maximum((above - 2 * here + below) / step**2, 0.0)
+            return here, (above - below) / (2 * step), curvature
+        total = np.zeros((3, len(tilts)))
+        for losses, log_masses, count in self._nodes:
+            total += count * np.stack(_cumulants(losses, log_masses, tilts))
+        if self._mixed is not None:
+            each = np.array([_cumulants(*corner, tilts) for corner in self._corners])
+            log_moment, mean, variance = np.moveaxis(each[self._mixed.among], 2, 0)
+            exponent = _log(self._mixed.weights)[:, :, None] + log_moment  # (groups, 4, tilts)
+            peak = exponent.max(axis=1)
+            share = np.exp(exponent - peak[:, None])
+            norm = share.sum(axis=1)
+            share /= norm[:, None]
+            center = (share * mean).sum(axis=1)
+            spread = (share * (variance + (mean - center[:, None]) ** 2)).sum(axis=1)
+            found = np.stack([peak + np.log(norm), center, spread])
+            total += np.tensordot(found, self._mixed.counts, (1, 0))
+        return total[0], total[1], total[2]
+
+    def _of_part(self, tilts: Array) -> Array:
+        assert self._part is not None
+        core, rise = np.zeros(len(tilts)), np.zeros(len(tilts))
+        for losses, log_masses, count in self._nodes:
+            exponent = tilts[:, None] * losses + log_masses
+            is_rest = losses > self._part.cut
+            inside = special.logsumexp(exponent[:, ~is_rest], axis=1)
+            core += count * inside
+            if is_rest.any():
+                beyond = special.logsumexp(exponent[:, is_rest], axis=1)
+                rise += count * np.logaddexp(0.0, beyond - inside)
+        return core + _log_expm1(rise) if self._part.is_rest else core
+
+    def totals(self) -> tuple[float, float, float]:
+        """The least and the largest possible loss, and the sum of the mean absolute losses."""
+        parts: list[tuple[Array, Array, float]] = [*self._nodes]
+        least = sum(count * float(losses.min()) for losses, _, count in self._nodes)
+        largest = sum(count * float(losses.max()) for losses, _, count in self._nodes)
+        if self._mixed is not None:
+            total = self._mixed.total
+            least += total * min(float(losses.min()) for losses, _ in self._corners)
+            largest += total * max(float(losses.max()) for losses, _ in self._corners)
+            shares = (self._mixed.shares * total).tolist()
+            parts += [(*corner, share) for corner, share in zip(self._corners, shares, strict=True)]
+        size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in parts)
+        return least, largest, size
+
+
+def _log_expm1(x: Array) -> Array:
+    with np.errstate(divide="ignore"):
+        return np.asarray(x + np.log(-np.expm1(-x)))
+
+
+def _cumulants(losses: Array, log_masses: Array, tilts: Array) -> tuple[Array, Array, Array]:
+    exponent = tilts[:, None] * losses + log_masses
+    peak = exponent.max(axis=1)
+    weight = np.exp(exponent - peak[:, None])
+    norm = weight.sum(axis=1)
+    mean = weight @ losses / norm
+    variance = np.maximum(weight @ losses**2 / norm - mean**2, 0.0)
+    return peak + np.log(norm), mean, variance
 
 
 class Window(NamedTuple):
@@ -80,6 +182,9 @@ class Window(NamedTuple):
     upper: float
     log_delta: float  # about that of the answer
     wanted_interval: float  # for the accuracy that was asked for
+    excess: float  # of log(delta) that mixtures aim at
+    fewest: int  # rates, and noises, of their grid
+    part: Part | None = None
 
 
 def choose_window(
@@ -91,83 +196,68 @@ def choose_window(
     epsilon: float | None = None,
     accuracy: float = ACCURACY,
     interval: float | None = None,
+    part: Part | None = None,
 ) -> Window:
     """The window for what is asked at ``epsilon``, or at ``log_delta``."""
-    asked = epsilon
+    asked, asked_log_delta = epsilon, log_delta
     total = sum(levels.values())
-    sampled, others = scattered_of(levels)
+    sampled, others = scattered_of(levels) if part is None else ([], dict(levels))
+    losses = _Losses(others if sampled else levels, reverse, tail, part)
+    near, excess, fewest = Near(1.0, -1.0, reverse), _PILOT_EXCESS, 2
+    for _ in range(2 if sampled else 1):
+        if sampled:
+            mixed = mixtures(sampled, excess, fewest, near)
+            if mixed is None:
+                losses, sampled = _Losses(levels, reverse, tail), []
+            else:
+                losses.set_mixtures(mixed)
+        cumulant, mean, variance = losses.cumulants(_TILTS)
+        tilt, epsilon, log_delta = _tangent(cumulant, mean, asked, asked_log_delta)
+        near = Near(tilt, log_delta, reverse)
+        excess = _MIXED_ACCURACY * accuracy * tilt * epsilon
+        fewest = max(2, round(_FEWEST_NODES * math.sqrt(ACCURACY / accuracy)))
+    assert epsilon is not None and log_delta is not None
     if sampled:
-        levels = {**others, **dict(representatives(sampled, _MOST_GROUPS))}
-        accuracy *= 4  # each corner costs as much as a level
-    pairs = sorted(levels.items(), key=_level_order)
-    nodes = []
-    widest = 0.0
-    for chunk in np.array_split(np.arange(len(pairs)), min(_MOST_GROUPS, len(pairs))):
-        # The least noise stands for all: it decides how far the window must reach.
-        worst = min(
-            (pairs[i][0] for i in chunk),
-            key=lambda pair: pair.noise if isinstance(pair, Sampled) else 0.0,
-        )
-        losses, masses, central = loss_nodes(worst, tail)
-        widest = max(widest, float(losses.max() - losses.min()))
-        if central:
-            losses, masses = np.append(losses, 0.0), np.append(masses, central)
-        log_masses = _log(masses)
-        if reverse and has_two_directions(worst):
-            losses, log_masses = -losses, log_masses - losses
-        nodes.append((losses, log_masses, sum(pairs[i][1] for i in chunk)))
-    cumulant, mean, variance = _cumulants(nodes, _TILTS)
-    conversion = -_TILTS * np.log1p(1 / _TILTS) - np.log1p(_TILTS)
-    # Tangent point of the bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath,
-    # Steinke 2020), interpolated, so that the result changes smoothly with the levels.
-    if log_delta is not None:
-        depth = np.maximum.accumulate(_TILTS * mean - cumulant + np.log1p(_TILTS))
-        tilt = float(np.exp(np.interp(-log_delta, depth, np.log(_TILTS))))
-        epsilon = max(
-            float(np.interp(tilt, _TILTS, (cumulant - log_delta + conversion) / _TILTS)), 0.0
-        )
-    else:
-        assert epsilon is not None
-        epsilon = min(epsilon, _LARGEST_EPSILON)
-        log_delta = min(float(np.min(cumulant - _TILTS * epsilon + conversion)), 0.0)
-        tangent = np.maximum.accumulate(mean - np.log1p(1 / _TILTS))
-        tilt = float(np.exp(np.interp(epsilon, tangent, np.log(_TILTS))))
+        accuracy *= _MIXED_ACCURACY
+    least, largest, size = losses.totals()
     if interval is None:
         # A step's rounding adds at most theta (1 + theta) h^2 / 12 to its cumulant, on average over
         # the cell.
         scale = max(epsilon, 0.05 * math.sqrt(float(np.interp(tilt, _TILTS, variance))))
         scale = min(scale, _OF_DELTA / tilt)  # delta falls as exp(-tilt * epsilon)
-        wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), 2e-4 * scale)
+        most = _MIXED_CELL if sampled else _CELL
+        wanted = min(math.sqrt(12 * accuracy * scale / (total * (1 + tilt))), most * scale)
         # At small epsilons, where most of the mass may lie, delta is off by (h / E |L|)^2 / 8 of it
         # if rounding is all that blurs a step's loss.
-        size = sum(n * float(np.exp(logs) @ np.abs(loss)) for loss, logs, n in nodes)
-        if (epsilon if asked is None else asked) < size:
+        if not sampled and (epsilon if asked is None else asked) < size:
             wanted = min(wanted, _OF_LOSS * size / total)
         # at this tail the losses may reach farther than at that of the delta which is found
-        interval = max(wanted, 4 * widest / _LARGEST_WINDOW, _LEAST_INTERVAL)
+        interval = max(wanted, 4 * losses.widest / _LARGEST_WINDOW, _LEAST_INTERVAL)
+        if part is not None:
+            if not math.isfinite(interval):
+                raise OverflowError(BEYOND)
+            interval = max(min(interval, part.cut / 16), losses.widest / _MOST_CELLS)
+            interval = part.cut / max(math.floor(part.cut / interval), 1)
         atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
         if len(atoms) == 1 and (atom := atoms.pop()) > interval:
             interval = atom / math.ceil(atom / interval)  # both its losses on the grid
     else:
         wanted = interval
     tilt = min(tilt, 0.5 / interval)
+    if part is not None and not part.is_rest:
+        tilt = min(tilt, _MOST_OF_CORE / part.cut)
     # What the rounding adds at most to a step's variance is h^2 / 4.
-    center, _, spread = (float(value[0]) for value in _cumulants(nodes, np.array([tilt])))
+    center, _, spread = (float(value[0]) for value in losses.cumulants(np.array([tilt])))
     steps = _WINDOW_TILTS / math.sqrt(spread + total * interval**2 / 4)
     tilts = np.concatenate([tilt + steps, tilt - steps])
-    outer, _, _ = _cumulants(nodes, tilts)
+    outer, _, _ = losses.cumulants(tilts)
     outer += total * interval**2 / 8 * (tilts + tilts**2 - tilt - tilt**2)
-    excess = (outer - center - _log_outside(tilt)) / np.concatenate([steps, steps])
-    above, below = excess[: len(steps)], excess[len(steps) :]
+    reach = (outer - center - _log_outside(tilt)) / np.concatenate([steps, steps])
+    above, below = reach[: len(steps)], reach[len(steps) :]
     top, bottom = int(np.argmin(above)), int(np.argmin(below))
-    upper, lower = float(above[top]), -float(below[bottom])
     # The smallest and the largest possible loss bound the window too.
-    upper = min(
-        upper, sum(count * float(losses.max()) for losses, _, count in nodes) + total * interval
-    )
-    lower = max(
-        lower, sum(count * float(losses.min()) for losses, _, count in nodes) - total * interval
-    )
+    upper = min(float(above[top]), largest + total * interval)
+    lower = max(-float(below[bottom]), least - total * interval)
     if not np.isfinite([interval, tilt, lower, upper]).all():
         raise OverflowError(BEYOND)
     return Window(
@@ -180,7 +270,30 @@ def choose_window(
         log_delta=log_delta,
         # of smaller deltas an answer may be loose
         wanted_interval=wanted if log_delta > math.log(_SMALLEST) else interval,
+        excess=excess,
+        fewest=fewest,
+        part=part,
     )
+
+
+def _tangent(
+    cumulant: Array, mean: Array, epsilon: float | None, log_delta: float | None
+) -> tuple[float, float, float]:
+    """Tilt, epsilon and log(delta), where one of the latter two is given: the tangent point of the
+    bound delta <= exp(K - t epsilon) t^t / (1 + t)^(1 + t) (Canonne, Kamath, Steinke 2020),
+    interpolated, so that the result changes smoothly with the levels.
+    """
+    conversion = -_TILTS * np.log1p(1 / _TILTS) - np.log1p(_TILTS)
+    if log_delta is not None:
+        depth = np.maximum.accumulate(_TILTS * mean - cumulant + np.log1p(_TILTS))
+        tilt = float(np.exp(np.interp(-log_delta, depth, np.log(_TILTS))))
+        found = float(np.interp(tilt, _TILTS, (cumulant - log_delta + conversion) / _TILTS))
+        return tilt, max(found, 0.0), log_delta
+    assert epsilon is not None
+    epsilon = min(epsilon, _LARGEST_EPSILON)
+    log_delta = min(float(np.min(cumulant - _TILTS * epsilon + conversion)), 0.0)
+    tangent = np.maximum.accumulate(mean - np.log1p(1 / _TILTS))
+    return float(np.exp(np.interp(epsilon, tangent, np.log(_TILTS)))), epsilon, log_delta
 
 
 def _log_outside(tilt: float) -> float:
@@ -195,12 +308,7 @@ def _log(masses: Array) -> Array:
         return np.asarray(np.log(masses))
 
 
-def _level_order(level: tuple[Pair, int]) -> tuple[float, ...]:
-    pair = level[0]
-    return (pair.rate, pair.noise) if isinstance(pair, Sampled) else (2.0, 0.0)
-
-
-def _power(spectrum: NDArray[np.complex128], count: int) -> NDArray[np.complex128]:
+def _power(spectrum: Spectrum, count: int) -> Spectrum:
     """spectrum ** count by repeated squaring: an order of magnitude faster than NumPy's
     complex power.
     """
@@ -221,7 +329,7 @@ class Transform:
     transforms are compositions.
     """
 
-    spectrum: NDArray[np.complex128]
+    spectrum: Spectrum
     offset: int  # grid points from 0 to the smallest loss, and from there to the largest
     extent: int
     count: int
@@ -243,7 +351,10 @@ class Transform:
 
 def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: float) -> Transform:
     """One release."""
-    level = grid_masses(pair, window.interval, tail)[reverse]
+    return _spectrum(grid_masses(pair, window.interval, tail)[reverse], window, size)
+
+
+def _spectrum(level: Masses, window: Window, size: int) -> Transform:
     grid = window.interval * (level.first + np.arange(len(level.masses)))
     log_masses = _log(level.masses)
     log_moments = np.zeros(3)
@@ -264,77 +375,153 @@ def _transform_of(pair: Pair, window: Window, size: int, reverse: bool, tail: fl
     return Transform(spectrum, level.first, len(level.masses) - 1, 1, level.infinity, log_moments)
 
 
-def _transform(
-    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float, corners: int
+def _transform_of_part(
+    window: Window, size: int, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part
 ) -> Transform:
+    """The core c^n, or the rest (c + r)^n - c^n, over all levels.
+
+    Both grow with the masses of c and of r, so mass exactly at the cut belongs to both.
+    """
+    one = np.ones(size // 2 + 1, dtype=np.complex128)
+    core, rest = Transform(one, 0, 0, 0, 0.0, np.zeros(3)), np.zeros_like(one)
+    rise, offset, extent = np.zeros(3), 0, 0
+    for pair, count in levels.items():
+        level = grid_masses(pair, window.interval, tail)[reverse]
+        at = min(max(round(part.cut / window.interval) - level.first, 0), len(level.masses) - 1)
+        center = _spectrum(level._replace(masses=level.masses[: at + 1]), window, size)
+        one_rest = np.zeros_like(one)
+        if part.is_rest and level.masses[at:].any():
+            beyond = Masses(level.first + at, level.masses[at:], 0.0)
+            found = _spectrum(beyond, window, size)
+            ratios = found.log_moments - center.log_moments
+            one_rest = math.exp(ratios[2]) * found.spectrum
+            rise += count * np.logaddexp(0.0, ratios)
+        of_core, of_rest = _power_of_sum(center.spectrum, one_rest, count)
+        rest = rest * (of_core + of_rest) + core.spectrum * of_rest
+        core = core.followed_by(center, count)
+        offset, extent = offset + count * level.first, extent + count * (len(level.masses) - 1)
+    if not part.is_rest:
+        return core
+    if not rise.all():
+        raise OverflowError(BEYOND)
+    moments = core.log_moments + _log_expm1(rise)
+    rest /= math.exp(moments[2] - core.log_moments[2])
+    return Transform(rest, offset, extent, core.count, core.infinity, moments)
+
+
+def _power_of_sum(core: Spectrum, rest: Spectrum, count: int) -> tuple[Spectrum, Spectrum]:
+    """core^count, and (core + rest)^count - core^count without loss of digits."""
+    of_core, of_rest = np.ones_like(core), np.zeros_like(core)
+    while count:
+        if count & 1:
+            of_core, of_rest = of_core * core, of_core * rest + of_rest * (core + rest)
+        core, rest = core * core, rest * (2 * core + rest)
+        count >>= 1
+    return of_core, of_rest
+
+
+def _transform(
+    window: Window,
+    size: int,
+    levels: Mapping[Pair, int],
+    reverse: bool,
+    tail: float,
+    mixed: bool,
+) -> Transform:
+    if window.part is not None:
+        return _transform_of_part(window, size, levels, reverse, tail, window.part)
     one = np.ones(size // 2 + 1, dtype=np.complex128)
     total = Transform(one, 0, 0, 0, 0.0, np.zeros(3))
-    sampled, others = scattered_of(levels)
+    sampled, others = scattered_of(levels) if mixed else ([], dict(levels))
+    excess, fewest = window.excess, window.fewest
+    near = Near(window.tilt, window.log_delta, reverse)
     while sampled:
-        scattered = lotteries(sampled, corners)
-        if scattered is None:
-            others |= dict(sampled)
+        groups = mixtures(sampled, excess, fewest, near)
+        if groups is None:
+            others = dict(levels)
             break
-        found = _transform_of_lotteries(scattered, window, size, reverse, tail)
+        found = _transform_of_mixtures(groups, window, size, reverse, tail)
         if found is not None:
             total = found
             break
-        corners //= 2  # fewer, of which more frequencies fit into memory
+        # fewer corners, of which more frequencies fit into memory
+        excess, fewest = 4 * excess, max(2, fewest // 2)
     for pair, count in others.items():
         total = total.followed_by(_transform_of(pair, window, size, reverse, tail), count)
     return total
 
 
-def _transform_of_lotteries(
-    scattered: Lotteries, window: Window, size: int, reverse: bool, tail: float
+def _transform_of_mixtures(
+    mixed: Mixtures, window: Window, size: int, reverse: bool, tail: float
 ) -> Transform | None:
-    """The product over all lotteries, at the frequencies at which it is not negligible; ``None`` if
+    """The product over all releases, at the frequencies at which it is not negligible; ``None`` if
     those are too many to keep.
 
     A product of N numbers is at most the N-th power of their mean.
     """
-    number, frequencies = int(scattered.counts.sum()), size // 2 + 1
-    share = np.zeros(len(scattered.corners))
-    np.add.at(share, scattered.among, scattered.weights * scattered.counts[:, None] / number)
-    kept = min(frequencies, _MOST_KEPT // len(share) if len(share) > _FEW else frequencies)
-    spectra = np.zeros((len(share), kept), dtype=np.complex128)
-    log_moments = np.zeros((len(share), 3))
+    number, frequencies = mixed.total, size // 2 + 1
+    shares = mixed.shares
+    kept = min(frequencies, max(_MOST_KEPT // len(shares), 1))
+    spectra = np.zeros((len(shares), kept), dtype=np.complex128)
+    log_moments = np.zeros((len(shares), 3))
     mean, infinity = np.zeros(frequencies), 0.0
     offset, end = 0, 0
-    for i, corner in enumerate(scattered.corners):
+    for i, corner in enumerate(mixed.corners):
         found = _transform_of(corner, window, size, reverse, tail)
         spectra[i], log_moments[i] = found.spectrum[:kept], found.log_moments
-        mean += share[i] * math.exp(found.log_moments[2]) * np.abs(found.spectrum)
+        mean += shares[i] * math.exp(found.log_moments[2]) * np.abs(found.spectrum)
         offset, end = min(offset, found.offset), max(end, found.offset + found.extent)
         infinity = max(infinity, found.infinity)
-    moments = (scattered.weights[:, :, None] * np.exp(log_moments[scattered.among])).sum(axis=1)
-    log_scale = float(scattered.counts @ np.log(moments[:, 2]))
+    moments = (mixed.weights[:, :, None] * np.exp(log_moments[mixed.among])).sum(axis=1)
+    log_scale = float(mixed.counts @ np.log(moments[:, 2]))
     largest = number * _log(mean) - log_scale  # of the logarithm of the product
     counted = largest > _NEGLIGIBLE
     most = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 1
     if most > kept:
         return None
-    # of tilted masses that add up to 1
-    weights = scattered.weights * np.exp(log_moments[scattered.among, 2]) / moments[:, 2:]
-    spectrum = np.zeros(frequencies, dtype=np.complex128)
-    spectrum[:most] = 1.0
-    order = np.lexsort((scattered.counts, scattered.among[:, 0]))
-    cells = np.stack([*scattered.among[order].T, scattered.counts[order]], axis=1)
-    starts = np.flatnonzero(np.any(np.diff(cells, axis=0, prepend=-1) != 0, axis=1))
+    # of tilted masses, so that the weights of a group add up to 1
+    scales = np.exp(log_moments[mixed.among, 2]) / moments[:, 2:]
+    weights = mixed.weights * scales
+    spread = mixed.spread * scales[:, :, None] * scales[:, None, :]
+    powers = np.ones((int(mixed.counts.max()).bit_length(), most), dtype=np.complex128)
+    off = np.zeros(most)  # of the logarithm of the product
+    order = np.argsort(mixed.among @ np.array([1, 0, 0, 0]), kind="stable")
+    starts = np.flatnonzero(np.any(np.diff(mixed.among[order], axis=0, prepend=-1) != 0, axis=1))
     for members in np.split(order, starts[1:]):
-        corners = spectra[scattered.among[members[0]], :most]
+        corners = spectra[mixed.among[members[0]], :most]
         for part in np.array_split(members, 1 + len(members) * most // _AT_ONCE):
-            joint = np.multiply.reduce(weights[part] @ corners, axis=0)
-            spectrum[:most] *= _power(joint, int(scattered.counts[members[0]]))
+            means = weights[part] @ corners
+            for bit in range(len(powers)):
+                has = (mixed.counts[part] >> bit) & 1 == 1
+                if has.any():
+                    powers[bit] *= np.multiply.reduce(means[has], axis=0)
+            if (several := mixed.counts[part] > 1).any():
+                products = (corners[:, None] * corners[None].conj()).real.reshape(16, most)
+                squared = spread[part][several].reshape(-1, 16) @ products
+                squared = np.sqrt(np.maximum(squared, 0.0)) / np.abs(means[several])
+                off += np.where(squared < 0.5, squared**2 / (2 - 2 * squared), np.inf).sum(axis=0)
+    spectrum = np.zeros(frequencies, dtype=np.complex128)
+    spectrum[:most] = powers[-1]
+    for power in powers[-2::-1]:
+        spectrum[:most] = spectrum[:most] ** 2 * power
     return Transform(
         spectrum,
         number * offset,
         number * (end - offset),
         number,
         number * infinity,
-        scattered.counts @ np.log(moments),
-        float(np.exp(np.minimum(largest[most:], 0.0)).sum() / frequencies),
+        mixed.counts @ np.log(moments),
+        2 / size * float(_left_out(np.abs(spectrum), off, largest).sum()),
     )
+
+
+def _left_out(modulus: Array, off: Array, largest: Array) -> Array:
+    """How far the product may be from what stands for it at each frequency."""
+    bound = modulus + np.exp(np.minimum(largest, 0.0))
+    with np.errstate(over="ignore", invalid="ignore"):
+        change = modulus[: len(off)] * np.expm1(np.minimum(off, 1.0))
+    bound[: len(off)] = np.where(off < 1, np.minimum(change, bound[: len(off)]), bound[: len(off)])
+    return bound
 
 
 class Composition:
@@ -345,7 +532,7 @@ class Composition:
         levels: how often each pair occurs, or their transform in this window.
         reverse: whether a record was added.
         tail: mass of each release that may be moved upwards.
-        corners: of the grid between which many different levels are placed: the more, the tighter.
+        mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
     """
 
     def __init__(
@@ -354,27 +541,27 @@ class Composition:
         levels: Mapping[Pair, int] | Transform,
         reverse: bool,
         tail: float,
-        corners: int = CORNERS,
+        mixed: bool = True,
     ) -> None:
         self.window, self.interval, self.tail, self.reverse = window, window.interval, tail, reverse
-        self._corners = corners
+        self._mixed = mixed
         self._first = math.floor(window.lower / window.interval) - 2
         last = math.ceil(window.upper / window.interval) + 2
         self._size = fft.next_fast_len(max(last - self._first + 1, 64), real=True)
         self._last = self._first + self._size - 1
         if not isinstance(levels, Transform):
-            levels = _transform(window, self._size, levels, reverse, tail, corners)
+            levels = _transform(window, self._size, levels, reverse, tail, mixed)
         self.transform = levels
         self._finish()
 
     def like(self, levels: Mapping[Pair, int]) -> Composition:
         """Other levels on the same grid."""
-        return Composition(self.window, levels, self.reverse, self.tail, self._corners)
+        return Composition(self.window, levels, self.reverse, self.tail, self._mixed)
 
     def followed_by(self, other: Composition, times: int) -> Composition:
         """This composition, and then ``times`` the other, which was made with the same window."""
         joint = self.transform.followed_by(other.transform, times)
-        return Composition(self.window, joint, self.reverse, self.tail, self._corners)
+        return Composition(self.window, joint, self.reverse, self.tail, self._mixed)
 
     def _finish(self) -> None:
         """One inverse FFT, and the bounds on everything that it does not see."""
@@ -487,6 +674,13 @@ class Composition:
             solution, margin = solution + margin, 2 * margin
         return solution
 
+    def share_of_round_off(self, epsilon: float) -> float:
+        """Of delta at ``epsilon``."""
+        losses = self.losses[self.losses > epsilon]
+        scale = np.minimum(self.log_scale - self.window.tilt * losses, 600.0)
+        found = self.round_off * float(np.sum(np.exp(scale) * -np.expm1(epsilon - losses)))
+        return found / max(self.upper_delta(epsilon), 1e-300)
+
     def lower_epsilon(self, delta: float) -> float:
         # probability with which the discretisation may have moved the loss further than ``shift``
         slip = delta / 50
@@ -524,7 +718,7 @@ def compose(
     accuracy: float = ACCURACY,
     interval: float | None = None,
     reverse: bool | None = None,
-    corners: int = CORNERS,
+    mixed: bool = True,
 ) -> list[Composition]:
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
@@ -535,7 +729,7 @@ def compose(
         accuracy: relative excess of epsilon that the discretisation aims at.
         interval: the discretisation interval, instead.
         reverse: this direction only.
-        corners: as of :class:`Composition`.
+        mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
     """
     total = sum(levels.values())
     compositions = []
@@ -555,7 +749,7 @@ def compose(
                 tail = tail_of(max(math.exp(window.log_delta), _SMALLEST), total)
                 if (window.upper - window.lower) / window.interval > _ROUGH_SIZE:
                     window = window._replace(interval=(window.upper - window.lower) / _ROUGH_SIZE)
-            composition = Composition(window, levels, direction, tail, corners)
+            composition = Composition(window, levels, direction, tail, mixed)
             if epsilon is None:
                 break
             # Where few releases decide, the guess of delta is far too high.
@@ -568,6 +762,46 @@ def compose(
         for _ in range(_ATTEMPTS):
             if composition.wrapped <= 100 * math.exp(_log_outside(composition.window.tilt)):
                 break
-            composition = Composition(composition.wider_window(), levels, direction, tail, corners)
+            composition = Composition(composition.wider_window(), levels, direction, tail, mixed)
         compositions.append(composition)
     return compositions
+
+
+def epsilon_in_parts(
+    levels: Mapping[Pair, int], delta: float, reverse: bool, epsilon: float
+) -> float:
+    """An upper bound on epsilon at ``delta``, at most ``epsilon``, where round-off has a share in
+    that: from a composition in two parts.
+    """
+    tail = tail_of(delta, sum(levels.values()))
+    for _ in range(_ATTEMPTS):
+        before, parts = epsilon, []
+        for is_rest in (False, True):
+            window = choose_window(
+                levels,
+                reverse,
+                tail,
+                log_delta=math.log(delta) if is_rest else None,
+                epsilon=None if is_rest else epsilon,
+                part=Part(_CUT * epsilon, is_rest),
+            )
+            parts.append(Composition(window, levels, reverse, tail))
+
+        def excess(at: float, parts: list[Composition] = parts) -> float:
+            return sum(part.upper_delta(at) for part in parts) - delta
+
+        if excess(epsilon) > 0:
+            return before
+        low, high = 0.0, epsilon
+        while high - low > 1e-6 * high and high > 1e-12 * before:
+            middle = (low + high) / 2
+            low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+        epsilon = high
+        if epsilon > 0.99 * before:
+            break
+    return epsilon
+
+
+def can_be_parted(levels: Mapping[Pair, int]) -> bool:
+    """Whether every release has losses at both sides of a cut above 0."""
+    return all(isinstance(pair, Sampled | Gaussian) for pair in levels)

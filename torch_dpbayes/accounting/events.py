@@ -225,6 +225,27 @@ def sampled_gaussian(event: DpEvent, sampler: str) -> GaussianDpEvent:
     return GaussianDpEvent(gaussian_noise_multiplier(squared**-0.5 * (1 - 1e-15)))
 
 
+def _epsilon_delta(event: DpEvent) -> list[DpEvent]:
+    """The pure release and the failure that dominate what is released from one batch, if all of it
+    is known by its (epsilon, delta); else nothing.
+    """
+    if isinstance(event, GaussianDpEvent | LaplaceDpEvent | NonPrivateDpEvent):
+        return []
+    parts = list(parts_of(event, 1))
+    known = PureDpEvent | BoundedRangeDpEvent | FailureDpEvent
+    if not all(isinstance(part, known) for part, _ in parts):
+        return []
+    failures = [n * part.delta for part, n in parts if isinstance(part, FailureDpEvent)]
+    epsilons = [n * part.epsilon for part, n in parts if not isinstance(part, FailureDpEvent)]
+    found: list[DpEvent] = []
+    if epsilons:
+        epsilon = epsilons[0] if len(epsilons) == 1 else math.fsum(epsilons) * (1 + 1e-15)
+        found.append(PureDpEvent(epsilon))
+    if failures:
+        found.append(FailureDpEvent(min(math.fsum(failures) * (1 + 1e-15), 1 - 1e-16)))
+    return found
+
+
 Parts = Iterator[tuple[DpEvent, int]]
 
 
@@ -289,6 +310,12 @@ def _(event: GaussianSum, count: int) -> Parts:
 
 @parts_of.register
 def _(event: PoissonSampledDpEvent, count: int) -> Parts:
+    if bounded := _epsilon_delta(event.event):
+        if _real(event.sampling_probability, "sampling_probability") != 0:
+            rate = sampling_rate(event.sampling_probability, "sampling_probability")
+            for part in bounded:
+                yield PoissonSampledDpEvent(rate, part), count
+        return
     if type(event.event) is LaplaceDpEvent:
         release: DpEvent = LaplaceDpEvent(gaussian_noise_multiplier(event.event.noise_multiplier))
     else:

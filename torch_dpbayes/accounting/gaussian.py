@@ -1,9 +1,15 @@
-"""Gaussian differential privacy in closed form."""
+"""Gaussian sums, and one sampled Gaussian sum, in closed form."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
 from scipy import optimize, special
+
+from .loss_grid import sampled_point
+from .pairs import Gaussian, Pair, Pure, Sampled
 
 # from here on the second term of delta, which lowers epsilon by 1 in mu**2/2, is below round-off
 # and left out
@@ -47,3 +53,82 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
         lambda mu: gaussian_delta(mu, epsilon) - delta, low, high, xtol=1e-15, rtol=1e-12
     )
     return float(solution) * (1 - 1e-9)
+
+
+# --- one sampled release --------------------------------------------------------------------------
+
+_MARGIN = 1e-12  # relative, of distribution functions
+
+
+def advantage_sum(counts: Mapping[Pair, int]) -> float:
+    """The sum of the releases' deltas at epsilon = 0, rounded up; infinite if one is not known."""
+    return math.fsum(count * _advantage(pair) for pair, count in counts.items()) * (1 + _MARGIN)
+
+
+def _advantage(pair: Pair) -> float:
+    if isinstance(pair, Gaussian):
+        return math.erf(pair.mu / math.sqrt(8))
+    if isinstance(pair, Sampled):
+        shift = (2.0 if pair.kind == "antipodal" else 1.0) / pair.noise
+        return pair.rate * math.erf(shift / math.sqrt(8))
+    return math.tanh(pair.epsilon / 2) if isinstance(pair, Pure) else math.inf
+
+
+def sampled_delta(pair: Sampled, epsilon: float) -> float:
+    """delta at ``epsilon`` >= 0 of one release in the worse direction, rounded up.
+
+    With H the profile of the unsampled Gaussian: a removed record costs q H(e'), exp(e') = 1 +
+    (exp(epsilon) - 1) / q; an added one f H(e''), f = 1 - (1 - q) exp(epsilon), exp(e'') = q
+    exp(epsilon) / f, if f > 0 (Balle, Barthe, Gaboardi 2018, Theorem 2).
+    """
+    q, mu = pair.rate, 1 / pair.noise
+    if pair.kind == "antipodal":
+        x = float(sampled_point(pair, np.array([epsilon]))[0])
+        near, middle, far = (float(special.ndtr((at - x) * mu)) for at in (1.0, 0.0, -1.0))
+        grown = math.exp(epsilon)
+        found = q * (near - grown * far) - (1 - q) * math.expm1(epsilon) * middle
+        return max(found, 0.0) + _MARGIN * (q * near + math.expm1(epsilon) * middle)
+    found = q * _profile(mu, _log_ratio(epsilon, q))
+    if pair.kind == "directed":
+        rise = math.expm1(epsilon)
+        left = q - (1 - q) * rise + 1e-15 * (q + rise)
+        if left > 0:
+            found = max(found, left * _profile(mu, max(epsilon + math.log(q / left), 0.0)))
+    return found
+
+
+def _log_ratio(epsilon: float, q: float) -> float:
+    """log(1 + (exp(epsilon) - 1) / q)."""
+    if epsilon > 30:
+        return epsilon - math.log(q) + math.log1p((q - 1) * math.exp(-epsilon))
+    return math.log1p(math.expm1(epsilon) / q)
+
+
+def _profile(mu: float, epsilon: float) -> float:
+    """delta of the Gaussian at ``epsilon`` >= 0, accurate relative to itself far out."""
+    above = float(special.log_ndtr(mu / 2 - epsilon / mu))
+    below = epsilon + float(special.log_ndtr(-mu / 2 - epsilon / mu))
+    error = 1e-15 * (1 + epsilon - above)
+    return math.exp(above) * -math.expm1(min(below - above - error, 0.0)) * (1 + _MARGIN + error)
+
+
+def sampled_epsilon(pair: Sampled, delta: float) -> float:
+    """epsilon at ``delta`` of one release, rounded up."""
+    if sampled_delta(pair, 0.0) <= delta:
+        return 0.0
+    high = 1e-9
+    while sampled_delta(pair, high) > delta:
+        high *= 4
+    found = float(
+        optimize.brentq(
+            lambda e: math.log(max(sampled_delta(pair, e), 1e-300) / delta),
+            0.0,
+            high,
+            xtol=1e-300,
+            rtol=1e-13,
+        )
+    )
+    margin = 1e-13 * found
+    while sampled_delta(pair, found) > delta:
+        found, margin = found + margin, 2 * margin
+    return found

@@ -64,7 +64,7 @@ def _log_asinh_product(log_scale: float, loss: Array) -> Array:
     return np.copysign(magnitude, loss)
 
 
-def _sampled_point(pair: Sampled, loss: Array) -> Array:
+def sampled_point(pair: Sampled, loss: Array) -> Array:
     """The x at which ``pair`` has the given loss."""
     q, z = pair.rate, pair.noise
     if pair.kind == "antipodal":
@@ -148,7 +148,7 @@ def _(pair: Sampled, tail: float, interval: float | None = None) -> Nodes:
         low, high = (_sampled_loss(pair, np.array([end]))[0] for end in ends)
         grid = interval * _grid(low, high, interval)
         grid = grid[(grid > low) & (grid < high)]
-        edges = np.union1d(edges, np.clip(_sampled_point(pair, grid), *ends))
+        edges = np.union1d(edges, np.clip(sampled_point(pair, grid), *ends))
     x, weight = pieces(edges, _degree(width))
     log_ratio = log_mixture(x, q, z)
     mass = weight * np.exp(log_ratio - x**2 / (2 * z**2)) / (z * math.sqrt(2 * math.pi))

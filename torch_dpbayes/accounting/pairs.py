@@ -237,6 +237,26 @@ def _(event: PoissonSampledDpEvent, replace: bool) -> Pair:
                 " use that relation, or charge LaplaceDpEvent, without amplification."
             )
         return Laplace(event.sampling_probability, event.event.noise_multiplier / (1 + replace))
+    if isinstance(event.event, PureDpEvent | FailureDpEvent):
+        # Balle, Barthe, Gaboardi 2018, Theorem 8: (log(1 + q (e^epsilon - 1)), q delta)
+        q = event.sampling_probability
+        if replace and q < 1:
+            raise ValueError(
+                "Poisson batches amplify a pure release, or one that may fail, under"
+                " add_or_remove_one only: use that relation, or charge the release itself."
+            )
+        if isinstance(event.event, FailureDpEvent):
+            return (
+                Failure(q * event.event.delta * (1 + 1e-15))
+                if q < 1
+                else pair_of(event.event, replace)
+            )
+        epsilon = event.event.epsilon
+        if q < 1 and epsilon > 30:  # no exponential beyond floats
+            epsilon += math.log(q) + math.log1p((1 - q) / q * math.exp(-epsilon))
+        elif q < 1:
+            epsilon = math.log1p(q * math.expm1(epsilon))
+        return Pure(epsilon * (1 + 1e-14) if q < 1 else epsilon)
     kind: SampledKind = "antipodal" if replace else "directed"
     return sampled_pair(kind, event.sampling_probability, event.event.noise_multiplier)
 

@@ -17,7 +17,7 @@ from . import renyi
 from .bounded import RandomizedResponses, largest_sum
 from .bounds import without_extremes
 from .choices import Method
-from .composition import CORNERS, Composition, choose_window, compose, tail_of
+from .composition import Composition, choose_window, compose, tail_of
 from .failures import apart, failing
 from .gaussian import gaussian_delta, gaussian_epsilon
 from .levels import EXACT_LEVELS, directions, merge, only_mu
@@ -31,7 +31,7 @@ SMALLEST = 1e-36  # delta up to which the points reach
 _ACCURACY = 5e-4  # relative excess of epsilon that discretisation aims at
 _OF_ADVANTAGE = 2e-5  # of the advantage
 _REFINED = 3  # times at most, until that is met
-_CORNERS, _ROUGH_ACCURACY = 150, 1e-3  # the same of many different levels
+_ROUGH_ACCURACY = 1e-3  # the same of many different levels
 _MOST_LOSSES = 2**18  # on the grid, of one release, for the advantage
 _MOST_BEYOND = 2**15  # the same for larger losses
 _MOST_OF_MIXTURES = 2**15  # whose losses have no inverse in closed form
@@ -109,7 +109,7 @@ def _profiles(counts: Mapping[Pair, int]) -> tuple[Profile, Profile]:
 
 def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
     few = len(levels) <= EXACT_LEVELS
-    accuracy, corners = (_ACCURACY, CORNERS) if few else (_ROUGH_ACCURACY, _CORNERS)
+    accuracy = _ACCURACY if few else _ROUGH_ACCURACY
     mixed = any(isinstance(pair, GaussianMixture) for pair in levels)
     most = _MOST_OF_MIXTURES if mixed else _MOST_LOSSES
     least = max(map(_spread, levels)) / most if few else 0.0
@@ -118,14 +118,14 @@ def _composed(levels: Mapping[Pair, int], reverse: bool) -> Profile:
     for target in _DELTAS:
         window = choose_window(levels, reverse, tail, accuracy=accuracy, log_delta=math.log(target))
         interval = max(window.interval, least * most / min(most, _MOST_BEYOND))
-        found += compose(levels, delta=target, interval=interval, reverse=reverse, corners=corners)
+        found += compose(levels, delta=target, interval=interval, reverse=reverse)
     window = choose_window(levels, reverse, tail, accuracy=accuracy, epsilon=0.0)
     finest, last = max(window.interval, least), found[0]
     for _ in range(_REFINED if few else 1):
         interval = max(finest, min(_interval_for_advantage(last), last.interval)) if few else finest
         if last is not found[0] and last.interval <= 1.5 * interval:
             break
-        (last,) = compose(levels, epsilon=0.0, interval=interval, reverse=reverse, corners=corners)
+        (last,) = compose(levels, epsilon=0.0, interval=interval, reverse=reverse)
         found.append(last)
     # of very small losses the bounds do not reach the smallest delta: then to one that they reach
     ends = (

@@ -4,6 +4,20 @@ The attacker knows everything but whether the person took part (under replace-on
 records was theirs), sees all that was released, and decides. Everything here is read off the
 trade-off curve between the two errors of that decision, which the composed privacy losses bound
 from both sides.
+
+People with several records.
+
+*A path of neighbours.* Data sets that differ in k records are the ends of k steps between
+neighbours. If T(a) bounds the true-positive rate between neighbours at false-positive rate a, then
+T(T(...T(a))), k times, bounds it between the ends (Dong, Roth, Su 2022, Theorem 2.14). That holds
+for everything that was charged, under every guarantee, and is exact for Gaussians.
+
+*Sampled sums.* Under add-or-remove-one, each of k records of a person joins a Poisson batch by
+itself: the pair (sum over j of Binomial(k, q)(j) N(j, z^2), N(0, z^2)) dominates one release, and
+is tight (Ganesh 2024). Where all releases are such sums, or Gaussian ones (whose mu counts k
+times), these pairs are composed too, and the smaller bound counts. What is known of a release by a
+pair only, such as a failure beside a pure loss, is not: the parts of a pair do not stand for
+releases of their own.
 """
 
 from __future__ import annotations
@@ -15,11 +29,24 @@ from functools import singledispatch
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
-from . import groups, profiles, renyi
+from . import profiles, renyi
+from .events import GaussianDpEvent, MuGaussianDpEvent, PoissonSampledDpEvent
 from .failures import apart
 from .history import History
-from .pairs import Array, Concentrated, Pair, Repeated, dominating_mu, largest_loss
+from .levels import EXACT_LEVELS
+from .pairs import (
+    Array,
+    Concentrated,
+    Gaussian,
+    GaussianMixture,
+    Pair,
+    Repeated,
+    Sampled,
+    dominating_mu,
+    largest_loss,
+)
 from .trade_off import TradeOff
 
 _SMALL_ORDERS = (1.001, 1.01, 1.03, 1.06)  # before those of the Renyi curves
@@ -125,9 +152,9 @@ def assess(
     curves = curves_of(history)
     rho, order = concentration(history, delta)
     if records_per_person > 1:
-        curves = groups.curves_of(history, curves, records_per_person, delta)
+        curves = curves_of_people(history, curves, records_per_person, delta)
         epsilon = max(curve.epsilon(delta) for curve in curves)
-        rho, order = groups.concentration(rho, order, records_per_person)
+        rho, order = concentration_of_people(rho, order, records_per_person)
     rate = float(highest(curves, np.array([false_positive_rate]))[0])
     accused = prior * rate + (1 - prior) * false_positive_rate
     return Risk(
@@ -233,3 +260,57 @@ def _largest_ratio(orders: Array, divergences: Array) -> Array:
     # the value at the peak, or at an end if round-off hides it
     ends = np.maximum(divergences[:-1] / orders[:-1], divergences[1:] / orders[1:])
     return np.maximum((slope * peak - below) / (peak * (1 + peak)), ends)
+
+
+# --- people with several records ------------------------------------------------------------------
+
+_LEAST_CHANCE = 1e-280
+
+
+def curves_of_people(
+    history: History, curves: tuple[TradeOff, ...], size: int, delta: float
+) -> tuple[TradeOff, ...]:
+    """The trade-off curves of people with at most ``size`` records, from those of one record;
+    those with the smaller epsilon at ``delta``.
+    """
+    path = tuple(curve.of_groups(size) for curve in curves)
+    pairs = _pairs(history, size)
+    if pairs is None:
+        return path
+    composed = profiles.trade_offs(*profiles.profiles(frozenset(pairs.items()), "pld"))
+    return min(composed, path, key=lambda found: max(curve.epsilon(delta) for curve in found))
+
+
+def _pairs(history: History, size: int) -> dict[Pair, int] | None:
+    """The pairs that dominate releases for ``size`` records; ``None``: not all are known."""
+    if history.guarantee not in ("fixed", "registered") or history.settings.method != "pld":
+        return None
+    counted = history.schedule or history.charges
+    found: dict[Pair, int] = {}
+    for (event, _, _), count in counted.items():
+        if not isinstance(event, PoissonSampledDpEvent | GaussianDpEvent | MuGaussianDpEvent):
+            return None
+        pair = _pair(history.pair(event), size)
+        if pair is None:
+            return None
+        found[pair] = found.get(pair, 0) + count
+    return found if len(found) <= EXACT_LEVELS else None
+
+
+def _pair(pair: Pair, size: int) -> Pair | None:
+    if isinstance(pair, Gaussian):
+        return Gaussian(size * pair.mu)
+    if not isinstance(pair, Sampled) or pair.kind != "directed":
+        return None
+    joined = np.arange(1, size + 1)
+    chances = stats.binom.pmf(joined, size, pair.rate)
+    if chances.min() < _LEAST_CHANCE:
+        return None
+    return GaussianMixture(tuple((joined / pair.noise).tolist()), tuple(chances.tolist()))
+
+
+def concentration_of_people(rho: float, order: float, size: int) -> tuple[float, float]:
+    """(rho, order)-truncated concentration of ``size`` records (Bun, Dwork, Rothblum, Steinke
+    2018): ``size``^2 * rho for orders below order / ``size``.
+    """
+    return (size**2 * rho, order / size) if order > size else (math.inf, math.inf)

@@ -1,0 +1,274 @@
+r"""Bounds on many sampled releases, each with its own rate and noise, by mixtures of a few.
+
+A release between the corners of a grid of (rate, noise) is dominated by a mixture of the four
+corners around it in which the drawn corner is announced. The excess is of second order in the
+grid's spacing; rounding to the least private corner has an excess of first order.
+
+* *Rate.* Both distributions of a pair are linear in q, and hockey-stick divergences are jointly
+  convex, so the divergence at q lies below its chord between two rates.
+* *Noise.* Let m be 1/z for the pairs "directed" and "symmetric", and 2/z for "antipodal" (so that
+  delta(0) = q (2 Phi(m/2) - 1)), and t = Phi(m / 2). At each epsilon delta is a convex function of
+  t. Directed: at q = 1 the derivative d delta / d t is proportional to exp(epsilon/2 - epsilon^2 /
+  (2 m^2)), which grows with m, and sampling maps epsilon to another epsilon that does not depend on
+  m. The reverse and the symmetric profile are this one at -epsilon, up to factors and terms without
+  m. Antipodal: the threshold at which the divergence is attained moves with n = m / 2 so that,
+  with u = n y - epsilon / 2, d log(d delta / d t) / d n = ((y - n tanh(u) / 2)^2 + 3/4 n^2
+  tanh(u)^2) / n.
+
+A mixture of pairs that dominates each release dominates their composition too (Zhu, Dong, Wang
+2022, Theorem 10). The characteristic function of a composition is then the product over the
+releases of sum_k w_k phi_k. Releases of one cell whose weights are close form a group; its n
+factors are replaced by the n-th power of their mean. With x_i the relative deviations from the
+mean, which sum to 0, and s^2 = sum |x_i|^2, that changes the logarithm of the product by at most
+s^2 / (2 (1 - s)), because |log(1 + x) - x| <= |x|^2 / (2 (1 - |x|)).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from .loss_grid import loss_nodes
+from .pairs import Array, Sampled, SampledKind, has_two_directions
+
+Indices = NDArray[np.int64]
+
+_PILOTS = 6  # rates and noises whose cost says where the grid has to be fine
+_PILOT_TAIL = 1e-20
+_BINS = 400
+_STEP = 0.1  # relative, between a release and the ends of a chord around it
+_MOST_NODES = 32  # rates, or noises, of the grid
+_WORTH = 0.7  # corners for each release, up to which mixtures are faster
+_MOST_GROUPS = 4096  # releases up to which each is a group of its own
+_DOWN = 1 - 4e-16  # factor that rounds the noise of a corner down
+_UP = 1e-12  # relative and absolute rounding of the weight on the less private corner
+
+
+class Mixtures(NamedTuple):
+    """Groups of releases, and the mixture of four corners that dominates each member on average."""
+
+    corners: list[Sampled]
+    among: Indices  # (groups, 4)
+    weights: Array  # (groups, 4), the mean over a group; they sum to 1
+    counts: Indices  # (groups,)
+    spread: Array  # (groups, 4, 4), sum over a group of the outer products of weights - mean
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def shares(self) -> Array:
+        """The weight of each corner in all releases together."""
+        weights = self.weights * self.counts[:, None] / self.total
+        shares = np.bincount(self.among.ravel(), weights.ravel(), len(self.corners))
+        return np.asarray(shares, dtype=np.float64)
+
+
+class Near(NamedTuple):
+    """Where a composition is evaluated: delta grows by a factor of about E exp(tilt * L) for a
+    release of loss L, at most to 1.
+    """
+
+    tilt: float
+    log_delta: float
+    reverse: bool
+
+    def growth(self, pair: Sampled) -> float:
+        """That factor, less 1; up to what lies beyond a small tail."""
+        losses, masses, _ = loss_nodes(pair, _PILOT_TAIL)
+        if self.reverse and has_two_directions(pair):
+            losses, masses = -losses, masses * np.exp(-losses)
+        return float(masses @ np.expm1(np.minimum(self.tilt * losses, -self.log_delta)))
+
+
+def mixtures(
+    sampled: list[tuple[Sampled, int]], excess: float, fewest: int, near: Near
+) -> Mixtures | None:
+    """The mixtures, or ``None`` if there are hardly fewer corners than different releases.
+
+    Args:
+        sampled: releases and how often each occurs.
+        excess: of log(delta) that the choice of corners aims at.
+        fewest: rates, and noises, of the grid at least.
+        near: where.
+    """
+    found = []
+    for kind in sorted({pair.kind for pair, _ in sampled}):
+        chosen = [(pair.rate, pair.noise, n) for pair, n in sampled if pair.kind == kind]
+        rate, noise, count = (np.array(column) for column in zip(*chosen, strict=True))
+        found.append(_placed(kind, rate, noise, count, excess, fewest, near))
+    if sum(len(part.corners) for part in found) >= _WORTH * len(sampled):
+        return None
+    starts = np.cumsum([0, *(len(part.corners) for part in found)])
+    return Mixtures(
+        [corner for part in found for corner in part.corners],
+        np.concatenate([part.among + start for part, start in zip(found, starts, strict=False)]),
+        *(np.concatenate([part[i] for part in found]) for i in (2, 3, 4)),
+    )
+
+
+def _placed(
+    kind: SampledKind,
+    rate: Array,
+    noise: Array,
+    count: Indices,
+    excess: float,
+    fewest: int,
+    near: Near,
+) -> Mixtures:
+    sensitivity = 2.0 if kind == "antipodal" else 1.0
+    shift = sensitivity / noise
+    # coordinates in which the cost of a release of small loss is exp(2 (x + y))
+    place = np.log(rate), np.log(shift) + _log_expm1_over(2 / noise**2) / 2
+    bends = _bends(kind, rate, noise, place, near)
+    column, row = (
+        _nodes(at, count * bend, excess / 2, fewest) for at, bend in zip(place, bends, strict=True)
+    )
+    rates, shifts = rate[column], shift[row]
+    rates[-1], shifts[-1] = rate.max(), shift.max()  # of numbers with equal logarithms
+    column, of_rate = _chord(rates, rate, lambda low, high: high - low)
+    row, of_shift = _chord(shifts, shift, _probability_between)
+    step = len(shifts)
+    corners = [
+        np.minimum(column + i, len(rates) - 1) * step + np.minimum(row + j, step - 1)
+        for i in (0, 1)
+        for j in (0, 1)
+    ]
+    weights = [
+        (of_rate if i else 1 - of_rate) * (of_shift if j else 1 - of_shift)
+        for i in (0, 1)
+        for j in (0, 1)
+    ]
+    first, group = _groups(corners[0], of_rate, of_shift)
+    used, among = np.unique(np.stack(corners, axis=1)[first], return_inverse=True)
+    total = np.bincount(group, count)
+    means = np.stack([np.bincount(group, count * w) / total for w in weights], axis=1)
+    apart = [w - means[group, k] for k, w in enumerate(weights)]
+    spread = [[np.bincount(group, count * a * b) for b in apart] for a in apart]
+    return Mixtures(
+        [
+            Sampled(kind, float(rates[c // step]), float(sensitivity / shifts[c % step]) * _DOWN)
+            for c in used.tolist()
+        ],
+        among.reshape(-1, 4),
+        means,
+        np.rint(total).astype(np.int64),
+        np.moveaxis(np.array(spread), 2, 0),
+    )
+
+
+def _groups(cell: Indices, u: Array, v: Array) -> tuple[Indices, Indices]:
+    """A member of each group, and the group of each release: members of one cell whose weights
+    ``u`` and ``v`` lie in one square of a grid as fine as the number of groups allows.
+    """
+    if len(cell) <= _MOST_GROUPS:
+        return np.arange(len(cell)), np.arange(len(cell))
+    for parts in (64, 45, 32, 23, 16, 11, 8, 5, 3, 2, 1):
+        squares = np.minimum((u * parts).astype(np.int64), parts - 1) * parts
+        squares += np.minimum((v * parts).astype(np.int64), parts - 1)
+        _, first, group = np.unique(
+            cell * parts**2 + squares, return_index=True, return_inverse=True
+        )
+        if len(first) <= _MOST_GROUPS:
+            break
+    return first, group
+
+
+def _bends(
+    kind: SampledKind, rate: Array, noise: Array, place: tuple[Array, Array], near: Near
+) -> tuple[Array, Array]:
+    """About the excess of a chord over each coordinate, divided by the square of its half width:
+    interpolated between a few releases, not a bound.
+    """
+    sensitivity = 2.0 if kind == "antipodal" else 1.0
+    pilots = []
+    for values, at in zip((rate, noise), place, strict=True):
+        order = np.argsort(at)
+        wanted = np.linspace(at[order[0]], at[order[-1]], _PILOTS)
+        index = np.unique(np.clip(np.searchsorted(at[order], wanted), 0, len(at) - 1))
+        pilots.append((values[order[index]], at[order[index]]))
+    (rates, xs), (noises, ys) = pilots
+    bends = np.zeros((2, len(rates), len(noises)))
+    low, high = 1 - _STEP, 1 + _STEP
+    for i, q in enumerate(np.minimum(rates, 1 / high).tolist()):
+        for j, z in enumerate(noises.tolist()):
+            here = near.growth(Sampled(kind, q, z))
+            around = [near.growth(Sampled(kind, q * by, z)) for by in (low, high)]
+            bends[0, i, j] = (around[0] + around[1]) / 2 - here
+            around = [near.growth(Sampled(kind, q, z / by)) for by in (low, high)]
+            shifts = np.array([low, 1.0, high]) * (sensitivity / z)
+            (_,), (up,) = _chord(shifts[[0, 2]], shifts[1:2], _probability_between)
+            bends[1, i, j] = (1 - up) * around[0] + up * around[1] - here
+    bends = np.maximum(bends, 1e-12 * np.max(bends, axis=(1, 2), keepdims=True) + 1e-300)
+    row, u = _between(xs, place[0])
+    column, v = _between(ys, place[1])
+    below, right = np.minimum(row + 1, len(xs) - 1), np.minimum(column + 1, len(ys) - 1)
+    found = []
+    for logs in np.log(bends / _STEP**2):
+        at = (1 - u) * ((1 - v) * logs[row, column] + v * logs[row, right])
+        found.append(np.exp(at + u * ((1 - v) * logs[below, column] + v * logs[below, right])))
+    return found[0], found[1]
+
+
+def _between(nodes: Array, values: Array) -> tuple[Indices, Array]:
+    """The interval of increasing ``nodes`` that holds each value, and the place within it."""
+    if len(nodes) == 1:
+        return np.zeros(len(values), dtype=np.int64), np.zeros(len(values))
+    lower = np.clip(np.searchsorted(nodes, values, "right") - 1, 0, len(nodes) - 2)
+    share = (values - nodes[lower]) / (nodes[lower + 1] - nodes[lower])
+    return lower, np.clip(share, 0.0, 1.0)
+
+
+def _nodes(x: Array, bend: Array, excess: float, fewest: int) -> Indices:
+    """Indices of releases whose coordinates ``x`` are the nodes of the grid, in rising order.
+
+    A cell of width s has an excess of s^2 / 6 times the sum of ``bend`` over its members, on
+    average. The best spacing is proportional to the density of that sum to the power -1/3.
+    """
+    values, index = np.unique(x, return_index=True)
+    if len(values) <= 2:
+        return index
+    edges = np.linspace(values[0], values[-1], _BINS + 1)
+    width = (values[-1] - values[0]) / _BINS
+    density = np.histogram(x, edges, weights=bend)[0] / width
+    density = np.cbrt(np.maximum(density, 1e-9 * density.max()))
+    number = math.sqrt((density.sum() * width) ** 3 / (6 * excess))
+    number = int(min(max(number, fewest), _MOST_NODES))
+    if len(values) <= number:
+        return index
+    places = np.concatenate([[0.0], np.cumsum(density)])
+    nodes = np.interp(np.linspace(0.0, places[-1], number), places, edges)
+    above = np.clip(np.searchsorted(values, nodes), 0, len(values) - 1)
+    # no cell reaches over a wide gap between releases
+    gap = np.flatnonzero(np.diff(values) > 2 * (values[-1] - values[0]) / number)
+    chosen = np.unique(np.concatenate([above, gap, gap + 1, [0, len(values) - 1]]))
+    return index[chosen]
+
+
+def _chord(nodes: Array, values: Array, between: Any) -> tuple[Indices, Array]:
+    """The interval that holds each value, and its weight at the upper end, rounded up."""
+    if len(nodes) == 1:
+        return np.zeros(len(values), dtype=np.int64), np.zeros(len(values))
+    lower = np.clip(np.searchsorted(nodes, values, "right") - 1, 0, len(nodes) - 2)
+    low, high = nodes[lower], nodes[lower + 1]
+    whole = between(low, high)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        weight = np.where(whole > 0, between(low, values) / whole, 1.0)
+    return lower, np.clip(weight * (1 + _UP) + _UP, 0.0, 1.0)
+
+
+def _probability_between(low: Array, high: Array) -> Array:
+    """2 (Phi(high / 2) - Phi(low / 2)) of positive numbers, without loss of digits."""
+    a, b = low / math.sqrt(8), high / math.sqrt(8)
+    near, far = special.erf(b) - special.erf(a), special.erfc(a) - special.erfc(b)
+    return np.asarray(np.where(a < 0.5, near, far))
+
+
+def _log_expm1_over(x: Array) -> Array:
+    """log(expm1(x) / x)."""
+    return np.asarray(x + np.log(-np.expm1(-x) / x))
