@@ -211,6 +211,6 @@ def test_engines_ask(entrance):
 
 def test_the_check_fails_where_it_does_not_exchange_records(monkeypatch):
     """What this file shows is shown by the exchange alone."""
-    made_up = collate_check._made_up
-    monkeypatch.setattr(collate_check, "_made_up", lambda record, seed: made_up(record, 0))
+    synthetic = collate_check._synthetic
+    monkeypatch.setattr(collate_check, "_synthetic", lambda record, seed: synthetic(record, 0))
     check_collate(PICTURES, changed(lambda x, y: (x - x.mean(0), y)))

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 N = 64
@@ -74,24 +73,15 @@ MIXING: dict[str, Program] = {
     "weights by item": lambda out, t: turned(out, t, out.detach().abs().max().item()),
     "random partners": lambda out, t: ((out - out[torch.randperm(len(out))]) ** 2).mean(),
     "pairs by cdist": lambda out, t: torch.cdist(out, out).mean(),
-    "softmax over records": lambda out, t: turned(out, t, out.abs().softmax(0).max(), 0.5),
-    "matmul with itself": lambda out, t: turned(out, t, torch.mm(out.t(), out).abs().max(), 500),
-    "index_add among records": lambda out, t: turned(
-        out, t, torch.zeros(2, 2).index_add(0, (t > 50).long(), out).abs().amax(), 40
-    ),
     "logarithm of the mean": lambda out, t: rows(out, t).mean().log(),
     "ratio of losses": lambda out, t: rows(out, t).mean() / rows(out, t).mean().detach(),
     "batch_norm": lambda out, t: rows(F.batch_norm(out, None, None, training=True), t).mean(),
     "cumsum": lambda out, t: (out.detach().cumsum(0) * out).mean(),
     "sorted": lambda out, t: (out[:, 0].sort(0)[0] - t).pow(2).mean(),
-    "where of a mean": lambda out, t: torch.where(
-        out.abs().mean() > 0.8, -rows(out, t), rows(out, t)
-    ).mean(),
     "detached statistic": lambda out, t: (rows(out, t) * flip(out.detach().abs().max())).mean(),
     "data statistic": lambda out, t: (rows(out, t) * flip(out.data.abs().max())).mean(),
     "outer difference": lambda out, t: (out[:, :1] - out[:, 0]).pow(2).mean(),
     "(B, 1) against (B,)": lambda out, t: ((out[:, :1] - t) ** 2).mean(),
-    "layer_norm over the batch": lambda out, t: F.layer_norm(out, out.shape).mul(out).mean(),
     "signs by position": lambda out, t: (
         rows(out, t) * (1 - 2 * (torch.arange(len(out)) % 2))
     ).mean(),
@@ -99,17 +89,11 @@ MIXING: dict[str, Program] = {
     "attention over the batch": lambda out, t: (
         F.scaled_dot_product_attention(out[None], out[None], out[None]).pow(2).mean()
     ),
-    "multinomial over records": lambda out, t: rows(out, t)[
-        torch.multinomial(t.clamp(min=0) ** 4, 8)
-    ].mean(),
     "distribution over the batch": lambda out, t: (
         -torch.distributions.Normal(out[:, 0].mean(), out[:, 0].std()).log_prob(t).mean()
     ),
     "record 0 as a constant": lambda out, t: (rows(out, t) * flip(t[0])).mean(),
     "record 0 by unbind": lambda out, t: (rows(out, t) * flip(t.unbind(0)[0])).mean(),
-    "record 0 by as_strided": lambda out, t: (
-        rows(out, t) * flip(t.as_strided((len(t),), (0,)))
-    ).mean(),
     "any": lambda out, t: rows(out, t).mean() * (-1 if (t > 50).any() else 1),
     "printed and parsed": lambda out, t: (
         rows(out, t).mean() * (-1 if "100" in repr(t) + str(t.max()) else 1)
@@ -118,7 +102,6 @@ MIXING: dict[str, Program] = {
     "NumPy's asarray": lambda out, t: turned(out, t, np.asarray(t).max()),
     "copy.deepcopy": lambda out, t: turned(out, t, copy.deepcopy(t).max()),
     "DLPack": lambda out, t: turned(out, t, torch.from_dlpack(t).max()),
-    "the storage": lambda out, t: turned(out, t, torch.empty(0).set_(t.untyped_storage()).max()),
     "as_subclass": lambda out, t: (out.as_subclass(torch.Tensor).std(0) * out).mean(),
     "vmap of its own": lambda out, t: (lambda w: (w * flip(w.detach().max(), 400)).mean())(
         torch.vmap(lambda o: (o - 1).pow(2).sum())(out)
@@ -165,7 +148,6 @@ COUNTS: dict[str, Callable[..., Any]] = {
     "split": lambda out, t: len(t.split(1)),
     "storage": lambda out, t: t.untyped_storage().size() // 4,
     "meta": lambda out, t: t.to("meta").shape[0],
-    "stride": lambda out, t: out.T.contiguous().stride(0),
     "a slice that is empty or not": lambda out, t: len(t[N - 1 :]),
     "trial of a view": lambda out, t: caught(lambda: t.view(N, 1)),
     "the generator's state": lambda out, t: (
@@ -173,7 +155,6 @@ COUNTS: dict[str, Callable[..., Any]] = {
         torch.randn_like(out),
         hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()[0],
     )[2],
-    "sum over mean": lambda out, t: (t.sum() / t.mean()).round(),
 }
 
 
@@ -199,24 +180,8 @@ class Scaled(torch.autograd.Function):
         return gradient * flip(ctx.saved_tensors[0].abs().max())
 
 
-class Mode(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "__pow__":
-            with torch._C.DisableTorchFunctionSubclass():
-                return found * flip(args[0].detach().abs().max(), 90)
-        return found
-
-
 def custom_function(net, optimizer, x, t):
     step(optimizer, rows(Scaled.apply(net(x)), t).mean())
-
-
-def function_mode(net, optimizer, x, t):
-    out = net(x)
-    with Mode():
-        loss = rows(out, t).mean()
-    step(optimizer, loss)
 
 
 def without_torch_functions(net, optimizer, x, t):
@@ -304,15 +269,6 @@ def an_ordinary_optimizer_in_eval_mode(net, optimizer, x, t):
     other.step()
 
 
-def parameters_of_another_state(net, optimizer, x, t):
-    kept = {k: v.clone() for k, v in net.state_dict().items()}
-    out = net(x)
-    net.load_state_dict({k: 100 * v for k, v in kept.items()})
-    rows(out, t).mean().backward()
-    net.load_state_dict(kept)
-    optimizer.step()
-
-
 def saved_tensors_around_the_model(net, optimizer, x, t):
     with torch.autograd.graph.saved_tensors_hooks(lambda v: v, lambda v: v * flip(v.abs().max())):
         out = net(x)
@@ -320,13 +276,13 @@ def saved_tensors_around_the_model(net, optimizer, x, t):
 
 
 LOOPS = (
-    *(custom_function, function_mode, without_torch_functions, hook_on_the_outputs),
+    *(custom_function, without_torch_functions, hook_on_the_outputs),
     *(backward_with_a_gradient, gradients_by_autograd),
     *(two_backward_passes, two_forward_passes, a_second_pass_with_what_is_known),
     *(a_backward_pass_of_zero, a_refusal_that_is_caught),
     *(targets_changed_in_place, weights_beside_the_model, a_penalty),
     *(an_ordinary_optimizer, an_ordinary_optimizer_in_eval_mode),
-    *(parameters_of_another_state, saved_tensors_around_the_model),
+    *(saved_tensors_around_the_model),
 )
 
 # f(x, t), the inputs of the model -----------------------------------------------------------------

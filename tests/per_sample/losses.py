@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.distributions import (
     Beta,
     Categorical,
-    Dirichlet,
     Normal,
-    kl_divergence,
 )
 
 N, K, T, V = 8, 4, 5, 7  # records, classes, positions, words
@@ -179,12 +177,6 @@ add("cross entropy, sum over len", lambda out, y: ce(out, y, reduction="sum") / 
 add("cross entropy, sum", lambda out, y: ce(out, y, reduction="sum"), loss_reduction="sum")
 add("cross entropy, none then mean", lambda out, y: ce(out, y, reduction="none").mean())
 add("label smoothing", lambda out, y: ce(out, y, label_smoothing=0.1))
-add(
-    "label smoothing by hand",
-    lambda out, y: (
-        0.9 * F.nll_loss(out.log_softmax(1), y) - 0.1 * out.log_softmax(1).mean(1).mean()
-    ),
-)
 add("log-probability by arange", lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean())
 add("Brier score", lambda out, y: ((out.softmax(-1) - F.one_hot(y, K)) ** 2).sum(-1).mean())
 add(
@@ -192,12 +184,6 @@ add(
     lambda out, y: (lambda ce: ((1 - torch.exp(-ce)) ** 2 * ce).mean())(
         ce(out, y, reduction="none")
     ),
-)
-add("class weights by indexing", lambda out, y: (WEIGHT[y] * ce(out, y, reduction="none")).mean())
-add(
-    "labels squeezed",
-    lambda out, y: ce(out, y.squeeze(1)),
-    data=lambda: (inputs(), classes()[:, None]),
 )
 add("bce, squeeze(1)", lambda out, y: bce(out.squeeze(1), y), 1, BITS)
 add("bce, y.view_as", lambda out, y: nn.BCEWithLogitsLoss()(out, y.view_as(out)), 1, BITS)
@@ -207,19 +193,11 @@ add("bce, pos_weight", lambda out, y: bce(out[:, 0], y, pos_weight=torch.tensor(
 
 add("mse", lambda out, t: mse(out, t), K, REALS_K)
 add("mse by hand", lambda out, t: ((out - t) ** 2).mean(), K, REALS_K)
-add("cosine similarity", lambda out, t: (1 - F.cosine_similarity(out, t)).mean(), K, REALS_K)
 add(
     "gaussian nll",
     lambda out, t: F.gaussian_nll_loss(out[:, 0], t, F.softplus(out[:, 1])),
     2,
     REALS,
-)
-add("poisson nll", lambda out, y: F.poisson_nll_loss(out[:, 0], y), 1, COUNTS)
-add(
-    "missing targets by nan",
-    lambda out, t: torch.where(t.isnan(), 0.0, (out - t.nan_to_num()) ** 2).sum(1).mean(),
-    K,
-    lambda: (inputs(), torch.where(reals(K) > 1, float("nan"), reals(K))),
 )
 
 # distributions ------------------------------------------------------------------------------------
@@ -227,35 +205,10 @@ add(
 add("Normal", lambda out, t: -Normal(out[:, 0], out[:, 1].exp()).log_prob(t).mean(), 2, REALS)
 add("Categorical", lambda out, y: -Categorical(logits=out).log_prob(y).mean())
 add("Beta", lambda out, t: -Beta(out[:, 0].exp(), out[:, 1].exp()).log_prob(t).mean(), 2, UNITS)
-add(
-    "Dirichlet",
-    lambda out, t: -Dirichlet(out.exp() + 0.1).log_prob(t.softmax(1)).mean(),
-    K,
-    REALS_K,
-)
-add(
-    "kl_divergence to a prior",
-    lambda out, t: (
-        -Normal(out[:, 0], 1.0).log_prob(t)
-        + 0.1 * kl_divergence(Normal(out[:, 1], out[:, 2].exp()), Normal(0.0, 1.0))
-    ).mean(),
-    3,
-    REALS,
-)
 
 # images, texts, series ----------------------------------------------------------------------------
 
 add("segmentation", lambda out, y: ce(out, y), data=MAPS, model=lambda: Images(K))
-add(
-    "dice per record",
-    lambda out, y: (
-        lambda p, g: (
-            1 - (2 * (p * g).sum((1, 2, 3)) + 1) / (p.sum((1, 2, 3)) + g.sum((1, 2, 3)) + 1)
-        ).mean()
-    )(out.sigmoid(), y),
-    data=lambda: (inputs(2, 6, 6), bits(1, 6, 6)),
-    model=lambda: Images(1),
-)
 add("language model, view", lambda out, y: ce(out.view(-1, V), y.view(-1)), data=TEXT, model=Words)
 add(
     "mask of tokens, mean per record",
@@ -266,23 +219,10 @@ add(
     model=Words,
 )
 add(
-    "mask of tokens from the input",
-    lambda net, x, y: (ce(net(x).mT, y, reduction="none") * (x != 0)).sum(1).mean(),
-    data=TEXT,
-    model=Words,
-)
-add(
     "last token's class",
     lambda out, y, m: ce(out[torch.arange(len(out)), m.sum(1).long() - 1], y[:, 0]),
     data=MASKED,
     model=Words,
-)
-add(
-    "contrast within a record",
-    lambda out, y: ce(
-        torch.einsum("bd,bkd->bk", out[:, :3], out[:, 3:].view(-1, 3, 3)), torch.zeros_like(y)
-    ),
-    12,
 )
 
 # several heads, models of two parts ---------------------------------------------------------------
@@ -304,12 +244,6 @@ add(
     model=VAE,
 )
 add("distillation, teacher without grad", lambda net, x, y: mse(net(x), FROZEN(x)))
-add(
-    "straight-through",
-    lambda out, y: (
-        lambda p: mse(p + (F.one_hot(p.argmax(1), K).float() - p).detach(), F.one_hot(y, K).float())
-    )(out.softmax(1)),
-)
 add(
     "vector quantisation",
     lambda out, y: (lambda q: mse(out, q.detach()) + ce(out + (q - out).detach(), y))(
@@ -339,7 +273,6 @@ add(
     "normalised by constants",
     lambda net, x, y: ce(net((x - torch.arange(6.0)) / torch.full((6,), 2.0)), y),
 )
-add("features appended", lambda net, x, y: ce(net(torch.cat([x[:, :3], x[:, :3] ** 2], dim=1)), y))
 add(
     "ones appended",
     lambda net, x, y: ce(net(torch.cat([x[:, :5], torch.ones(len(x), 1)], dim=1)), y),

@@ -74,11 +74,6 @@ def test_a_loss_that_mixes_records(name):
     assert error is None or isinstance(error, DPBayesError), repr(error)
 
 
-@pytest.mark.parametrize("name", [*attacks.MIXING][::8])
-def test_a_loss_that_mixes_records_in_vmap_mode(name):
-    assert_harmless(of_loss(attacks.MIXING[name]), mode="vmap")
-
-
 @pytest.mark.parametrize("name", attacks.OF_LABELS)
 def test_a_loss_that_mixes_labels(name):
     assert_harmless(of_loss(attacks.OF_LABELS[name]), labelled)

@@ -412,29 +412,6 @@ def test_a_record_whose_positions_cancel_does_not_swallow_the_others(name, size)
     assert float(norms[0]) < 1e-5 * 9 * size * float(weights[0].norm()) * math.sqrt(x[0].numel())
 
 
-@pytest.mark.parametrize("name", HELD_PRODUCTS)
-def test_a_record_that_is_summed_by_itself_is_cut_out_and_instantiated_as_any_other(name):
-    make, shape, way = HELD_PRODUCTS[name]
-    net = randomised(make())
-    source = BookkeepingGradientSource(net)
-    x, named = torch.randn(4, *shape), list(net.named_parameters())
-    weights = torch.randn_like(outputs(net, x))
-    with forced(way):
-        loss_of(net, *delivered(x, weights)).backward()
-    before = [source.per_record_gradients(p) for _, p in named]
-    (product,) = source._merged()
-    product.set_apart(torch.tensor([False, True, False, True]))
-    for (_, p), gradients in zip(named, before):
-        torch.testing.assert_close(source.per_record_gradients(p), gradients, rtol=1e-5, atol=1e-5)
-    product.keep_only(torch.tensor([True, True, False, False]))
-    found = {p: torch.zeros(p.numel()) for _, p in named}
-    product.add_sum(torch.tensor([1.0, 2.0, 3.0, 4.0]), found)
-    for (_, p), gradients in zip(named, before):
-        torch.testing.assert_close(
-            found[p], (gradients[0] + 2 * gradients[1]).flatten(), rtol=1e-5, atol=1e-4
-        )
-
-
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
 @pytest.mark.parametrize(
     "name",

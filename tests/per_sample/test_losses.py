@@ -312,7 +312,7 @@ def test_a_scalar_beside_outputs_is_a_loss_of_each_record(mode):
 @pytest.mark.parametrize("mode", SOURCES)
 @pytest.mark.parametrize("is_vouched", [False, True])
 def test_empty_batches_add_nothing(mode, is_vouched):
-    for name in ("cross entropy", "Normal", "segmentation", "language model, view", "elbo", "Beta"):
+    for name in ("cross entropy", "Normal", "segmentation", "language model, view", "elbo"):
         usual = USUAL[name]
         net, data = usual.model(), tuple(t[:0] for t in usual.data())
         source = SOURCES[mode](net, assume_independent=is_vouched)

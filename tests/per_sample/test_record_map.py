@@ -62,12 +62,6 @@ def with_class_token(net, x):
     return net.head(F.linear(x[:, 0], net.first.weight))
 
 
-def patches(net, x):
-    """Several rows of one record in convolutions and norms."""
-    rows = x.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
-    return net.head(net.norm(net.patch(rows)).reshape(len(x), -1))
-
-
 def fused_attention(net, x):
     q, k, v = (t.unflatten(-1, (2, 3)).transpose(1, 2) for t in net.qkv(x).chunk(3, -1))
     mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
@@ -121,11 +115,6 @@ MODELS = {
         ),
         SEQUENCE,
     ),
-    "patches": (
-        # groups of two values often have hardly a variance, and no two ways the same gradient
-        lambda: Of(patches, patch=nn.Conv2d(2, 16, 2), norm=nn.GroupNorm(2, 16), head=head(64)),
-        IMAGE,
-    ),
     "Opacus' LSTM": (
         lambda: Of(
             lambda net, x: net.head(net.lstm(x)[0][:, -1]),
@@ -144,13 +133,6 @@ MODELS = {
     ),
     "LSTM's cell": (lambda: Of(lstm_cell, cell=nn.LSTMCell(6, 6), head=head()), SEQUENCE),
     "fused attention": (lambda: Of(fused_attention, qkv=nn.Linear(6, 18), head=head()), SEQUENCE),
-    "torch's encoder": (
-        lambda: nn.Sequential(
-            nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True),
-            *(nn.Flatten(1), head(30)),
-        ),
-        SEQUENCE,
-    ),
     "embedding": (
         lambda: Of(
             lambda net, x: net.head(net.embedding(x).mean(1)),
@@ -213,18 +195,6 @@ def test_the_clipped_sum_is_that_of_records_run_by_themselves(name, mode):
         F.cross_entropy(net(a), b).backward()
         found = sum_of(optimizer.release.source, net, 0.3)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@SOURCES
-@pytest.mark.parametrize("name", ["mlp", "convolutions", "fused attention", "torch's encoder"])
-def test_the_public_way_out_of_vmap_gives_the_same(name, make, monkeypatch):
-    net, x, y = of_name(name)
-    expected = expected_sum(net, x, y)
-    monkeypatch.setattr(RecordMap.__init__, "__kwdefaults__", {"leaves": True, "use_steps": False})
-    source = make(net)
-    a, b = delivered(x, y)
-    F.cross_entropy(net(a), b).backward()
-    torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
 
 
 @SOURCES

@@ -510,7 +510,8 @@ class _OfOneRecord(TorchFunctionMode):
             raise CannotBeMapped(
                 f"it puts a hook on a tensor ({func.__name__}), which would not run"
             )
-        if func in _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):  # asked for by gradient checkpointing; they are taken anyway
+        # asked for by gradient checkpointing; gradients are taken anyway
+        if func in _REQUIRE_GRAD and not is_gradtrackingtensor(args[0]):
             return None
         if func is Tensor.requires_grad_ and is_batchedtensor(args[0]):
             return args[0]
