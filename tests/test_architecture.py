@@ -64,7 +64,14 @@ MAY_IMPORT = {
 # files that may import from a room though theirs as a whole may not
 EXCEPTIONS = {("optim/fisher_sum.py", "per_sample")}
 # where the errors of public names are explained
-for room in MAY_IMPORT.keys() - {"troubleshooting", "accounting", "errors", "noise", "ranks", "per_sample"}:
+for room in MAY_IMPORT.keys() - {
+    "troubleshooting",
+    "accounting",
+    "errors",
+    "noise",
+    "ranks",
+    "per_sample",
+}:
     MAY_IMPORT[room] = MAY_IMPORT[room] | {"troubleshooting"}
 TOUCHES_DATA = {"per_sample", "batches"}
 

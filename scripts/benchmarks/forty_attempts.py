@@ -98,6 +98,20 @@ def own_loader() -> None:
         optimizer.step()
 
 
+def own_loss() -> None:
+    _, net, optimizer, loader = made(loss=nn.functional.cross_entropy)
+    for x, y in loader:
+        net.private_loss(x, y).backward()
+        optimizer.step()
+
+
+def centred() -> None:
+    _, net, optimizer, loader = made()
+    x, y = next(iter(loader))
+    nn.functional.cross_entropy(net(x - x.mean(0)), y).backward()
+    optimizer.step()
+
+
 def penalty() -> None:
     _, net, optimizer, loader = made()
     x, y = next(iter(loader))
@@ -181,15 +195,6 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter([(torch.zeros(FEATURES), 0)])
 
 
-class Centred(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, x: Any) -> Any:
-        return self.inner(x - x.mean(0))
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -240,17 +245,13 @@ ATTEMPTS: dict[str, tuple[Callable[[], Any], str | None]] = {
         None,
     ),
     "a loss of each record": (
-        lambda: (
-            made(loss=nn.functional.cross_entropy)[1]
-            .private_loss(torch.randn(3, FEATURES), torch.zeros(3, dtype=torch.long))
-            .backward()
-        ),
+        own_loss,
         None,
     ),
     "model.train() forgotten": (lambda: made(network().eval()), "model.train()"),
     "BatchNorm": (lambda: made(pictures(), shape=IMAGES), "ModuleValidator.fix"),
-    "LSTM": (lambda: made(Recurrent(), shape=SEQUENCES), "ModuleValidator.fix"),
-    "centring on the batch": (lambda: made(Centred()), "from each record alone"),
+    "LSTM": (lambda: train(*made(Recurrent(), shape=SEQUENCES)), None),
+    "centring on the batch": (centred, "several records"),
     "a layer that is not used": (lambda: made(Spare()), "requires_grad_(False)"),
     "GradSampleModule": (lambda: made(opacus.GradSampleModule(network())), "model._module"),
     "optimizer=DPSGLD": (lambda: made(optimizer=dpb.optim.DPSGLD), "partial(DPSGLD, lr=0.1"),
@@ -303,8 +304,8 @@ ATTEMPTS: dict[str, tuple[Callable[[], Any], str | None]] = {
     ),
     "beyond the budget": (overspent, "budget"),
     "batches that are skipped": (skipping, "BatchMemoryManager"),
-    "a loader of one's own": (own_loader, "the loader that make_private returned"),
-    "a penalty in the loss": (penalty, "prior_std"),
+    "a loader of one's own": (own_loader, "the private loader"),
+    "a penalty in the loss": (penalty, "outside the private model"),
     "thin=0": (lambda: dpb.PosteriorSamples(thin=0), "thin"),
     "a mistyped name": (lambda: made(max_grad_nrom=1.0), "max_grad_nrom"),
 }

@@ -19,13 +19,13 @@ from torch_dpbayes.accounting.calibration import calibrated
 from torch_dpbayes.accounting.choices import accounting_method, neighboring_relation
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.pairs import dominating_pair
-from torch_dpbayes.clipping.bookkeeping import BookkeepingGradientSource
-from torch_dpbayes.clipping.gradient_source import HooksGradientSource
 from torch_dpbayes.noise_aware.mechanism import matrix_event
 from torch_dpbayes.noise_aware.planning import matrix_multiplier
 from torch_dpbayes.ops.certificates import Setting
 from torch_dpbayes.ops.hybrid_sampling import _Prepaid
 from torch_dpbayes.optim.fisher_sum import FisherSum
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
 TARGET = {"target_epsilon": 1.0, "target_delta": 1e-5}
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.5))
@@ -143,8 +143,6 @@ OPTIONS = {
     "loss_reduction of hooks": lambda word: HooksGradientSource(
         nn.Linear(3, 1), loss_reduction=word
     ),
-    "clipping_kernels, way": lambda word: made_private(clipping_kernels={"0": word}),
-    "clipping_kernels, layer": lambda word: made_private(clipping_kernels={word: "gram"}),
     "family": lambda word: dpb.ops.GLM(family=word),
     "temper": lambda word: dpb.ops.Bounded(1.0, temper=word),
 }

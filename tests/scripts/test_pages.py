@@ -279,7 +279,7 @@ def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch)
     try:
         train(1)
         assert calls
-        with pytest.raises(ValueError, match="per-sample gradients of parameter '0.weight'"):
+        with pytest.raises(ValueError, match=r"per-sample gradients of parameter '0\.weight'"):
             train(2)
     finally:
         monkeypatch.undo()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,13 +56,27 @@ def _collated(
             _synthetic(record, 100 * seed + 3 * k + (others if k >= _KEPT else 0))
             for k in range(rows)
         ]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with _seeded(seed):
             try:
                 runs.append(list(tensors_in(collate_fn(records))))
             except Exception:
                 runs.append([])
     return runs
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """The generators of torch, Python and NumPy, which are left as they were."""
+    before, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(of_numpy)
 
 
 def _by_tensor(runs: list[list[Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:

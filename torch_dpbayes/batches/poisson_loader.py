@@ -39,6 +39,11 @@ class _CollatedAlone:
         self.is_vouched = False
 
     def __call__(self, records: list[Any]) -> Any:
+        if not self.is_vouched and not isinstance(records, list):
+            raise ValueError(
+                "the data set's __getitems__ gives one object for all records, and collate_fn sees"
+                " all at once: give a list, or vouch by assume_independent_records=True"
+            )
         if self.is_vouched:
             return self.wrapped_collator_fn(records)
         parts = [self.wrapped_collator_fn([record]) for record in records]

@@ -167,6 +167,7 @@ class SGHMC:
             target_epsilon=epsilon,
             target_delta=delta,
             epochs=self.epochs,
+            assume_independent_records=True,  # a layer of features, of each record alone
         )
         steps = self.epochs * len(loader)
         first = min(int(self.burn_in * steps), steps - 1)

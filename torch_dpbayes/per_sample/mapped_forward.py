@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
 
@@ -43,6 +44,7 @@ TRAINED = (
     "an input of the model requires gradients, which are neither clipped nor noisy: whatever they"
     " train would release the records. Put that into the model, or pass x.detach()."
 )
+BATCH_NORM_TO_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
 EVALUATED = (
     "the model is in eval mode, in which no per-sample gradients are recorded: call model.train()"
     " before the training loop, and again after every validation; evaluate under torch.no_grad()."
@@ -309,6 +311,12 @@ class MappedForward(ReplacedForward):
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ModelError(
                     _BACKWARD_HOOK.format(type(module).__name__), code="model-backward-hook"
+                )
+            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+                raise ModelError(
+                    "a BatchNorm is in training mode, in which its statistics follow the records:"
+                    f" after model.train() write {BATCH_NORM_TO_EVAL}",
+                    code="model-layer",
                 )
         is_plain = len(args) == 1 and not kwargs and targets is None
         given = Nested(args[0] if is_plain else (args, kwargs, targets))

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DPBayesError, ModelError
 from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
 from .followed import Delivery, shape_of
-from .mapped_forward import uncompiled
+from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
 from .nested import Nested, map_tensors
 from .record_map import (
     CannotBeMapped,
@@ -36,10 +36,8 @@ from .vmap import VmapGradientSource
 
 MappedSource = BookkeepingGradientSource | VmapGradientSource
 
-BATCH_NORM_TO_EVAL = '[m.eval() for m in model.modules() if "BatchNorm" in type(m).__name__]'
 _INSTEAD = (
-    'make_private(..., grad_sample_mode="hooks", assume_independent_records=True) runs it on whole'
-    " batches, if you vouch that it keeps records apart"
+    "To vouch that it keeps records apart, write make_private(..., assume_independent_records=True)"
 )
 _RECORDS = 2
 _TRIES = 3  # of fresh synthetic records: a ReLU may be set otherwise by rounding
@@ -107,6 +105,8 @@ def _reason(layer: nn.Module) -> str | None:
     is_trained = any(p.requires_grad for p in layer.parameters())
     # their own classes only: what a subclass does shows in the map
     kind = type(layer) if type(layer).__module__.startswith("torch.nn.") else nn.Module
+    if issubclass(kind, nn.BatchNorm1d) and is_trained:
+        return "mixes the records of a batch: take torch.nn.LayerNorm in its place."
     if issubclass(kind, _BatchNorm) and is_trained:
         return (
             "mixes the records of a batch: model = opacus.validators.ModuleValidator.fix(model)"

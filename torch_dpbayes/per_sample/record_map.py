@@ -284,10 +284,13 @@ class RecordMap:
 
     def _own(self, empty: Tensor) -> Tensor:
         """Memory for each record, into which a model may write or draw."""
-        if self._level is None or is_batchedtensor(empty) or is_gradtrackingtensor(empty):
+        if self._level is None or _is_of_records(empty):
             return empty
         rows = empty.new_empty(self.records, *empty.shape)
-        return _add_batch_dim(rows, 0, self._level)
+        while is_gradtrackingtensor(rows):
+            rows = get_unwrapped(rows)
+        own = _add_batch_dim(rows, 0, self._level)
+        return own.clone() if is_gradtrackingtensor(empty) else own  # a clone may be written to
 
     def _with_rows(self, t: Tensor, dim: int | None) -> Tensor:
         if dim is None:
