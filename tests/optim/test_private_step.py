@@ -778,7 +778,7 @@ def test_gradient_scalers_are_refused():
     _, net, optimizer, loader = private()
     x, y = next(iter(loader))
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(dpb.DPBayesError, match="loss is multiplied"):
+    with pytest.raises(dpb.DPBayesError, match="GradScaler"):
         scaler.scale(nn.functional.cross_entropy(net(x), y))
     with pytest.raises(RuntimeError, match="GradScaler"):
         scaler.step(optimizer)

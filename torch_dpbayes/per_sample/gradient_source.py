@@ -30,9 +30,9 @@ REMOVED = (
     "the model was made private again since: step with the optimizer of the last make_private call"
 )
 UNCLIPPED = (
-    "a parameter of the private model has an ordinary gradient, which is not clipped: train on the"
-    " private loader's batches in training mode, and take prior_std= or log_prior= instead of a"
-    " penalty. For gradients of inputs use torch.autograd.grad."
+    "a parameter of the private model got an ordinary gradient, which is not clipped: train on the"
+    " private loader's batches in training mode, take prior_std= for a penalty, and"
+    " torch.autograd.grad for gradients of inputs."
 )
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
 BY_CONSTRUCTION = "by construction, in the model and in the loss"
