@@ -63,9 +63,9 @@ def _of_all(column: Sequence[torch.Tensor]) -> torch.Tensor:
     if any(t.dim() == 0 or len(t) != 1 or t.shape != column[0].shape for t in column):
         shapes = sorted({tuple(t.shape) for t in column})[:3]
         raise ValueError(
-            f"collate_fn makes tensors of shapes {shapes} of one record each. It needs a row for"
-            " each record, of one length for all, as padding to the longest record of a batch tells"
-            " of that one: pad to a fixed length, or vouch by assume_independent_records=True"
+            f"collate_fn makes tensors of shapes {shapes} of single records: it needs one row for"
+            " each, of one length for all (the longest record of a batch shows in its padding), or"
+            " assume_independent_records=True"
         )
     return torch.cat(list(column))
 

@@ -250,40 +250,42 @@ def _rebuilt(leaves: Sequence[Any], spec: Any) -> Any:
     return tree_unflatten(leaves, spec)
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _names(*texts: str) -> frozenset[str]:
+    return frozenset(name for text in texts for name in text.split())
 
 
 _METADATA = _names(
-    "shape dtype device ndim layout is_cuda is_cpu is_sparse itemsize nbytes is_nested is_quantized"
-    " is_meta is_mps is_xpu is_mkldnn names size dim ndimension numel nelement is_floating_point"
-    " is_complex is_signed element_size get_device __len__ __hash__ is_same_size is_inference"
-    " is_leaf is_contiguous is_pinned retains_grad"
+    "shape dtype device ndim layout is_cuda is_cpu is_sparse itemsize nbytes is_nested",
+    "is_quantized is_meta is_mps is_xpu is_mkldnn names size dim ndimension numel nelement",
+    "is_floating_point is_complex is_signed element_size get_device __len__ __hash__",
+    "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad",
 )
 _NUMBERS = _names(
-    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__ is_nonzero equal"
-    " allclose __contains__ __iter__ __format__"
+    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__",
+    "is_nonzero equal allclose __contains__ __iter__ __format__",
 )
 # One to one on records, whatever the shape: they run on all rows at once.
 _TO_ELSEWHERE = _names(
-    "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int short char"
-    " byte bool"
+    "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int",
+    "short char byte bool",
 )
 _ELEMENTWISE = _names(
-    "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply div"
-    " __truediv__ __rtruediv__ true_divide divide pow __pow__ __rpow__ neg __neg__ abs exp log"
-    " log1p expm1 sqrt rsqrt square sigmoid tanh relu softplus logsigmoid sin cos clamp clamp_min"
-    " clamp_max where maximum minimum eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__"
-    " logical_and logical_or logical_not __and__ __or__ __invert__ isnan isfinite sign lgamma"
-    " digamma erf reciprocal nan_to_num"
+    "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply",
+    "div __truediv__ __rtruediv__ true_divide divide pow __pow__ __rpow__ neg __neg__ abs",
+    "exp log log1p expm1 sqrt rsqrt square sigmoid tanh relu softplus logsigmoid sin cos",
+    "clamp clamp_min clamp_max where maximum minimum eq ne lt le gt ge __eq__ __ne__",
+    "__lt__ __le__ __gt__ __ge__ logical_and logical_or logical_not __and__ __or__",
+    "__invert__ isnan isfinite sign lgamma digamma erf reciprocal nan_to_num",
 )
 # A reduced loss may be multiplied by fixed numbers and added to others.
 _LINEAR = _names(
-    "add __add__ __radd__ sub __sub__ __rsub__ rsub mul __mul__ __rmul__ multiply div true_divide"
-    " divide __truediv__ neg __neg__ sum mean stack squeeze reshape view subtract"
+    "add __add__ __radd__ sub __sub__ __rsub__ rsub mul __mul__ __rmul__ multiply div",
+    "true_divide divide __truediv__ neg __neg__ sum mean stack squeeze reshape view",
+    "subtract",
 )
 _SIZES = _names(
-    "view reshape expand new_zeros new_ones new_full new_empty unflatten broadcast_to repeat"
+    "view reshape expand new_zeros new_ones new_full new_empty unflatten broadcast_to",
+    "repeat",
 )
 _LOSSES = frozenset(
     name
@@ -293,8 +295,8 @@ _LOSSES = frozenset(
 # Losses of torch.nn.functional that compute each row, or each entry, by itself.
 _OF_CLASSES = _names("cross_entropy nll_loss")
 _OF_ENTRIES = _names(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits poisson_nll_loss"
-    " soft_margin_loss kl_div"
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
+    "poisson_nll_loss soft_margin_loss kl_div",
 )
 
 
