@@ -305,7 +305,7 @@ ATTEMPTS: dict[str, tuple[Callable[[], Any], str | None]] = {
     "beyond the budget": (overspent, "budget"),
     "batches that are skipped": (skipping, "BatchMemoryManager"),
     "a loader of one's own": (own_loader, "the private loader"),
-    "a penalty in the loss": (penalty, "outside the private model"),
+    "a penalty in the loss": (penalty, "prior_std="),
     "thin=0": (lambda: dpb.PosteriorSamples(thin=0), "thin"),
     "a mistyped name": (lambda: made(max_grad_nrom=1.0), "max_grad_nrom"),
 }

@@ -237,7 +237,8 @@ def _nodes(x: Array, bend: Array, excess: float, fewest: int) -> Indices:
     width = (values[-1] - values[0]) / _BINS
     density = np.histogram(x, edges, weights=bend)[0] / width
     density = np.cbrt(np.maximum(density, 1e-9 * density.max()))
-    number = math.sqrt((density.sum() * width) ** 3 / (6 * excess))
+    aimed = (density.sum() * width) ** 3
+    number = math.sqrt(aimed / (6 * excess)) if 6 * excess > 0 else math.inf
     number = int(min(max(number, fewest), _MOST_NODES))
     if len(values) <= number:
         return index

@@ -586,12 +586,11 @@ class _Operation:
                 )
             if value.requires_grad and torch.is_grad_enabled():
                 raise self.batch.refuse(
-                    f"{self.name} meets a tensor outside the private model that requires grad,"
-                    " which would be trained without noise",
+                    f"{self.name} meets a tensor outside the model that requires grad",
                     "loss-outside",
-                    "Make it a parameter of the module, self.scale = nn.Parameter(torch.zeros(())),"
-                    " and return it beside the output, self.scale.expand(len(x)). For a penalty on"
-                    " parameters take prior_std= or log_prior=",
+                    "Return a parameter of the module, self.scale = nn.Parameter(torch.zeros(())),"
+                    " beside the output: self.scale.expand(len(x)). For penalties take"
+                    " prior_std= or log_prior=",
                 )
 
     def _are_alike(self) -> bool:

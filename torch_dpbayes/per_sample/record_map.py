@@ -68,8 +68,8 @@ class CannotBeMapped(DPBayesError, RuntimeError):
 
 _TORCHS_WORDS = {
     "calling .item() on a Tensor": (
-        "it takes a number out of a tensor made of the records (item(), one_hot without"
-        " num_classes), so one record may decide for all: compute with tensors, pass num_classes"
+        "it reads a number of the records (item(), one_hot without num_classes): compute with"
+        " tensors, pass num_classes"
     ),
     "must override the setup_context staticmethod": (
         "it calls an autograd.Function of the old style, as checkpoint(use_reentrant=True) does,"
@@ -500,8 +500,7 @@ class _OfOneRecord(TorchFunctionMode):
             return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
         if func in _LOOKS and _is_of_records(args[0]):
             raise CannotBeMapped(
-                "it takes a number or a truth value out of a tensor made of the records"
-                f" ({func.__name__}), so one record may decide for all: compute with tensors"
+                f"it reads a number of the records ({func.__name__}): compute with tensors"
                 " (torch.where)"
             )
         if func in _GRAD_FN and _is_of_records(args[0]):
