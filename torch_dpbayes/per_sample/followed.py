@@ -118,7 +118,15 @@ class Derived(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(v, Followed) for v in _flat((args, kwargs))[0]):
             return Followed.__torch_function__(func, types, args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        found = super().__torch_function__(func, types, args, kwargs)
+        _mark_written(func, args, kwargs or {})
+        return found
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _ordinary(self).__reduce_ex__(protocol)
@@ -128,6 +136,17 @@ class Derived(Tensor):
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return _ordinary(self).__repr__(**options)
+
+
+def _mark_written(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """What values of a batch were written into holds them, too."""
+    name = _name_of(func)
+    written = [kwargs.get("out")]
+    if args and _is_in_place(name, kwargs):
+        written.append(args[0])
+    for t in written:
+        if type(t) is Tensor:
+            t.__class__ = Derived
 
 
 def _ordinary(t: Tensor) -> Tensor:
@@ -472,7 +491,9 @@ class Followed(Tensor):
             if name in ("__format__", "__repr__", "__str__"):
                 free = [v.as_subclass(Tensor) if isinstance(v, Derived) else v for v in free]
         args, kwargs = _rebuilt(free, spec)
-        return func(*args, **kwargs)
+        found = func(*args, **kwargs)
+        _mark_written(func, args, kwargs)
+        return found
 
 
 _AFTER = "Compute with its values after backward()"
@@ -628,7 +649,8 @@ class _Operation:
                 "loss-option",
                 'Write reduction="mean" or "sum"',
             )
-        if name in _OF_CLASSES and kwargs.get("weight") is not None and how == "mean":
+        is_weighted = name in (*_OF_CLASSES, "mse_loss", "l1_loss")
+        if is_weighted and kwargs.get("weight") is not None and how == "mean":
             raise batch.refuse(
                 f"{name}(weight=) divides by the weights of the records in the batch",
                 "loss-divisor",
@@ -688,10 +710,11 @@ class _Operation:
         """Whether the loss may run on all records at once: torch documents it as row by row for
         these shapes.
         """
-        first, *others = self.followed
-        if any(f._dim != 0 for f in self.followed) or len(others) != 1:
+        if len(self.followed) != 2 or any(f._dim != 0 for f in self.followed):
             return False
-        (second,) = others
+        first, second = self.followed
+        if len(self.args) < 2 or self.args[0] is not first or self.args[1] is not second:
+            return False
         mine, theirs = first._rows.shape, second._rows.shape
         if self.name in _OF_ENTRIES:
             return mine == theirs and self._are_alike()

@@ -287,6 +287,10 @@ class MappedForward(ReplacedForward):
             raise CannotBeMapped(in_plain_words(error)) from error
         finally:
             passes.end(failed=not is_done)
+            if not is_done and not self.is_checking:
+                for t in tensors_in((args, kwargs)):
+                    if isinstance(t, Followed):  # what one record caused may not choose a pass
+                        t._batch.refusal = t._batch.refusal or "the forward pass failed"
 
     def private_loss(self, *batch: Any, **inputs: Any) -> Tensor:
         """The loss of a batch, computed for each record alone: ``net.private_loss(x,

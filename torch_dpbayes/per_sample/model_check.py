@@ -457,8 +457,9 @@ def _blamed(module: nn.Module) -> Iterator[None]:
     except UsedElsewhere as error:
         raise Unrecorded([own[p] for p in error.parameters]) from error
     except OutsideTensor as error:
-        if error.tensor in own:
-            raise Unrecorded([own[error.tensor]]) from error
+        outside = error.tensor if error.tensor in own else error.tensor._base  # weight.T
+        if outside is not None and outside in own:
+            raise Unrecorded([own[outside]]) from error
         raise ModelError(str(error), code=error.code) from None
     except KeptTensors as error:
         raise ModelError(str(error), code=error.code) from None

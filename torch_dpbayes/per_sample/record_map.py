@@ -187,6 +187,7 @@ class RecordMap:
         self._leaves = leaves
         self._use_steps = use_steps
         self._level: int | None = None
+        self.error: Exception | None = None  # of a layer, which the model may have caught
         self._seen: list[weakref.ref[Tensor]] = []
         _load_rules()
 
@@ -204,7 +205,7 @@ class RecordMap:
         mode = _OfOneRecord(self if self._leaves else None, self.see, self._own)
         with no_hooks, without_looks(), mode:
             found = self.again(function, tensors)
-        if mode.error is not None:
+        if mode.error is not None or self.error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all: leave"
                 " out the try"
@@ -255,6 +256,9 @@ class RecordMap:
         try:
             with torch._C.DisableTorchFunction():
                 result = run(*(self._with_rows(t, None if dim < 0 else dim) for t, dim in inside))
+        except Exception as error:
+            self.error = error
+            raise
         finally:
             push_dynamic_layer_stack(stack)
         result = _add_batch_dim(result, 0, level)
@@ -559,6 +563,11 @@ class _OfOneRecord(TorchFunctionMode):
             )
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
             _require_ordinary(func, (*args, *kwargs.values()))
+        if kwargs.get("generator") is not None:
+            raise CannotBeMapped(
+                "it draws from a generator of its own, which would give each record other numbers:"
+                " draw fixed numbers in __init__, into a buffer"
+            )
         if kwargs.get("max_norm") is not None:
             raise CannotBeMapped("max_norm changes the weight of an embedding in place")
         if func in _RESIZES:
