@@ -63,10 +63,9 @@ class _CollatedAlone:
 
 def _of_all(column: Sequence[torch.Tensor]) -> torch.Tensor:
     if any(t.dim() == 0 or len(t) != 1 or t.shape != column[0].shape for t in column):
-        shapes = sorted({tuple(t.shape) for t in column})[:3]
         raise ArgumentError(
-            f"collate_fn makes tensors of shapes {shapes} of single records: it needs one row for"
-            " each, of one length for all (the longest record of a batch shows in its padding), or"
+            "collate_fn makes tensors of different shapes: it needs one row for each record, of one"
+            " length for all (the longest record of a batch shows in its padding), or"
             " assume_independent_records=True",
             code="loader-collate",
         )
