@@ -130,6 +130,59 @@ def test_sealed_metrics_meet_no_loss(use):
         use(out, b, hits).backward()
 
 
+def running(net, deliver, source, steps, before=lambda out, y, total: None):
+    """A mean over batches as Lightning and torchmetrics keep it, and its true value."""
+    total, count, true = torch.zeros(()), torch.zeros((), dtype=torch.long), []
+    for _ in range(steps):
+        x, y = torch.randn(3, 6), torch.randint(4, (3,))
+        with source.paused(), torch.no_grad():
+            out = net(x)
+            true.append((F.cross_entropy(out, y), (out.argmax(1) == y).sum()))
+        x, y = deliver((x, y), 3)
+        out = net(x)
+        loss = F.cross_entropy(out, y)
+        total = total + loss.detach().clone() * 2
+        count = 3 * 1 - (3 * 1 - (count + (out.argmax(1) == y).sum()).to(count.device))
+        before(out, y, total)
+        loss.backward()
+        source.discard(())
+    return total, count, true
+
+
+def test_a_running_mean_goes_on_over_batches():
+    net = nn.Linear(6, 4)
+    source = BookkeepingGradientSource(net)
+    total, count, true = running(net, Delivery(5), source, steps=400)
+    total, count = (torch.as_tensor(t.detach().tolist()) for t in (total, count))
+    torch.testing.assert_close(total, 2 * torch.stack([t for t, _ in true]).sum())
+    assert count == sum(hits for _, hits in true)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda net, out, y, total: F.cross_entropy(out, y) * total,
+        lambda net, out, y, total: F.cross_entropy(out, y) + total,
+        lambda net, out, y, total: F.cross_entropy(out * total, y),
+        lambda net, out, y, total: float(total),
+        lambda net, out, y, total: F.cross_entropy(net(torch.zeros_like(out)[:, :1] + total), y),
+    ],
+)
+def test_a_running_mean_meets_no_loss(use):
+    net = nn.Linear(6, 4)
+    source = BookkeepingGradientSource(net)
+
+    def before(out, y, total):
+        if len(steps) == 2:
+            use(net, out, y, total).backward()
+        steps.append(0)
+
+    steps = []
+    with pytest.raises(LossError):
+        running(net, Delivery(5), source, 4, before)
+    assert len(steps) == 2
+
+
 def test_a_number_of_this_batch_meets_no_loss():
     for use in (
         lambda loss, number: loss * number,

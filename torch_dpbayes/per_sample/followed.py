@@ -524,7 +524,8 @@ class _Operation:
             return self.function(*self.args, **self.kwargs)
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
-        if any(f._batch is not batch for f in self.followed):
+        is_metric = self._is_running_metric()
+        if not is_metric and any(f._batch is not batch for f in self.followed):
             raise batch.refuse("tensors of two batches meet: one of an earlier step comes back")
         require_no_modes()
         if name in ("requires_grad", "grad") and not isinstance(self.function, FunctionType):
@@ -564,6 +565,9 @@ class _Operation:
             raise batch.refuse(
                 f"{name} changes a tensor in place", "loss-in-place", "Write y = f(x) in its place"
             )
+        if is_metric:
+            self._freed()
+            return self._sealed()
         self._check_constants()
         if name == "data":
             self.function, name = Tensor.detach, "detach"
@@ -593,6 +597,28 @@ class _Operation:
             dim = None if first._dim is None else first._dim - sum(d < first._dim for d in keep)
             return Followed(rows, batch, dim)
         return self._mapped()
+
+    def _is_running_metric(self) -> bool:
+        """Whether reduced values without gradients meet those of earlier batches, as in a running
+        mean. The result is sealed, so that it meets no loss and no model.
+        """
+        mine = [f for f in self.followed if f._batch is self.batch]
+        others = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
+        earlier = [f for f in self.followed if f._batch is not self.batch]
+        return (
+            (bool(earlier) or any(isinstance(v, Derived) for v in others))
+            and not any(f._batch.is_open for f in earlier)
+            and not any(v.requires_grad for v in others)
+            and all(f._how is not None and not f._rows.requires_grad for f in mine)
+        )
+
+    def _freed(self) -> None:
+        """Values of earlier batches as they are, lest a running mean keeps all of them."""
+        self.leaves = [
+            v._free() if isinstance(v, Followed) and v._batch is not self.batch else v
+            for v in self.leaves
+        ]
+        self.followed = [v for v in self.leaves if isinstance(v, Followed)]
 
     def _check_constants(self) -> None:
         for value in self.leaves:
@@ -936,6 +962,8 @@ class _Operation:
                 _REDUCED,
             )
         if ("add" in name or "sub" in name) and how == "sum" and any(numbers):
+            if self._is_detached():
+                return self._sealed()
             raise batch.refuse("a number is added to a sum over records", "loss-reduced", _REDUCED)
         if is_product and numbers == [batch.shown]:  # the number of records, as it is shown
             if "div" in name and how == "sum":
@@ -1075,6 +1103,8 @@ def _on_meta(value: Any) -> Any:
         if value._dim is not None:
             shape[value._dim] *= _PRIME
         return torch.empty(shape, dtype=value._rows.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
@@ -1108,7 +1138,7 @@ def _is_row_by_row(
     """
     if any(isinstance(v, Tensor) and v.device.type == "meta" for v in leaves):
         return True
-    if any(isinstance(v, Followed) and v._how == "sealed" for v in leaves):
+    if any(isinstance(v, Followed) and v._how is not None for v in leaves):
         return False
     generator = torch.Generator().manual_seed(0)
 

@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -148,7 +149,8 @@ class ReplacedForward(ABC):
         self.module, self.owners = module, owners
         self.original: Callable[..., Any] = module.forward
         self.had_own = "forward" in module.__dict__
-        module.__dict__["forward"] = self.forward
+        # no method, which accelerate would bind to the module
+        module.__dict__["forward"] = partial(self.forward)
 
     def __getstate__(self) -> dict[str, Any]:
         """A bound method is pickled by its name, which is taken."""
