@@ -277,12 +277,14 @@ class MappedForward(ReplacedForward):
             output = self._mapped(args, kwargs, targets)
             is_done = True
             return output
+        except IndexError:
+            if self.is_checking:
+                raise
+            what = "an index of a record is out of range, as in an embedding: check the data before"
+            raise CannotBeMapped(what) from None
         except RuntimeError as error:
-            if (
-                not (is_of_maps(error) or str(error) == SAVED_TENSORS)
-                or isinstance(error, DPBayesError)
-                or self.is_checking
-            ):
+            is_known = is_of_maps(error) or str(error) == SAVED_TENSORS
+            if not is_known or isinstance(error, DPBayesError) or self.is_checking:
                 raise
             raise CannotBeMapped(in_plain_words(error)) from error
         finally:
@@ -311,17 +313,7 @@ class MappedForward(ReplacedForward):
         return output
 
     def _mapped(self, args: Any, kwargs: Any, targets: tuple[Any, ...] | None) -> Any:
-        for module in self.module.modules():
-            if module._backward_hooks or module._backward_pre_hooks:
-                raise ModelError(
-                    _BACKWARD_HOOK.format(type(module).__name__), code="model-backward-hook"
-                )
-            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
-                raise ModelError(
-                    "a BatchNorm is in training mode, in which its statistics follow the records:"
-                    f" after model.train() write {BATCH_NORM_TO_EVAL}",
-                    code="model-layer",
-                )
+        self._require_mappable()
         is_plain = len(args) == 1 and not kwargs and targets is None
         given = Nested(args[0] if is_plain else (args, kwargs, targets))
         if given.strangers:
@@ -344,12 +336,8 @@ class MappedForward(ReplacedForward):
         def of_one(slices: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor]:
             nonlocal result
             mapped = iter(slices)
-            one = given.rebuilt(
-                [
-                    next(mapped) if is_row else t
-                    for is_row, t in zip(places, given.tensors, strict=True)
-                ]
-            )
+            tensors = zip(given.tensors, places, strict=True)
+            one = given.rebuilt([next(mapped) if is_row else t for t, is_row in tensors])
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
             with self.around(), uncompiled(self.module), _torchs_attributes(self.module):
                 values = dict(zip(direct, parameters, strict=True))
@@ -358,19 +346,9 @@ class MappedForward(ReplacedForward):
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_targets))
             result = Nested(output, stands_in=_Withheld)
-            if not result.tensors:
-                raise CannotBeMapped(
-                    f"its output is of type {type(output).__name__}, in which no tensor is found:"
-                    " return tensors (for a distribution its parameters), and make of them what"
-                    " you need outside"
-                )
-            if batch is None and any(t.dim() > 0 and t.shape[0] != 1 for t in result.tensors):
-                raise CannotBeMapped(
-                    "its output has several rows for one record: return one row per record in"
-                    " dimension 0"
-                )
-            tensors, result.tensors, result.strangers = result.tensors, [], []
-            return tensors
+            _require_rows(output, result.tensors, may_be_several=batch is not None)
+            found, result.tensors, result.strangers = result.tensors, [], []
+            return found
 
         try:
             found, leaves = self.source.over_records(of_one, rows, direct, n)
@@ -379,64 +357,64 @@ class MappedForward(ReplacedForward):
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:
-            is_empty = self.source.passes.is_empty
-            rows = [t[:0] if is_empty else t for t in found]
+            whole = (t[:0] if self.source.passes.is_empty else t for t in found)
             return result.rebuilt(
                 [
                     _Reduced.apply(t, how == "mean")
                     if t.dim() == 1
                     else undivided(t.squeeze(1), how)
-                    for t in rows
+                    for t in whole
                 ]
             )
         batch.loss_reduction = how
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        batch.leaves = [*leaves, *trained]
+        batch.leaves = [*leaves, *(p for p in self.module.parameters() if p.requires_grad)]
         are_rows = self.rows_of_scalars
         if len(are_rows) != len(found) or targets is not None:
             are_rows = (False,) * len(found)
-        return result.rebuilt(
-            [
-                Followed(t, batch)
-                if t.dim() > 1
-                else Followed(t.unsqueeze(1), batch)
-                if is_row
-                else Followed(t, batch, None, how)
-                for t, is_row in zip(found, are_rows, strict=True)
-            ]
-        )
+        outputs = []
+        for t, is_row in zip(found, are_rows, strict=True):
+            is_loss = t.dim() == 1 and not is_row
+            t = t.unsqueeze(1) if t.dim() == 1 and is_row else t
+            outputs.append(Followed(t, batch, None, how) if is_loss else Followed(t, batch))
+        return result.rebuilt(outputs)
+
+    def _require_mappable(self) -> None:
+        """Raise where a module has what a map cannot keep to one record."""
+        for module in self.module.modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ModelError(
+                    f"{type(module).__name__} has a backward hook (register_full_backward_hook),"
+                    " which would not run where records are kept apart: remove it",
+                    code="model-backward-hook",
+                )
+            if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
+                raise ModelError(
+                    "a BatchNorm is in training mode, in which its statistics follow the records:"
+                    f" after model.train() write {BATCH_NORM_TO_EVAL}",
+                    code="model-layer",
+                )
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
         """The batch, the rows of all tensors with dimensions, and how many records there are."""
         passes = self.source.passes
         followed = [t for t in tensors if isinstance(t, Followed)]
+        batch = next((t._batch for t in followed if t._batch.is_open), None)
         if not passes.follows:
-            if any(t._batch.is_open for t in followed):
+            if batch is not None:
                 raise LossError(
                     "the model was made private with assume_independent_records=True, and takes"
                     " ordinary tensors: take the loader of the same make_private call",
                     code="model-input",
                 )
-            sizes = {len(t) for t in tensors if t.dim() > 0}
-            if len(sizes) != 1:
-                raise CannotBeMapped(
-                    f"its arguments have shapes {[list(t.shape) for t in tensors]}: each tensor"
-                    " needs a row for every record; keep constants in buffers"
-                )
-            (n,) = sizes
-            passes.is_empty = n == 0
-            whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
-            return None, [t.unsqueeze(1) for t in whole], max(n, 1)
-        batch = next((t._batch for t in followed if t._batch.is_open), None)
-        if batch is None and followed:
+            return None, *self._vouched_rows(tensors)
+        if batch is None:
             raise LossError(
                 "the model is given a batch whose backward() is over, or after which another one"
-                " was delivered: take a new batch from the loader",
+                " was delivered: take a new batch from the loader"
+                if followed
+                else STRANGE_INPUT.format(list(tensors[0].shape) if tensors else []),
                 code="model-input",
             )
-        if batch is None:
-            shape = list(tensors[0].shape) if tensors else []
-            raise LossError(STRANGE_INPUT.format(shape), code="model-input")
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
         passes.is_empty = batch.is_empty
@@ -444,27 +422,26 @@ class MappedForward(ReplacedForward):
         rows = []
         for t in tensors:
             if isinstance(t, Followed):
-                if t._batch is not batch:
-                    raise batch.refuse("the model is given tensors of two batches")
-                if t._how == "sealed":
-                    raise batch.refuse(
-                        "the model is given a tensor that was made of several records",
-                        "model-input",
-                        "Pass the batch of the loader, or what is made of it record by record",
-                    )
-                if t._how is not None or (t._dim != 0 and t.dim() > 0):
-                    raise batch.refuse(
-                        "the model is given a tensor whose records are not in dimension 0",
-                        "model-input",
-                        "Transpose inside the model",
-                    )
-                rows.append(t._rows)
+                rows.append(_of_batch(t, batch))
             elif isinstance(t, Derived) or not (t.dim() == 0 or is_constant(t, batch)):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape)), "model-input", "")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
                 rows.append(each.expand(n, *each.shape))
         return batch, rows, n
+
+    def _vouched_rows(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+        """Rows of ordinary tensors, where the user vouches for the loss."""
+        sizes = {len(t) for t in tensors if t.dim() > 0}
+        if len(sizes) != 1:
+            raise CannotBeMapped(
+                f"its arguments have shapes {[list(t.shape) for t in tensors]}: each tensor needs a"
+                " row for every record; keep constants in buffers"
+            )
+        (n,) = sizes
+        self.source.passes.is_empty = n == 0
+        whole = (t if n else t.new_ones(1, *t.shape[1:]) for t in tensors if t.dim() > 0)
+        return [t.unsqueeze(1) for t in whole], max(n, 1)
 
     def _trainable(self) -> list[Tensor]:
         """The parameters that take part in the map, each once."""
@@ -540,10 +517,36 @@ class _Withheld:
         )
 
 
-_BACKWARD_HOOK = (
-    "{} has a backward hook (register_full_backward_hook), which would not run where records are"
-    " kept apart: remove it"
-)
+def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: bool) -> None:
+    """Raise unless the result for one record is of tensors with one row each."""
+    if not tensors:
+        raise CannotBeMapped(
+            f"its output is of type {type(output).__name__}, in which no tensor is found: return"
+            " tensors (for a distribution its parameters), and make of them what you need outside"
+        )
+    if not may_be_several and any(t.dim() > 0 and t.shape[0] != 1 for t in tensors):
+        raise CannotBeMapped(
+            "its output has several rows for one record: return one row per record in dimension 0"
+        )
+
+
+def _of_batch(t: Followed, batch: Batch) -> Tensor:
+    """The rows of an argument, which must be of this batch."""
+    if t._batch is not batch:
+        raise batch.refuse("the model is given tensors of two batches")
+    if t._how == "sealed":
+        raise batch.refuse(
+            "the model is given a tensor that was made of several records",
+            "model-input",
+            "Pass the batch of the loader, or what is made of it record by record",
+        )
+    if t._how is not None or (t._dim != 0 and t.dim() > 0):
+        raise batch.refuse(
+            "the model is given a tensor whose records are not in dimension 0",
+            "model-input",
+            "Transpose inside the model",
+        )
+    return t._rows
 
 
 def _is_open(given: Any) -> bool:
