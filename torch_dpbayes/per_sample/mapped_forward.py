@@ -12,6 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any, Protocol
 
@@ -313,7 +314,7 @@ class MappedForward(ReplacedForward):
         return output
 
     def _mapped(self, args: Any, kwargs: Any, targets: tuple[Any, ...] | None) -> Any:
-        self._require_mappable()
+        around = self._around()
         is_plain = len(args) == 1 and not kwargs and targets is None
         given = Nested(args[0] if is_plain else (args, kwargs, targets))
         if given.strangers:
@@ -339,7 +340,7 @@ class MappedForward(ReplacedForward):
             tensors = zip(given.tensors, places, strict=True)
             one = given.rebuilt([next(mapped) if is_row else t for t, is_row in tensors])
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
-            with self.around(), uncompiled(self.module), _torchs_attributes(self.module):
+            with around():
                 values = dict(zip(direct, parameters, strict=True))
                 output = self.run_with(values, one_args, one_kwargs)
                 if one_targets is not None:
@@ -378,8 +379,11 @@ class MappedForward(ReplacedForward):
             outputs.append(Followed(t, batch, None, how) if is_loss else Followed(t, batch))
         return result.rebuilt(outputs)
 
-    def _require_mappable(self) -> None:
-        """Raise where a module has what a map cannot keep to one record."""
+    def _around(self) -> Callable[[], AbstractContextManager[Any]]:
+        """In which the modules run as they are written; raises where a module has what a map cannot
+        keep to one record.
+        """
+        is_compiled, changing = False, list[tuple[nn.Module, str]]()
         for module in self.module.modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise ModelError(
@@ -393,6 +397,15 @@ class MappedForward(ReplacedForward):
                     f" after model.train() write {BATCH_NORM_TO_EVAL}",
                     code="model-layer",
                 )
+            is_compiled |= _is_compiled(module)
+            if isinstance(module, nn.RNNBase):
+                changing += [(module, "_flat_weights"), (module, "_flat_weight_refs")]
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, BasePruningMethod):
+                    changing.append((module, hook._tensor_name))
+        if is_compiled or changing:
+            return partial(_as_written, self.around, is_compiled, changing)
+        return self.around
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[Batch | None, list[Tensor], int]:
         """The batch, the rows of all tensors with dimensions, and how many records there are."""
@@ -466,37 +479,32 @@ class MappedForward(ReplacedForward):
         )
 
 
-@contextmanager
-def uncompiled(module: nn.Module) -> Iterator[None]:
+def _is_compiled(module: nn.Module) -> bool:
+    is_optimized = isinstance(module, torch._dynamo.OptimizedModule)
+    return is_optimized or module._compiled_call_impl is not None
+
+
+def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
     """Run compiled modules as they are written; a map is nothing that a compiler can see."""
-    if any(
-        isinstance(layer, torch._dynamo.OptimizedModule) or layer._compiled_call_impl is not None
-        for layer in module.modules()
-    ):
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    else:
-        yield
+    is_compiled = any(map(_is_compiled, module.modules()))
+    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
 
 
 @contextmanager
-def _torchs_attributes(module: nn.Module) -> Iterator[None]:
-    """Give modules back what torch's own code sets on them in every pass: weights under
-    ``torch.nn.utils.prune``, and lists of weights of recurrent layers.
+def _as_written(
+    around: Callable[[], AbstractContextManager[Any]],
+    is_compiled: bool,
+    changing: list[tuple[nn.Module, str]],
+) -> Iterator[None]:
+    """Compiled modules run as they are written. Modules get back what torch's own code sets on them
+    in every pass: weights under ``torch.nn.utils.prune``, lists of weights of recurrent layers.
     """
-    names = [
-        (layer, hook._tensor_name)
-        for layer in module.modules()
-        for hook in layer._forward_pre_hooks.values()
-        if isinstance(hook, BasePruningMethod)
-    ]
-    for layer in module.modules():
-        if isinstance(layer, nn.RNNBase):
-            names += [(layer, "_flat_weights"), (layer, "_flat_weight_refs")]
-    before = [(layer, name, vars(layer).get(name)) for layer, name in names]
-    yield
-    for layer, name, value in before:
-        vars(layer)[name] = value
+    before = [(module, name, vars(module).get(name)) for module, name in changing]
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with around(), eager:
+        yield
+    for module, name, value in before:
+        vars(module)[name] = value
 
 
 class _Withheld:

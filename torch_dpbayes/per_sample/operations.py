@@ -328,21 +328,28 @@ class _Operation:
             )
         self.kwargs = {**kwargs, "reduction": "none"}
         self.leaves, self.spec = flatten((self.args, self.kwargs))
-        if name == "ctc_loss":
-            each = self._ctc(*self.args, **kwargs)
-        elif name == "gaussian_nll_loss":
-            each = _gaussian_nll(*self.args, **kwargs)
+        if self._has_rows_of_its_own():
+            each = self._on_whole()
+            if each.dim() == 1 and how in ("mean", "sum"):
+                return Followed(each, batch, None, how)
+            rows = each.unsqueeze(1)
+        elif name == "ctc_loss":
+            rows = self._ctc(*self.args, **kwargs)
         else:
-            each = self._on_whole() if self._has_rows_of_its_own() else self._mapped()
+            is_gaussian = name == "gaussian_nll_loss"
+            found = _gaussian_nll(*self.args, **kwargs) if is_gaussian else self._mapped()
+            if how == "none":
+                return found
+            rows = found._rows
         if how == "none":
-            return each
+            return Followed(rows, batch)
         if how == "batchmean":
-            return self._reduced(each._rows.flatten(1).sum(1), "mean")
-        return self._reduced(each._rows, how)
+            return self._reduced(rows.flatten(1).sum(1), "mean")
+        return self._reduced(rows, how)
 
     def _ctc(
         self, log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, **options: Any
-    ) -> Followed:
+    ) -> Tensor:
         """torch computes it record by record, with records in dimension 1."""
         if not isinstance(log_probs, Followed) or log_probs._dim != 1 or log_probs.dim() != 3:
             raise self.batch.refuse("ctc_loss takes log_probs of shape (time, records, classes)")
@@ -356,8 +363,8 @@ class _Operation:
                 whole.append(value[:1].expand(len(log_probs._rows), *value.shape[1:]))
             else:
                 raise self.batch.refuse("ctc_loss: a target or length is not of this batch")
-        each = self.function(*whole, **{**options, "reduction": "none"})
-        return Followed(each.unsqueeze(1), self.batch)
+        each: Tensor = self.function(*whole, **{**options, "reduction": "none"})
+        return each.unsqueeze(1)
 
     def _has_rows_of_its_own(self) -> bool:
         """Whether the loss may run on all records at once: torch documents it as row by row for
@@ -375,13 +382,12 @@ class _Operation:
             return theirs in (mine, (*mine[:2], *mine[3:]))
         return False
 
-    def _on_whole(self) -> Followed:
+    def _on_whole(self) -> Tensor:
         outputs, targets = (f._rows.flatten(0, 1) for f in self.followed)
         if self.name in _OF_CLASSES and not targets.is_floating_point():
-            each = self._of_classes(outputs, targets)
-        else:
-            each = self._called([outputs, targets])
-        return Followed(each.unflatten(0, self.followed[0]._rows.shape[:2]), self.batch)
+            return self._of_classes(outputs, targets)
+        each: Tensor = self._called([outputs, targets])
+        return each
 
     def _of_classes(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """A record whose label is no class gets the loss NaN, which counts as zero; it stops nobody
@@ -398,11 +404,9 @@ class _Operation:
         return each.masked_fill(wrong, math.nan)
 
     def _reduced(self, rows: Tensor, how: str) -> Followed:
-        if rows.numel() == len(rows):
-            each = rows.reshape(-1)
-        else:
-            each = rows.flatten(1).mean(1) if how == "mean" else rows.flatten(1).sum(1)
-        return Followed(each, self.batch, None, how)
+        if rows.dim() > 1:
+            rows = rows.flatten(1).mean(1) if how == "mean" else rows.flatten(1).sum(1)
+        return Followed(rows, self.batch, None, how)
 
     # -- any other function ------------------------------------------------------------------------
 
@@ -624,7 +628,8 @@ class _Operation:
             )
         try:
             # of each record's own loss; nothing outside the model receives a gradient
-            loss._rows.backward(torch.ones_like(loss._rows), inputs=list(batch.leaves))
+            rows = loss._rows
+            torch.autograd.backward(rows, torch.ones_like(rows), inputs=list(batch.leaves))
         finally:
             batch.close()
 
