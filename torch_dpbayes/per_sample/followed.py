@@ -27,12 +27,32 @@ INSTEAD = (
     "Compute the loss for each record alone: make_private(..., loss=fn) with fn(output, target) of"
     " one record, and net.private_loss(x, y).backward() in the loop"
 )
-AFTER = "Compute with its values after backward()"
+# What to write instead, by the code of the error.
+REMEDIES = {
+    "loss-mixes": INSTEAD,
+    "loss-number": "Read it after backward()",
+    "loss-backward": "Call loss.backward() without arguments, of one loss",
+    "loss-in-place": "Write y = f(x) in its place",
+    "loss-reduced": (
+        "Multiply a loss by fixed Python numbers, and add losses up, before or after the mean. What"
+        " else a record's loss needs, compute before the mean, for each record"
+    ),
+    "loss-rows": (
+        "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss= that draws"
+        " its numbers for one record"
+    ),
+    "loss-outside": (
+        "Return a parameter of the module, self.scale = nn.Parameter(torch.zeros(())), beside the"
+        " output: self.scale.expand(len(x)). For penalties take prior_std= or log_prior="
+    ),
+    "loss-compiled": "Compile the model, torch.compile(net), and leave the loss as it is",
+    "loss-option": 'Write reduction="mean" or "sum"',
+    "loss-vector": "Call loss.mean().backward()",
+    "loss-constant": "Compute it from net(x) in training mode, without torch.no_grad()",
+    "model-input": "Pass the batch of the loader, or what is made of it record by record",
+}
 # The number of records on meta tensors: a dimension that it divides is the one of the records.
 PRIME = 10007
-
-# function, its name, arguments, their leaves, their nesting -> result
-Run = Callable[[Any, str, Any, dict[str, Any], list[Any], Any, "Batch"], Any]
 
 
 class Batch:
@@ -51,7 +71,7 @@ class Batch:
 
     __slots__ = ("is_empty", "is_open", "leaves", "loss_reduction", "refusal", "run", "shown")
 
-    def __init__(self, shown: int, run: Run, *, is_empty: bool = False) -> None:
+    def __init__(self, shown: int, run: Callable[..., Any], *, is_empty: bool = False) -> None:
         self.shown, self.run, self.is_empty = shown, run, is_empty
         self.is_open = True
         self.refusal: str | None = None
@@ -62,10 +82,10 @@ class Batch:
         """Values are ordinary from now on, and may not come back into a loss."""
         self.is_open = False
 
-    def refuse(self, what: str, code: str = "loss-mixes", remedy: str = INSTEAD) -> LossError:
+    def refuse(self, what: str, code: str = "loss-mixes", remedy: str | None = None) -> LossError:
         """The error of this use, and of every later one."""
         self.refusal = self.refusal or what
-        return LossError(f"{what}. {remedy}.", code=code)
+        return LossError(f"{what}. {remedy or REMEDIES[code]}.", code=code)
 
 
 class Derived(Tensor):
@@ -196,7 +216,7 @@ class Followed(Tensor):
     def free(self) -> Tensor:
         """The ordinary tensor, once ``backward()`` is over."""
         if self._batch.is_open:
-            raise self._batch.refuse("an open batch is copied", "loss-number", AFTER)
+            raise self._batch.refuse("an open batch is copied", "loss-number")
         if self._how == "sealed":
             return self._value().detach().as_subclass(Derived)
         rows = self._rows.detach()

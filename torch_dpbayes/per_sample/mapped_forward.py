@@ -437,7 +437,7 @@ class MappedForward(ReplacedForward):
             if isinstance(t, Followed):
                 rows.append(_of_batch(t, batch))
             elif isinstance(t, Derived) or not (t.dim() == 0 or is_constant(t, batch)):
-                raise batch.refuse(STRANGE_INPUT.format(list(t.shape)), "model-input", "")
+                raise batch.refuse(STRANGE_INPUT.format(list(t.shape)), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
                 rows.append(each.expand(n, *each.shape))
@@ -544,9 +544,7 @@ def _of_batch(t: Followed, batch: Batch) -> Tensor:
         raise batch.refuse("the model is given tensors of two batches")
     if t._how == "sealed":
         raise batch.refuse(
-            "the model is given a tensor that was made of several records",
-            "model-input",
-            "Pass the batch of the loader, or what is made of it record by record",
+            "the model is given a tensor that was made of several records", "model-input"
         )
     if t._how is not None or (t._dim != 0 and t.dim() > 0):
         raise batch.refuse(

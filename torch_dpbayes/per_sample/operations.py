@@ -18,12 +18,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DPBayesError
+from . import function_kinds as kinds
 from .followed import (
-    AFTER,
     PRIME,
     Batch,
     Derived,
@@ -36,60 +35,7 @@ from .followed import (
 )
 from .nested import map_tensors
 from .record_map import CannotBeMapped, RecordMap, require_no_modes, without_values
-from .row_shapes import nesting_of, shapes_of
 
-
-def _names(*texts: str) -> frozenset[str]:
-    return frozenset(name for text in texts for name in text.split())
-
-
-_METADATA = _names(
-    "shape dtype device ndim layout is_cuda is_cpu is_sparse itemsize nbytes is_nested",
-    "is_quantized is_meta is_mps is_xpu is_mkldnn names size dim ndimension numel nelement",
-    "is_floating_point is_complex is_signed element_size get_device __len__ __hash__",
-    "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad",
-)
-_NUMBERS = _names(
-    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__",
-    "is_nonzero equal allclose __contains__ __iter__ __format__",
-)
-# One to one on records, whatever the shape: they run on all rows at once.
-_TO_ELSEWHERE = _names(
-    "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int",
-    "short char byte bool",
-)
-_ELEMENTWISE = _names(
-    "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply",
-    "div __truediv__ __rtruediv__ true_divide divide pow __pow__ __rpow__ neg __neg__ abs",
-    "exp log log1p expm1 sqrt rsqrt square sigmoid tanh relu softplus logsigmoid sin cos",
-    "clamp clamp_min clamp_max where maximum minimum eq ne lt le gt ge __eq__ __ne__",
-    "__lt__ __le__ __gt__ __ge__ logical_and logical_or logical_not __and__ __or__",
-    "__invert__ isnan isfinite sign lgamma digamma erf reciprocal nan_to_num",
-)
-# A reduced loss may be multiplied by fixed numbers and added to others.
-_PRODUCTS = _names("mul __mul__ __rmul__ multiply div true_divide divide __truediv__")
-_SUMS = _names("add __add__ __radd__ sub __sub__ __rsub__ rsub subtract")
-_LINEAR = _PRODUCTS | _SUMS | _names("neg __neg__ sum mean stack squeeze reshape view")
-# Functions with sizes among their arguments.
-_SIZES = _names(
-    "view reshape expand new_zeros new_ones new_full new_empty unflatten broadcast_to repeat"
-)
-_LOSSES = frozenset(
-    name
-    for name in dir(F)
-    if name.endswith("_loss") or name.startswith("binary_cross_entropy") or name == "cross_entropy"
-) | {"kl_div"}
-# Losses of torch.nn.functional that compute each row, or each entry, by itself.
-_OF_CLASSES = _names("cross_entropy nll_loss")
-_OF_ENTRIES = _names(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
-    "poisson_nll_loss soft_margin_loss kl_div",
-)
-_READ_AFTER = "Read it after backward()"
-_REDUCED = (
-    "Multiply a loss by fixed Python numbers, and add losses up, before or after the mean. What"
-    " else a record's loss needs, compute before the mean, for each record"
-)
 _NON_FINITE = " before backward() (a record that is not finite counts as zero)"
 
 
@@ -125,18 +71,11 @@ class Delivery:
         return map_tensors(delivered, followed)
 
 
-def _run(
-    function: Any,
-    name: str,
-    args: Any,
-    kwargs: dict[str, Any],
-    leaves: list[Any],
-    spec: Any,
-    batch: Batch,
-) -> Any:
+def _run(function: Any, name: str, *given: Any) -> Any:
     """A torch function on followed tensors of an open batch."""
+    operation = _Operation(function, name, *given)
     try:
-        return _Operation(function, name, args, kwargs, leaves, spec, batch).run()
+        return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
     except DPBayesError:
@@ -145,7 +84,7 @@ def _run(
         if name == "backward":
             raise
         what = without_values(error)
-    raise batch.refuse(f"{name}: {what}")
+    raise operation.batch.refuse(f"{name}: {what}")
 
 
 @lru_cache(2048)
@@ -181,7 +120,7 @@ class _Operation:
         name, first, batch = self.name, self.followed[0], self.batch
         if not _is_torchs(self.function):
             raise batch.refuse(f"{name} is not a function of torch")
-        if name in _METADATA:
+        if name in kinds.METADATA:
             return self.function(*self.args, **self.kwargs)
         if batch.refusal is not None:
             raise batch.refuse(batch.refusal)
@@ -194,22 +133,24 @@ class _Operation:
         if name in _SPECIAL:
             return self._special()
         if is_in_place(name, self.kwargs) or self.kwargs.get("out") is not None:
-            raise batch.refuse(
-                f"{name} changes a tensor in place", "loss-in-place", "Write y = f(x) in its place"
-            )
+            raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         self._check_constants()
         if any(f._how for f in self.followed):
             return self._on_reduced()
-        if name in _TO_ELSEWHERE and isinstance(self.args[0], Followed) and len(self.followed) == 1:
+        if (
+            name in kinds.TO_ELSEWHERE
+            and isinstance(self.args[0], Followed)
+            and len(self.followed) == 1
+        ):
             return first.like(self._called([first._rows]))
         if self.kwargs.get("max_norm") is not None:
             raise batch.refuse("max_norm changes the weight that it is given in place")
-        if name in _LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
+        if name in kinds.LOSSES and ("reduction" in self.kwargs or name == "gaussian_nll_loss"):
             return self._loss()
         is_alone = len(self.args) == 1 and not self.kwargs
         if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
             return self._reduced(first._rows, name)
-        if name in _ELEMENTWISE and self._are_alike():
+        if name in kinds.ELEMENTWISE and self._are_alike():
             return first.like(self._called(f._rows for f in self.followed))
         if name == "squeeze" and is_alone:
             keep = [d for d, size in enumerate(first.shape) if d != first._dim and size == 1]
@@ -239,19 +180,14 @@ class _Operation:
         if name == "backward":
             return self._backward(*self.args[1:], **self.kwargs)
         if name == "grad_fn":
-            raise batch.refuse(
-                "grad_fn of the batch is read, as torch.compile does",
-                "loss-compiled",
-                "Compile the model, torch.compile(net), and leave the loss as it is",
-            )
+            raise batch.refuse("grad_fn is read, as torch.compile does", "loss-compiled")
         if name in ("__repr__", "__str__"):
             return f"Followed(shape={tuple(first.shape)}, values after backward())"
-        if name in _NUMBERS:
+        if name in kinds.NUMBERS:
             raise batch.refuse(
                 f"{name} reads values of the batch before backward(), on which the loss could then"
                 " depend",
                 "loss-number",
-                _READ_AFTER,
             )
         raise batch.refuse(
             f"torch.autograd.{name} of the batch",
@@ -280,9 +216,6 @@ class _Operation:
                 raise self.batch.refuse(
                     f"{self.name} meets a tensor outside the model that requires grad",
                     "loss-outside",
-                    "Return a parameter of the module, self.scale = nn.Parameter(torch.zeros(())),"
-                    " beside the output: self.scale.expand(len(x)). For penalties take"
-                    " prior_std= or log_prior=",
                 )
 
     def _are_alike(self) -> bool:
@@ -308,12 +241,8 @@ class _Operation:
         kwargs = dict(self.kwargs)
         how = kwargs.pop("reduction", "mean")
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
-            raise batch.refuse(
-                f"{name}: size_average and reduce are deprecated",
-                "loss-option",
-                'Write reduction="mean" or "sum"',
-            )
-        is_weighted = name in (*_OF_CLASSES, "mse_loss", "l1_loss")
+            raise batch.refuse(f"{name}: size_average and reduce are deprecated", "loss-option")
+        is_weighted = name in (*kinds.OF_CLASSES, "mse_loss", "l1_loss")
         if how == "mean" and is_weighted and kwargs.get("weight") is not None:
             raise batch.refuse(
                 f"{name}(weight=) divides by the weights of the records in the batch",
@@ -376,15 +305,15 @@ class _Operation:
         if len(self.args) < 2 or self.args[0] is not first or self.args[1] is not second:
             return False
         mine, theirs = first._rows.shape, second._rows.shape
-        if self.name in _OF_ENTRIES:
+        if self.name in kinds.OF_ENTRIES:
             return mine == theirs and self._are_alike()
-        if self.name in _OF_CLASSES and len(mine) > 2:
+        if self.name in kinds.OF_CLASSES and len(mine) > 2:
             return theirs in (mine, (*mine[:2], *mine[3:]))
         return False
 
     def _on_whole(self) -> Tensor:
         outputs, targets = (f._rows.flatten(0, 1) for f in self.followed)
-        if self.name in _OF_CLASSES and not targets.is_floating_point():
+        if self.name in kinds.OF_CLASSES and not targets.is_floating_point():
             return self._of_classes(outputs, targets)
         each: Tensor = self._called([outputs, targets])
         return each
@@ -422,7 +351,7 @@ class _Operation:
             if has_constants and not self._replace_constants(on_meta, single):
                 continue
             try:
-                shapes, is_same = shapes_of(self.function, self.spec, on_meta)
+                shapes, is_same = kinds.shapes_of(self.function, self.spec, on_meta)
                 break
             except Exception as error:
                 failure = failure or error
@@ -467,8 +396,6 @@ class _Operation:
                 f"{self.name} meets a tensor with a row for each record that is not made of the"
                 " batch",
                 "loss-rows",
-                "Write torch.randn_like(x), torch.rand_like or torch.zeros_like, or pass a loss="
-                " that draws its numbers for one record",
             )
         return self.batch.refuse(f"{self.name}: {str(failure).splitlines()[0]}")
 
@@ -487,7 +414,7 @@ class _Operation:
 
     def _sizes(self) -> list[int | None]:
         """Where the number of records may stand among sizes, the likeliest first; or nowhere."""
-        if self.name not in _SIZES:
+        if self.name not in kinds.SIZES:
             return [None]
         places = [k for k, v in enumerate(self.leaves) if type(v) is int]
         may_be = [k for k in places if (v := self.leaves[k]) > 0 and v % self.batch.shown == 0]
@@ -529,7 +456,7 @@ class _Operation:
             raise batch.refuse(f"{name} mixes the records of the batch")
         shapes: Sequence[Tensor | None] = [None]
         with suppress(Exception):
-            shapes, _ = shapes_of(self.function, self.spec, self.leaves)
+            shapes, _ = kinds.shapes_of(self.function, self.spec, self.leaves)
         found: list[Any] = []
 
         def result(k: int) -> Any:
@@ -542,29 +469,29 @@ class _Operation:
         for k, meta in enumerate(shapes):
             if meta is None:
                 raise batch.refuse(
-                    f"{name} reads values of the batch before backward()", "loss-number", AFTER
+                    f"{name} reads values of the batch before backward()", "loss-number"
                 )
             sealed.append(
                 Followed(
                     meta, batch, None, "sealed", lambda k=k: result(k), self.followed[0].device
                 )
             )
-        return unflatten(sealed, nesting_of(self.function, self.spec, self.leaves))
+        return unflatten(sealed, kinds.nesting_of(self.function, self.spec, self.leaves))
 
     def _on_reduced(self) -> Any:
         """Reduced losses: multiples and sums of them are one loss."""
         name, batch, first = self.name, self.batch, self.followed[0]
         how = first._how
-        if name in _TO_ELSEWHERE and how in ("mean", "sum") and len(self.followed) == 1:
+        if name in kinds.TO_ELSEWHERE and how in ("mean", "sum") and len(self.followed) == 1:
             return first.like(self._called([first._rows]))
         is_one = how in ("mean", "sum") and all(f._how == how for f in self.followed)
         tensors = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
         numbers = [v for v in self.leaves if isinstance(v, (int, float))]
-        if name in _PRODUCTS:
+        if name in kinds.PRODUCTS:
             is_fixed = len(self.followed) == 1 and not tensors and self.args[0] is first
         else:
             is_fixed = all(v.dim() == 0 for v in tensors)  # torch.zeros(()) + loss
-        if not (is_one and is_fixed and name in _LINEAR):
+        if not (is_one and is_fixed and name in kinds.LINEAR):
             if self._is_detached():
                 return self._sealed()
             if any(f._how is None for f in self.followed):
@@ -572,12 +499,14 @@ class _Operation:
             what = f"{name} of a reduced loss"
             if name in ("isnan", "isfinite"):
                 what = f"{name}(loss){_NON_FINITE}"
-            elif name in _LINEAR and is_one:
+            elif name in kinds.LINEAR and is_one:
                 what = "a reduced loss meets a tensor in a product or a sum, as in GradScaler"
-            raise batch.refuse(what, "loss-reduced", _REDUCED)
-        if name in _SUMS and how == "sum" and any(bool(v) for v in (*numbers, *tensors)):
-            raise batch.refuse("a number is added to a sum over records", "loss-reduced", _REDUCED)
-        if name in _PRODUCTS and numbers == [batch.shown]:  # the number of records, as it is shown
+            raise batch.refuse(what, "loss-reduced")
+        if name in kinds.SUMS and how == "sum" and any(bool(v) for v in (*numbers, *tensors)):
+            raise batch.refuse("a number is added to a sum over records", "loss-reduced")
+        if name in kinds.PRODUCTS and numbers == [
+            batch.shown
+        ]:  # the number of records, as it is shown
             if "div" in name and how == "sum":
                 return Followed(first._rows, batch, None, "mean")
             if "mul" in name and how == "mean" and batch.loss_reduction == "sum":
@@ -595,16 +524,11 @@ class _Operation:
     ) -> None:
         batch, loss = self.batch, self.followed[0]
         if gradient is not None or inputs is not None or create_graph or retain_graph:
-            raise batch.refuse(
-                "backward() has arguments",
-                "loss-backward",
-                "Call loss.backward() without arguments",
-            )
+            raise batch.refuse("backward() has arguments", "loss-backward")
         if loss._how not in ("mean", "sum") or loss.dim() > 0:
             raise batch.refuse(
                 "backward() of a tensor that is not one mean or sum over the records",
                 "loss-vector",
-                "Call loss.mean().backward()",
             )
         if torch.is_anomaly_enabled():
             raise batch.refuse(
@@ -616,7 +540,6 @@ class _Operation:
             raise batch.refuse(
                 "the loss does not depend on the parameters of the private model",
                 "loss-constant",
-                "Compute it from net(x) in training mode, without torch.no_grad()",
             )
         if loss._how != batch.loss_reduction:
             raise batch.refuse(
@@ -634,7 +557,7 @@ class _Operation:
             batch.close()
 
 
-_SPECIAL = _NUMBERS | _names(
+_SPECIAL = kinds.NUMBERS | kinds.names(
     "requires_grad grad _is_all_true data backward grad_fn __repr__ __str__"
 )
 

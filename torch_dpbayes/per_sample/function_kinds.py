@@ -1,10 +1,10 @@
 # ruff: noqa: SLF001 - of followed tensors
-"""What a torch function does to a batch, by the shapes of its arguments.
+"""What a torch function does to a batch: by its name, or by the shapes of its arguments.
 
-A function is called on meta tensors with a prime number of records: a size of the result that the
-prime divides is the dimension of the records. Then the function of a few synthetic records is
-compared with that of each one as a batch of one, so that nobody gets another loss than written;
-privacy does not rest on the comparison. Equal arguments are looked at once.
+A function of unknown name is called on meta tensors with a prime number of records: a size of the
+result that the prime divides is the dimension of the records. Then the function of a few synthetic
+records is compared with that of each one as a batch of one, so that nobody gets another loss than
+written; privacy does not rest on the comparison. Equal arguments are looked at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,58 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .followed import PRIME, Followed, flatten, unflatten
+
+
+def names(*texts: str) -> frozenset[str]:
+    return frozenset(name for text in texts for name in text.split())
+
+
+METADATA = names(
+    "shape dtype device ndim layout is_cuda is_cpu is_sparse itemsize nbytes is_nested",
+    "is_quantized is_meta is_mps is_xpu is_mkldnn names size dim ndimension numel nelement",
+    "is_floating_point is_complex is_signed element_size get_device __len__ __hash__",
+    "is_same_size is_inference is_leaf is_contiguous is_pinned retains_grad",
+)
+NUMBERS = names(
+    "item __float__ __int__ __bool__ __index__ __complex__ tolist numpy __array__",
+    "is_nonzero equal allclose __contains__ __iter__ __format__",
+)
+# One to one on records, whatever the shape: they run on all rows at once.
+TO_ELSEWHERE = names(
+    "to cpu cuda pin_memory contiguous clone detach float double half bfloat16 long int",
+    "short char byte bool",
+)
+ELEMENTWISE = names(
+    "add __add__ __radd__ sub __sub__ __rsub__ rsub subtract mul __mul__ __rmul__ multiply",
+    "div __truediv__ __rtruediv__ true_divide divide pow __pow__ __rpow__ neg __neg__ abs",
+    "exp log log1p expm1 sqrt rsqrt square sigmoid tanh relu softplus logsigmoid sin cos",
+    "clamp clamp_min clamp_max where maximum minimum eq ne lt le gt ge __eq__ __ne__",
+    "__lt__ __le__ __gt__ __ge__ logical_and logical_or logical_not __and__ __or__",
+    "__invert__ isnan isfinite sign lgamma digamma erf reciprocal nan_to_num",
+)
+# A reduced loss may be multiplied by fixed numbers and added to others.
+PRODUCTS = names("mul __mul__ __rmul__ multiply div true_divide divide __truediv__")
+SUMS = names("add __add__ __radd__ sub __sub__ __rsub__ rsub subtract")
+LINEAR = PRODUCTS | SUMS | names("neg __neg__ sum mean stack squeeze reshape view")
+# Functions with sizes among their arguments.
+SIZES = names(
+    "view reshape expand new_zeros new_ones new_full new_empty unflatten broadcast_to repeat"
+)
+LOSSES = frozenset(
+    name
+    for name in dir(F)
+    if name.endswith("_loss") or name.startswith("binary_cross_entropy") or name == "cross_entropy"
+) | {"kl_div"}
+# Losses of torch.nn.functional that compute each row, or each entry, by itself.
+OF_CLASSES = names("cross_entropy nll_loss")
+OF_ENTRIES = names(
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy_with_logits",
+    "poisson_nll_loss soft_margin_loss kl_div",
+)
 
 _ROWS_TRIED = 3  # synthetic records
 _TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
