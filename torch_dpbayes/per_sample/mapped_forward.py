@@ -263,8 +263,9 @@ class MappedForward(ReplacedForward):
             pending, self.pending = self.pending, None
             pending(args, kwargs)
         if not passes.begin(self.module, (args, kwargs)):
-            if not self.module.training and passes.would_record and _is_open((args, kwargs)):
-                raise StepError(EVALUATED, code="step-eval")
+            if not self.module.training and passes.would_record:
+                if any(t._batch.is_open for t in _followed_in(args, kwargs)):
+                    raise StepError(EVALUATED, code="step-eval")
             return self.original(*args, **kwargs)
         is_done = False
         try:
@@ -291,9 +292,8 @@ class MappedForward(ReplacedForward):
         finally:
             passes.end(failed=not is_done)
             if not is_done and not self.is_checking:
-                for t in tensors_in((args, kwargs)):
-                    if isinstance(t, Followed):  # what one record caused may not choose a pass
-                        t._batch.refusal = t._batch.refusal or "the forward pass failed"
+                for t in _followed_in(args, kwargs):  # what one record caused chooses no pass
+                    t._batch.refusal = t._batch.refusal or "the forward pass failed"
 
     def private_loss(self, *batch: Any, **inputs: Any) -> Tensor:
         """The loss of a batch, computed for each record alone: ``net.private_loss(x,
@@ -318,13 +318,12 @@ class MappedForward(ReplacedForward):
         is_plain = len(args) == 1 and not kwargs and targets is None
         given = Nested(args[0] if is_plain else (args, kwargs, targets))
         if given.strangers:
+            kind = type(given.strangers[0]).__name__
             raise CannotBeMapped(
-                f"an argument of type {type(given.strangers[0]).__name__} may hold several records:"
-                " pass tensors"
+                f"an argument of type {kind} may hold several records: pass tensors"
             )
-        if not is_plain and any(
-            map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))
-        ):
+        values = () if is_plain else (*args, *kwargs.values(), *(targets or ()))
+        if any(map(holds_plain_sequence, values)):
             raise CannotBeMapped(
                 "an argument holds several numbers or texts, which every record would see: pass a"
                 " tensor with a row for each"
@@ -341,8 +340,8 @@ class MappedForward(ReplacedForward):
             one = given.rebuilt([next(mapped) if is_row else t for t, is_row in tensors])
             one_args, one_kwargs, one_targets = ((one,), {}, None) if is_plain else one
             with around():
-                values = dict(zip(direct, parameters, strict=True))
-                output = self.run_with(values, one_args, one_kwargs)
+                own = dict(zip(direct, parameters, strict=True))
+                output = self.run_with(own, one_args, one_kwargs)
                 if one_targets is not None:
                     assert self.loss is not None
                     output = _scalar(self.loss(output, *one_targets))
@@ -555,8 +554,8 @@ def _of_batch(t: Followed, batch: Batch) -> Tensor:
     return t._rows
 
 
-def _is_open(given: Any) -> bool:
-    return any(isinstance(t, Followed) and t._batch.is_open for t in tensors_in(given))
+def _followed_in(*given: Any) -> list[Followed]:
+    return [t for t in tensors_in(given) if isinstance(t, Followed)]
 
 
 def _scalar(loss: Any) -> Tensor:
