@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
+from ..errors import DPBayesError
 from . import bounds, renyi
 from .choices import Method, Neighboring, Unit
 from .events import DpEvent
@@ -15,8 +16,10 @@ from .pairs import Pair, dominating_pair, take
 Guarantee = Literal["fixed", "registered", "filter", "none"]
 
 
-class PrivacyBudgetExceeded(RuntimeError):
+class PrivacyBudgetExceeded(DPBayesError, RuntimeError):
     """A charge would have passed the budget. Nothing was recorded, and nothing may be released."""
+
+    code = "budget-exceeded"
 
 
 class Settings(NamedTuple):

@@ -14,6 +14,8 @@ import numpy as np
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from ..errors import ArgumentError, StateError
+
 # WebDataset's rule: a record's name is what precedes the first dot of a file's own name
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)")
 _SOON = 2.0  # seconds after which it is shown how far the reading of headers is
@@ -58,7 +60,7 @@ class TarShards(Dataset[Any]):
         self._starts = [_starts(path) for path in shown]
         for path, starts, count in zip(self._paths, self._starts, counts.values(), strict=True):
             if len(starts) - 1 != count:
-                raise ValueError(
+                raise ArgumentError(
                     f"{path} holds {len(starts) - 1} records, and the index says {count}: write the"
                     " index anew for the shards that are there."
                 )
@@ -92,9 +94,10 @@ class TarShards(Dataset[Any]):
 
     def _require_unchanged(self, number: int, found: os.stat_result) -> None:
         if _stamp(found) != self._stamps[number]:
-            raise RuntimeError(
+            raise StateError(
                 f"{self._paths[number]} was written to since training began: put the old file back,"
-                " or make the records of today private with a new TarShards."
+                " or make the records of today private with a new TarShards.",
+                code="data-changed",
             )
 
 
@@ -111,30 +114,30 @@ def _counts_by_path(index: str | os.PathLike[str]) -> dict[str, int]:
                 for shard in json.load(stream)["shardlist"]
             ]
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
+            raise ArgumentError(
                 f"{index} is no index of shards: write JSON of the form"
                 ' {"shardlist": [{"url": "train-0000.tar", "nsamples": 1000}]}.'
             ) from error
     folder, counts = os.path.dirname(os.path.abspath(index)), dict[str, int]()
     for url, count, size in listed:
         if "://" in url or url.startswith("pipe:"):
-            raise ValueError(
+            raise ArgumentError(
                 f"{url} is elsewhere, and private training reads records in any order: copy the"
                 " shards into the folder of the index, and name them there by file name."
             )
         path = os.path.realpath(os.path.join(folder, url))
         if path in counts:
-            raise ValueError(f"the index names {url} twice: its records would count twice.")
+            raise ArgumentError(f"the index names {url} twice: its records would count twice.")
         if type(count) is not int or count < 0:
-            raise ValueError(f"nsamples of {url} must be a whole number from 0, got {count!r}.")
+            raise ArgumentError(f"nsamples of {url} must be a whole number from 0, got {count!r}.")
         if size is not None and size != (found := os.path.getsize(path)):
-            raise ValueError(
+            raise ArgumentError(
                 f"{url} has {found} bytes, and the index says {size}: write the index anew for the"
                 " shards that are there."
             )
         counts[path] = count
     if not sum(counts.values()):
-        raise ValueError(f"{index} lists no records: name shards whose nsamples are positive.")
+        raise ArgumentError(f"{index} lists no records: name shards whose nsamples are positive.")
     return counts
 
 
@@ -152,7 +155,7 @@ def _starts(path: str) -> _Starts:
                 name, extensions = found[1], set()
                 starts.append(member.offset)
             if found[2] in extensions:
-                raise ValueError(  # names are data
+                raise ArgumentError(  # names are data
                     f"a record in {path} has two files of one extension: give each record a name of"
                     " its own."
                 )

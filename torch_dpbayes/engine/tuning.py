@@ -14,6 +14,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..accounting.choices import Neighboring, Unit, check_delta
 from ..accounting.events import DpEvent
 from ..accounting.selection import Repetitions, selection_event
+from ..errors import ArgumentError, StateError
 from .privacy_engine import PrivacyEngine
 
 Candidate = TypeVar("Candidate")
@@ -78,7 +79,7 @@ def best_of_runs(
     """
     choices = list(candidates)
     if not choices:
-        raise ValueError("candidates are empty: give at least one setting.")
+        raise ArgumentError("candidates are empty: give at least one setting.")
     delta = check_delta(delta)
     repetitions = Repetitions(mean_runs, shape)
     planned: Schedule = [(event, count) for event, count in schedule]
@@ -98,7 +99,7 @@ def best_of_runs(
             own = PrivacyAccountant(price, delta, neighboring=relation, unit=unit).register(planned)
             result, score = train(PrivacyEngine(own), candidate)
             if not len(own) or own.guarantee != "registered":
-                raise RuntimeError(
+                raise StateError(
                     "a run has to release something, by the engine that train() is given, and no"
                     " more than schedule=: nothing is returned."
                 )
@@ -126,7 +127,7 @@ def _require_fresh(result: Any, seen: list[Any]) -> None:
     for module in modules:
         own = {id(parameter) for parameter in module.parameters()}
         if any(own & {id(p) for p in other.parameters()} for other in seen):
-            raise RuntimeError(
+            raise StateError(
                 "two runs returned the same model, so that neither started afresh: build the model"
                 " inside train(). Nothing is returned."
             )

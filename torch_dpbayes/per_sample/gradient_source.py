@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import StepError
+from ..errors import ArgumentError, StepError
 from .mapped_forward import EVALUATED, ForwardPasses
 
 DISAGREE = (
@@ -60,7 +60,7 @@ class GradientSource(ABC):
         self, module: nn.Module | None, loss_reduction: str, *, assume_independent: bool = False
     ) -> None:
         if loss_reduction not in ("mean", "sum"):
-            raise ValueError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
+            raise ArgumentError(f'loss_reduction must be "mean" or "sum", got {loss_reduction!r}')
         self.loss_reduction = loss_reduction
         self.independence = VOUCHED if assume_independent else BY_CONSTRUCTION
         self.is_copy = self._is_paused = self._is_removed = False

@@ -541,9 +541,12 @@ def _of_batch(t: Followed, batch: Batch) -> Tensor:
     """The rows of an argument, which must be of this batch."""
     if t._batch is not batch:
         raise batch.refuse("the model is given tensors of two batches")
-    if t._how == "sealed":
+    if t._how == "sealed" or (t._how is not None and t.dim() == 0):
         raise batch.refuse(
-            "the model is given a tensor that was made of several records", "model-input"
+            "the model is given a tensor that was made of several records",
+            "model-input",
+            "Pass what is made of the loader's batch record by record. For Trainer of transformers"
+            " set net.accepts_loss_kwargs = False",
         )
     if t._how is not None or (t._dim != 0 and t.dim() > 0):
         raise batch.refuse(
