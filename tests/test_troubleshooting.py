@@ -34,7 +34,6 @@ OF_PYTHON = {
     ("audit/__main__.py", "SystemExit"),
     ("audit/picture.py", "ImportError"),
     ("batches/joining.py", "AssertionError"),
-    ("batches/shards.py", "IndexError"),
     ("mcmc/density/pieces.py", "IndexError"),
     ("mcmc/density/record_statistics.py", "ValueError"),
     ("mcmc/kernel.py", "AttributeError"),

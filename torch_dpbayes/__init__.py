@@ -33,7 +33,6 @@ _HOME = {
     "get_num_steps": "accounting.calibration",
     "PrivacyEngine": "engine.privacy_engine",
     "PosteriorSamples": "posterior",
-    "TarShards": "batches.shards",
     "best_of_runs": "engine.tuning",
     "private_clipped_fraction": "engine.clip_norm",
     "simulate_gradient_norms": "engine.clip_norm",
@@ -55,7 +54,6 @@ if TYPE_CHECKING:
     from .accounting.accountant import PrivacyBudgetExceeded as PrivacyBudgetExceeded
     from .accounting.calibration import get_noise_multiplier as get_noise_multiplier
     from .accounting.calibration import get_num_steps as get_num_steps
-    from .batches.shards import TarShards as TarShards
     from .engine.clip_norm import private_clipped_fraction as private_clipped_fraction
     from .engine.clip_norm import simulate_gradient_norms as simulate_gradient_norms
     from .engine.privacy_engine import PrivacyEngine as PrivacyEngine

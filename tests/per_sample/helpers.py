@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.per_sample.followed import Delivery
 from torch_dpbayes.per_sample.gradient_source import GradientSource
+from torch_dpbayes.per_sample.operations import Delivery
 
 
 def delivered(*tensors: Tensor, shown: int | None = None) -> Any:

@@ -199,6 +199,13 @@ add(
     2,
     REALS,
 )
+add("gaussian nll, one variance", lambda out, t: F.gaussian_nll_loss(out, t, 0.7), K, REALS_K)
+add(
+    "gaussian nll, a variance for each record",
+    lambda out, t: F.gaussian_nll_loss(out, t, out[:, 0].detach().square() + 0.1),
+    K,
+    REALS_K,
+)
 
 # distributions ------------------------------------------------------------------------------------
 

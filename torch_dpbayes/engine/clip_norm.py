@@ -15,8 +15,8 @@ from ..batches.poisson_loader import PoissonLoader, reads_private_data
 from ..errors import ArgumentError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.bookkeeping import BookkeepingGradientSource
-from ..per_sample.followed import Delivery
 from ..per_sample.gradient_source import GradientSource
+from ..per_sample.operations import Delivery
 
 Criterion = Callable[[Any, Any], Tensor]
 

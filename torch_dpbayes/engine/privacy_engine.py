@@ -388,56 +388,6 @@ class PrivacyEngine:
                     _log.warning("%s", warning)
             return made
 
-    def suggest_lr(
-        self,
-        *,
-        module: nn.Module,
-        optimizer: OptimizerFactory | PrivateOptimizer,
-        data_loader: DataLoader[Any],
-        epochs: int = 1,
-        target_delta: float | None = None,
-        target_epsilon: float | None = None,
-        additional_epsilon: float | None = None,
-        max_grad_norm: float | None = None,
-        noise_multiplier: float | None = None,
-        sampling: str = "poisson",
-        max_batch_size: int | None = None,
-        people: Iterable[Any] | None = None,
-        records_per_person: int = 1,
-    ) -> float:
-        """The largest lr at which privacy is free: the sampler's own noise is the floor's.
-
-        A smaller lr leaves part of the budget unused, a larger one samples at a higher temperature.
-        ``lr="free"`` in the factory takes this one. Whether a step of that length is stable is the
-        model's matter: an lr above what SGD bears is too large here, too.
-
-        Args:
-            module, optimizer, data_loader, epochs, target_delta: as for :meth:`plan`.
-            target_epsilon, additional_epsilon, max_grad_norm, noise_multiplier: as there.
-            sampling, max_batch_size, people, records_per_person: as there.
-
-        Raises:
-            ValueError: there is no floor: neither a target nor ``noise_multiplier``.
-        """
-        _, built, _, _, _ = self._planned(
-            module,
-            optimizer,
-            data_loader,
-            epochs,
-            target_delta,
-            target_epsilon,
-            additional_epsilon,
-            max_grad_norm,
-            noise_multiplier,
-            Batches(sampling, max_batch_size, people, records_per_person),
-        )
-        if built.noise_multiplier == 0:
-            raise ArgumentError(
-                "without a floor under the noise privacy is free at every lr: pass target_epsilon="
-                " and target_delta=, or noise_multiplier="
-            )
-        return built.free_lr
-
     def plan(
         self,
         *,

@@ -21,15 +21,16 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import DPBayesError, ModelError
 from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
-from .followed import Delivery, shape_of
+from .followed import shape_of
 from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
 from .nested import Nested, map_tensors
+from .operations import Delivery
+from .plain_functions import without_looks
 from .record_map import (
     CannotBeMapped,
     KeptTensors,
     OutsideTensor,
     in_plain_words,
-    without_looks,
 )
 from .synthetic import Keywords, output_of, rows_of, synthetic
 from .vmap import VmapGradientSource

@@ -29,9 +29,9 @@ from ..batches.draws import PoissonSampler
 from ..errors import ArgumentError, StateError, StepError
 from ..noise import GaussianNoise
 from ..per_sample.fixed_tensors import CHANGED, FixedTensors
-from ..per_sample.followed import Delivery
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
+from ..per_sample.operations import Delivery
 from ..ranks import STEP, Ranks, require_alone
 from .layout import Layout
 from .query import ClippedSum
