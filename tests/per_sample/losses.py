@@ -216,6 +216,12 @@ add("Beta", lambda out, t: -Beta(out[:, 0].exp(), out[:, 1].exp()).log_prob(t).m
 # images, texts, series ----------------------------------------------------------------------------
 
 add("segmentation", lambda out, y: ce(out, y), data=MAPS, model=lambda: Images(K))
+add(
+    "language model, two terms",
+    lambda out, y: ce(out.view(-1, V), y.view(-1)) + 1e-3 * out.logsumexp(-1).pow(2).mean(),
+    data=TEXT,
+    model=Words,
+)
 add("language model, view", lambda out, y: ce(out.view(-1, V), y.view(-1)), data=TEXT, model=Words)
 add(
     "mask of tokens, mean per record",

@@ -263,7 +263,7 @@ class _Operation:
 
     def _loss(self) -> Any:
         """A loss whose mean has a divisor that shapes alone decide."""
-        batch, name = self.batch, self.name
+        batch, name, first = self.batch, self.name, self.followed[0]
         kwargs = dict(self.kwargs)
         how = kwargs.pop("reduction", "mean")
         if kwargs.get("size_average") is not None or kwargs.get("reduce") is not None:
@@ -285,9 +285,9 @@ class _Operation:
         self.leaves, self.spec = flatten((self.args, self.kwargs))
         if self._has_rows_of_its_own():
             each = self._on_whole()
-            if each.dim() == 1 and how in ("mean", "sum"):
+            if len(each) == len(first._rows) and each.dim() == 1 and how in ("mean", "sum"):
                 return Followed(each, batch, None, how)
-            rows = each.unsqueeze(1)
+            rows = each.unflatten(0, first._rows.shape[:2])
         elif name == "ctc_loss":
             rows = self._ctc(*self.args, **kwargs)
         else:
