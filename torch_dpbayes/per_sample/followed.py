@@ -42,8 +42,9 @@ REMEDIES = {
         " its numbers for one record"
     ),
     "loss-outside": (
-        "Return a parameter of the module, self.scale = nn.Parameter(torch.zeros(())), beside the"
-        " output: self.scale.expand(len(x)). For penalties take prior_std= or log_prior="
+        "Call the model, not its parts, and other networks under torch.no_grad(). Return a learned"
+        " number, self.scale.expand(len(x)), as a parameter of the module beside the output. For"
+        " penalties take prior_std= or log_prior="
     ),
     "loss-compiled": "Compile the model, torch.compile(net), and leave the loss as it is",
     "loss-option": 'Write reduction="mean" or "sum"',

@@ -99,6 +99,9 @@ def _is_torchs(function: Any) -> bool:
     return type(function).__module__ == "builtins"
 
 
+_OF_INPUTS = "Compute the gradient inside the model or loss= by torch.func.grad"
+
+
 class _Operation:
     """One torch function on followed tensors of an open batch."""
 
@@ -133,6 +136,8 @@ class _Operation:
         require_no_modes()
         if name in _SPECIAL:
             return self._special()
+        if name == "requires_grad_":
+            raise batch.refuse("a gradient of the inputs is asked for", "loss-backward", _OF_INPUTS)
         if is_in_place(name, self.kwargs) or self.kwargs.get("out") is not None:
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         if is_metric:
@@ -196,8 +201,7 @@ class _Operation:
         raise batch.refuse(
             f"torch.autograd.{name} of the batch",
             "loss-backward",
-            "Compute the gradient inside the model or loss= by torch.func.grad, and call"
-            " loss.backward()",
+            _OF_INPUTS,
         )
 
     def _called(self, values: Iterable[Tensor]) -> Any:
