@@ -34,7 +34,13 @@ from .followed import (
     unflatten,
 )
 from .nested import map_tensors
-from .record_map import CannotBeMapped, RecordMap, require_no_modes, without_values
+from .record_map import (
+    CannotBeMapped,
+    RecordMap,
+    in_plain_words,
+    require_no_modes,
+    without_values,
+)
 
 _NON_FINITE = " before backward() (a record that is not finite counts as zero)"
 
@@ -427,7 +433,7 @@ class _Operation:
                 " batch",
                 "loss-rows",
             )
-        return self.batch.refuse(f"{self.name}: {str(failure).splitlines()[0]}")
+        return self.batch.refuse(f"{self.name}: {in_plain_words(failure)}")
 
     def _followed(self, rows: Any, meta: Tensor | None) -> Followed | None:
         """A result with the dimension of its records; None where it has none, or several."""

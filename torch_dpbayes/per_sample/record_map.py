@@ -50,6 +50,9 @@ SAVED_TENSORS = (
     " batch at once: leave them out"
 )
 _TORCHS_WORDS = {
+    "register_meta function for torch.nonzero": (
+        "a mask selects records, whose number depends on them: write (losses * mask).mean()"
+    ),
     "calling .item() on a Tensor": (
         "it reads a number of the records (item(), one_hot without num_classes): compute with"
         " tensors, pass num_classes"
