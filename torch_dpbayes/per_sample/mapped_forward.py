@@ -51,7 +51,7 @@ EVALUATED = (
     " before the training loop, and again after every validation; evaluate under torch.no_grad()."
 )
 STRANGE_INPUT = (
-    "the model is given a tensor of shape {} that the private loader did not deliver, or that was"
+    "the model is given a tensor, of rows of shape {}, that the private loader did not deliver, or that was"
     " made of several records: pass the loader's batch; constants are buffers of the model"
 )
 
@@ -425,7 +425,7 @@ class MappedForward(ReplacedForward):
                 "the model is given a batch whose backward() is over, or after which another one"
                 " was delivered: take a new batch from the loader"
                 if followed
-                else STRANGE_INPUT.format(list(tensors[0].shape) if tensors else []),
+                else STRANGE_INPUT.format(list(tensors[0].shape[1:]) if tensors else []),
                 code="model-input",
             )
         if batch.refusal is not None:
@@ -437,7 +437,7 @@ class MappedForward(ReplacedForward):
             if isinstance(t, Followed):
                 rows.append(_of_batch(t, batch))
             elif isinstance(t, Derived) or not (t.dim() == 0 or is_constant(t, batch)):
-                raise batch.refuse(STRANGE_INPUT.format(list(t.shape)), "model-input")
+                raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]
                 rows.append(each.expand(n, *each.shape))
