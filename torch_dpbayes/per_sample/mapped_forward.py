@@ -51,8 +51,8 @@ EVALUATED = (
     " before the training loop, and again after every validation; evaluate under torch.no_grad()."
 )
 STRANGE_INPUT = (
-    "the model is given a tensor, of rows of shape {}, that the private loader did not deliver, or that was"
-    " made of several records: pass the loader's batch; constants are buffers of the model"
+    "the model is given a tensor, of rows of shape {}, that the private loader did not deliver, or"
+    " that was made of several records: pass the loader's batch; constants are buffers of the model"
 )
 
 
