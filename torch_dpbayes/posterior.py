@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from tqdm.auto import tqdm
 
 from .per_sample.fixed_tensors import same_values
-from .per_sample.synthetic import TARGETS, named_inputs
+from .per_sample.nested import TARGETS, named_inputs
 
 Transform = Callable[[Tensor], Tensor]
 Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch

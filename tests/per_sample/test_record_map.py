@@ -525,7 +525,7 @@ def test_records_that_come_out_differently_when_run_again_are_refused(monkeypatc
     F.cross_entropy(net(x), y).backward()
     net.eval()
     with pytest.raises(DPBayesError) as error:
-        source.per_record_gradients(net[0].weight)
+        source.norms(list(net.named_parameters()))
     assert error.value.code == "step-changed"
 
 
