@@ -15,7 +15,8 @@ and raises an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -63,7 +64,8 @@ class BookkeepingGradientSource(MappedSource):
     def _in_map(self, module: nn.Module) -> Sequence[Tensor]:
         # which forward passes may still be backpropagated; grows when they are forgotten
         self.step = 0
-        self._noted: list[tuple[_Layer | None, Contribution | layers.Call]] = []
+        self._noted: list[tuple[_Layer, Contribution | layers.Call]] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # of parameters, with a row for each record
         self._held: list[tuple[str, Tensor, int]] = []  # by layers, and its version
         self._versions: list[tuple[Tensor, int]] = []  # of parameters, in the last forward pass
         self._layers = [_Layer(self, *found) for found in _trusted(module)]
@@ -91,7 +93,7 @@ class BookkeepingGradientSource(MappedSource):
     def recorded(
         self, named_parameters: Sequence[tuple[str, Tensor]]
     ) -> Iterator[Sequence[Contribution]]:
-        self.passes.require_one(bool(self._noted))
+        self.passes.require_one(bool(self._noted or self._copies))
         for name, t, version in self._held:
             if t._version != version:
                 raise StepError(_WRITTEN.format(name, "backward() and step()"), code="step-changed")
@@ -101,24 +103,30 @@ class BookkeepingGradientSource(MappedSource):
                 " forward pass or after the step",
                 code="step-changed",
             )
-        found = [what for _, what in self._noted if isinstance(what, Contribution)]
-        if len(found) < len(self._noted):
-            calls: dict[_Layer, list[layers.Call]] = {}
-            for layer, what in self._noted:
-                if layer is not None and isinstance(what, layers.Call):
-                    calls.setdefault(layer, []).append(what)
-            found += [layer.contribution(several) for layer, several in calls.items()]
-        if sum(len(c.parameters) for c in found) > len({p for c in found for p in c.parameters}):
-            found = _by_shared_parameter(found)
-        self._noted = [(None, contribution) for contribution in found]
+        found: list[Contribution] = []
+        calls: dict[_Layer, list[layers.Call]] = {}
+        for layer, what in self._noted:
+            if isinstance(what, Contribution):
+                found.append(what)
+            else:
+                calls.setdefault(layer, []).append(what)
+        found += [layer.contribution(several) for layer, several in calls.items()]
+        found += [PerRecord({p: c.grad}) for p, c in self._copies if c.grad is not None]
+        uses = Counter(id(p) for contribution in found for p in contribution.parameters)
+        if len(uses) < uses.total():
+            shared = [c for c in found if any(uses[id(p)] > 1 for p in c.parameters)]
+            found = [*(c for c in found if c not in shared), together(shared)]
         yield found
 
     def zero_grad(self, parameters: Iterable[Tensor]) -> None:
         self._noted.clear()
         self._held.clear()
+        for _, copy in self._copies:
+            copy.grad = None
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self.zero_grad(parameters)
+        self._copies = []
         self.step += 1
         self.passes.forget()
 
@@ -145,40 +153,28 @@ class BookkeepingGradientSource(MappedSource):
         """
         self.require_unchanged()
         self._versions = [(p, p._version) for p in self._parameters]
-        if self._is_one_layer(rows):
-            with _WholeBatch(self):
-                return of_one(rows, ()), [self._layers[0].anchor]
-        anchors = [torch.zeros((), device=p.device, requires_grad=True) for p in direct]
-        copies = [
-            _Copies.apply(p.detach(), anchor, n, self._receiver(p))
-            for p, anchor in zip(direct, anchors, strict=True)
-        ]
-        self.record_map = record_map = RecordMap(n)
+        anchors = [layer.anchor for layer in self._layers]
         try:
+            if self._is_one_layer(rows):
+                require_no_modes()
+                self.record_map = _WholeBatch()
+                with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+                    return of_one(rows, ()), anchors
+            copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
+            self._copies = list(zip(direct, copies, strict=True))
+            self.record_map = record_map = RecordMap(n)
             found = record_map(
                 lambda inside: of_one(inside[: len(rows)], inside[len(rows) :]), [*rows, *copies]
             )
         finally:
             self.record_map = None
         record_map.require_nothing_kept()
-        return found, [*anchors, *(layer.anchor for layer in self._layers)]
+        return found, [*copies, *anchors]
 
     def _is_one_layer(self, rows: Sequence[Tensor]) -> bool:
         """Whether the program of a record is a single layer, for which no map is needed."""
         is_one = len(self._layers) == 1 and self._layers[0].module is self.mapped.module
         return is_one and len(rows) == 1 and self.mapped.loss is None and self.passes.follows
-
-    def _receiver(self, parameter: Tensor) -> Callable[[Tensor], None]:
-        """What the backward pass calls with a parameter's gradients, a row for each record."""
-        step, is_done = self.step, False
-
-        def receive(gradients: Tensor) -> None:
-            nonlocal is_done
-            require_first_backward(is_done or step != self.step)
-            is_done = True
-            self._noted.append((None, PerRecord({parameter: gradients.detach()})))
-
-        return receive
 
     def note(self, layer: _Layer, what: Contribution | layers.Call) -> None:
         """The backward pass reached a layer."""
@@ -187,26 +183,14 @@ class BookkeepingGradientSource(MappedSource):
         self._held += [(layer.name, t, t._version) for t in held]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_noted": [], "_held": [], "_code": []}
+        return {**super().__getstate__(), "_noted": [], "_copies": [], "_held": [], "_code": []}
 
 
 class _WholeBatch:
     """In the place of a map, where the whole program is a layer that leaves the map anyway."""
 
-    def __init__(self, source: BookkeepingGradientSource) -> None:
-        self._source = source
-        self._no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-
-    def __enter__(self) -> None:
-        require_no_modes()
-        self._no_hooks.__enter__()
-        self._source.record_map = self
-
-    def __exit__(self, *_: Any) -> None:
-        self._source.record_map = None
-        self._no_hooks.__exit__(None, None, None)
-
-    def on_batch(self, run: Run, tensors: Sequence[Tensor]) -> Tensor:
+    @staticmethod
+    def on_batch(run: Run, tensors: Sequence[Tensor]) -> Tensor:
         with torch._C.DisableTorchFunction():
             return run(*tensors)
 
@@ -227,9 +211,8 @@ class _Layer(ReplacedForward):
 
     def has_other_code(self) -> bool:
         """Whether the layer has another class than it had, or code of its own."""
-        if type(self.module) is not self.kind or _has_code_of_its_own(
-            self.module, self._attributes
-        ):
+        is_known = vars(self.module).keys() <= self._attributes and _are_plain(self.module)
+        if type(self.module) is not self.kind or not (is_known or _has_no_code(self.module)):
             return True
         self._attributes |= vars(self.module).keys()
         return False
@@ -254,8 +237,8 @@ class _Layer(ReplacedForward):
         """The whole batch at once; several rows of one record are several calls."""
         is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         inputs = list(args if is_plain else tensors_in((args, kwargs)))
-        one = inputs[0][0] if isinstance(record_map, _WholeBatch) else inputs[0]
-        is_one, is_several = layers.rows_of(self.module, one)
+        shape = inputs[0].shape[isinstance(record_map, _WholeBatch) :]
+        is_one, is_several = layers.rows_of(self.module, shape)
 
         def on_batch(*given: Tensor) -> Tensor:
             n, rows = given[0].shape[:2] if is_one or is_several else (len(given[0]), 1)
@@ -339,22 +322,6 @@ class _Call:
                 source.note(layer, call)
 
 
-class _Copies(torch.autograd.Function):
-    """A parameter with a row for each record; what comes back is every record's gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, value: Tensor, _anchor: Tensor, n: int, receive: Callable[[Tensor], None]
-    ) -> Tensor:
-        ctx.receive = receive
-        return value.expand(n, *value.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[None, None, None, None]:
-        ctx.receive(gradients[0])
-        return None, None, None, None
-
-
 class _Start(torch.autograd.Function):
     """Where autograd's graph begins: the output of a layer whose input needs no gradient."""
 
@@ -374,6 +341,7 @@ _WRITTEN = (
     "the input of layer {!r}, or the gradient of its output, was changed in place between {}: write"
     " x = x + y instead of x += y, F.relu(x) instead of F.relu_(x)"
 )
+_PLAIN = (Tensor, nn.Parameter, type(None))
 _CHANGED = (
     "the code of layer {!r} is not what it was when the model was made private, and it runs on"
     " whole batches: undo that, or call make_private again"
@@ -403,20 +371,22 @@ def _trusted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             type(layer).forward is getattr(layer.forward, "__func__", None)
             and any(p is not None and p.requires_grad for p in layer._parameters.values())
             and layers.is_known(layer)
-            and not _has_code_of_its_own(layer)
+            and _has_no_code(layer)
             and not _is_exchanged(type(layer))
         ):
             yield name, layer
 
 
-def _has_code_of_its_own(layer: nn.Module, known: Iterable[str] = ()) -> bool:
-    """Whether a function of the layer's class was exchanged on the layer, or a parameter's class
-    brings code along: either would see the whole batch. ``known`` attributes are none.
+def _has_no_code(layer: nn.Module) -> bool:
+    """Whether no function of the layer's class was exchanged on the layer, and no parameter's class
+    brings code along: either would see the whole batch.
     """
-    return any(
-        name != "forward" and callable(getattr(type(layer), name, None))
-        for name in vars(layer).keys() - known
-    ) or any(type(p) not in (Tensor, nn.Parameter, type(None)) for p in layer._parameters.values())
+    own = vars(layer).keys() - {"forward"}
+    return _are_plain(layer) and not any(callable(getattr(type(layer), n, None)) for n in own)
+
+
+def _are_plain(layer: nn.Module) -> bool:
+    return all(type(p) in _PLAIN for p in layer._parameters.values())
 
 
 def _is_exchanged(kind: type) -> bool:
@@ -429,15 +399,3 @@ def _is_exchanged(kind: type) -> bool:
         is not vars(sys.modules[home["__name__"] if home is vars(F) else home["__module__"]])
         for home, _, f, _ in _code_of({kind})
     )
-
-
-def _by_shared_parameter(contributions: Sequence[Contribution]) -> list[Contribution]:
-    groups: list[list[Contribution]] = []
-    for contribution in contributions:
-        mine = set(contribution.parameters)
-        joined = [contribution]
-        for group in [g for g in groups if any(mine & set(c.parameters) for c in g)]:
-            groups.remove(group)
-            joined += group
-        groups.append(joined)
-    return [together(group) for group in groups]

@@ -118,13 +118,13 @@ class Kind(NamedTuple):
     Attributes:
         kernel: what a call of it adds to every record's gradient.
         row_dimensions: how many dimensions one row has that goes in: a number, or a function of the
-            layer and of what one record gives to it.
+            layer and of the shape that one record gives to it.
         functions: those of torch.nn.functional that it calls.
         has_positions: whether further dimensions are positions of one record.
     """
 
     kernel: Kernel
-    row_dimensions: int | Callable[[Any, Tensor], int]
+    row_dimensions: int | Callable[[Any, Sequence[int]], int]
     functions: tuple[str, ...]
     has_positions: bool = False
 
@@ -134,7 +134,7 @@ _CONVOLUTIONS = [Kind(convolution, 1 + d, (f"conv{d}d", "pad")) for d in (1, 2, 
 _INSTANCE_NORMS = [Kind(normalization, 1 + d, ("instance_norm",)) for d in (1, 2, 3)]
 
 
-def _of_shape(module: Any, _given: Tensor) -> int:
+def _of_shape(module: Any, _given: Sequence[int]) -> int:
     return len(module.normalized_shape)
 
 
@@ -148,24 +148,24 @@ KINDS: dict[type[nn.Module], Kind] = {
     nn.Embedding: Kind(embedding, 0, ("embedding",), True),
     nn.LayerNorm: Kind(normalization, _of_shape, ("layer_norm",), True),
     nn.RMSNorm: Kind(normalization, _of_shape, ("rms_norm",), True),
-    nn.GroupNorm: Kind(normalization, lambda _, given: given.dim() - 1, ("group_norm",)),
+    nn.GroupNorm: Kind(normalization, lambda _, given: len(given) - 1, ("group_norm",)),
     nn.InstanceNorm1d: _INSTANCE_NORMS[0],
     nn.InstanceNorm2d: _INSTANCE_NORMS[1],
     nn.InstanceNorm3d: _INSTANCE_NORMS[2],
 }
 
 
-def rows_of(module: nn.Module, given: Tensor) -> tuple[bool, bool]:
-    """Of what one record gives to a layer: whether dimension 0 is one row of the layer's, and
-    whether it is several; other rows are positions of the record.
+def rows_of(module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
+    """Of the shape that one record gives to a layer: whether dimension 0 is one row of the layer's,
+    and whether it is several; other rows are positions of the record.
     """
     kind = KINDS[type(module)]
     of_one_row = kind.row_dimensions
     if not isinstance(of_one_row, int):
         of_one_row = of_one_row(module, given)
-    if given.dim() <= of_one_row:
+    if len(given) <= of_one_row:
         return False, False
-    is_one = given.shape[0] == 1
+    is_one = given[0] == 1
     return is_one, not is_one and not kind.has_positions
 
 
