@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..errors import ModelError, StepError
 from .contributions import Contribution, PerRecord
 from .gradient_source import GradientSource, require_first_backward
-from .mapped_forward import COPIED, ForwardPasses, undivided
-from .nested import Nested, map_tensors, tensors_in
+from .mapped_forward import COPIED, ForwardPasses
+from .nested import map_tensors, tensors_in
 
 
 class HooksGradientSource(GradientSource):
@@ -99,9 +99,7 @@ class _Hooks(GradSampleHooks):
     """
 
     def __init__(self, module: nn.Module, loss_reduction: str) -> None:
-        # of gradients that are no more divided by their number
-        super().__init__(module, loss_reduction="sum", strict=False)
-        self._is_mean = loss_reduction == "mean"
+        super().__init__(module, loss_reduction=loss_reduction, strict=False)
         self.passes = ForwardPasses(lambda: True, self.forget_pass, follows=False)
         self._of_passes = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -145,14 +143,8 @@ class _Hooks(GradSampleHooks):
         if not self.passes.is_open:
             return None
         self.passes.end(failed=output is None)
-        if output is None:  # it raised
-            return None
-        if self.passes.is_empty:
-            return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t)
-        if not self._is_mean:
-            return None
-        nested = Nested(output)
-        return nested.rebuilt([undivided(t, "mean") if t.dim() > 0 else t for t in nested.tensors])
+        is_cut = self.passes.is_empty
+        return map_tensors(output, lambda t: t[:0] if t.dim() > 0 else t) if is_cut else None
 
     def capture_activations_hook(
         self, module: nn.Module, forward_input: list[Tensor], _forward_output: Tensor
@@ -177,9 +169,6 @@ class _Hooks(GradSampleHooks):
         if not self.hooks_enabled:
             return
         require_first_backward(not getattr(module, "activations", None))
-        # which sees gradients before they are multiplied by their number
-        if module is self._module and self._is_mean:
-            forward_output = tuple(g * len(g) for g in forward_output)
         if len(forward_output[0]) == 0:  # some of Opacus' grad samplers fail on empty batches
             module.activations.pop()
             for p in [p for p in module.parameters() if p.requires_grad]:

@@ -244,7 +244,11 @@ def _difference(
     # it draws numbers that cannot be switched off, or is not made for synthetic records
     if alone is None or not all(bool(t.isfinite().all()) for t in alone.outputs):
         return None
-    room = 20 * _ROOM if any(_is_coarse(p) for _, p in named) else _ROOM
+    is_coarse = any(
+        p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
+        for _, p in named
+    )
+    room = 20 * _ROOM if is_coarse else _ROOM
     for mine, theirs in zip(mapped.outputs, alone.outputs, strict=True):
         if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
             return f"the output has shape {list(mine[k].shape)} for one record"
@@ -253,15 +257,10 @@ def _difference(
     norms = [g.double().norm() for g in alone.gradients if g is not None]
     length = float(torch.stack(norms).norm())
     for (name, p), found, true in zip(named, mapped.gradients, alone.gradients, strict=True):
-        found = torch.zeros(_RECORDS, *p.shape) if found is None else found
         true = torch.zeros_like(p) if true is None else true.to_dense()
-        if not _is_close(found[k], true, length, room):
+        if found is not None and not _is_close(found[k], true.flatten(), length, room):
             return f"the per-sample gradients of parameter {name!r} are not its gradients"
     return None
-
-
-def _is_coarse(p: Tensor) -> bool:
-    return p.dtype in (torch.float16, torch.bfloat16) or torch.is_autocast_enabled(p.device.type)
 
 
 def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
@@ -311,27 +310,26 @@ def _mapped(
             total.backward()
         if source.unrecorded:
             raise UsedElsewhere("in an ordinary gradient", source.unrecorded)
-        gradients = _recorded(source, named)
-        missing = [p for p in parameters if p not in gradients]
-        if missing:
+        records: dict[Tensor, list[Tensor]] = {}
+        for parts in source.recorded(named):
+            for p, g in (item for part in parts for item in part.per_record().items()):
+                records.setdefault(p, []).append(g)
+        if missing := [p for p in parameters if p not in records]:
             raise UsedElsewhere("in no gradient", missing)
-        found = [gradients[p] for p in parameters]
-        _check_norms(source, named, torch.cat([g.reshape(_RECORDS, -1) for g in found], dim=1))
-        return _Run([t.detach() for t in rows], found, weights)
+        gradients = [torch.cat(records[p]).reshape(_RECORDS, -1) for p in parameters]
+        true, norms = torch.cat(gradients, 1).double().norm(dim=1), source.norms(named).double()
+        wrong = (norms - true).abs() > _ROOM * true + 1e-6
+        if bool((wrong & norms.isfinite()).any()):  # others are cut out
+            raise ModelError(
+                "the norms of per-sample gradients are wrong, an error of this library: take"
+                ' grad_sample_mode="vmap", and please report the model',
+                code="model-norms",
+            )
+        return _Run([t.detach() for t in rows], gradients, weights)
     finally:
         source.unrecorded, source.mapped.around = None, nullcontext
         source.discard(parameters)
         source.require_nothing_kept()
-
-
-def _recorded(source: MappedSource, named: Sequence[tuple[str, Tensor]]) -> dict[Tensor, Tensor]:
-    """Per-record gradients, (records, *shape), of the parameters that have any."""
-    found: dict[Tensor, list[Tensor]] = {}
-    for parts in source.recorded(named):
-        for part in parts:
-            for p, g in part.per_record().items():
-                found.setdefault(p, []).append(g)
-    return {p: torch.cat(gs).reshape(-1, *p.shape) for p, gs in found.items()}
 
 
 def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
@@ -340,20 +338,6 @@ def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
     if rows is None:
         return t if t.dim() > 0 else (t * _RECORDS if loss_reduction == "mean" else t)[None]
     return rows if t.dim() == 0 else rows.flatten(0, 1).unflatten(0, (_RECORDS, -1))
-
-
-def _check_norms(
-    source: MappedSource, named: Sequence[tuple[str, Tensor]], gradients: Tensor
-) -> None:
-    """The norms that clipping uses are those of the recorded gradients."""
-    true, norms = gradients.double().norm(dim=1), source.norms(named).double()
-    wrong = (norms - true).abs() > _ROOM * true + 1e-6
-    if bool((wrong & norms.isfinite()).any()):  # others are cut out
-        raise ModelError(
-            "the norms of per-sample gradients are wrong, an error of this library: take"
-            ' grad_sample_mode="vmap", and please report the model',
-            code="model-norms",
-        )
 
 
 def _alone(
