@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -29,7 +29,6 @@ from . import layers
 from .contributions import Contribution, PerRecord, full_precision, together
 from .gradient_source import MappedSource, require_first_backward
 from .mapped_forward import COPIED, OfOne, ReplacedForward
-from .nested import map_tensors, tensors_in
 from .record_map import (
     SAVED_TENSORS,
     InnerTransform,
@@ -229,14 +228,15 @@ class _Layer(ReplacedForward):
             raise UsedElsewhere(COPIED, (p for _, p in self.known))
         if not any(p.requires_grad for _, p in self.known):
             return self.original(*args, **kwargs)
-        return self._forward_in_map(record_map, args, kwargs)
+        inputs = (*args, *kwargs.values())
+        if (kwargs and len(inputs) > 1) or not all(isinstance(t, Tensor) for t in inputs):
+            raise UsedElsewhere("with arguments beside its input", (p for _, p in self.known))
+        return self._forward_in_map(record_map, inputs)
 
     def _forward_in_map(
-        self, record_map: RecordMap | _WholeBatch, args: Any, kwargs: Any
+        self, record_map: RecordMap | _WholeBatch, inputs: Sequence[Tensor]
     ) -> Tensor:
         """The whole batch at once; several rows of one record are several calls."""
-        is_plain = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
-        inputs = list(args if is_plain else tensors_in((args, kwargs)))
         shape = inputs[0].shape[isinstance(record_map, _WholeBatch) :]
         is_one, is_several = layers.rows_of(self.module, shape)
 
@@ -246,12 +246,7 @@ class _Layer(ReplacedForward):
                 given = tuple(t.squeeze(1) for t in given)
             elif is_several:
                 given = tuple(t.flatten(0, 1) for t in given)
-            if is_plain:
-                out = self._record(given, given, kwargs, rows)
-            else:
-                remaining = iter(given)
-                a, k = map_tensors((args, kwargs), lambda _: next(remaining))
-                out = self._record(given, a, k, rows)
+            out = self._record(given, rows)
             if is_one:
                 return out.unsqueeze(1)
             return out.unflatten(0, (n, rows)) if is_several else out
@@ -261,79 +256,77 @@ class _Layer(ReplacedForward):
         except InnerTransform as error:
             raise UsedElsewhere(str(error), (p for _, p in self.known)) from error
 
-    def _record(self, inputs: Sequence[Tensor], args: Any, kwargs: Any, rows: int) -> Tensor:
-        call = _Call(self, inputs, rows)
+    def _record(self, inputs: Sequence[Tensor], rows: int) -> Tensor:
+        receive = self._receiver(
+            [t.clone() if t.is_inference() else t.detach() for t in inputs], rows
+        )
         out: Tensor
         if any(t.requires_grad for t in inputs):
-            out = self.run_with({p: p.detach() for _, p in self.known}, args, kwargs)
+            out = self.run_with({p: p.detach() for _, p in self.known}, inputs, {})
             if out.requires_grad:
-                out.register_hook(call.receive)
+                out.register_hook(receive)
                 return out
         else:
             with torch.no_grad():
-                out = self.original(*args, **kwargs)
-        return _Start.apply(out.clone() if out._base is not None else out, self.anchor, call)
+                out = self.original(*inputs)
+        return _Start.apply(out.clone() if out._base is not None else out, self.anchor, receive)
+
+    def _receiver(self, inputs: list[Tensor], rows: int) -> Callable[[Tensor], None]:
+        """What takes the gradient of what came out of one call, of so many rows a record."""
+        source, step, versions, is_done = self.source, self.source.step, _versions(inputs), False
+        if self.calls_of_step != step:
+            self.calls, self.calls_of_step = 0, step
+        self.calls += 1
+
+        def receive(backprops: Tensor) -> None:
+            nonlocal is_done
+            require_first_backward(is_done or step != source.step)
+            if _versions(inputs) != versions:
+                raise StepError(
+                    _WRITTEN.format(self.name, "forward() and backward()"), code="step-changed"
+                )
+            for name, p in self.known:
+                if p._backward_hooks:
+                    raise StepError(
+                        f"{name!r} of layer {self.name!r} has a hook on its gradient"
+                        " (register_hook), which is not called: remove it, or freeze the parameter"
+                        " with requires_grad_(False)",
+                        code="model-gradient-hook",
+                    )
+            is_done, g = True, backprops.detach()
+            calls = [layers.Call(list(inputs), g)]
+            if rows > 1:
+                calls = [layers.Call([t[k::rows] for t in inputs], g[k::rows]) for k in range(rows)]
+            inputs.clear()
+            noted = [self.contribution(calls)] if self.calls == 1 else calls
+            for what in noted:
+                source.note(self, what)
+
+        return receive
 
     def contribution(self, calls: Sequence[layers.Call]) -> Contribution:
         with full_precision(calls[0].backprops.device):
             return self.kernel(self.module, calls)
 
 
-class _Call:
-    """One call of a layer, waiting for the gradient of what came out."""
-
-    __slots__ = ("inputs", "is_done", "layer", "rows", "step", "versions")
-
-    def __init__(self, layer: _Layer, inputs: Sequence[Tensor], rows: int) -> None:
-        self.layer, self.step, self.is_done, self.rows = layer, layer.source.step, False, rows
-        self.inputs = [t.clone() if t.is_inference() else t.detach() for t in inputs]
-        self.versions = [t._version for t in self.inputs]
-        if layer.calls_of_step != self.step:
-            layer.calls, layer.calls_of_step = 0, self.step
-        layer.calls += 1
-
-    def receive(self, backprops: Tensor) -> None:
-        layer, source = self.layer, self.layer.source
-        require_first_backward(self.is_done or self.step != source.step)
-        if [t._version for t in self.inputs] != self.versions:
-            raise StepError(
-                _WRITTEN.format(layer.name, "forward() and backward()"), code="step-changed"
-            )
-        for name, p in layer.known:
-            if p._backward_hooks:
-                raise StepError(
-                    f"{name!r} of layer {layer.name!r} has a hook on its gradient (register_hook),"
-                    " which is not called: remove it, or freeze the parameter with"
-                    " requires_grad_(False)",
-                    code="model-gradient-hook",
-                )
-        self.is_done = True
-        inputs, backprops, self.inputs = self.inputs, backprops.detach(), []
-        calls = [
-            layers.Call([t[k :: self.rows] for t in inputs], backprops[k :: self.rows])
-            if self.rows > 1
-            else layers.Call(inputs, backprops)
-            for k in range(self.rows)
-        ]
-        if layer.calls == 1:
-            source.note(layer, layer.contribution(calls))
-        else:
-            for call in calls:
-                source.note(layer, call)
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [t._version for t in tensors]
 
 
 class _Start(torch.autograd.Function):
     """Where autograd's graph begins: the output of a layer whose input needs no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, _anchor: Tensor, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, out: Tensor, _anchor: Tensor, receive: Callable[[Tensor], None]
+    ) -> Tensor:
         ctx.mark_dirty(out)
-        ctx.call = call
+        ctx.receive = receive
         return out
 
     @staticmethod
     def backward(ctx: Any, backprops: Tensor) -> tuple[None, None, None]:
-        ctx.call.receive(backprops)
+        ctx.receive(backprops)
         return None, None, None
 
 

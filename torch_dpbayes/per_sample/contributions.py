@@ -17,7 +17,6 @@ _CHUNK = 2**20  # numbers in a temporary that is worked off in chunks: about wha
 # κ·2⁻²⁴·‖g_i‖ of rounding in float32. Below this κ that is 6e-5 of the clip norm; a record above it
 # is summed by itself first, as its norm is.
 LARGEST_CANCELLATION = 2.0**10
-_SMALL_BOUND = 1e-18  # below it factors of norms whose squares do not overflow may be subnormal
 
 
 class Contribution(ABC):
@@ -314,9 +313,9 @@ def add_clipped(
     norm = joint_norm(parts, max_grad_norm)
     factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
     # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has one so
-    # large that a subnormal factor is rounded up. Squares overflow before either; where only they
-    # do, no record is found to be cut out.
-    if max_grad_norm < _SMALL_BOUND or not math.isfinite(norm.dot(norm)):
+    # large that a subnormal factor is rounded up. Squares overflow before either (C is 1e-12 or
+    # more); where only they do, no record is found to be cut out.
+    if not math.isfinite(norm.dot(norm)):
         kept = factor >= torch.finfo(factor.dtype).tiny
         factor = torch.where(kept, factor, 0.0)
         for part in parts:
@@ -426,6 +425,7 @@ _PRODUCTS = {
     "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")),
     "cuda": (("cuda", "matmul"), ("cuda", "conv")),
 }
+_FULL, _AS_IT_IS = ("ieee", "none"), nullcontext()
 if hasattr(torch._C, "_get_fp32_precision_getter"):
     _precision_of: Any = torch._C._get_fp32_precision_getter
     _set_precision_of: Any = torch._C._set_fp32_precision_setter
@@ -441,20 +441,20 @@ else:  # torch before 2.9
 
 def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
-    products = _PRODUCTS.get(device.type, ())
-    reduced = [(of, now) for of in products if (now := _precision_of(*of)) not in ("ieee", "none")]
-    if reduced or torch.is_autocast_enabled(device.type):
-        return _raised_precision(device.type, reduced)
-    return nullcontext()
+    kind = device.type
+    are_full = all(_precision_of(*of) in _FULL for of in _PRODUCTS.get(kind, ()))
+    if are_full and not torch.is_autocast_enabled(kind):
+        return _AS_IT_IS
+    return _raised_precision(kind, [(of, _precision_of(*of)) for of in _PRODUCTS.get(kind, ())])
 
 
 @contextmanager
-def _raised_precision(kind: str, reduced: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    for of, _ in reduced:
+def _raised_precision(kind: str, products: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    for of, _ in products:
         _set_precision_of(*of, "ieee")
     try:
         with torch.autocast(kind, enabled=False):
             yield
     finally:
-        for of, precision in reduced:
+        for of, precision in products:
             _set_precision_of(*of, precision)

@@ -76,15 +76,8 @@ class VmapGradientSource(MappedSource):
         wanted = {id(p) for _, p in named_parameters}
         try:
             for gradients in this.gradients():
-                yield [
-                    PerRecord(
-                        {
-                            p: g
-                            for p, g in zip(this.parameters, gradients, strict=True)
-                            if id(p) in wanted
-                        }
-                    )
-                ]
+                found = zip(this.parameters, gradients, strict=True)
+                yield [PerRecord({p: g for p, g in found if id(p) in wanted})]
         except KeptTensors as kept:
             raise KeptTensors(kept.tensors, self.mapped.where(kept.tensors)) from None
 
