@@ -127,8 +127,6 @@ ONLY_OF_BOOKKEEPING = (hook_on_a_parameter,)
 def test_a_step_that_is_not_of_one_pass_is_refused(work, mode):
     if work in ONLY_OF_BOOKKEEPING and mode == "vmap":
         pytest.skip("its gradients are taken without autograd's graph")
-    if work is changed_weights_later and mode == "bookkeeping":
-        pytest.skip("the gradients are those of the weights before")
     assert_refused(work, REFUSED[work], *made(mode=mode))
 
 
@@ -159,6 +157,28 @@ def test_an_ordinary_optimizer_in_eval_mode_is_refused(mode):
         other.step()
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), before))
     assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("make", [BookkeepingGradientSource, VmapGradientSource])
+def test_what_is_done_to_whole_batches_that_are_vouched_for_is_refused(make):
+    x, y = torch.randn(4, 6), torch.randint(3, (4,))
+    source = make(net := mlp(), assume_independent=True)
+
+    def refused(work):
+        with pytest.raises(DPBayesError) as error:
+            work()
+        source.discard(())
+        return error.value.code
+
+    earlier = loss_of(net, x, y)
+    source.discard(())
+    loss_of(net, x, y)
+    assert refused(earlier.backward) == "loss-twice"
+    loss = loss_of(net, x, y)
+    assert refused(lambda: loss.backward(create_graph=True)) == "loss-backward"
+    loss_of(net, x, y).backward()
+    x += 1
+    assert refused(lambda: source.norms(list(net.named_parameters()))) == "step-changed"
 
 
 @MODES

@@ -29,14 +29,7 @@ from . import layers
 from .contributions import Contribution, PerRecord, full_precision, together
 from .gradient_source import MappedSource, require_first_backward
 from .mapped_forward import COPIED, OfOne, ReplacedForward
-from .record_map import (
-    SAVED_TENSORS,
-    InnerTransform,
-    RecordMap,
-    Run,
-    attention_as_in_maps,
-    require_no_modes,
-)
+from .record_map import InnerTransform, RecordMap, Run, attention_as_in_maps, require_no_modes
 
 
 class UsedElsewhere(RuntimeError):
@@ -157,8 +150,7 @@ class BookkeepingGradientSource(MappedSource):
             if self._is_one_layer(rows):
                 require_no_modes()
                 self.record_map = _WholeBatch()
-                with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
-                    return of_one(rows, ()), anchors
+                return of_one(rows, ()), anchors
             copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
             self._copies = list(zip(direct, copies, strict=True))
             self.record_map = record_map = RecordMap(n)
@@ -190,8 +182,7 @@ class _WholeBatch:
 
     @staticmethod
     def on_batch(run: Run, tensors: Sequence[Tensor]) -> Tensor:
-        with torch._C.DisableTorchFunction():
-            return run(*tensors)
+        return run(*tensors)
 
 
 class _Layer(ReplacedForward):
@@ -210,11 +201,9 @@ class _Layer(ReplacedForward):
 
     def has_other_code(self) -> bool:
         """Whether the layer has another class than it had, or code of its own."""
-        is_known = vars(self.module).keys() <= self._attributes and _are_plain(self.module)
-        if type(self.module) is not self.kind or not (is_known or _has_no_code(self.module)):
-            return True
-        self._attributes |= vars(self.module).keys()
-        return False
+        new = vars(self.module).keys() - self._attributes
+        self._attributes |= new
+        return type(self.module) is not self.kind or _has_code_of_its_own(self.module, new)
 
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -361,25 +350,20 @@ def _trusted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Layers of torch's own, unchanged, whose rows are known to be computed one by one."""
     for name, layer in module.named_modules():
         if (
-            type(layer).forward is getattr(layer.forward, "__func__", None)
-            and any(p is not None and p.requires_grad for p in layer._parameters.values())
+            any(p is not None and p.requires_grad for p in layer._parameters.values())
             and layers.is_known(layer)
-            and _has_no_code(layer)
+            and not _has_code_of_its_own(layer, vars(layer))
             and not _is_exchanged(type(layer))
         ):
             yield name, layer
 
 
-def _has_no_code(layer: nn.Module) -> bool:
-    """Whether no function of the layer's class was exchanged on the layer, and no parameter's class
-    brings code along: either would see the whole batch.
+def _has_code_of_its_own(layer: nn.Module, attributes: Iterable[str]) -> bool:
+    """Whether one of these attributes takes the place of a function of the layer's class, or a
+    parameter's class brings code along: either would see the whole batch.
     """
-    own = vars(layer).keys() - {"forward"}
-    return _are_plain(layer) and not any(callable(getattr(type(layer), n, None)) for n in own)
-
-
-def _are_plain(layer: nn.Module) -> bool:
-    return all(type(p) in _PLAIN for p in layer._parameters.values())
+    are_plain = all(type(p) in _PLAIN for p in layer._parameters.values())
+    return not are_plain or any(callable(getattr(type(layer), n, None)) for n in attributes)
 
 
 def _is_exchanged(kind: type) -> bool:

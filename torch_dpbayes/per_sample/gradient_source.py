@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import StepError
 from .contributions import Contribution, add_clipped, full_precision, joint_norm
-from .mapped_forward import COPIED, EVALUATED, ForwardPasses, Loss, MappedForward
+from .mapped_forward import EVALUATED, ForwardPasses, Loss, MappedForward
 
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
 BY_CONSTRUCTION = "by construction, in the model and in the loss"
@@ -194,9 +194,6 @@ class MappedSource(GradientSource):
         loss_reduction: how the loss reduces over the batch, ``"mean"`` or ``"sum"``.
         assume_independent: the user vouches for the loss, which is not followed.
         loss: ``(output, *targets) -> scalar``, which ``module.private_loss`` runs inside the map.
-
-    Attributes:
-        unrecorded: parameters that got an ordinary gradient while the model is checked.
     """
 
     passes: ForwardPasses
@@ -211,11 +208,9 @@ class MappedSource(GradientSource):
         loss: Loss | None = None,
     ) -> None:
         super().__init__(module, loss_reduction, assume_independent=assume_independent)
-        self.unrecorded: list[Tensor] | None = None
         self.passes = ForwardPasses(
             self._is_enabled, partial(self.discard, ()), follows=not assume_independent
         )
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         self.mapped = MappedForward(module, self, self._in_map(module), loss)
 
     @abstractmethod
@@ -260,22 +255,17 @@ class MappedSource(GradientSource):
                     " optimizer.zero_grad() after other backward passes.",
                     code="step-unclipped",
                 )
-        if any(p.requires_grad for p in self._frozen):
-            raise StepError(COPIED, code="model-copied")
         return super()._checked(named_parameters)
 
     def _refuse_gradient(self, parameter: Tensor) -> None:
-        if not self._is_enabled():
-            return
-        parameter.grad = None
-        if self.unrecorded is None:
+        if self._is_enabled():
+            parameter.grad = None
             raise StepError(
                 "a parameter of the private model got an ordinary gradient, which is not clipped:"
                 " train on the private loader's batches in training mode, and take"
                 " torch.autograd.grad for gradients of inputs.",
                 code="step-unclipped",
             )
-        self.unrecorded.append(parameter)
 
 
 def require_first_backward(is_again: bool) -> None:

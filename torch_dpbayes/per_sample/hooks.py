@@ -169,12 +169,6 @@ class _Hooks(GradSampleHooks):
         if not self.hooks_enabled:
             return
         require_first_backward(not getattr(module, "activations", None))
-        if len(forward_output[0]) == 0:  # some of Opacus' grad samplers fail on empty batches
-            module.activations.pop()
-            for p in [p for p in module.parameters() if p.requires_grad]:
-                p._forward_counter -= 1
-                p.grad_sample = torch.zeros(0, *p.shape, dtype=p.dtype, device=p.device)
-            return
         super().capture_backprops_hook(module, _forward_input, forward_output, **options)
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             # torch gives the padding row no gradient, Opacus does

@@ -170,11 +170,13 @@ def rows_of(module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether this is exactly a known kind of layer, with no parameters that the kernel does not
-    know, as torch's parametrizations and pruning make them.
+    """Whether this is exactly a known kind of layer, with no options and parameters that the kernel
+    does not know; torch's parametrizations and pruning make such parameters.
     """
     names = {name for name, p in module._parameters.items() if p is not None}
-    return type(module) in KINDS and "weight" in names and names <= {"weight", "bias"}
+    is_changed = getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False)
+    is_known = type(module) in KINDS and "weight" in names and names <= {"weight", "bias"}
+    return is_known and not is_changed
 
 
 # Nanoseconds on one core (AMD EPYC 9005, torch 2.15), fitted by hand to timings of single layers: a

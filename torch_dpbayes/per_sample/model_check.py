@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DPBayesError, ModelError
@@ -56,41 +54,23 @@ def check_layers(module: nn.Module) -> None:
                 code="model-lazy",
             )
     for name, layer in module.named_modules():
-        if (reason := _reason(layer)) is not None:
-            raise ModelError(
-                f"module {name or type(module).__name__!r}, {type(layer).__name__}, {reason}",
-                code="model-layer",
+        if isinstance(layer, torch.jit.ScriptModule):
+            reason = "is compiled by TorchScript, in which nothing is seen: take the module itself"
+        # torch's own classes only: what a subclass does shows in the map
+        elif isinstance(layer, _BatchNorm) and type(layer).__module__.startswith("torch.nn."):
+            if not any(p.requires_grad for p in layer.parameters()):
+                continue
+            reason = (
+                "mixes the records of a batch: take torch.nn.LayerNorm, or GroupNorm by model ="
+                " opacus.validators.ModuleValidator.fix(model). Pretrained statistics stay if it is"
+                " frozen and in eval mode."
             )
-
-
-def _reason(layer: nn.Module) -> str | None:
-    """Why a layer's kind rules out per-sample gradients, and what to write."""
-    if any(type(hook) is WeightNorm for hook in layer._forward_pre_hooks.values()):
-        return "has torch's old weight_norm: take torch.nn.utils.parametrizations.weight_norm"
-    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
-        if layer.max_norm is not None:
-            return "renormalises the rows of its weight that the batch uses: leave out max_norm"
-        if layer.scale_grad_by_freq:
-            return "divides gradients by counts over the batch: leave out scale_grad_by_freq"
-    if isinstance(layer, torch.jit.ScriptModule):
-        return "is compiled by TorchScript, in which no operation is seen: take the module itself"
-    # torch's own classes only: what a subclass does shows in the map
-    kind = type(layer) if type(layer).__module__.startswith("torch.nn.") else nn.Module
-    is_trained = any(p.requires_grad for p in layer.parameters())
-    if issubclass(kind, _BatchNorm) and is_trained:
-        return (
-            "mixes the records of a batch: take torch.nn.LayerNorm, or GroupNorm by model ="
-            " opacus.validators.ModuleValidator.fix(model). Pretrained statistics stay if it is"
-            " frozen and in eval mode."
+        else:
+            continue
+        raise ModelError(
+            f"module {name or type(module).__name__!r}, {type(layer).__name__}, {reason}",
+            code="model-layer",
         )
-    if issubclass(kind, _BatchNorm) and layer.training and layer.track_running_stats:
-        return (
-            "is in training mode, in which its statistics follow the records. After model.train()"
-            f" write {BATCH_NORM_TO_EVAL}"
-        )
-    if issubclass(kind, _InstanceNorm) and is_trained and layer.track_running_stats:
-        return "keeps statistics of the records: write track_running_stats=False"
-    return None
 
 
 class _WithoutRandomness(TorchFunctionMode):
@@ -290,7 +270,7 @@ def _mapped(
     parameters = [p for _, p in named]
     passes = source.passes
     source.discard(parameters)
-    source.unrecorded, source.mapped.around = [], _WithoutRandomness
+    source.mapped.around = _WithoutRandomness
     try:
         with _blamed(module), torch.enable_grad():
             given = Delivery(_RECORDS)(inputs, _RECORDS) if passes.follows else inputs
@@ -308,8 +288,6 @@ def _mapped(
             if not passes.follows and source.loss_reduction == "mean":
                 total = total / _RECORDS
             total.backward()
-        if source.unrecorded:
-            raise UsedElsewhere("in an ordinary gradient", source.unrecorded)
         records: dict[Tensor, list[Tensor]] = {}
         for parts in source.recorded(named):
             for p, g in (item for part in parts for item in part.per_record().items()):
@@ -327,7 +305,7 @@ def _mapped(
             )
         return _Run([t.detach() for t in rows], gradients, weights)
     finally:
-        source.unrecorded, source.mapped.around = None, nullcontext
+        source.mapped.around = nullcontext
         source.discard(parameters)
         source.require_nothing_kept()
 
