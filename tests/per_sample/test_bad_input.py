@@ -224,6 +224,9 @@ class Words(nn.Sequential):
         return super().forward(x.long().clamp(0, 4))
 
 
+WHOLE = {"grad_sample_mode": "hooks", "assume_independent_records": True}
+
+
 def with_unused():
     net = Nested()
     net.spare = nn.Linear(2, 2)
@@ -277,9 +280,10 @@ def test_a_model_that_cannot_run_says_what_to_write(name):
     code, make, advice = MODELS[name]
     net = make()
     loop = (lambda net, x, y: entropy(net(x).logits, y)) if name == "unused" else None
-    with pytest.raises(ModelError) as error:
-        private(net, X, Y)
-    assert error.value.code == code, error.value
+    for options in ({}, WHOLE)[: 1 + (name == "BatchNorm")]:  # which hooks would not see
+        with pytest.raises(ModelError) as error:
+            private(net, X, Y, **options)
+        assert error.value.code == code, error.value
     run(advice(net), loop)
 
 
@@ -382,6 +386,10 @@ def test_the_sources_of_opacus_are_copied_padded_and_emptied():
         assert error.value.code == code
     entropy(net(x[:0]), y[:0], reduction="sum").backward()
     assert not sum_of(source, net, 0.5).any()
+    norm = nn.InstanceNorm1d(3, affine=True)  # fails on no records
+    source = HooksGradientSource(norm)
+    norm(torch.zeros(0, 3, 4)).sum().backward()
+    assert not sum_of(source, norm, 0.5).any()
 
 
 def _paused_copy(net):

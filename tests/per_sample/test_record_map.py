@@ -255,6 +255,18 @@ def test_a_wrong_norm_would_be_found(monkeypatch):
     assert error.value.code == "model-norms"
 
 
+def test_an_input_of_a_layer_that_is_changed_before_the_backward_pass_is_refused():
+    def function(net, x):
+        h = net.first(x).tanh()
+        out = net.head(h)
+        h.mul_(2)
+        return out
+
+    with pytest.raises(DPBayesError) as error:
+        private(Of(function, first=nn.Linear(6, 6), head=head()), *of_name("mlp")[1:])
+    assert error.value.code == "step-changed"
+
+
 # -- what does not stay inside, or looks -----------------------------------------------------------
 
 KEPT: list[Tensor] = []

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import clipped_rows, gradients_of_records, private, sum_of
+from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
@@ -208,6 +208,8 @@ def test_copies_and_files_carry_nothing_and_need_make_private(mode):
             z = torch.randn(3, 6)
             with torch.no_grad():
                 torch.testing.assert_close(other(z), net(z))
+            with pytest.raises(DPBayesError):
+                other(*delivered(z))
             train(*made(other, mode))
         loss.backward()
         optimizer.step()

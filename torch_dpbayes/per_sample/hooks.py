@@ -195,10 +195,4 @@ def _records_of(name: str, parameter: Tensor) -> Tensor | None:
                 code="step-grad-sample",
             )
         records = records[0] if records else None
-    if records is not None and records.shape[1:] != parameter.shape:
-        raise StepError(
-            f"the per-record gradient of parameter {name!r} has shape {tuple(records.shape)};"
-            f" expected (records, *{tuple(parameter.shape)})",
-            code="step-grad-sample",
-        )
     return None if records is None else records.detach()

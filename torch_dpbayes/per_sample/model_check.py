@@ -58,12 +58,12 @@ def check_layers(module: nn.Module) -> None:
             reason = "is compiled by TorchScript, in which nothing is seen: take the module itself"
         # torch's own classes only: what a subclass does shows in the map
         elif isinstance(layer, _BatchNorm) and type(layer).__module__.startswith("torch.nn."):
-            if not any(p.requires_grad for p in layer.parameters()):
+            if not layer.training and layer.track_running_stats:
                 continue
             reason = (
-                "mixes the records of a batch: take torch.nn.LayerNorm, or GroupNorm by model ="
-                " opacus.validators.ModuleValidator.fix(model). Pretrained statistics stay if it is"
-                " frozen and in eval mode."
+                "mixes records: take torch.nn.LayerNorm, or GroupNorm by model ="
+                " opacus.validators.ModuleValidator.fix(model). To keep pretrained statistics:"
+                f" {BATCH_NORM_TO_EVAL}"
             )
         else:
             continue
