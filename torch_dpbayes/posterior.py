@@ -28,7 +28,7 @@ from .errors import (
     StateError,
 )
 from .per_sample.fixed_tensors import same_values
-from .per_sample.synthetic import TARGETS, named_inputs
+from .per_sample.nested import TARGETS, named_inputs
 
 Transform = Callable[[Tensor], Tensor]
 Forward = Callable[[nn.Module, Any], Tensor]  # of a model and a batch

@@ -7,11 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributions import (
-    Beta,
-    Categorical,
-    Normal,
-)
+from torch.distributions import Beta, Categorical, Normal
 
 N, K, T, V = 8, 4, 5, 7  # records, classes, positions, words
 Maker = Callable[[], Any]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset
 from ..batches.poisson_loader import PoissonLoader
 from ..errors import AuditError
 from ..optim.base import PrivateOptimizer
+from ..per_sample.contributions import Contribution
 from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout
 from .bounds import Array
@@ -265,20 +265,16 @@ class SourceWithCanaries(GradientSource):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self._source.discard(parameters)
 
-    def require_nothing_kept(self) -> None:
-        self._source.require_nothing_kept()
-
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         return self._source.norms(named_parameters)
 
-    def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
-        return self._source.per_record_gradients(parameter)
+    def recorded(
+        self, named_parameters: Sequence[tuple[str, Tensor]]
+    ) -> Iterator[Sequence[Contribution]]:
+        return self._source.recorded(named_parameters)
 
     def require_unchanged(self) -> None:
         self._source.require_unchanged()
-
-    def paused(self) -> AbstractContextManager[None]:
-        return self._source.paused()
 
     def remove(self) -> None:
         self._source.remove()

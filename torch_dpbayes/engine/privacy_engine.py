@@ -23,8 +23,7 @@ from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateErr
 from ..optim.base import PrivateOptimizer
 from ..per_sample.fixed_tensors import FixedTensors
 from ..per_sample.mapped_forward import Loss
-from ..per_sample.nested import map_tensors
-from ..per_sample.synthetic import Keywords, ways_to_pass
+from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
 from ..ranks import Ranks, refuse_wrapped, require_alone
 from .gradient_sources import Recording, attached_source
 from .loaders import Batches, private_loader, require_own_streams
