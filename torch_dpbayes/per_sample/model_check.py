@@ -299,7 +299,8 @@ def _mapped(
                 records.setdefault(p, []).append(g)
         if missing := [p for p in parameters if p not in records]:
             raise UsedElsewhere("in no gradient", missing)
-        gradients = [torch.cat(records[p]).reshape(_RECORDS, -1) for p in parameters]
+        found = [records.pop(p) for p in parameters]
+        gradients = [(g[0] if len(g) == 1 else torch.cat(g)).reshape(_RECORDS, -1) for g in found]
         squares = [g.norm(dim=1, dtype=torch.float32).square() for g in gradients]
         true, norms = torch.stack(squares).sum(0).sqrt(), source.norms(named)
         wrong = (norms - true).abs() > _ROOM * true + 1e-6
