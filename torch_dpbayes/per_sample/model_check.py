@@ -237,11 +237,9 @@ def _difference(
     for mine, theirs in zip(mapped.outputs, alone.outputs, strict=True):
         if mine[k].shape != theirs.shape and mine[k : k + 1].shape != theirs.shape:
             return f"the output has shape {list(mine[k].shape)} for one record"
-        if not _is_close(
-            mine[k].flatten(), theirs.flatten(), float(theirs.norm(dtype=torch.float32)), room
-        ):
+        if not _is_close(mine[k].flatten(), theirs.flatten(), float(_norm(theirs)), room):
             return "the output of a record depends on the batch"
-    norms = [float(g.norm(dtype=torch.float32)) for g in alone.gradients if g is not None]
+    norms = [float(_norm(g)) for g in alone.gradients if g is not None]
     length = math.hypot(*norms)
     for (name, p), found, true in zip(named, mapped.gradients, alone.gradients, strict=True):
         true = torch.zeros_like(p) if true is None else true.to_dense()
@@ -250,8 +248,14 @@ def _difference(
     return None
 
 
+def _norm(t: Tensor, dim: int | None = None) -> Tensor:
+    """Of half precision in single precision."""
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    return torch.linalg.vector_norm(t.to_dense(), dim=dim, dtype=dtype)
+
+
 def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
-    distance = float((found - true).norm(dtype=torch.float32))
+    distance = float(_norm(found - true))
     return not distance > room * (length + 1e-6)  # nor where something is not finite
 
 
@@ -301,7 +305,7 @@ def _mapped(
             raise UsedElsewhere("in no gradient", missing)
         found = [records.pop(p) for p in parameters]
         gradients = [(g[0] if len(g) == 1 else torch.cat(g)).reshape(_RECORDS, -1) for g in found]
-        squares = [g.norm(dim=1, dtype=torch.float32).square() for g in gradients]
+        squares = [_norm(g, 1).square() for g in gradients]
         true, norms = torch.stack(squares).sum(0).sqrt(), source.norms(named)
         wrong = (norms - true).abs() > _ROOM * true + 1e-6
         if bool((wrong & norms.isfinite()).any()):  # others are cut out
