@@ -10,7 +10,7 @@ import pytest
 from torch_dpbayes.accounting import PrivacyAccountant, events
 from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.events import GaussianDpEvent, RecordwiseBatchGaussianDpEvent
-from torch_dpbayes.accounting.ledger import LedgerError
+from torch_dpbayes.accounting.ledger.schema import LedgerError
 
 EVENT = GaussianDpEvent(10.0)
 FIRST = "DPSGLD: records are independent: by construction"
@@ -59,10 +59,9 @@ def test_saved_states_carry_them(path, in_file):
     loaded.note(SECOND)
     loaded.load_state_dict(state)
     assert set(loaded.notes) >= {FIRST, SECOND}
-    del state["notes"]  # as earlier versions saved it
-    old = PrivacyAccountant(1.0, 1e-5)
-    old.load_state_dict(state)
-    assert FIRST not in old.notes and len(old) == 1
+    del state["notes"]
+    with pytest.raises(ValueError, match="missing"):
+        PrivacyAccountant(1.0, 1e-5).load_state_dict(state)
 
 
 def test_a_file_keeps_them_for_all_jobs(path, capsys):
@@ -101,25 +100,6 @@ def test_processes_note_at_once(path):
         worker.join()
         assert worker.exitcode == 0
     assert len(accountant.notes) == len(set(accountant.notes)) == 10 + 3 * 10
-
-
-def test_a_file_of_an_earlier_version_gets_them(path):
-    """Its tables are made in the same way today, but for that of the notes, which is made
-    when it is needed.
-    """
-    PrivacyAccountant(1.0, 1e-5, path=path).compose(EVENT, 5).close()
-    version = "PRAGMA user_version"
-    with closing(sqlite3.connect(path)) as connection:
-        before = connection.execute(version).fetchone()
-        assert not connection.execute(
-            "SELECT count(*) FROM sqlite_master WHERE name = 'notes'"
-        ).fetchone()[0]
-    accountant = PrivacyAccountant(path=path)
-    assert accountant.notes == ()
-    accountant.note(FIRST)
-    assert PrivacyAccountant(path=path).notes == (FIRST,) and len(accountant) == 5
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute(version).fetchone() == before
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from typing import Any
 from . import events
 from .accountant import PrivacyAccountant, look_at
 from .choices import check_delta
-from .ledger import LedgerError, Row, open_blocks
-from .picture import draw
+from .ledger.schema import LedgerError, Row, open_blocks
+from .report import by_labels, draw
 from .risk import Risk
 
 _ARCHIVE = b"PK\x03\x04"  # as which torch.save writes
@@ -33,6 +33,7 @@ def report(
 ) -> dict[str, Any]:
     """What there is to say about a ledger, as JSON can hold it; infinite numbers as ``None``."""
     upper = accountant.get_epsilon(delta)
+    charges = [charge[:3] for charge in accountant.history]
     last: dict[str, events.DpEvent] = {}
     for row in rows:
         if row.kind in ("charge", "block") and row.event is not None:
@@ -56,7 +57,7 @@ def report(
         "jobs": len({row.job for row in rows}),
         "labels": [
             {"label": label, "releases": count, "share": None if share is None else round(share, 6)}
-            for label, (share, count) in accountant.shares(delta).items()
+            for label, (share, count) in by_labels(charges, accountant.neighboring, delta).items()
         ],
         "remaining": (
             [

@@ -46,11 +46,10 @@ def curves_of(
 
 def _pairs(history: History, size: int) -> dict[Pair, int] | None:
     """The pairs that dominate releases for ``size`` records; ``None``: not all are known."""
-    if history.guarantee not in ("fixed", "registered") or history.settings.method != "pld":
+    if history.guarantee != "fixed" or history.settings.method != "pld":
         return None
-    counted = history.schedule or history.charges
     found: dict[Pair, int] = {}
-    for (event, _, _), count in counted.items():
+    for (event, _, _), count in history.charges.items():
         if not isinstance(event, PoissonSampledDpEvent | GaussianDpEvent | MuGaussianDpEvent):
             return None
         pair = _pair(history.pair(event), size)

@@ -164,7 +164,7 @@ def curves_of(history: History) -> tuple[TradeOff, ...]:
         limit = history.filter
         profile = profiles.of_function(limit.delta, limit.epsilon(profiles.SMALLEST))
         return profiles.trade_offs(profile, profile)
-    found = profiles.profiles(frozenset(history.guaranteed().items()), history.settings.method)
+    found = profiles.profiles(frozenset(history.counts.items()), history.settings.method)
     return profiles.trade_offs(*found)
 
 
@@ -198,7 +198,7 @@ def concentration(history: History, delta: float) -> tuple[float, float]:
         limit = history.filter
         gaussian = limit.kind == "gaussian"
         return (limit.limit / 2, math.inf) if gaussian else (limit.limit, limit.order)
-    failures, others = apart(history.guaranteed())
+    failures, others = apart(history.counts)
     if failures:
         return math.inf, math.inf
     return _concentration(others, delta)
