@@ -542,6 +542,8 @@ def test_serves_as_opacus_accountant():
         optimizer.step()
     assert accountant.history[0][:2] == (PoissonSampledDpEvent(0.25, GaussianDpEvent(1.0)), 4)
     assert engine.get_epsilon(DELTA) == accountant.get_epsilon()
+    assert accountant.notes == ("Poisson sampling asserted by the caller",)
+    assert "rests on    Poisson sampling asserted by the caller" in accountant.summary()
     with pytest.raises(PrivacyBudgetExceeded):
         for _ in range(1000):
             accountant.step(noise_multiplier=1.0, sample_rate=0.25)

@@ -464,6 +464,48 @@ def test_names_that_mean_the_same_file(path, tmp_path, monkeypatch):
         PrivacyAccountant(path=tmp_path / "second.db")
 
 
+def test_a_file_that_is_a_mount_point_is_refused(path, tmp_path, monkeypatch):
+    """Mounts as a container with one bound file lists them."""
+    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 5).close()
+    strange = tmp_path / "a \\040 b.db"
+    shutil.copy(path, strange)
+    name = os.fsencode(strange).replace(b"\\", b"\\134").replace(b" ", b"\\040")
+    mounts = tmp_path / "mountinfo"
+    monkeypatch.setattr(file, "_MOUNTS", mounts)
+    line = b"36 35 98:0 /host/x.db %b rw,noatime shared:1 - ext4 /dev/root rw\n"
+    for listed in (os.fsencode(path), name):
+        mounts.write_bytes(line % b"/" + line % os.fsencode(tmp_path) + line % listed)
+        mounted, other = (path, strange) if listed != name else (strange, path)
+        for use in (lambda: PrivacyAccountant(path=mounted), lambda: look_at(mounted)):
+            with pytest.raises(LedgerError, match="mount the folder"):
+                use()
+        assert len(PrivacyAccountant(path=other)) == 5
+    mounts.unlink()  # a system that lists none
+    assert len(PrivacyAccountant(path=path)) == 5
+
+
+def test_a_file_that_is_really_bound_is_refused(path, tmp_path):
+    PrivacyAccountant(3.0, DELTA, path=path).compose(STEP, 5).close()
+    bound, empty, mounted = tmp_path / "bound.db", tmp_path / "empty.db", tmp_path / "mounted"
+    bound.touch()
+    empty.touch()
+    mounted.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or subprocess.run(["mount", "--bind", path, bound], check=False).returncode:
+        pytest.skip("this process may not mount")
+    subprocess.run(["mount", "--bind", empty, empty], check=True)
+    subprocess.run(["mount", "--bind", tmp_path, mounted], check=True)
+    try:
+        for name in (bound, empty):
+            with pytest.raises(LedgerError, match="mount the folder"):
+                PrivacyAccountant(3.0, DELTA, path=name)
+        # a folder that is a mount point holds a ledger as any other
+        assert len(PrivacyAccountant(path=mounted / path.name)) == 5
+    finally:
+        for name in (bound, empty, mounted):
+            subprocess.run(["umount", name], check=True)
+
+
 # --- copies, processes ----------------------------------------------------------------------------
 
 
@@ -1181,3 +1223,41 @@ def test_an_event_that_changes_is_charged_as_it_is():
         sampled(2.0): 5,
         STEP: 1,
     }
+
+
+# --- plans without a ledger -----------------------------------------------------------------------
+
+PLAN = ["--noise-multiplier", "1", "--sample-rate", ".01", "--delta", "1e-5"]
+
+
+def said(capsys, *arguments):
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_cost_of_a_plan(capsys):
+    """The table of reference values, of other accountants, and the calibration's numbers."""
+    assert said(capsys, "epsilon", *PLAN, "--steps", "10000")["epsilon"] == pytest.approx(
+        6.188, abs=2e-3
+    )
+    replaced = ["--steps", "10000", "--neighboring", "replace_one"]
+    assert said(capsys, "epsilon", *PLAN, *replaced)["epsilon"] == pytest.approx(10.881, rel=1e-3)
+    found = said(capsys, "compare", *PLAN, "--steps", "10000")
+    assert found["gdp_lower_bound"] == pytest.approx(6.007, abs=1e-3) < found["pld"] < found["rdp"]
+    assert found["rdp"] == pytest.approx(6.713, abs=1e-3) and found["replace_one"] > 10.8
+    steps = said(capsys, "steps", *PLAN, "--epsilon", "3")["steps"]
+    assert steps == PrivacyAccountant(3.0, DELTA).remaining(STEP)
+    goal = ["--epsilon", "3", "--delta", "1e-5", "--sample-rate", ".01", "--steps", str(steps)]
+    assert said(capsys, "noise", *goal)["noise_multiplier"] == pytest.approx(1.0, rel=1e-3)
+    assert main(["compare", *PLAN, "--steps", "100"]) == 0
+    assert "Renyi curves " in capsys.readouterr().out
+    assert said(capsys, "compare", *PLAN[:2], "--sample-rate", "1", *PLAN[4:], "--steps", "4")[
+        "gdp_lower_bound"
+    ] == pytest.approx(PrivacyAccountant().compose(GaussianDpEvent(0.5)).get_epsilon(DELTA))
+
+
+def test_a_plan_that_makes_no_sense_is_explained(capsys):
+    assert main(["epsilon", *PLAN[:2], "--sample-rate", "2", *PLAN[4:], "--steps", "9"]) == 1
+    assert "must lie in (0, 1]" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["steps", *PLAN])

@@ -41,6 +41,7 @@ from .pairs import Array, Failure, Gaussian, NonPrivate, Pair, Sampled, added, d
 from .search import MOST_STEPS, largest
 
 _GRID = 1.02  # ratio of noise multipliers and rates that share one cost where releases differ much
+_FEW = 16  # releases that fit, below which a reserve is decided by a composition
 _EXACT_COSTS = 16  # different releases before costs are shared
 _ROUND_OFF = 1e-9  # relative, of sums of costs
 _MERGED = 0.015  # of epsilon, which merging close releases may add to a Renyi bound
@@ -203,8 +204,10 @@ class Budget:
         reserved: Mapping[Pair, int] | None = None,
     ) -> int:
         """How often ``need`` certainly fits; 0 means that it does not fit once."""
-        fits = self.fits(counts, need, 1, reserved)
-        return max(self._additive(need, reserved or {}), 1) if fits else 0
+        if any(isinstance(pair, NonPrivate) for pair in need):
+            return 0
+        known = self._prepared(counts, need, reserved or {}, _FEW)
+        return known or int(self.fits(counts, need, 1, reserved))
 
     def cheap(self, counts: Mapping[Pair, int], need: Mapping[Pair, int]) -> int:
         """How often ``need`` fits by the limits at hand, without a composition."""
@@ -235,16 +238,22 @@ class Budget:
         return self._method == "pld" and self._filter is None
 
     def _prepared(
-        self, counts: Mapping[Pair, int], need: Mapping[Pair, int], reserved: Mapping[Pair, int]
+        self,
+        counts: Mapping[Pair, int],
+        need: Mapping[Pair, int],
+        reserved: Mapping[Pair, int],
+        least: int = 1,
     ) -> int:
-        """How often ``need`` fits by additive limits, counted from the history near the budget."""
+        """How often ``need`` fits by additive limits; counted from the history where that is less
+        than ``least``.
+        """
         if self._stale:
             self.restart(counts)
         known = self._additive(need, reserved)
         is_priced = not any(isinstance(pair, Failure) for pair in need)
-        if not known and not self._is_anchored and is_priced:
+        if known < least and not self._is_anchored and is_priced:
             self._anchor(counts)
-            known = self._additive(need, reserved)
+            known = max(known, self._additive(need, reserved))
         return known
 
     def _additive(self, need: Mapping[Pair, int], reserved: Mapping[Pair, int]) -> int:

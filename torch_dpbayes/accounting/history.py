@@ -7,7 +7,6 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from . import bounds, events, renyi
@@ -439,7 +438,7 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> SavedState:
                 f" {getattr(settings, name)!r}: their numbers mean different things. Make this"
                 " accountant with the saved setting."
             )
-    decode = partial(events.recorded, neighboring=settings.neighboring)
+    decode = events.decode
     lines = [
         Line(decode(code), events.positive_count(int(n)), label or None, checked_flag(flag), "")
         for code, n, label, flag in state["history"]

@@ -249,7 +249,7 @@ class Ledger:
             last = next_digest(last, values)
             if values[0] != number or digest != last:
                 raise damaged(self.path, f"row {values[0]} is not what was written")
-            found.append(Row.decoded(values, self.settings["neighboring"]))
+            found.append(Row.decoded(values))
         if seal != last:
             raise damaged(self.path, f"its seal is not that of row {self.version + len(found)}")
         self.version, self._digest = self.version + len(found), last

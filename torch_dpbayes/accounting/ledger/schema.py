@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .. import events
-from ..choices import Neighboring, accounting_method, neighboring_relation, privacy_unit
+from ..choices import accounting_method, neighboring_relation, privacy_unit
 from ..events import DpEvent
 from ..history import Flag, Key
 
@@ -150,10 +150,10 @@ class Row(NamedTuple):
         return self.event, self.label, self.flag
 
     @classmethod
-    def decoded(cls, values: list[Any], neighboring: Neighboring) -> Row:
+    def decoded(cls, values: list[Any]) -> Row:
         """The row with these columns."""
         seq, moment, job, writer, later, kind, label, code, count, flag, block = values
-        event = events.recorded(json.loads(code), neighboring) if code else None
+        event = events.decode(json.loads(code)) if code else None
         return cls(seq, moment, job, writer, bool(later), kind, label, event, count, flag, block)
 
 
