@@ -210,14 +210,14 @@ def test_the_first_charge_of_a_later_job_says_what_that_costs(path, budget, capl
     (record,) = caplog.records
     assert str(path) in record.message
     if budget:
-        assert f"about {later.remaining(STEP)} more releases" in record.message
-        assert f"(as part of the first job, {left})" in record.message
+        assert f"About {later.remaining(STEP)} more such releases" in record.message
+        assert f"({left} in the first job)" in record.message
     else:
         assert "epsilon is infinite" in record.message
     later.compose(STEP)
     assert len(caplog.records) == 1
     later_job(path=path).compose(STEP)
-    assert len(caplog.records) == 2 and "as part of" not in caplog.records[1].message
+    assert len(caplog.records) == 2 and "in the first job" not in caplog.records[1].message
 
 
 def test_the_second_charge_of_a_launch_that_came_late_is_late_too(path):

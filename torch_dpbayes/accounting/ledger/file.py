@@ -136,10 +136,9 @@ class Database:
             )
         if not self._is_checked and _is_mounted(self.path):
             raise LedgerError(
-                f"{self.path} is itself a mount point: one file, bound into a container. SQLite"
-                " keeps a journal beside each of its names, so that charges under one would be"
-                " invisible under the other. Nothing may be released; mount the folder that holds"
-                " it."
+                f"{self.path} is itself a mount point, as one file bound into a container is."
+                " SQLite keeps a journal for each name, so charges under another would be"
+                " invisible here. Release nothing; mount the folder."
             )
         self._is_checked = True
 

@@ -396,8 +396,7 @@ class Session:
         self._cost_was_told = True
         if budget is None or history.filter is None:
             _log.warning(
-                "%s held charges when this job began, and has no budget: nothing is guaranteed"
-                " (epsilon is infinite).",
+                "%s held charges before this job and has no budget: epsilon is infinite.",
                 self.ledger.path,
             )
             return
@@ -406,13 +405,11 @@ class Session:
         if began:
             whole = Budget(*budget, history.settings.method)
             whole.restart(history.counts)
-            in_one = f" (as part of the first job, {whole.max_count(history.counts, need) - 1})"
+            in_one = f" ({whole.max_count(history.counts, need) - 1} in the first job)"
         _log.warning(
-            "%s held charges when this job began, whose results may have led to it. So a privacy"
-            " filter holds for all jobs: the guarantee is the whole budget, epsilon = %g at delta ="
-            " %g, however much of it is used, and about %s more releases like the first one of this"
-            " job fit%s. To avoid that, make all releases in one job, or charge with adaptive=True"
-            " from the first release of the file on.",
+            "%s held charges before this job, so a filter guarantees its whole budget, epsilon = %g"
+            " at delta = %g. About %s more such releases fit%s. To avoid it: one job, or"
+            " adaptive=True from the start.",
             self.ledger.path,
             *budget,
             max((left or 0) - 1, 0),
