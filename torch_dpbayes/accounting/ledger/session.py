@@ -408,7 +408,7 @@ class Session:
             in_one = f" ({whole.max_count(history.counts, need) - 1} in the first job)"
         _log.warning(
             "%s held charges before this job, so a filter guarantees its whole budget, epsilon = %g"
-            " at delta = %g. About %s more such releases fit%s. To avoid it: one job, or"
+            " at delta = %g. About %s more such releases fit%s. Avoid it by one job, or"
             " adaptive=True from the start.",
             self.ledger.path,
             *budget,
