@@ -235,12 +235,19 @@ class History:
     def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
         """Records a charge in memory, or raises before anything is recorded."""
         need = needed(parts)
-        with self.under(self.rule(need, adaptive, is_later=False), declared=True):
-            if self.budget is not None and not self.budget.fits(self.counts, need):
-                self.refuse(parts)
+        rule = self.rule(need, True, is_later=False) if adaptive else None
+        if rule is not None:
+            with self.under(rule, declared=True):
+                self._require_fit(parts, need)
+        else:
+            self._require_fit(parts, need)
         self.first = self.first or {parts[0].pair: 1}
         for part in parts:
             self.keep(part, label, "adaptive" if adaptive else "fixed")
+
+    def _require_fit(self, parts: list[Part], need: Counts) -> None:
+        if self.budget is not None and not self.budget.fits(self.counts, need):
+            self.refuse(parts)
 
     def refuse(self, parts: list[Part]) -> NoReturn:
         """Says why ``parts`` do not fit."""
