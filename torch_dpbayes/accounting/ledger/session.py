@@ -407,7 +407,7 @@ class Session:
             whole.restart(history.counts)
             in_one = f" ({whole.max_count(history.counts, need) - 1} in the first job)"
         _log.warning(
-            "%s held charges before this job, so a filter guarantees its whole budget, epsilon = %g"
+            "%s held charges before this job, so a filter guarantees its budget, epsilon = %g"
             " at delta = %g. About %s more such releases fit%s. Avoid it by one job, or"
             " adaptive=True from the start.",
             self.ledger.path,
