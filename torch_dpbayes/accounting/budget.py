@@ -185,10 +185,11 @@ class _Tangents(NamedTuple):
 
     def keep(self, spent: Array) -> bool:
         """Whether these divergences fit by one of the alternatives, in both directions."""
-        grown = (np.array(self.orders) - 1) * spent
-        deltas = self.logs + grown.reshape(self.logs.shape[1:])
-        largest = deltas.max(axis=2)
+        # an infinite divergence makes a sum that is no number, which is not below any limit
         with np.errstate(invalid="ignore"):
+            grown = (np.array(self.orders) - 1) * spent
+            deltas = self.logs + grown.reshape(self.logs.shape[1:])
+            largest = deltas.max(axis=2)
             sums = largest + np.log(np.exp(deltas - largest[..., None]).sum(axis=2))
         return bool((sums <= self.lefts).all(axis=1).any())
 
