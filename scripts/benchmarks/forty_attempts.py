@@ -272,8 +272,8 @@ ATTEMPTS: dict[str, tuple[Callable[[], Any], str | None]] = {
         lambda: dpb.PrivacyEngine(accountant="rdp"),  # type: ignore[arg-type]
         'PrivacyAccountant(method="rdp")',
     ),
-    "secure_mode=": (lambda: made(secure_mode=True), "leave it out"),
-    "poisson_sampling=": (lambda: made(poisson_sampling=False), "leave it out"),
+    "secure_mode=": (lambda: made(secure_mode=True), "secure_mode"),
+    "poisson_sampling=": (lambda: made(poisson_sampling=False), "poisson_sampling"),
     "positional arguments": (
         lambda: dpb.PrivacyEngine().make_private(network(), SAMPLER),  # type: ignore[misc]
         "make_private(module=...",

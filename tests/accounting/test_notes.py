@@ -46,7 +46,7 @@ def test_each_statement_is_kept_once_in_order(path, in_file):
     assert accountant.notes == (FIRST, SECOND)
     assert statements(accountant) == [FIRST, SECOND]
     for wrong in ("", " \n", None, 3):
-        with pytest.raises(ValueError, match="must be a string"):
+        with pytest.raises(ValueError, match="non-empty string"):
             accountant.note(wrong)
 
 

@@ -14,6 +14,7 @@ from multiprocessing.context import get_spawning_popen
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
+from ..errors import ArgumentError, ArgumentTypeError, StateError
 from . import events, odometer, report, risk
 from .choices import (
     Method,
@@ -182,7 +183,7 @@ class PrivacyAccountant:
         if epsilon is not None:
             epsilon = check_epsilon(epsilon)
             if delta is None:
-                raise ValueError(
+                raise ArgumentError(
                     "a budget needs both numbers: PrivacyAccountant(epsilon=3.0, delta=1e-5)."
                 )
         delta = None if delta is None else check_delta(delta)
@@ -195,7 +196,7 @@ class PrivacyAccountant:
             "unit": unit,
         }
         if job is not None and (path is None or not isinstance(job, str) or not job.strip()):
-            raise ValueError(
+            raise ArgumentError(
                 f"job must be the name of a launch whose workers share a file, got {job!r}: write"
                 " PrivacyAccountant(path='budget.db', job='sweep 7')."
             )
@@ -241,7 +242,7 @@ class PrivacyAccountant:
     def _read(self) -> History:
         """The history, with what other processes charged since. Under the lock."""
         if self._is_busy:
-            raise RuntimeError(_IN_THE_MIDDLE)
+            raise StateError(_IN_THE_MIDDLE)
         self._enter_run()
         self._begin_anew_if_needed()
         if self._session is not None:
@@ -254,14 +255,14 @@ class PrivacyAccountant:
         """
         with LOCK:
             if self._is_busy:
-                raise RuntimeError(_IN_THE_MIDDLE)
+                raise StateError(_IN_THE_MIDDLE)
             self._is_busy = True
             try:
                 self._enter_run()
                 self._run = None
                 self._begin_anew_if_needed()
                 if charging and self._session is None and self._process != os.getpid():
-                    raise RuntimeError(
+                    raise StateError(
                         "this accountant was forked into another process, where a charge would be"
                         " lost to its parent: make it with PrivacyAccountant(...,"
                         " path='budget.db'), or give every process an accountant with a share of"
@@ -461,7 +462,7 @@ class PrivacyAccountant:
         """An upper bound on delta at ``epsilon`` >= 0, for everything charged so far."""
         epsilon = float(epsilon)
         if not 0 <= epsilon < math.inf:
-            raise ValueError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
+            raise ArgumentError(f"epsilon must be finite and at least 0, got {epsilon!r}.")
         with LOCK:
             return self._read().delta(epsilon)
 
@@ -484,7 +485,7 @@ class PrivacyAccountant:
                 is the person.
         """
         if self.unit == "person" and records_per_person != 1:
-            raise ValueError(
+            raise ArgumentError(
                 "this accountant's numbers are of people already, however many records they have:"
                 " leave out records_per_person=."
             )
@@ -552,7 +553,7 @@ class PrivacyAccountant:
         if delta is not None:
             return check_delta(delta)
         if self._delta is None:
-            raise ValueError(
+            raise ArgumentError(
                 "delta is needed, as this accountant has no budget: get_epsilon(delta=1e-5)."
             )
         return self._delta
@@ -583,7 +584,7 @@ class PrivacyAccountant:
         if type(count) is not int or count != 1:
             count = events.positive_count(count)
         if label is not None and (not isinstance(label, str) or not label):
-            raise ValueError(f"label must be a non-empty string or None, got {label!r}.")
+            raise ArgumentError(f"label must be a non-empty string or None, got {label!r}.")
         parts = self._history.decompose(event, count)
         if parts:
             self._change(lambda: self._charge(event, parts, label, bool(adaptive)))
@@ -618,7 +619,7 @@ class PrivacyAccountant:
             LedgerError: the statement could not be written to the file.
         """
         if not isinstance(statement, str) or not statement.strip():
-            raise ValueError(f"a statement must be a string that is not empty, got {statement!r}.")
+            raise ArgumentError(f"a statement must be a non-empty string, got {statement!r}.")
         statement = " ".join(statement.split())
         if self._session is None:
             self._noted[statement] = None
@@ -753,7 +754,7 @@ class PrivacyAccountant:
                 if rule is not None:
                     entries.insert(0, Entry("filter", rule.code, None, 0, "adaptive"))
                 if not session.write(entries):
-                    raise ValueError(
+                    raise ArgumentError(
                         "another process charged this ledger in the meantime: it is not empty any"
                         " more, so nothing was loaded. Take a new ledger."
                     )
@@ -791,7 +792,7 @@ class PrivacyAccountant:
             if self._session is not None:
                 held = {job: self._session.ledger.charged_by(job) for job in saved.jobs}
         if any(counts - held.get(job, Counter()) for job, counts in saved.jobs.items()):
-            raise ValueError(
+            raise ArgumentError(
                 "this accountant does not know the releases of the saved run, and resuming would"
                 " forget them: resume with that run's own accountant, or an empty one, which takes"
                 " them over."
@@ -802,7 +803,7 @@ class PrivacyAccountant:
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
         session = self._session
         if session is None:
-            raise TypeError(
+            raise ArgumentTypeError(
                 "a PrivacyAccountant in memory cannot be copied: both copies would spend the same"
                 " budget. Make it with PrivacyAccountant(..., path='budget.db'), pass the object"
                 " itself on, or load its state_dict() into a new one."
@@ -833,7 +834,7 @@ class PrivacyAccountant:
 
         def hook(optimizer: Any) -> None:
             if optimizer.accumulated_iterations != 1:
-                raise RuntimeError(
+                raise StateError(
                     f"Opacus summed {optimizer.accumulated_iterations} batches before one step, in"
                     " which a record may count more than once: step after every batch, and use"
                     " Opacus' BatchMemoryManager for batches that do not fit into memory."
@@ -854,13 +855,13 @@ def _settle_quietly(session: Session) -> None:
 def _require_in(saved: SavedState, session: Session | None) -> None:
     """Raises unless this is the file that the state belongs to, and holds what was saved."""
     if session is None or session.ledger.id != saved.ledger:
-        raise ValueError(
+        raise ArgumentError(
             "the saved history belongs to a ledger file, which goes on counting: open that"
             " file, PrivacyAccountant(path=...), and hand it to whatever resumes."
         )
     held = session.ledger.charged_until(saved.place) if saved.lines else Counter()
     if held is None or saved.counted() - held:
-        raise ValueError(
+        raise ArgumentError(
             f"the ledger {session.ledger.path} holds less than the saved run was charged for: it"
             " was restored from an older copy. Put the newer file back."
         )

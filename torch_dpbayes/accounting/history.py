@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
+from ..errors import ArgumentError, DPBayesError
 from . import bounds, events, renyi
 from .budget import Budget, Filter
 from .choices import Method, Neighboring, Unit
@@ -43,8 +44,10 @@ _KNOWN_EVENTS = 4096  # whose parts are kept
 _NAMED = 2  # different events of one charge, in an error
 
 
-class PrivacyBudgetExceeded(RuntimeError):
+class PrivacyBudgetExceeded(DPBayesError, RuntimeError):
     """A charge would have passed the budget. Nothing was recorded, and nothing may be released."""
+
+    code = "budget-exceeded"
 
 
 class Settings(NamedTuple):
@@ -75,7 +78,7 @@ def needed(parts: Iterable[Part]) -> dict[Pair, int]:
 def checked_flag(flag: Any) -> Flag:
     """``flag`` if it is one: a misspelt one would pass for "fixed"."""
     if flag not in get_args(Flag):
-        raise ValueError(f"a saved charge is one of {', '.join(get_args(Flag))}, got {flag!r}.")
+        raise ArgumentError(f"a saved charge is one of {', '.join(get_args(Flag))}, got {flag!r}.")
     checked: Flag = flag
     return checked
 
@@ -300,13 +303,13 @@ class History:
         if is_later:
             return None if budget is None else self._rule_of_later_jobs()
         if budget is None:
-            raise ValueError(
+            raise ArgumentError(
                 "adaptive=True needs a budget: parameters chosen from earlier outputs are private"
                 " only against a limit that was fixed before. Write"
                 " PrivacyAccountant(epsilon=..., delta=...)."
             )
         if self.counts:
-            raise ValueError(
+            raise ArgumentError(
                 "this accountant already holds charges that were not adaptive, and becoming"
                 " adaptive would be a choice made after seeing outputs: charge with adaptive=True"
                 " from the first charge on, in a new accountant."
@@ -434,13 +437,13 @@ def read_saved(state: Mapping[str, Any], settings: Settings) -> SavedState:
     wanted = {"method", "neighboring", "unit", "filter", "budget", "history"}
     wanted |= {"ledger", "place", "jobs", "notes"}
     if missing := wanted - set(state):
-        raise ValueError(
+        raise ArgumentError(
             f"this is not the state of a PrivacyAccountant: {sorted(missing)} missing. Load what"
             " state_dict() returned."
         )
     for name in ("method", "neighboring", "unit"):
         if state[name] != getattr(settings, name):
-            raise ValueError(
+            raise ArgumentError(
                 f"the saved accountant has {name}={state[name]!r}, this one"
                 f" {getattr(settings, name)!r}: their numbers mean different things. Make this"
                 " accountant with the saved setting."
@@ -480,7 +483,7 @@ def _by_jobs(lines: list[Line], jobs: Jobs) -> list[Line]:
                 count -= share
         nobodys += count
     if nobodys or any(counts.total() for counts in left.values()):
-        raise ValueError(
+        raise ArgumentError(
             "this state's history is not the sum of what its jobs charged: it was changed. Load it"
             " as it was saved."
         )
@@ -497,13 +500,13 @@ def check_saved(history: History, saved: SavedState) -> Filter | None:
     """
     settings = history.settings
     if history.counts:
-        raise ValueError(
+        raise ArgumentError(
             "this accountant is not empty: loading would forget or double what it holds."
             " Load into a new PrivacyAccountant."
         )
     same = saved.budget == list(settings.budget or ())
     if any(line.flag == "adaptive" for line in saved.lines) and not same:
-        raise ValueError(
+        raise ArgumentError(
             "the saved history is adaptive, which is private only against its budget"
             f" {saved.budget}; this accountant's is {list(settings.budget or ())}. Load it into one"
             " with the saved budget."

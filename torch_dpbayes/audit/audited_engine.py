@@ -11,6 +11,7 @@ from torch import nn
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
 from ..engine.privacy_engine import PrivacyEngine
+from ..errors import AuditError
 from ..optim.base import PrivateOptimizer
 from .canaries import GradientCanaries
 
@@ -49,12 +50,12 @@ class AuditedEngine(PrivacyEngine):
     def _require_auditable(self, options: dict[str, Any]) -> None:
         own = self._accountant
         if options.get("people") is not None or (own is not None and own.unit == "person"):
-            raise ValueError(
+            raise AuditError(
                 "a canary is one record, which shows nothing of the ε of people: audit the run"
                 " without people=, charged to an accountant of records"
             )
         if self.is_used:
-            raise ValueError(
+            raise AuditError(
                 "train called make_private twice, and one audit is of one run: audit each alone"
             )
 

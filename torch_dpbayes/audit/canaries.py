@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..batches.poisson_loader import PoissonLoader
+from ..errors import AuditError
 from ..optim.base import PrivateOptimizer
+from ..per_sample.contributions import Contribution
 from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout
 from .bounds import Array
@@ -102,7 +103,7 @@ class GradientCanaries:
         are_apart: bool = False,
     ) -> None:
         if scores not in ("sums", "differences"):
-            raise ValueError(f'scores must be "sums" or "differences", got {scores!r}')
+            raise AuditError(f'scores must be "sums" or "differences", got {scores!r}')
         self._coins, self._generator, self._kind = coins, generator, scores
         self._are_apart = are_apart
         self.scores = np.zeros(len(coins))
@@ -114,18 +115,18 @@ class GradientCanaries:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._size = sum(p.numel() for p in parameters if p.requires_grad)
         if self._size < len(self._coins):
-            raise ValueError(
+            raise AuditError(
                 f"{len(self._coins)} canaries need as many parameters, a direction each, and the"
                 f" model has {self._size}: use num_canaries={self._size}, or repeated transcripts"
             )
         if loader.num_workers > 0:
-            raise ValueError(
+            raise AuditError(
                 "gradient canaries are dealt out where batches are made: build the DataLoader with"
                 " num_workers=0"
             )
         draws = loader.sampler_of_draws
         if self._are_apart and draws.law != "poisson":
-            raise ValueError(
+            raise AuditError(
                 'bound="independent" is for full and Poisson batches of records, and this loader'
                 f' draws {draws.batches}: pass bound="gaussian"'
             )
@@ -179,7 +180,7 @@ class GradientCanaries:
     def _released(self, layout: Layout) -> None:
         """Score what was released."""
         if layout.smallest_noise_multiplier == 0:
-            raise ValueError("the run has no noise, so its ε is infinite: nothing is to be refuted")
+            raise AuditError("the run has no noise, so its ε is infinite: nothing is to be refuted")
         total = layout.gradient * self._batch_size - self._others
         multipliers = torch.cat(
             [torch.full_like(g.gradient, g.noise_multiplier) for g in layout.groups]
@@ -249,7 +250,7 @@ class SourceWithCanaries(GradientSource):
         second_moment: Tensor | None = None,
     ) -> int:
         if scale is not None:
-            raise ValueError("an audit knows no sensitivity_scale: leave it out while auditing")
+            raise AuditError("an audit knows no sensitivity_scale: leave it out while auditing")
         records = self._source.add_clipped_sum(
             named_parameters, max_grad_norm, out, second_moment=second_moment
         )
@@ -264,20 +265,16 @@ class SourceWithCanaries(GradientSource):
     def discard(self, parameters: Iterable[Tensor]) -> None:
         self._source.discard(parameters)
 
-    def require_nothing_kept(self) -> None:
-        self._source.require_nothing_kept()
-
     def norms(self, named_parameters: Sequence[tuple[str, Tensor]]) -> Tensor:
         return self._source.norms(named_parameters)
 
-    def per_record_gradients(self, parameter: Tensor) -> Tensor | None:
-        return self._source.per_record_gradients(parameter)
+    def recorded(
+        self, named_parameters: Sequence[tuple[str, Tensor]]
+    ) -> Iterator[Sequence[Contribution]]:
+        return self._source.recorded(named_parameters)
 
     def require_unchanged(self) -> None:
         self._source.require_unchanged()
-
-    def paused(self) -> AbstractContextManager[None]:
-        return self._source.paused()
 
     def remove(self) -> None:
         self._source.remove()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..accounting.accountant import PrivacyAccountant
+from ..errors import AuditError
 from .bounds import Array
 from .canaries import WithPlaces
 from .coin import Coins, auditor, toss
@@ -112,7 +113,7 @@ class History:
         )
         trained = finished(train, WithPlaces(dataset, len(self._coins)), engine)
         if gradients.steps == 0:
-            raise ValueError("train took no step with what make_private returned: call opt.step")
+            raise AuditError("train took no step with what make_private returned: call opt.step")
         self._add(gradients.scores, threat)
         return trained
 
@@ -134,14 +135,14 @@ class History:
         self._require_open()
         found: Array = np.asarray(scores, dtype=float)
         if found.shape != self._coins.shape:
-            raise ValueError(
+            raise AuditError(
                 f"scores are one for each of {len(self._coins)} canaries, got shape {found.shape}"
             )
         if not np.isfinite(found).all():
-            raise ValueError("a score is not finite: leave the canary undecided with score 0")
+            raise AuditError("a score is not finite: leave the canary undecided with score 0")
         if separation is not None:
             if not 0 < separation < math.inf:
-                raise ValueError(
+                raise AuditError(
                     "separation is how far a canary moves its score, a positive number; got"
                     f" {separation}"
                 )
@@ -157,7 +158,7 @@ class History:
         """
         self._require_open()
         if not self._threats:
-            raise ValueError("nothing was released: call train or add before result")
+            raise AuditError("nothing was released: call train or add before result")
         each = "; ".join(dict.fromkeys(self._threats))
         result = from_scores(
             self._scores,
@@ -177,7 +178,7 @@ class History:
 
     def _require_open(self) -> None:
         if self._is_priced:
-            raise ValueError(
+            raise AuditError(
                 "this history has been priced, and a second look would need more confidence: audit"
                 " a new one, with coins of its own"
             )

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.gaussian import gaussian_epsilon, gaussian_mu
+from ..errors import AuditError
 from .bounds import (
     Guesses,
     StatedCurve,
@@ -126,15 +127,15 @@ class Pricing:
 
     def __post_init__(self) -> None:
         if self.bound not in ("gaussian", "independent", "basic"):
-            raise ValueError(
+            raise AuditError(
                 f'bound must be "gaussian", "independent" or "basic", got {self.bound!r}'
             )
         if not 0 <= self.delta < 1:
-            raise ValueError(f"delta is a probability below 1, got {self.delta}")
+            raise AuditError(f"delta is a probability below 1, got {self.delta}")
         if self.bound != "basic" and self.delta == 0:
-            raise ValueError('a Gaussian\'s ε is infinite at delta=0: pass bound="basic"')
+            raise AuditError('a Gaussian\'s ε is infinite at delta=0: pass bound="basic"')
         if not 0.5 <= self.confidence < 1:
-            raise ValueError(
+            raise AuditError(
                 f"confidence is a probability from 0.5 to below 1, got {self.confidence}"
             )
 

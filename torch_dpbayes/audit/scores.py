@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from ..errors import AuditError
 from .bounds import Array, Guesses
 from .coin import Coins
 
@@ -76,12 +77,12 @@ def require_finite(
         try:
             (found,) = minus_loss(model, [record], loss)
         except Exception as error:
-            raise ValueError(
+            raise AuditError(
                 f"the model or the loss fails on canary {i}: {error}. Make canaries that records"
                 " could be."
             ) from error
         if not np.isfinite(found):
-            raise ValueError(
+            raise AuditError(
                 f"canary {i} has loss {-found} before training, so no score: make canaries of"
                 " finite inputs and targets"
             )

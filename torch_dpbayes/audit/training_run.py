@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
+from ..errors import ArgumentTypeError, AuditError
 from .audited_engine import AuditedEngine
 from .bounds import Array, Guesses
 from .canaries import GradientCanaries, WithPlaces, WithRecords
@@ -106,7 +107,7 @@ def one_run(
         found = gradients.scores
     else:
         if bound == "independent":
-            raise ValueError(
+            raise AuditError(
                 'the losses of one model depend on each other\'s canaries: pass bound="gaussian"'
             )
         _require_alike(canaries, dataset, num_canaries)
@@ -115,7 +116,7 @@ def one_run(
         engine, threat = AuditedEngine(accountant, process_group, None, try_model), _BLACK_BOX
         trained = finished(train, WithRecords(dataset, canaries, coins), engine)
         if not isinstance(trained, nn.Module):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"train must return the trained model, whose losses score the canaries; it returned"
                 f" {type(trained).__name__}"
             )
@@ -150,7 +151,7 @@ def finished(train: Train, dataset: Any, engine: AuditedEngine) -> Any:
     """What ``train`` returns, after private steps."""
     trained = train(dataset, engine)
     if not engine.is_used or len(engine.accountant) == 0:
-        raise ValueError(
+        raise AuditError(
             "train took no private step with the engine that it was given: call"
             " engine.make_private, and step"
         )
@@ -161,14 +162,14 @@ def delta_of(accountant: PrivacyAccountant | None, delta: float | None) -> float
     if delta is not None:
         return float(delta)
     if accountant is None or accountant.delta is None:
-        raise ValueError("no accountant with a budget says at which δ to compare: pass delta=1e-5")
+        raise AuditError("no accountant with a budget says at which δ to compare: pass delta=1e-5")
     return accountant.delta
 
 
 def require_enough(canaries: int, pricing: Pricing, epsilon: float | None) -> None:
     """Raise where no guesses, or none that the budget allows, give a bound."""
     if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 1:
-        raise ValueError(f"num_canaries must be a positive integer, got {canaries!r}")
+        raise AuditError(f"num_canaries must be a positive integer, got {canaries!r}")
 
     def gives(number: int) -> bool:
         if epsilon is not None:
@@ -181,7 +182,7 @@ def require_enough(canaries: int, pricing: Pricing, epsilon: float | None) -> No
     while enough < _MANY and not gives(enough):
         enough *= 2
     what = f"num_canaries={enough}" if enough < _MANY else f"more than {_MANY}"
-    raise ValueError(
+    raise AuditError(
         f"{canaries} canaries give no lower bound at {pricing.confidence:.0%} confidence"
         f"{'' if epsilon is None else f' and epsilon = {epsilon:g}'}: use {what}"
     )
@@ -189,16 +190,16 @@ def require_enough(canaries: int, pricing: Pricing, epsilon: float | None) -> No
 
 def _require_alike(canaries: Sequence[Any], dataset: Any, number: int) -> None:
     if len(canaries) != number:
-        raise ValueError(f"num_canaries = {number}, but there are {len(canaries)} canaries")
+        raise AuditError(f"num_canaries = {number}, but there are {len(canaries)} canaries")
     if len(dataset) < number:
-        raise ValueError(
+        raise AuditError(
             f"{len(dataset)} records cannot hide {number} canaries, which would make most of the"
             f" training: use {len(dataset)} canaries at most"
         )
     kind = _kind(dataset[0])
     for i, canary in enumerate(canaries):
         if _kind(canary) != kind:
-            raise ValueError(
+            raise AuditError(
                 f"canary {i} is none of this data set's records: it has {_kind(canary)}, they have"
                 f" {kind}"
             )

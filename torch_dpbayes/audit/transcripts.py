@@ -12,6 +12,7 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.allocation import RandomAllocationDpEvent
 from ..accounting.events import SampledWithoutReplacementDpEvent
+from ..errors import AuditError
 from .bounds import Guesses
 from .coin import auditor, toss
 from .result import AuditResult, Pricing
@@ -64,12 +65,12 @@ def from_scores(
     """
     found, tossed = np.asarray(scores, dtype=float), np.asarray(coins)
     if found.ndim != 1 or found.shape != tossed.shape or tossed.dtype != bool:
-        raise ValueError(
+        raise AuditError(
             "scores and coins are vectors of one length, the coins of bool; got shapes"
             f" {found.shape} and {tossed.shape}, {tossed.dtype}"
         )
     if np.isnan(found).any():
-        raise ValueError("a score is not a number: leave the canary undecided with score 0")
+        raise AuditError("a score is not a number: leave the canary undecided with score 0")
     pricing = Pricing(bound, delta, confidence)
     if bound == "independent" and accountant is not None:
         _require_apart(accountant)
@@ -77,9 +78,9 @@ def from_scores(
     # by public numbers: neither scores nor coins decide it
     made = num_guesses if num_guesses is not None else pricing.best_number(len(found), epsilon)
     if not 1 <= made <= len(found):
-        raise ValueError(f"num_guesses must be from 1 to {len(found)}, got {made}")
+        raise AuditError(f"num_guesses must be from 1 to {len(found)}, got {made}")
     if bound == "independent" and made != len(found):
-        raise ValueError(
+        raise AuditError(
             'bound="independent" is for guesses on all canaries: leave num_guesses out, or pass'
             ' bound="gaussian"'
         )
@@ -125,7 +126,7 @@ def repeated(
     pricing = Pricing(bound, delta, confidence, is_independent=True)
     enough = int(np.ceil(np.log(1 - confidence) / np.log(0.5))) + 1
     if repeats < enough:
-        raise ValueError(
+        raise AuditError(
             f"{repeats} repeats give no lower bound at {confidence:.0%} confidence: use at least"
             f" {enough}, and hundreds for a useful one"
         )
@@ -139,7 +140,7 @@ def repeated(
 def _require_apart(accountant: PrivacyAccountant) -> None:
     for charge in accountant.history:
         if isinstance(charge.event, _DRAWN_TOGETHER):
-            raise ValueError(
+            raise AuditError(
                 'bound="independent" is for full and Poisson batches, and the accountant was'
                 f' charged a {type(charge.event).__name__}: pass bound="gaussian"'
             )
@@ -150,10 +151,10 @@ def stated(epsilon: float | None, accountant: PrivacyAccountant | None, delta: f
     if accountant is None and epsilon is not None:
         return epsilon
     if accountant is None or epsilon is not None:
-        raise ValueError("state what was charged, once: pass accountant=, or epsilon=")
+        raise AuditError("state what was charged, once: pass accountant=, or epsilon=")
     found = accountant.get_epsilon(delta)
     if math.isinf(found):
-        raise ValueError("the accountant states no ε for this run, so none can be refuted")
+        raise AuditError("the accountant states no ε for this run, so none can be refuted")
     return found
 
 

@@ -15,6 +15,7 @@ from ..accounting.choices import Neighboring, Unit, check_delta
 from ..accounting.events import DpEvent, elementary, in_words, positive_count
 from ..accounting.pairs import Pair, added, dominating_pair, take
 from ..accounting.selection import Repetitions, selection_event
+from ..errors import ArgumentError, StateError
 from .privacy_engine import PrivacyEngine
 
 Candidate = TypeVar("Candidate")
@@ -79,7 +80,7 @@ def best_of_runs(
     """
     choices = list(candidates)
     if not choices:
-        raise ValueError("candidates are empty: give at least one setting.")
+        raise ArgumentError("candidates are empty: give at least one setting.")
     delta = check_delta(delta)
     repetitions = Repetitions(mean_runs, shape)
     planned: Schedule = [(event, count) for event, count in schedule]
@@ -98,7 +99,7 @@ def best_of_runs(
             own = _PlannedAccountant(planned, relation, unit)
             result, score = train(PrivacyEngine(own), candidate)
             if not len(own):
-                raise RuntimeError(
+                raise StateError(
                     "a run has to release something, by the engine that train() is given: nothing"
                     " is returned."
                 )
@@ -156,7 +157,7 @@ class _PlannedAccountant(PrivacyAccountant):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refused: a run starts afresh."""
-        raise ValueError("a run of best_of_runs starts afresh: it loads no saved accountant.")
+        raise ArgumentError("a run of best_of_runs starts afresh: it loads no saved accountant.")
 
 
 def _covered(left: dict[Pair, int], pair: Pair, times: int) -> bool:
@@ -175,7 +176,7 @@ def _require_fresh(result: Any, seen: list[Any]) -> None:
     for module in modules:
         own = {id(parameter) for parameter in module.parameters()}
         if any(own & {id(p) for p in other.parameters()} for other in seen):
-            raise RuntimeError(
+            raise StateError(
                 "two runs returned the same model, so that neither started afresh: build the model"
                 " inside train(). Nothing is returned."
             )

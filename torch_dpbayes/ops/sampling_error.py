@@ -16,6 +16,7 @@ import numpy as np
 
 from ..accounting import bounds, pairs
 from ..accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
+from ..errors import ArgumentTypeError, CertificateError
 
 ExactEvent = BoundedRangeDpEvent | MuGaussianDpEvent  # of an exact draw; another kind is registered
 
@@ -25,7 +26,7 @@ _SHARES_OF_TARGET = (0.01, 0.05, 0.15, 0.33, 0.5, 0.7, 0.9, 0.97)  # of delta
 _SHARES_OF_FIRST = (0.2, 0.5, 0.8)  # of the rest, for the step from Q to P
 
 
-class TooFar(ValueError):
+class TooFar(CertificateError):
     """The sampler is not close enough to its target for any ε at this δ."""
 
 
@@ -150,7 +151,7 @@ def _(event: MuGaussianDpEvent, delta: float) -> float:
 
 
 def _unknown(event: Any) -> TypeError:
-    return TypeError(
+    return ArgumentTypeError(
         "an exact draw is charged as BoundedRangeDpEvent or MuGaussianDpEvent; register another"
         f" kind in ops/sampling_error.py: {event!r}."
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
+from ...errors import ArgumentError
 from ..events import DpEvent
 from .schema import (
     APPLICATION,
@@ -167,7 +168,7 @@ def _plain_path(path: str | os.PathLike[str]) -> Path:
         or text.startswith((":memory:", "file:"))
         or "\0" in text
     ):
-        raise ValueError(
+        raise ArgumentError(
             f"path must be the path of a file on a local disk, got {text!r}. Without path= the"
             " history is kept in memory."
         )
@@ -208,7 +209,7 @@ class Ledger:
             raise replaced(self.path)
         for name, value in settings.items():
             if value is not None and self.settings.get(name) != value:
-                raise ValueError(
+                raise ArgumentError(
                     f"the ledger {self.path} was made with {name} = {self.settings.get(name)!r},"
                     f" not {value!r}. These are fixed at its creation, for what is in it was"
                     " charged under them: open it with its own, or make another file."

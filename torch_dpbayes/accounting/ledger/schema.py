@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ...errors import DPBayesError
 from .. import events
 from ..choices import accounting_method, neighboring_relation, privacy_unit
 from ..events import DpEvent
@@ -44,8 +45,10 @@ CHARGING = ("charge", "block", "return")
 # --- errors ---------------------------------------------------------------------------------------
 
 
-class LedgerError(RuntimeError):
+class LedgerError(DPBayesError, RuntimeError):
     """The ledger could not be read or written. Nothing may be released."""
+
+    code = "ledger"
 
 
 def replaced(path: Path) -> LedgerError:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ...accounting.choices import check_delta
 from ...accounting.events import DpEvent
+from ...errors import CertificateError
+from ...mcmc.checks import check_positive
 from ...noise import GaussianNoise
 from .. import sampling_error
-from ..checks import require_positive
 from ..langevin import Sampler
 from ..models import Model
 from .certificate import NOTHING_CHECKED, Certificate, Setting, Statement
@@ -57,9 +58,9 @@ class TotalVariationClose(Certificate):
         if self.sampler is not None:
             require_sampler(self.sampler)
         check_delta(self.delta)
-        require_positive("xi", self.xi)
+        check_positive("xi", self.xi)
         if 2 * self.xi >= self.delta:
-            raise ValueError(
+            raise CertificateError(
                 f"xi = {self.xi:g} must be below delta / 2 = {self.delta / 2:g}: state a larger"
                 " delta, or a sampler that is closer."
             )
