@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-import torch_dpbayes.accounting
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
@@ -88,7 +87,7 @@ PURE = (
 
 
 def table():
-    text = (Path(torch_dpbayes.accounting.__file__).parent / "README.md").read_text()
+    text = (Path(__file__).resolve().parents[2] / "docs/reference/events.md").read_text()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in text.splitlines()
@@ -543,6 +542,8 @@ def test_serves_as_opacus_accountant():
         optimizer.step()
     assert accountant.history[0][:2] == (PoissonSampledDpEvent(0.25, GaussianDpEvent(1.0)), 4)
     assert engine.get_epsilon(DELTA) == accountant.get_epsilon()
+    assert accountant.notes == ("Poisson sampling asserted by the caller",)
+    assert "rests on    Poisson sampling asserted by the caller" in accountant.summary()
     with pytest.raises(PrivacyBudgetExceeded):
         for _ in range(1000):
             accountant.step(noise_multiplier=1.0, sample_rate=0.25)

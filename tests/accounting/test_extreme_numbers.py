@@ -71,7 +71,6 @@ def test_an_event_of_absurd_size_is_refused_wherever_it_comes_in(make, value, me
         lambda: PrivacyAccountant(**setting).compose(make(value)),
         lambda: limited.compose(make(value), 3),
         lambda: limited.remaining(make(value)),
-        lambda: limited.register([(make(value), 3)]),
         lambda: get_num_steps(**TARGET, sample_rate=0.1, noise_multiplier=1.0, history=history),
         lambda: get_noise_multiplier(**TARGET, sample_rate=0.1, steps=9, history=history),
         lambda: noise_multiplier_for(lambda _: make(value), **TARGET, steps=9),
@@ -277,11 +276,9 @@ def test_renyi_divergences_of_bounded_losses_are_bounds(kind, size):
 def test_shares_of_what_costs_nothing_that_can_be_told():
     accountant = PrivacyAccountant().compose(MuGaussianDpEvent(1e-300), label="a")
     accountant.compose(PureDpEvent(1e-300), label="b")
-    assert {label: count for label, (_, count) in accountant.shares(DELTA).items()} == {
-        "a": 1,
-        "b": 1,
-    }
-    assert "a" in accountant.summary()
+    *_, first, second = accountant.summary().splitlines()
+    assert first.startswith("  a  ") and first.endswith(" 1 releases")
+    assert second.startswith("  b  ") and second.endswith(" 1 releases")
 
 
 # --- failures that use all of delta ---------------------------------------------------------------
@@ -298,12 +295,8 @@ def test_failures_that_use_all_of_delta_say_so(method, tmp_path, capsys):
     assert failing.get_epsilon(1e-5) == math.inf and math.isfinite(failing.get_epsilon(1e-4))
     assert np.char.count(failing.summary(), ALL_OF_IT) == 1
     limited = PrivacyAccountant(3.0, 1e-5, **setting)
-    for use in (
-        lambda: limited.compose(ComposedDpEvent([PureDpEvent(0.1), FailureDpEvent(2e-5)])),
-        lambda: limited.register([(FailureDpEvent(2e-5), 1)]),
-    ):
-        with pytest.raises(PrivacyBudgetExceeded, match=ALL_OF_IT):
-            use()
+    with pytest.raises(PrivacyBudgetExceeded, match=ALL_OF_IT):
+        limited.compose(ComposedDpEvent([PureDpEvent(0.1), FailureDpEvent(2e-5)]))
     for history, make in (
         ([(FailureDpEvent(2e-5), 1)], GaussianDpEvent),
         ([], lambda z: ComposedDpEvent([GaussianDpEvent(z), FailureDpEvent(2e-5)])),

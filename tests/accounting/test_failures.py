@@ -4,6 +4,7 @@ against closed forms and dp_accounting.
 
 import json
 import math
+import re
 import subprocess
 import sys
 from decimal import Decimal, localcontext
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, stats
 from support.examples import examples
+from support.ledgers import later_job
 
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
@@ -361,38 +363,16 @@ def test_later_jobs_are_refused_a_file_that_holds_one(tmp_path):
     with PrivacyAccountant(3.0, 1e-5, path=path) as accountant:
         accountant.compose(pair(0.1, 1e-7))
         assert accountant.get_epsilon() < 0.11
-    with PrivacyAccountant(path=path) as later:
+    with later_job(path=path) as later:
         assert later.remaining(STEP) == 0
         with pytest.raises(PrivacyBudgetExceeded, match="later jobs"):
             later.compose(STEP)
         assert later.get_epsilon() < 0.11
     open_ended = tmp_path / "open.db"
     PrivacyAccountant(path=open_ended).compose(STEP).close()
-    with PrivacyAccountant(path=open_ended) as later:
+    with later_job(path=open_ended) as later:
         assert later.compose(pair(0.1, 1e-7)).get_epsilon(1e-5) == math.inf
         assert later.get_delta(1.0) == 1.0
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_registered_schedule_may_hold_them(tmp_path, method):
-    path = tmp_path / "budget.db"
-    schedule = [(pair(0.1, 1e-7), 3), (STEP, 100)]
-    with PrivacyAccountant(3.0, 1e-5, method=method, path=path) as accountant:
-        accountant.register(schedule).compose(pair(0.1, 1e-7))
-        price = accountant.get_epsilon()
-    assert price == pytest.approx(
-        PrivacyAccountant(method=method)
-        .compose(ComposedDpEvent([SelfComposedDpEvent(event, count) for event, count in schedule]))
-        .get_epsilon(1e-5),
-        rel=1e-6,
-    )
-    with PrivacyAccountant(method=method, path=path) as later:
-        later.compose(pair(0.1, 1e-7), 2).compose(STEP, 10)
-        assert later.guarantee == "registered" and later.get_epsilon() == pytest.approx(price)
-        with pytest.raises(PrivacyBudgetExceeded):
-            later.compose(pair(0.1, 1e-7))
-    with pytest.raises(PrivacyBudgetExceeded, match="the schedule costs"):
-        PrivacyAccountant(3.0, 1e-5, method=method).register([(pair(0.001, 1e-7), 101)])
 
 
 @pytest.mark.thorough
@@ -454,12 +434,13 @@ def test_it_survives_saving_and_the_ledger(tmp_path):
     }
 
 
-def test_shares_and_summaries_with_nothing_but_failures_or_beside_others():
+def test_summaries_with_nothing_but_failures_or_beside_others():
     alone = PrivacyAccountant().compose(FailureDpEvent(1e-7), 2, label="draws")
-    assert alone.shares(1e-5) == {"draws": (None, 2)} and "epsilon <= 0 at" in alone.summary()
+    assert re.search("draws +2 releases", alone.summary()) and "epsilon <= 0 at" in alone.summary()
     assert PrivacyAccountant().compose(FailureDpEvent(0.5)).summary().count("= inf") == 2
     both = alone.compose(STEP, 10, label="chain")
-    assert both.shares(1e-5) == {"draws": (0.0, 2), "chain": (1.0, 10)}
+    assert re.search("draws +0.0% of the cost, 2 releases", both.summary())
+    assert re.search("chain +100.0% of the cost, 10 releases", both.summary())
     assert both.compose(NonPrivateDpEvent()).get_epsilon(1e-5) == math.inf
     event = both.to_dp_event()
     assert SelfComposedDpEvent(FailureDpEvent(1e-7), 2) in event.events

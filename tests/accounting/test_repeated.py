@@ -9,8 +9,9 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
+from support.dp_accounting_adapter import DpAccountingAdapter
 
-from torch_dpbayes.accounting import DpAccountingAdapter, PrivacyAccountant, events, renyi
+from torch_dpbayes.accounting import PrivacyAccountant, events, renyi
 from torch_dpbayes.accounting.events import (
     ComposedDpEvent,
     FailureDpEvent,

@@ -554,17 +554,6 @@ def test_the_tightest_budget_stops_all_in_the_same_iteration(owners, kind):
     assert all(sum(after.values()) == 3 for *_, after in results)
 
 
-def registered(rank):
-    event = GaussianDpEvent(10.0 * PRECISION**0.5 / SLOPE)
-    price = dpb.PrivacyAccountant().compose(event, 41).get_epsilon(1e-5)
-    accountant = dpb.PrivacyAccountant(1.001 * price, 1e-5).register([(event, 41)])
-    return how_it_ends(make("HMC", 10.0, accountant), records(rank))
-
-
-def test_a_registered_schedule_can_be_used_up(owners):
-    assert owners(2, registered) == [("", "", 10, 41)] * 2
-
-
 def refused_after_all(rank):
     """Between the question whether an iteration can be paid and the charge another job spends
     what was left.

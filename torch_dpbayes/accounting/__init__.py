@@ -2,14 +2,12 @@
 
 from . import allocation, mechanisms, selection  # noqa: F401  (for their events)
 from .accountant import Charge, EpsilonBounds, PrivacyAccountant, PrivacyBudgetExceeded
-from .adapter import DpAccountingAdapter
 from .calibration import get_noise_multiplier, get_num_steps, noise_multiplier_for
-from .ledger import LedgerError
+from .ledger.schema import LedgerError
 from .risk import Risk
 
 __all__ = [
     "Charge",
-    "DpAccountingAdapter",
     "EpsilonBounds",
     "LedgerError",
     "PrivacyAccountant",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import bounds, events, failures, pairs, renyi
-from .admission import Admission
+from .budget import Budget
 from .choices import (
     Method,
     Neighboring,
@@ -287,6 +287,6 @@ def get_num_steps(
     )
     neighboring = neighboring_relation(neighboring)
     before, step = _counts(history, neighboring), _counts([(event, 1)], neighboring)
-    admission = Admission((epsilon, delta), "pld")
-    admission.restart(before)
-    return admission.remaining(before, step)
+    budget = Budget(epsilon, delta, "pld")
+    budget.restart(before)
+    return budget.max_count(before, step)

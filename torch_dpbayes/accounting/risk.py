@@ -191,7 +191,7 @@ def curves_of(history: History) -> tuple[TradeOff, ...]:
         limit = history.filter
         profile = profiles.of_function(limit.delta, limit.epsilon(profiles.SMALLEST))
         return profiles.trade_offs(profile, profile)
-    found = profiles.profiles(frozenset(history.guaranteed().items()), history.settings.method)
+    found = profiles.profiles(frozenset(history.counts.items()), history.settings.method)
     return profiles.trade_offs(*found)
 
 
@@ -225,7 +225,7 @@ def concentration(history: History, delta: float) -> tuple[float, float]:
         limit = history.filter
         gaussian = limit.kind == "gaussian"
         return (limit.limit / 2, math.inf) if gaussian else (limit.limit, limit.order)
-    failures, others = apart(history.guaranteed())
+    failures, others = apart(history.counts)
     if failures:
         return math.inf, math.inf
     return _concentration(others, delta)
@@ -283,11 +283,10 @@ def curves_of_people(
 
 def _pairs(history: History, size: int) -> dict[Pair, int] | None:
     """The pairs that dominate releases for ``size`` records; ``None``: not all are known."""
-    if history.guarantee not in ("fixed", "registered") or history.settings.method != "pld":
+    if history.guarantee != "fixed" or history.settings.method != "pld":
         return None
-    counted = history.schedule or history.charges
     found: dict[Pair, int] = {}
-    for (event, _, _), count in counted.items():
+    for (event, _, _), count in history.charges.items():
         if not isinstance(event, PoissonSampledDpEvent | GaussianDpEvent | MuGaussianDpEvent):
             return None
         pair = _pair(history.pair(event), size)

@@ -189,12 +189,12 @@ def event_of(
 
 def is_held(accountant: PrivacyAccountant) -> bool:
     """Whether the guarantee is a limit that was fixed beforehand, whatever is charged."""
-    return accountant.is_later_job or accountant.guarantee in ("filter", "registered")
+    return accountant.is_later_job or accountant.guarantee == "filter"
 
 
 def limit(accountant: PrivacyAccountant, delta: float) -> float:
     """Epsilon of an accountant whose guarantee is a limit."""
-    if accountant.guarantee in ("filter", "registered"):
+    if accountant.guarantee == "filter":
         return accountant.get_epsilon(delta)
     return (
         accountant.epsilon

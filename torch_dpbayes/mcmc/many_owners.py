@@ -307,10 +307,7 @@ class ManyOwners(SoleOwner):
         if fitting >= 1:
             self._surely_paid = 0 if accountant.path else int(min(fitting, _LONGEST_RUN)) // 2
             return True
-        # Of several events together, remaining() leaves out what a registered schedule covers.
-        return accountant.guarantee == "registered" and all(
-            accountant.remaining(event) >= count for event, count in charges
-        )
+        return False
 
     def gradient_sum(self, own: Callable[[], Tensor], theta: Tensor) -> Tensor:
         """The sum of all owners' noisy gradients.

@@ -354,7 +354,7 @@ class OnePosteriorSample:
         assert self._delta is not None
         if self._accountant.is_later_job or self._accountant.guarantee != "fixed":
             raise ValueError(
-                "adaptive or registered charges, or those of a later job, are guaranteed by the"
+                "adaptive charges, or those of a later job, are guaranteed by the"
                 " accountant's budget as a whole: leave out epsilon= and choose a certificate that"
                 " fits the budget."
             )
