@@ -137,7 +137,7 @@ def two_passes():
 
 
 POINTED = {
-    "#budgets": lambda: dpb.PrivacyAccountant(epsilon=-1.0, delta=1e-5),
+    "#argument": lambda: dpb.PrivacyAccountant(epsilon=-1.0, delta=1e-5),
     "#model-eval": no_eval_mode,
     "#two-passes-over-one-private-loader-at-a-time": two_passes,
     "#samples-and-predictions": lambda: dpb.PosteriorSamples(thin=0),

@@ -1,4 +1,7 @@
-"""The errors of this library: one base class, each error with a stable code."""
+"""The errors of this library: one base class, each error with a stable code.
+
+Each is an error of Python's as well, so that ``except ValueError`` goes on to work.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,34 @@ class DPBayesError(Exception):
 
     Args:
         message: what is wrong, and what to write instead.
-        code: names the error; ``docs/troubleshooting.md`` explains it under this name.
+        code: names the error; ``docs/troubleshooting.md`` explains it under this name. Classes
+            have one for what they usually say.
 
     Attributes:
         code: as given.
     """
 
-    def __init__(self, message: str, *, code: str) -> None:
+    code: str
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
-        self.code = code
-        self.add_note(f"why: {PAGE}#{code}")
+        self.code = code or type(self).code
+        self.add_note(f"why: {PAGE}#{self.code}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return _made_again, (type(self), str(self), self.code)
+
+
+class ArgumentError(DPBayesError, ValueError):
+    """An argument has a value that it cannot have, or is missing."""
+
+    code = "argument"
+
+
+class ArgumentTypeError(DPBayesError, TypeError):
+    """An argument is of another type, or has another name, than the function takes."""
+
+    code = "argument-type"
 
 
 class ModelError(DPBayesError, ValueError):

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
 from torch_dpbayes.accounting import PrivacyAccountant, events, mechanisms
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
-from torch_dpbayes.accounting.people import PersonDpEvent
+from torch_dpbayes.accounting.events import UserLevelDpEvent
+from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
 from torch_dpbayes.accounting.selection import Repetitions, selection_event
 
 Array = NDArray[np.float64]
@@ -521,7 +521,7 @@ class Draws:
     def discrete_gaussian(self) -> Drawn:
         std, move = self.log(2.0, 40.0), int(self.rng.integers(1, 3))
         law = partial(of_discrete_gaussian, std, move * (1 + self.replace))
-        return mechanisms.DiscreteGaussianDpEvent(std, move), law, 0.0
+        return mechanisms.DiscreteGaussianDpEvent(std, move, 1), law, 0.0
 
     def response(self) -> Drawn:
         p, buckets = float(self.rng.uniform(0.2, 0.95)), int(self.rng.integers(2, 10))
@@ -607,7 +607,7 @@ def composition(rng: np.random.Generator) -> dict[str, Any]:
             kinds.append(str(rng.choice(ONLY_RENYI)))
     if method == "rdp":
         kinds = [kind for kind in kinds if kind not in ("failure", "epsilon_delta", "selection")]
-    unit = "person" if rng.random() < 0.1 and kinds[-1] not in ONLY_RENYI else "record"
+    unit = "user" if rng.random() < 0.1 and kinds[-1] not in ONLY_RENYI else "record"
     accountant = PrivacyAccountant(neighboring=relation, method=method, unit=unit)  # type: ignore[arg-type]
     laws: list[tuple[Callable[..., Law], float]] = []
     log_none_failed, described = 0.0, []
@@ -615,7 +615,7 @@ def composition(rng: np.random.Generator) -> dict[str, Any]:
         event, law, failed = getattr(draws, kind)()
         count = int(draws.log(1, FEW.get(kind, 12 if len(kinds) == 1 and kind in LATTICE else 300)))
         count = min(count, 3) if replace and kind == "allocation" else count
-        accountant.compose(PersonDpEvent(event) if unit == "person" else event, count)
+        accountant.compose(UserLevelDpEvent(event) if unit == "user" else event, count)
         if law is not None:
             laws.append((law, count))
         log_none_failed += count * math.log1p(-failed)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from scipy import special
 
-from torch_dpbayes.accounting import PrivacyAccountant, allocation, loss_grid, renyi
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent, _average, _replaced
-from torch_dpbayes.accounting.composition import compose
+from torch_dpbayes.accounting import PrivacyAccountant, privacy_loss, random_allocation, renyi
+from torch_dpbayes.accounting.dominating_pairs import Allocated, dominating_pair
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.pairs import Allocated, dominating_pair
+from torch_dpbayes.accounting.fft_composition import compose
+from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent, _average, _replaced
 
 FALSE_ALARM = 1e-6  # of a statistical test
 
@@ -32,7 +32,7 @@ def fine_epsilons(losses, masses):
 
 def profile(pair, epsilon, reverse=False, tail=1e-12):
     """That of the pair's nodes, without their tails."""
-    losses, masses, _ = loss_grid.loss_nodes(pair, tail)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, tail)
     if reverse:
         return float(np.sum(masses * np.exp(-losses) * -np.expm1(np.minimum(epsilon + losses, 0))))
     return float(np.sum(masses * -np.expm1(np.minimum(epsilon - losses, 0))))
@@ -64,7 +64,7 @@ def test_the_profile_of_an_epoch_is_that_of_the_mixture(steps, reverse):
     points, weight = quadrature(steps, 8.0 + 1 / noise)
     w = ratios(points, noise)
     pair = Allocated("directed", steps, noise)
-    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
     for epsilon in fine_epsilons(losses, masses):
         epsilon = -epsilon if reverse else epsilon
         excess = 1 - w * math.exp(epsilon) if reverse else w - math.exp(epsilon)
@@ -82,7 +82,7 @@ def test_a_replaced_record_is_covered_whatever_its_gradients(steps):
     noise = random.uniform(0.7, 3.0)
     points, weight = quadrature(steps, 8.0 + 1 / noise)
     pair = Allocated("antipodal", steps, noise)
-    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
     chosen, chosen_by_output = [(1.0, -1.0)] * steps, [[1.0, -1.0]] * 2
     for case in range(4):
         p, q = np.zeros(len(points)), np.zeros(len(points))
@@ -139,7 +139,7 @@ def test_a_replaced_record_costs_what_the_mixtures_do():
         for sign in (1.0, -1.0)
     ]
     pair = Allocated("antipodal", 2, noise)
-    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-12)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-12)
     for epsilon in [0.0, *fine_epsilons(losses, masses)[:4]]:
         ratio = math.exp(max(epsilon, 0.0))
         truth = float(weight @ np.maximum(p - ratio * q, 0.0))
@@ -156,7 +156,7 @@ def exact_divergence(noise, epsilon):
     form and the one over y, of a smooth function, to 13 digits.
     """
     s, ratio = 1 / noise, math.exp(epsilon)
-    y, weight = loss_grid.pieces(np.linspace(-12.0 - s, 12.0 + s, 600), 5)
+    y, weight = privacy_loss.pieces(np.linspace(-12.0 - s, 12.0 + s, 600), 5)
     rest = np.exp(s * y - s**2 / 2) - ratio * np.exp(-s * y - s**2 / 2)
     # from here on x is large enough
     start = (epsilon / 2 - np.arcsinh(rest * math.exp(s**2 / 2 - epsilon / 2) / 2)) / s
@@ -179,7 +179,7 @@ def test_the_profile_of_a_replaced_record_is_never_below_the_exact_one():
 def test_the_profile_of_a_replaced_record_is_tight_far_out():
     """Between the epsilons at which it is computed, too."""
     noise = random.uniform(0.9, 2.0)
-    losses, masses, _ = loss_grid.loss_nodes(Allocated("antipodal", 2, noise), 1e-20)
+    losses, masses, _ = privacy_loss.loss_nodes(Allocated("antipodal", 2, noise), 1e-20)
     for epsilon in np.linspace(0.0, 12.0, 60):
         truth = exact_divergence(noise, epsilon)
         if truth > 1e-10:
@@ -281,7 +281,7 @@ def test_grids_of_many_steps_stay_small_and_above(monkeypatch):
     steps, noise = random.randint(2000, 4000), random.uniform(0.5, 0.7)
     pair = Allocated("directed", steps, noise)
     fine = max(c.upper_epsilon(1e-6) for c in compose({pair: 1}, delta=1e-6))
-    monkeypatch.setattr(allocation, "_MOST_VALUES", 200)
+    monkeypatch.setattr(random_allocation, "_MOST_VALUES", 200)
     _average.cache_clear()
     try:
         losses, masses = _average(steps, noise, 1e-12, 1e-12)

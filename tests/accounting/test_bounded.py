@@ -12,6 +12,7 @@ from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant, PrivacyBudgetExceeded
 from torch_dpbayes.accounting import bounds
+from torch_dpbayes.accounting.dominating_pairs import BoundedRange, Gaussian, Pure
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
@@ -19,7 +20,6 @@ from torch_dpbayes.accounting.events import (
     GaussianDpEvent,
     PureDpEvent,
 )
-from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure
 
 DELTA = 1e-5
 METHODS = ("pld", "rdp")

@@ -10,10 +10,7 @@ from support.examples import examples
 
 from torch_dpbayes.accounting import bounds, budget, renyi
 from torch_dpbayes.accounting.budget import Budget, Filter
-from torch_dpbayes.accounting.composition import compose
-from torch_dpbayes.accounting.failures import beside_failures
-from torch_dpbayes.accounting.levels import merge
-from torch_dpbayes.accounting.pairs import (
+from torch_dpbayes.accounting.dominating_pairs import (
     BoundedRange,
     Failure,
     Gaussian,
@@ -22,7 +19,10 @@ from torch_dpbayes.accounting.pairs import (
     Pure,
     Sampled,
     added,
+    merge,
 )
+from torch_dpbayes.accounting.fft_composition import compose
+from torch_dpbayes.accounting.privacy_loss import beside_failures
 
 KINDS = ["directed", "antipodal", "symmetric"]
 

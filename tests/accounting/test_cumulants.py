@@ -14,9 +14,9 @@ from support.examples import examples
 
 from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import bounds
-from torch_dpbayes.accounting.composition import compose
+from torch_dpbayes.accounting.dominating_pairs import BoundedRange, Gaussian, Pure, Sampled
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.fft_composition import compose
 
 rates = st.floats(-3.0, -0.05).map(lambda x: 10**x)
 noises = st.floats(-0.3, 1.0).map(lambda x: 10**x)

@@ -17,10 +17,10 @@ import torch_dpbayes as dpb
 from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
+    dominating_pairs,
     get_noise_multiplier,
     get_num_steps,
     noise_multiplier_for,
-    pairs,
     renyi,
 )
 from torch_dpbayes.accounting.__main__ import main
@@ -250,7 +250,7 @@ def test_extreme_budgets(epsilon, method):
     assert accountant.get_epsilon() <= epsilon
 
 
-@pytest.mark.parametrize("kind", [pairs.Pure, pairs.BoundedRange])
+@pytest.mark.parametrize("kind", [dominating_pairs.Pure, dominating_pairs.BoundedRange])
 @pytest.mark.parametrize("size", [1e-50, 1e-20, 1e-12, 1e-9, 1e-6, 1e-3, 0.1, 3.0, 300.0, 1e4])
 def test_renyi_divergences_of_bounded_losses_are_bounds(kind, size):
     """Differences of numbers that nearly cancel: the truth comes from 120 digits."""
@@ -260,7 +260,7 @@ def test_renyi_divergences_of_bounded_losses_are_bounds(kind, size):
         e = mpmath.mpf(size)
         for order, value in zip(orders, found, strict=True):
             theta = mpmath.mpf(order) - 1
-            if kind is pairs.Pure:
+            if kind is dominating_pairs.Pure:
                 moment = (mpmath.exp((theta + 1) * e) + mpmath.exp(-theta * e)) / (
                     1 + mpmath.exp(e)
                 )

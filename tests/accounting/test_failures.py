@@ -22,11 +22,11 @@ from torch_dpbayes.accounting import (
     PrivacyAccountant,
     PrivacyBudgetExceeded,
     bounds,
+    dominating_pairs,
     get_noise_multiplier,
     get_num_steps,
-    pairs,
 )
-from torch_dpbayes.accounting.bounds import Extension
+from torch_dpbayes.accounting.dominating_pairs import BoundedRange, Failure, Gaussian, Pure, Sampled
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
     ComposedDpEvent,
@@ -39,8 +39,7 @@ from torch_dpbayes.accounting.events import (
     SelfComposedDpEvent,
     ZCDpEvent,
 )
-from torch_dpbayes.accounting.failures import failing
-from torch_dpbayes.accounting.pairs import BoundedRange, Failure, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.privacy_loss import failing
 
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 METHODS = ("pld", "rdp")
@@ -215,7 +214,7 @@ histories = st.lists(
 @examples(20)
 def test_a_failure_never_lowers_a_bound_and_leaves_the_rest_of_delta(history, delta, failure):
     counts = dict(history)
-    more = pairs.added(counts, {Failure(failure): 1})
+    more = dominating_pairs.added(counts, {Failure(failure): 1})
     before, after = (bounds.upper_epsilon(c, delta) for c in (counts, more))
     assert after >= before * (1 - 1e-4)
     assert bounds.lower_epsilon(more, delta) <= after
@@ -225,33 +224,6 @@ def test_a_failure_never_lowers_a_bound_and_leaves_the_rest_of_delta(history, de
         assert after >= bounds.upper_epsilon(counts, max(left, 1e-10)) * (1 - 1e-3)
         assert bounds.upper_delta(more, after * 1.002 + 1e-6) <= delta * (1 + 1e-6)
     assert bounds.upper_delta(more, 1.0) >= failure
-
-
-@pytest.mark.thorough
-@given(history=histories, steps=st.integers(0, 300), failure=st.floats(1e-9, 1e-4))
-@examples(12)
-def test_a_kept_composition_counts_failures_with_every_step(history, steps, failure):
-    """Extension is what the budget is checked by, where releases are of many kinds."""
-    counts, delta = dict(history), 1e-3
-    unit = {Failure(failure): 2, Sampled("directed", 0.01, 1.0): 1}
-    kept = Extension(counts, unit, delta, 10)
-    fresh = bounds.upper_epsilon(pairs.added(counts, unit, steps), delta)
-    assert kept(steps) >= fresh * (1 - 1e-3) - 1e-6
-    assert kept(10) == pytest.approx(
-        bounds.upper_epsilon(pairs.added(counts, unit, 10), delta), rel=1e-2, abs=1e-4
-    )
-    kept.extend({Failure(1e-2): 1}, unit)
-    assert kept(steps) == math.inf
-
-
-def test_only_failures_may_be_added_to_a_kept_composition():
-    counts = {Sampled("directed", 0.01, 1.0): 5, Pure(0.1): 1}
-    kept = Extension(counts, {Failure(1e-7): 1}, 1e-5, 1)
-    assert (
-        kept(99) >= kept(1) >= kept(0) >= bounds.lower_epsilon(counts, 1e-5)
-        and math.isfinite(kept(99))
-        and kept(101) == math.inf
-    )
 
 
 # --- by Renyi curves ------------------------------------------------------------------------------

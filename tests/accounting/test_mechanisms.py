@@ -24,14 +24,14 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
 from scipy import special, stats
 
-from torch_dpbayes.accounting import PrivacyAccountant, events, loss_grid, renyi
+from torch_dpbayes.accounting import PrivacyAccountant, events, privacy_loss, renyi
+from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.mechanisms import (
     DiscreteGaussianDpEvent,
     EpsilonDeltaDpEvent,
     ExponentialMechanismDpEvent,
     PermuteAndFlipDpEvent,
 )
-from torch_dpbayes.accounting.pairs import dominating_pair
 
 ADD, REPLACE = "add_or_remove_one", "replace_one"
 DELTA = 1e-6
@@ -77,7 +77,9 @@ def discrete_gaussian(relation):
     # at less noise dp-accounting's ε is infinite, for it cuts the noise off
     std, move = between(4, 40), random.randint(1, 4)
     shift = 2 * move if relation == REPLACE else move
-    return DiscreteGaussianDpEvent(std, move), lambda upper: pld.from_discrete_gaussian_mechanism(
+    return DiscreteGaussianDpEvent(
+        std, move, 1
+    ), lambda upper: pld.from_discrete_gaussian_mechanism(
         std, shift, pessimistic_estimate=upper, value_discretization_interval=1e-3
     )
 
@@ -161,7 +163,7 @@ def test_discrete_gaussian_noise_that_is_little_against_the_sensitivity(std, mov
     log_masses -= np.log(np.exp(log_masses).sum())
     losses = (2 * move - 2 * x) * 2 * move / (2 * std**2)
     found = PrivacyAccountant(neighboring="replace_one")
-    found.compose(DiscreteGaussianDpEvent(std, move))
+    found.compose(DiscreteGaussianDpEvent(std, move, 1))
     for delta in (1e-3, DELTA):
         epsilon = found.get_epsilon(delta)
         for factor, sign in ((1.0, 1), (0.999, -1)):
@@ -198,7 +200,7 @@ def test_the_renyi_curve_is_dp_accountings(make):
 def test_other_renyi_curves_are_bounds(make):
     event, _ = make(ADD)
     pair = dominating_pair(event, ADD)
-    losses, masses, _ = loss_grid.loss_nodes(pair, 1e-40)
+    losses, masses, _ = privacy_loss.loss_nodes(pair, 1e-40)
     kept = masses > 0
     losses, logs = losses[kept], np.log(masses[kept])
     orders = np.array([1.3, 2.0, 4.0])
@@ -214,7 +216,7 @@ def test_coordinates_with_laplace_noise_cost_no_more_than_one():
     step = x[1] - x[0]
     one = [stats.laplace.pdf(x, move, b) for move in (share, 1 - share, 0.0)]
     p, q = np.multiply.outer(one[0], one[1]), np.multiply.outer(one[2], one[2])
-    losses, masses, _ = loss_grid.loss_nodes(dominating_pair(LaplaceDpEvent(b), ADD), 0.0)
+    losses, masses, _ = privacy_loss.loss_nodes(dominating_pair(LaplaceDpEvent(b), ADD), 0.0)
     for epsilon in np.linspace(0, 1 / b, 7):
         truth = step**2 * np.maximum(p - math.exp(epsilon) * q, 0.0).sum()
         bound = (masses * -np.expm1(np.minimum(epsilon - losses, 0.0))).sum()

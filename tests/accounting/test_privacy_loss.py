@@ -12,10 +12,10 @@ from scipy import integrate, optimize, stats
 from support.cumulants import Profile
 from support.examples import examples
 
-from torch_dpbayes.accounting import bounds, composition, loss_grid, pairs
-from torch_dpbayes.accounting.gaussian import advantage_sum
+from torch_dpbayes.accounting import bounds, dominating_pairs, fft_composition, privacy_loss
+from torch_dpbayes.accounting.dominating_pairs import BoundedRange, Gaussian, Pure, Sampled
+from torch_dpbayes.accounting.gdp import advantage_sum
 from torch_dpbayes.accounting.mixture_bounds import Near, mixtures
-from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure, Sampled
 
 DELTA = 1e-5
 KINDS = ("directed", "antipodal", "symmetric")
@@ -77,7 +77,9 @@ def test_equals_dp_accounting_at_equal_discretisation(kind, rate, noise, steps):
         value_discretization_interval=interval,
         neighboring_relation=relation,
     ).self_compose(steps)
-    ours = composition.compose({Sampled(kind, rate, noise): steps}, delta=DELTA, interval=interval)
+    ours = fft_composition.compose(
+        {Sampled(kind, rate, noise): steps}, delta=DELTA, interval=interval
+    )
     expected = theirs.get_epsilon_for_delta(DELTA)
     assert max(c.upper_epsilon(DELTA) for c in ours) == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
@@ -96,7 +98,7 @@ def test_mixed_composition_equals_dp_accounting():
         )
     )
     levels = {Sampled("directed", 0.02, 1.2): 200, Gaussian(1 / 3.0): 1, Pure(0.5): 1}
-    ours = composition.compose(levels, delta=DELTA, interval=interval)
+    ours = fft_composition.compose(levels, delta=DELTA, interval=interval)
     expected = theirs.get_epsilon_for_delta(DELTA)
     assert max(c.upper_epsilon(DELTA) for c in ours) == pytest.approx(expected, rel=1e-5)
 
@@ -332,7 +334,7 @@ def test_different_releases_against_each_composed_by_itself(law, kind, number, s
     noise, rate = schedule(law, seed, number)
     counts = {Sampled(kind, float(q), float(z)): 1 for z, q in zip(noise, rate, strict=True)}
     found = bounds.upper_epsilon(counts, DELTA)
-    (exact,) = composition.compose(
+    (exact,) = fft_composition.compose(
         counts, delta=DELTA, mixed=False, accuracy=1e-4, reverse=False, interval=5e-4
     )
     assert exact.upper_epsilon(DELTA) * (1 - 1e-3) <= found <= exact.upper_epsilon(DELTA) * 1.005
@@ -340,13 +342,13 @@ def test_different_releases_against_each_composed_by_itself(law, kind, number, s
 
 @pytest.mark.parametrize("law", ["log", "decay"])
 def test_different_releases_against_an_integral_over_their_cumulants(law, monkeypatch):
-    monkeypatch.setattr("torch_dpbayes.accounting.levels.EXACT_LEVELS", 5)
+    monkeypatch.setattr("torch_dpbayes.accounting.dominating_pairs.EXACT_LEVELS", 5)
     monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._WORTH", 1.0)
-    monkeypatch.setattr(composition, "_FEWEST_NODES", 3)
-    monkeypatch.setattr(composition, "_MIXED_ACCURACY", 300.0)
+    monkeypatch.setattr(fft_composition, "_FEWEST_NODES", 3)
+    monkeypatch.setattr(fft_composition, "_MIXED_ACCURACY", 300.0)
     noise, rate = schedule(law, 5, 16)
     counts = {Sampled("directed", float(q), float(z)): 15 for z, q in zip(noise, rate, strict=True)}
-    (composed,) = composition.compose(counts, delta=DELTA, reverse=False)
+    (composed,) = fft_composition.compose(counts, delta=DELTA, reverse=False)
     found = composed.upper_epsilon(DELTA)
     truth = Profile(counts, reverse=False, reach=10.0)
     assert truth.delta(found) <= DELTA * (1 + 1e-6)
@@ -373,7 +375,7 @@ def test_groups_of_close_releases_stand_for_them(monkeypatch):
     alone, grouped = [], []
     for groups, found in ((4096, alone), (700, grouped), (300, grouped)):
         monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._MOST_GROUPS", groups)
-        (composed,) = composition.compose(counts, delta=DELTA, reverse=False)
+        (composed,) = fft_composition.compose(counts, delta=DELTA, reverse=False)
         epsilon = composed.upper_epsilon(DELTA)
         left_out = composed.transform.left_out
         composed.round_off -= left_out
@@ -444,18 +446,18 @@ def test_losses_of_thousands(kind, rate, noise, steps):
 
 
 def test_tiny_noise_is_charged_without_amplification():
-    event_cost = pairs.dominating_pair(
+    event_cost = dominating_pairs.dominating_pair(
         dpa.PoissonSampledDpEvent(0.1, dpa.GaussianDpEvent(0.01)), "add_or_remove_one"
     )
     assert event_cost == Gaussian(100.0)
 
 
 PAIRS_FOR_MASS = [
-    *(pairs.Gaussian(mu) for mu in (0.1, 1.0, 3.0, 12.0)),
-    *(pairs.Pure(e) for e in (0.1, 8.1, 40.0)),
-    *(pairs.BoundedRange(e) for e in (0.1, 8.1, 40.0)),
+    *(dominating_pairs.Gaussian(mu) for mu in (0.1, 1.0, 3.0, 12.0)),
+    *(dominating_pairs.Pure(e) for e in (0.1, 8.1, 40.0)),
+    *(dominating_pairs.BoundedRange(e) for e in (0.1, 8.1, 40.0)),
     *(
-        pairs.Sampled(kind, q, z)
+        dominating_pairs.Sampled(kind, q, z)
         for kind in ("directed", "antipodal", "symmetric")
         for q, z in ((0.01, 1.0), (0.35, 0.3), (0.99, 0.5))
     ),
@@ -467,7 +469,7 @@ def test_no_mass_is_missing_in_either_direction(pair):
     """A direction whose masses do not add up to 1, what is at infinity included, would be no
     upper bound.
     """
-    for masses in loss_grid.grid_masses(pair, 1e-2, 1e-14):
+    for masses in privacy_loss.grid_masses(pair, 1e-2, 1e-14):
         assert masses.masses.sum() + masses.infinity >= 1 - 1e-12
 
 
@@ -493,20 +495,20 @@ def test_a_gaussian_and_a_pure_release_beside_a_sampled_one():
 
     truth = optimize.brentq(lambda e: true_delta(e) - delta, 0.0, 50.0)
     counts = {
-        pairs.Sampled("directed", q, z): 1,
-        pairs.Gaussian(mu): 1,
-        pairs.Pure(pure): 1,
+        dominating_pairs.Sampled("directed", q, z): 1,
+        dominating_pairs.Gaussian(mu): 1,
+        dominating_pairs.Pure(pure): 1,
     }
     assert truth <= bounds.upper_epsilon(counts, delta) <= truth * 1.001
 
 
 @pytest.mark.thorough
 def test_losses_beyond_floating_point_are_infinite_and_not_forgotten():
-    step = pairs.Sampled("directed", 1e-7, 0.03)
+    step = dominating_pairs.Sampled("directed", 1e-7, 0.03)
     assert bounds.upper_epsilon({step: 10**9}, 1e-5) > 1e3
-    for strange in (pairs.Pure(800.0), pairs.BoundedRange(800.0)):
+    for strange in (dominating_pairs.Pure(800.0), dominating_pairs.BoundedRange(800.0)):
         alone = bounds.upper_epsilon({strange: 1}, 1e-5)
         together = bounds.upper_epsilon(
-            {strange: 1, pairs.Sampled("directed", 0.01, 1.0): 10}, 1e-5
+            {strange: 1, dominating_pairs.Sampled("directed", 0.01, 1.0): 10}, 1e-5
         )
         assert together >= alone * (1 - 1e-3) > 700

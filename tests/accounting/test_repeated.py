@@ -12,6 +12,7 @@ from scipy import stats
 from support.dp_accounting_adapter import DpAccountingAdapter
 
 from torch_dpbayes.accounting import PrivacyAccountant, events, renyi
+from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.events import (
     ComposedDpEvent,
     FailureDpEvent,
@@ -20,9 +21,8 @@ from torch_dpbayes.accounting.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
     SelfComposedDpEvent,
+    UserLevelDpEvent,
 )
-from torch_dpbayes.accounting.pairs import dominating_pair
-from torch_dpbayes.accounting.people import PersonDpEvent
 from torch_dpbayes.accounting.selection import Repetitions
 
 STEP = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
@@ -119,7 +119,7 @@ def test_where_it_is_supported():
     assert not DpAccountingAdapter().supports(event)
     with pytest.raises(ValueError, match=r"method='rdp'.*selection_event"):
         PrivacyAccountant().compose(event)
-    person = PrivacyAccountant(method="rdp", unit="person").compose(PersonDpEvent(event))
+    person = PrivacyAccountant(method="rdp", unit="user").compose(UserLevelDpEvent(event))
     assert person.get_epsilon(1e-6) == accountant(event).get_epsilon(1e-6)
 
 
@@ -133,7 +133,7 @@ def test_where_it_is_supported():
         (RUN, 2.0, math.nan, "shape"),
         (NonPrivateDpEvent(), 2.0, 1.0, "fail"),
         (ComposedDpEvent([RUN, FailureDpEvent(1e-9)]), 2.0, 1.0, "fail"),
-        (PersonDpEvent(RUN), 2.0, 1.0, "PersonDpEvent"),
+        (UserLevelDpEvent(RUN), 2.0, 1.0, "UserLevelDpEvent"),
         (None, 2.0, 1.0, "event"),
     ],
 )

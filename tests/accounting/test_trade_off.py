@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 from support.cumulants import true_delta
 
-from torch_dpbayes.accounting.pairs import (
+from torch_dpbayes.accounting.dominating_pairs import (
     BoundedRange,
     Failure,
     Gaussian,
@@ -17,8 +17,7 @@ from torch_dpbayes.accounting.pairs import (
     Pure,
     Sampled,
 )
-from torch_dpbayes.accounting.profiles import profiles, trade_offs
-from torch_dpbayes.accounting.trade_off import Profile, TradeOff
+from torch_dpbayes.accounting.risk import Profile, TradeOff, profiles, trade_offs
 
 RATES = np.array([1e-12, 1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.5, 0.9, 0.999])
 powers_of_ten = st.floats(-2.0, 0.7).map(lambda x: 10**x)
@@ -186,7 +185,7 @@ def test_groups_of_randomised_responses_and_of_failures():
 @given(mu=powers_of_ten)
 def test_a_thinned_curve_lies_above(mu):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch_dpbayes.accounting.trade_off._MOST_VERTICES", 200)
+        patch.setattr("torch_dpbayes.accounting.risk._MOST_VERTICES", 200)
         (curve,) = curves({Gaussian(mu): 1})
         thin = curve.thinned()
     x, y = curve.vertices

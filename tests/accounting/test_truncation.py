@@ -13,9 +13,9 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 from scipy import stats
 
 from torch_dpbayes.accounting import PrivacyAccountant, mechanisms, renyi
-from torch_dpbayes.accounting.composition import compose
+from torch_dpbayes.accounting.dominating_pairs import dominating_pair
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.pairs import dominating_pair
+from torch_dpbayes.accounting.fft_composition import compose
 
 
 @pytest.fixture(autouse=True)

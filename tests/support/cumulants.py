@@ -13,7 +13,7 @@ import math
 import numpy as np
 from scipy import optimize
 
-from torch_dpbayes.accounting.pairs import BoundedRange, Gaussian, Pure
+from torch_dpbayes.accounting.dominating_pairs import BoundedRange, Gaussian, Pure
 
 
 def _nodes(pair, reverse, reach):

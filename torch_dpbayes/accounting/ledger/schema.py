@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .. import events
-from ..choices import accounting_method, neighboring_relation, privacy_unit
-from ..events import DpEvent
+from ..events import DpEvent, accounting_method, neighboring_relation, privacy_unit
 from ..history import Flag, Key
 
 FORMAT = 3

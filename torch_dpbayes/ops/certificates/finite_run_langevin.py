@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ...accounting.dominating_pairs import Array
 from ...accounting.events import DpEvent, MuGaussianDpEvent, positive_count
-from ...accounting.pairs import Array
 from ...noise import GaussianNoise
 from ..checks import require_positive
 from ..langevin import overdamped

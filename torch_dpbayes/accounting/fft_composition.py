@@ -25,10 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import fft, signal, special
 
-from .levels import directions, scattered_of
-from .loss_grid import BEYOND, Masses, grid_masses, loss_nodes
+from .dominating_pairs import (
+    Array,
+    Gaussian,
+    Pair,
+    Pure,
+    Sampled,
+    directions,
+    has_two_directions,
+    scattered_of,
+)
 from .mixture_bounds import Mixtures, Near, mixtures
-from .pairs import Array, Gaussian, Pair, Pure, Sampled, has_two_directions
+from .privacy_loss import BEYOND, Masses, grid_masses, loss_nodes
 
 Spectrum: TypeAlias = NDArray[np.complex128]
 
@@ -529,7 +537,7 @@ class Composition:
 
     Args:
         window: from :func:`choose_window`.
-        levels: how often each pair occurs, or their transform in this window.
+        levels: how often each pair occurs.
         reverse: whether a record was added.
         tail: mass of each release that may be moved upwards.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
@@ -538,30 +546,18 @@ class Composition:
     def __init__(
         self,
         window: Window,
-        levels: Mapping[Pair, int] | Transform,
+        levels: Mapping[Pair, int],
         reverse: bool,
         tail: float,
         mixed: bool = True,
     ) -> None:
         self.window, self.interval, self.tail, self.reverse = window, window.interval, tail, reverse
-        self._mixed = mixed
         self._first = math.floor(window.lower / window.interval) - 2
         last = math.ceil(window.upper / window.interval) + 2
         self._size = fft.next_fast_len(max(last - self._first + 1, 64), real=True)
         self._last = self._first + self._size - 1
-        if not isinstance(levels, Transform):
-            levels = _transform(window, self._size, levels, reverse, tail, mixed)
-        self.transform = levels
+        self.transform = _transform(window, self._size, levels, reverse, tail, mixed)
         self._finish()
-
-    def like(self, levels: Mapping[Pair, int]) -> Composition:
-        """Other levels on the same grid."""
-        return Composition(self.window, levels, self.reverse, self.tail, self._mixed)
-
-    def followed_by(self, other: Composition, times: int) -> Composition:
-        """This composition, and then ``times`` the other, which was made with the same window."""
-        joint = self.transform.followed_by(other.transform, times)
-        return Composition(self.window, joint, self.reverse, self.tail, self._mixed)
 
     def _finish(self) -> None:
         """One inverse FFT, and the bounds on everything that it does not see."""
