@@ -28,6 +28,7 @@ from .dominating_pairs import (
     directions,
     dominating_mu,
     grouped,
+    largest_added_loss,
     largest_loss,
     merge,
 )
@@ -173,6 +174,9 @@ def _worse(
     worst, interval = math.nan, None
     for reverse in directions(levels):
         if not math.isnan(worst):
+            most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
+            if most * (1 + 1e-12) <= (worst if epsilon is None else epsilon):
+                continue
             (rough,) = compose(
                 levels,
                 delta=delta,
@@ -180,29 +184,31 @@ def _worse(
                 accuracy=_ROUGH_ACCURACY,
                 interval=interval,
                 reverse=reverse,
+                is_pilot=True,
             )
             if ask(rough) <= worst:
                 continue
-        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse)
+        parts = delta is not None and len(levels) <= EXACT_LEVELS and can_be_parted(levels)
+        (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=parts)
         interval = None if delta is None else 4 * fine.interval
         found = ask(fine)
-        if delta is not None and _lacks_digits(levels, fine, found):
+        is_parted = False
+        if delta is not None and parts and _lacks_digits(fine, found):
             with suppress(OverflowError):  # losses too far apart: it stays loose
                 found = epsilon_in_parts(levels, delta, reverse, found)
+                is_parted, interval = True, None
+        if fine.interval > fine.window.wanted_interval and parts and not is_parted:
+            (fine,) = compose(levels, delta=delta, reverse=reverse)
+            interval, found = 4 * fine.interval, min(found, ask(fine))
         if math.isnan(found):
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)
     return worst
 
 
-def _lacks_digits(levels: Mapping[Pair, int], found: Composition, epsilon: float) -> bool:
-    return (
-        len(levels) <= EXACT_LEVELS
-        and can_be_parted(levels)
-        and 0 < epsilon < math.inf
-        and (
-            found.interval > _OF_EPSILON * epsilon or found.share_of_round_off(epsilon) > _ROUND_OFF
-        )
+def _lacks_digits(found: Composition, epsilon: float) -> bool:
+    return 0 < epsilon < math.inf and (
+        found.interval > _OF_EPSILON * epsilon or found.share_of_round_off(epsilon) > _ROUND_OFF
     )
 
 

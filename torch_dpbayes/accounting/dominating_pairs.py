@@ -434,6 +434,15 @@ def _(pair: Amplified) -> float:
     return float(np.logaddexp(math.log1p(-pair.rate), math.log(pair.rate) + inner))
 
 
+def largest_added_loss(pair: Pair) -> float:
+    """:func:`largest_loss` where a record was added: with probability 1 - q the release is as
+    without the record.
+    """
+    if isinstance(pair, Sampled | Laplace | Amplified) and has_two_directions(pair):
+        return -math.log1p(-pair.rate)
+    return largest_loss(pair)
+
+
 @singledispatch
 def dominating_mu(pair: Pair) -> float:
     """A mu for which ``pair`` is mu-Gaussian differentially private."""

@@ -46,6 +46,7 @@ _WINDOW_TILTS = np.array([0.5, 1.0, 2.0, 3.0, 4.5, 6.0, 8.0])
 _OUTSIDE = 1e-9  # tilted mass that the window may miss, at ordinary tilts
 _LARGEST_WINDOW = 2**22
 _LEAST_INTERVAL, _LARGEST_EPSILON = 1e-30, 1e280  # far within the range of floats
+_WIDE_WINDOW, _PILOT_SIZE = 2**20, 2**16  # where a composition in parts may be tighter
 _ROUGH_SIZE = 2**16  # of a window, if a wider one is asked for before delta is known
 # at a wider window, if the first was too narrow; after that the bound holds, but is loose
 _ATTEMPTS = 4
@@ -113,10 +114,7 @@ class _Losses:
     def cumulants(self, tilts: Array) -> tuple[Array, Array, Array]:
         """K(theta) = sum of count * log E exp(theta L), with K' and K''."""
         if self._part is not None:
-            step = 1e-3 * (1 + np.abs(tilts))
-            below, here, above = (self._of_part(tilts + by) for by in (-step, 0.0, step))
-            curvature = np.maximum((above - 2 * here + below) / step**2, 0.0)
-            return here, (above - below) / (2 * step), curvature
+            return self._of_part(tilts, self._part)
         total = np.zeros((3, len(tilts)))
         for losses, log_masses, count in self._nodes:
             total += count * np.stack(_cumulants(losses, log_masses, tilts))
@@ -134,18 +132,24 @@ class _Losses:
             total += np.tensordot(found, self._mixed.counts, (1, 0))
         return total[0], total[1], total[2]
 
-    def _of_part(self, tilts: Array) -> Array:
-        assert self._part is not None
-        core, rise = np.zeros(len(tilts)), np.zeros(len(tilts))
+    def _of_part(self, tilts: Array, part: Part) -> tuple[Array, Array, Array]:
+        """Of the core c^n, or of (c + r)^n - c^n = c^n (e^u - 1), u = n log(1 + r / c)."""
+        core, rise = np.zeros((3, len(tilts))), np.zeros((3, len(tilts)))
         for losses, log_masses, count in self._nodes:
-            exponent = tilts[:, None] * losses + log_masses
-            is_rest = losses > self._part.cut
-            inside = special.logsumexp(exponent[:, ~is_rest], axis=1)
+            is_rest = losses > part.cut
+            inside = np.stack(_cumulants(losses[~is_rest], log_masses[~is_rest], tilts))
             core += count * inside
-            if is_rest.any():
-                beyond = special.logsumexp(exponent[:, is_rest], axis=1)
-                rise += count * np.logaddexp(0.0, beyond - inside)
-        return core + _log_expm1(rise) if self._part.is_rest else core
+            if part.is_rest and is_rest.any():
+                more = np.stack(_cumulants(losses[is_rest], log_masses[is_rest], tilts)) - inside
+                share = special.expit(more[0])
+                bend = share * (more[2] + (1 - share) * more[1] ** 2)
+                rise += count * np.stack([np.logaddexp(0.0, more[0]), share * more[1], bend])
+        if part.is_rest:
+            u, slope, bend = rise
+            odds = -1 / np.expm1(-u)  # 1 / (1 - e^-u)
+            bend = odds * bend - odds**2 * np.exp(-u) * slope**2
+            core += np.stack([_log_expm1(u), odds * slope, bend])
+        return core[0], core[1], np.maximum(core[2], 0.0)
 
     def totals(self) -> tuple[float, float, float]:
         """The least and the largest possible loss, and the sum of the mean absolute losses."""
@@ -715,6 +719,7 @@ def compose(
     interval: float | None = None,
     reverse: bool | None = None,
     mixed: bool = True,
+    is_pilot: bool = False,
 ) -> list[Composition]:
     """Composes the levels in each direction (one is enough where every pair is its own reverse).
 
@@ -726,6 +731,7 @@ def compose(
         interval: the discretisation interval, instead.
         reverse: this direction only.
         mixed: whether mixtures may stand for many different levels, which only upper bounds allow.
+        is_pilot: a very wide window gets a coarse grid, since a composition in parts may follow.
     """
     total = sum(levels.values())
     compositions = []
@@ -745,6 +751,8 @@ def compose(
                 tail = tail_of(max(math.exp(window.log_delta), _SMALLEST), total)
                 if (window.upper - window.lower) / window.interval > _ROUGH_SIZE:
                     window = window._replace(interval=(window.upper - window.lower) / _ROUGH_SIZE)
+            if is_pilot and (window.upper - window.lower) / window.interval > _WIDE_WINDOW:
+                window = window._replace(interval=(window.upper - window.lower) / _PILOT_SIZE)
             composition = Composition(window, levels, direction, tail, mixed)
             if epsilon is None:
                 break
