@@ -139,18 +139,6 @@ def test_the_best_line_is_no_worse_than_any_epsilon_of_the_paper():
     assert once < selection._by_profile(counts, repetitions, delta) <= of_paper * (1 + 1e-9)
 
 
-@pytest.mark.thorough
-def test_monotone_in_runs_shape_noise_and_delta():
-    def price(mean=10.0, shape=0.5, noise=1.0, delta=1e-6):
-        step = PoissonSampledDpEvent(0.02, GaussianDpEvent(noise))
-        return selection_epsilon([(step, 300)], Repetitions(mean, shape), delta)
-
-    assert price(3.0) < price() < price(30.0)
-    assert price(shape=-0.5) < price() < price(shape=1.0)
-    assert price(noise=1.3) < price() < price(noise=0.8)
-    assert price(delta=1e-4) < price() < price(delta=1e-8)
-
-
 def test_what_is_charged():
     step = PoissonSampledDpEvent(0.02, GaussianDpEvent(1.0))
     repetitions = Repetitions(10.0)

@@ -244,7 +244,7 @@ def _(event: RandomizedResponseDpEvent, replace: bool) -> Pair:
         )
     other = event.noise_parameter / event.num_buckets
     kept = 1 - event.noise_parameter + other
-    loss = math.log(kept / other)
+    loss = math.log(kept / other) * (1 + 1e-15)
     return FewLosses((-loss, 0.0, loss), (other, max(1 - kept - other, 0.0), kept))
 
 
