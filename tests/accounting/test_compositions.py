@@ -45,13 +45,14 @@ LAWS = {
 }
 
 
+@pytest.mark.first_cases(30)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_against_its_definition(kind):
-    seed = secrets.randbits(60)
-    row = reference.composition(np.random.default_rng(seed), kind)
-    assert not row["violated"], (seed, row)
-    if row["method"] == "pld" and not row["is_bound"] and "excess" in row:
-        assert row["excess"] <= LOOSE, (seed, row)
+    for seed in (secrets.randbits(60) for _ in range(3)):
+        row = reference.composition(np.random.default_rng(seed), kind)
+        assert not row["violated"], (seed, row)
+        if row["method"] == "pld" and not row["is_bound"] and "excess" in row:
+            assert row["excess"] <= LOOSE, (seed, row)
 
 
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])

@@ -33,7 +33,7 @@ from .dominating_pairs import (
     merge,
 )
 from .events import SMALLEST_DELTA
-from .fft_composition import ACCURACY, Composition, can_be_parted, compose, epsilon_in_parts
+from .fft_composition import Composition, can_be_parted, compose, epsilon_in_parts
 from .gdp import advantage_sum, gaussian_delta, gaussian_epsilon, sampled_epsilon
 from .privacy_loss import (
     RandomizedResponses,
@@ -45,6 +45,7 @@ from .privacy_loss import (
     least_epsilon,
     with_failures,
 )
+from .tilted_window import ACCURACY
 
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated

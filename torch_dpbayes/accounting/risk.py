@@ -45,9 +45,10 @@ from .dominating_pairs import (
     merge,
 )
 from .events import GaussianDpEvent, Method, MuGaussianDpEvent, PoissonSampledDpEvent
-from .fft_composition import Composition, choose_window, compose, tail_of
+from .fft_composition import Composition, compose, tail_of
 from .gdp import gaussian_delta, gaussian_epsilon
 from .privacy_loss import RandomizedResponses, apart, failing, largest_sum, loss_nodes
+from .tilted_window import choose_window
 
 if TYPE_CHECKING:
     from .history import History
