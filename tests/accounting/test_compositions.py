@@ -58,9 +58,11 @@ def test_every_kind_against_its_definition(kind):
 @pytest.mark.parametrize("kind", ["directed", "antipodal"])
 @pytest.mark.parametrize("law", LAWS)
 def test_schedules_against_an_integral(law, kind, monkeypatch):
-    """Of few releases, which are brought to mixtures of fewer as thousands are."""
+    """Of few releases, brought to mixtures as hundreds are. The library composes so few as they
+    are: mixtures of them come out up to 1 percent high, and those of 1,500 .2 percent.
+    """
     monkeypatch.setattr("torch_dpbayes.accounting.dominating_pairs.EXACT_LEVELS", 5)
-    monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._WORTH", 2.0)
+    monkeypatch.setattr("torch_dpbayes.accounting.mixture_bounds._WORTH", 100.0)
     rates, noises = LAWS[law](np.random.default_rng(), 30)
     laws = [
         (reference.of_poisson(q, z, kind == "antipodal"), 10)
@@ -68,7 +70,7 @@ def test_schedules_against_an_integral(law, kind, monkeypatch):
     ]
     counts = {Sampled(kind, q, z): 10 for q, z in zip(rates.tolist(), noises.tolist(), strict=True)}
     for delta in (1e-3, 1e-9):
-        assert excess(bounds.upper_epsilon(counts, delta), delta, laws) <= 5e-3, (law, counts)
+        assert excess(bounds.upper_epsilon(counts, delta), delta, laws) <= 2e-2, (law, counts)
 
 
 def excess(epsilon, delta, laws):

@@ -50,6 +50,7 @@ from .tilted_window import ACCURACY
 MOST_STEPS = 2**40
 LARGEST_EXCESS = 1e3  # in the place of larger values, between which nothing can be interpolated
 _ROUGH_ACCURACY = 1e-2  # of a first bound in the better direction
+_MOST_PARTED = 512  # different releases that are composed in two parts
 _LOWER_RATIO = 1.005
 # shares of delta, and of epsilon, from which on a composition in parts is tighter
 _ROUND_OFF, _OF_EPSILON = 1e-4, 4e-3
@@ -178,20 +179,25 @@ def _worse(
             most = math.fsum(n * largest_added_loss(pair) for pair, n in levels.items())
             if most * (1 + 1e-12) <= (worst if epsilon is None else epsilon):
                 continue
-            (rough,) = compose(
-                levels,
-                delta=delta,
-                epsilon=epsilon,
-                accuracy=_ROUGH_ACCURACY,
-                interval=interval,
-                reverse=reverse,
-                is_pilot=True,
+            # on finer and finer grids, each of which may show it
+            tried = [None] if interval is None else [4 * interval, interval / 2, interval / 16]
+            rough = (
+                compose(
+                    levels,
+                    delta=delta,
+                    epsilon=epsilon,
+                    accuracy=_ROUGH_ACCURACY,
+                    interval=step,
+                    reverse=reverse,
+                    is_pilot=True,
+                )[0]
+                for step in tried
             )
-            if ask(rough) <= worst:
+            if any(ask(composition) <= worst for composition in rough):
                 continue
-        parts = delta is not None and len(levels) <= EXACT_LEVELS and can_be_parted(levels)
+        parts = delta is not None and len(levels) <= _MOST_PARTED and can_be_parted(levels)
         (fine,) = compose(levels, delta=delta, epsilon=epsilon, reverse=reverse, is_pilot=parts)
-        interval = None if delta is None else 4 * fine.interval
+        interval = None if delta is None else fine.interval
         found = ask(fine)
         is_parted = False
         if delta is not None and parts and _lacks_digits(fine, found):
@@ -200,7 +206,7 @@ def _worse(
                 is_parted, interval = True, None
         if fine.interval > fine.window.wanted_interval and parts and not is_parted:
             (fine,) = compose(levels, delta=delta, reverse=reverse)
-            interval, found = 4 * fine.interval, min(found, ask(fine))
+            interval, found = fine.interval, min(found, ask(fine))
         if math.isnan(found):
             return math.inf
         worst = found if math.isnan(worst) else max(worst, found)

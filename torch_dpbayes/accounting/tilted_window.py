@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from .dominating_pairs import Array, Pair, Pure, has_two_directions, scattered_of
+from .dominating_pairs import EXACT_LEVELS, Array, Pair, Pure, has_two_directions, scattered_of
 from .mixture_bounds import Mixtures, Near, mixtures
 from .privacy_loss import BEYOND, loss_nodes
 
@@ -55,6 +55,7 @@ class _Losses:
         self, levels: Mapping[Pair, int], reverse: bool, tail: float, part: Part | None = None
     ) -> None:
         self._reverse, self._tail, self._part = reverse, tail, part
+        self._few = len(levels) <= EXACT_LEVELS
         self.widest = 0.0
         self._nodes = [(*self._of(pair), count) for pair, count in levels.items()]
         self._mixed: Mixtures | None = None
@@ -65,8 +66,8 @@ class _Losses:
         if self._part is not None:
             if losses.max() - losses.min() > _MOST_CELLS / 8 * self._part.cut:
                 raise OverflowError(BEYOND)
-            # no piece of the quadrature crosses the cut
-            losses, masses, central = loss_nodes(pair, self._tail, self._part.cut / 8)
+            if self._few:  # no piece of the quadrature crosses the cut
+                losses, masses, central = loss_nodes(pair, self._tail, self._part.cut / 8)
         self.widest = max(self.widest, float(losses.max() - losses.min()))
         if central:
             losses, masses = np.append(losses, 0.0), np.append(masses, central)
@@ -201,7 +202,8 @@ def choose_window(
         if part is not None:
             if not math.isfinite(interval):
                 raise OverflowError(BEYOND)
-            interval = max(min(interval, part.cut / 16), losses.widest / _MOST_CELLS)
+            cells = _MOST_CELLS // max(len(levels) // EXACT_LEVELS, 1)
+            interval = max(min(interval, part.cut / 16), losses.widest / cells)
             interval = part.cut / max(math.floor(part.cut / interval), 1)
         atoms = {pair.epsilon for pair in levels if isinstance(pair, Pure)}
         if len(atoms) == 1 and (atom := atoms.pop()) > interval:
