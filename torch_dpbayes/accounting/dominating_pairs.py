@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from typing import Any, Literal
 
+import attr
 import numpy as np
 from numpy.typing import NDArray
 from scipy import special
@@ -327,33 +328,25 @@ def _(event: LaplaceDpEvent, replace: bool) -> Pair:
 
 
 @pair_of.register
-def _(event: MuGaussianDpEvent, replace: bool) -> Pair:
-    return Gaussian(event.mu)
-
-
-@pair_of.register
-def _(event: PureDpEvent, replace: bool) -> Pair:
-    return Pure(event.epsilon)
-
-
-@pair_of.register
-def _(event: BoundedRangeDpEvent, replace: bool) -> Pair:
-    return BoundedRange(event.epsilon)
-
-
-@pair_of.register
-def _(event: ZCDpEvent, replace: bool) -> Pair:
-    return Concentrated(event.rho, event.xi)
-
-
-@pair_of.register
-def _(event: FailureDpEvent, replace: bool) -> Pair:
-    return Failure(event.delta)
-
-
-@pair_of.register
-def _(event: NonPrivateDpEvent, replace: bool) -> Pair:
-    return NonPrivate()
+def _(
+    event: MuGaussianDpEvent
+    | PureDpEvent
+    | BoundedRangeDpEvent
+    | ZCDpEvent
+    | FailureDpEvent
+    | NonPrivateDpEvent,
+    replace: bool,
+) -> Pair:
+    # guarantees under the accountant's relation, whichever it is
+    kinds: dict[type[DpEvent], Callable[..., Pair]] = {
+        MuGaussianDpEvent: Gaussian,
+        PureDpEvent: Pure,
+        BoundedRangeDpEvent: BoundedRange,
+        ZCDpEvent: Concentrated,
+        FailureDpEvent: Failure,
+        NonPrivateDpEvent: NonPrivate,
+    }
+    return kinds[type(event)](*attr.astuple(event))
 
 
 @pair_of.register

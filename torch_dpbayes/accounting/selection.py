@@ -20,25 +20,14 @@ Theorem 2),
 .. math:: D_a(A) \le D_a(M) + (1 + \eta)\Big(1 - \frac1b\Big) D_b(M)
     + \frac{1 + \eta}{b} \log\frac1\gamma + \frac{\log E[K]}{a - 1}.
 
-The smaller bound counts.
-
-Repeat-and-select: dp-accounting's event of private selection, by its Renyi curve.
-
-Runs are made a hidden number K of times, independently and each from the start, and the best is
-released. With D_a the Renyi divergence of one run in the worse direction, that of the selection at
-order a is at most (Papernot, Steinke 2022)
-
-.. math:: D_a + (1 + \eta)\Big(1 - \frac1b\Big) D_b + \frac{1 + \eta}{b} \log\frac1\gamma
-    + \frac{\log E[K]}{a - 1} \qquad \text{for all } b > 1
-
-where K is truncated negative binomial of shape eta (Theorem 2), and
+The smaller bound counts. dp-accounting's event of private selection is charged by the second one;
+where K is a Poisson number (shape infinity), and what is released at K = 0 has nothing to do with
+the data, that is (Theorem 6)
 
 .. math:: D_a + E[K]\,\delta + \frac{\log E[K]}{a - 1}, \qquad
-    \text{one run being } \Big(\log\frac{a}{a - 1}, \delta\Big)\text{-private},
+    \text{one run being } \Big(\log\frac{a}{a - 1}, \delta\Big)\text{-private}.
 
-where K is a Poisson number, shape infinity, and what is released at K = 0 has nothing to do with
-the data (Theorem 6). Divergences grow with the order, so that the bound at a larger order holds at
-a smaller one.
+Divergences grow with the order, so that the bound at a larger order holds at a smaller one.
 """
 
 from __future__ import annotations
