@@ -13,8 +13,15 @@ from support.examples import examples
 
 from torch_dpbayes.accounting import bounds, budget, renyi
 from torch_dpbayes.accounting.budget import Budget, Composed, Filter
-from torch_dpbayes.accounting.gaussian import gaussian_delta, gaussian_epsilon
-from torch_dpbayes.accounting.pairs import Failure, Gaussian, NonPrivate, Pure, Sampled, added
+from torch_dpbayes.accounting.dominating_pairs import (
+    Failure,
+    Gaussian,
+    NonPrivate,
+    Pure,
+    Sampled,
+    added,
+)
+from torch_dpbayes.accounting.gdp import gaussian_delta, gaussian_epsilon
 
 DELTA = 1e-5
 KINDS = ["directed", "antipodal", "symmetric"]

@@ -30,7 +30,7 @@ from torch_dpbayes.accounting import (
     PrivacyBudgetExceeded,
     bounds,
     budget,
-    pairs,
+    dominating_pairs,
     renyi,
 )
 from torch_dpbayes.accounting.__main__ import main, spent
@@ -228,7 +228,9 @@ def test_tiny_budgets_hold(epsilon, adaptive, method):
     assert done >= 0.9 * fit or adaptive  # the first charge decides the filter's order
     if done:
         assert (
-            bounds.lower_epsilon({pairs.dominating_pair(event, "add_or_remove_one"): done}, DELTA)
+            bounds.lower_epsilon(
+                {dominating_pairs.dominating_pair(event, "add_or_remove_one"): done}, DELTA
+            )
             <= epsilon
         )
     with pytest.raises(PrivacyBudgetExceeded):
@@ -308,7 +310,7 @@ def test_any_history_in_a_file_is_the_history_in_memory(schedule, relation):
         assert counted(f"{folder}/l.db") == len(file)
         counts = {}
         for charge in file.history:
-            pair = pairs.dominating_pair(charge.event, relation)
+            pair = dominating_pairs.dominating_pair(charge.event, relation)
             counts[pair] = counts.get(pair, 0) + charge.count
         if counts:
             assert bounds.lower_epsilon(counts, DELTA) <= 1.5
@@ -350,7 +352,7 @@ def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(
     other.close()
     counts = {}
     for charge in accountant.history:
-        pair = pairs.dominating_pair(charge.event, "add_or_remove_one")
+        pair = dominating_pairs.dominating_pair(charge.event, "add_or_remove_one")
         counts[pair] = counts.get(pair, 0) + charge.count
     assert 1.99 < bounds.upper_epsilon(counts, DELTA) <= 2.0
 
@@ -620,7 +622,8 @@ def test_a_second_job_is_adaptive_and_everything_counts_against_its_filter(path)
         next(row.label for row in look_at(path)[1] if row.kind == "filter").removeprefix("renyi ")
     )
     total = (
-        len(second) * renyi.curve({pairs.dominating_pair(STEP, "add_or_remove_one"): 1}, [order])[0]
+        len(second)
+        * renyi.curve({dominating_pairs.dominating_pair(STEP, "add_or_remove_one"): 1}, [order])[0]
     )
     assert renyi.epsilon(np.array([total]), DELTA, [order]) <= 3.0 + 1e-6
     assert renyi.epsilon(np.array([total * 1.002]), DELTA, [order]) > 3.0
@@ -1121,7 +1124,7 @@ def test_the_cheap_bound_admits_no_more_than_is_reported(monkeypatch, relation, 
             accountant.compose(sampled(0.9 + (t % levels) / 60))
     counts = {}
     for charge in accountant.history:
-        pair = pairs.dominating_pair(charge.event, relation)
+        pair = dominating_pairs.dominating_pair(charge.event, relation)
         counts[pair] = counts.get(pair, 0) + charge.count
     assert bounds.upper_epsilon(counts, DELTA) <= 2.0
     assert (1.8 if levels > 1 else 1.95) < renyi.epsilon(renyi.curve(counts), DELTA) <= 2.0

@@ -18,7 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded, bounds, pairs
+from torch_dpbayes.accounting import (
+    PrivacyAccountant,
+    PrivacyBudgetExceeded,
+    bounds,
+    dominating_pairs,
+)
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
 from torch_dpbayes.accounting.ledger.schema import open_blocks
@@ -48,7 +53,7 @@ def epsilon_of(path):
     counts = {}
     for row in look_at(path)[1]:
         if row.kind in ("charge", "block", "return"):
-            pair = pairs.dominating_pair(row.event, "add_or_remove_one")
+            pair = dominating_pairs.dominating_pair(row.event, "add_or_remove_one")
             counts[pair] = counts.get(pair, 0) + row.count
     return bounds.upper_epsilon({pair: count for pair, count in counts.items() if count}, DELTA)
 

@@ -161,11 +161,6 @@ def test_calibration_to_attacks_is_safe_and_close(target, neighboring):
     assert wanted * 0.999 <= found(noise) <= wanted
 
 
-def test_calibration_of_full_batches_is_the_closed_form():
-    noise = get_noise_multiplier(target_advantage=0.3, sample_rate=1.0, steps=9)
-    assert near(noise, 3 / (math.sqrt(8) * special.erfinv(0.3)), 1.001e-3)
-
-
 @pytest.mark.parametrize(
     "targets",
     [{}, {"target_epsilon": 1.0}, {"target_advantage": 0.1, "target_delta": 1e-5},

@@ -14,8 +14,8 @@ from torch_dpbayes.accounting.events import (
     GaussianDpEvent,
     PoissonSampledDpEvent,
 )
-from torch_dpbayes.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from torch_dpbayes.accounting.trade_off import Profile, TradeOff
+from torch_dpbayes.accounting.gdp import gaussian_delta, gaussian_epsilon, gaussian_mu
+from torch_dpbayes.accounting.risk import Profile, TradeOff
 from torch_dpbayes.audit.bounds import (
     GaussianCurves,
     Guesses,

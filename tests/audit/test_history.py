@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
 from torch_dpbayes.accounting.events import GaussianDpEvent
-from torch_dpbayes.accounting.gaussian import gaussian_epsilon
+from torch_dpbayes.accounting.gdp import gaussian_epsilon
 from torch_dpbayes.audit import History
 from torch_dpbayes.audit.bounds import Guesses, mu_lower_bound
 

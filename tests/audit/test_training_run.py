@@ -341,7 +341,7 @@ def test_guesses_are_not_independent_where_batches_are_drawn_otherwise(options):
 def test_runs_over_batches_of_people_are_refused():
     """Before the first step, whether the loader or the accountant is the one that is of people."""
     ids = [i // 2 for i in range(len(records()))]
-    of_people = dpb.PrivacyAccountant(unit="person")
+    of_people = dpb.PrivacyAccountant(unit="user")
     for accountant, options in (
         (None, {"people": ids, "records_per_person": 2}),
         (of_people, {"people": ids, "records_per_person": 2}),

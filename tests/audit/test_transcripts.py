@@ -9,14 +9,14 @@ from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 from scipy import special, stats
 
 from torch_dpbayes.accounting import PrivacyAccountant
-from torch_dpbayes.accounting.allocation import RandomAllocationDpEvent
 from torch_dpbayes.accounting.events import (
     FailureDpEvent,
     GaussianDpEvent,
     PureDpEvent,
     SampledWithoutReplacementDpEvent,
 )
-from torch_dpbayes.accounting.gaussian import gaussian_epsilon
+from torch_dpbayes.accounting.gdp import gaussian_epsilon
+from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
 from torch_dpbayes.audit import from_scores, repeated
 from torch_dpbayes.audit.bounds import (
     Guesses,

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent
-from torch_dpbayes.accounting.people import PersonDpEvent
+from torch_dpbayes.accounting.events import GaussianDpEvent, PoissonSampledDpEvent, UserLevelDpEvent
 from torch_dpbayes.accounting.selection import Repetitions, selection_epsilon
 from torch_dpbayes.engine.tuning import best_of_runs
 
@@ -73,14 +72,14 @@ def test_one_charge_for_the_best_of_private_trainings(monkeypatch):
 
 def test_runs_over_people_are_charged_to_an_accountant_of_people(monkeypatch):
     fixed_number(monkeypatch, 2)
-    step = PersonDpEvent(STEP)
-    total = accountant(unit="person")
+    step = UserLevelDpEvent(STEP)
+    total = accountant(unit="user")
     settings = {"schedule": [(step, 2)], "delta": 1e-6, "mean_runs": 3.0}
     best = best_of_runs(partial(charge, step=step), [5], accountant=total, **settings)
     assert best.result == 5
     epsilon = selection_epsilon(SCHEDULE, Repetitions(3.0), 1e-6)
     assert epsilon <= total.get_epsilon(1e-6) <= epsilon * (1 + 1e-9)
-    for other, schedule in ((accountant(), [(step, 2)]), (accountant(unit="person"), SCHEDULE)):
+    for other, schedule in ((accountant(), [(step, 2)]), (accountant(unit="user"), SCHEDULE)):
         with pytest.raises(ValueError, match="this accountant protects"):
             best_of_runs(charge, [5], accountant=other, **settings | {"schedule": schedule})
         assert len(other) == 0

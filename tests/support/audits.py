@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import torch_dpbayes as dpb
-from torch_dpbayes.accounting.gaussian import gaussian_mu
+from torch_dpbayes.accounting.gdp import gaussian_mu
 from torch_dpbayes.audit import from_scores
 from torch_dpbayes.audit.result import Pricing
 from torch_dpbayes.audit.scores import weighted_difference

@@ -1,6 +1,6 @@
 """What a release costs and what is left: events, accountant, calibration."""
 
-from . import allocation, mechanisms, selection  # noqa: F401  (for their events)
+from . import mechanisms, random_allocation, selection  # noqa: F401  (for their events)
 from .accountant import Charge, EpsilonBounds, PrivacyAccountant, PrivacyBudgetExceeded
 from .calibration import get_noise_multiplier, get_num_steps, noise_multiplier_for
 from .ledger.schema import LedgerError

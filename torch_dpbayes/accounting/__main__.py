@@ -26,8 +26,8 @@ from typing import Any, get_args
 from . import events
 from .accountant import PrivacyAccountant, look_at
 from .calibration import get_noise_multiplier, get_num_steps
-from .choices import Method, Neighboring, check_delta
-from .gaussian import gaussian_epsilon
+from .events import Method, Neighboring, check_delta
+from .gdp import gaussian_epsilon
 from .ledger.schema import LedgerError, Row, open_blocks
 from .report import by_labels, draw
 from .risk import Risk

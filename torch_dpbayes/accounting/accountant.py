@@ -16,10 +16,15 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 from ..errors import ArgumentError, ArgumentTypeError, StateError
 from . import events, odometer, report, risk
-from .choices import (
+from .events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
     Method,
     Neighboring,
     NeighboringRelation,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
     Unit,
     accounting_method,
     check_delta,
@@ -27,13 +32,6 @@ from .choices import (
     check_probability,
     neighboring_relation,
     privacy_unit,
-)
-from .events import (
-    ComposedDpEvent,
-    DpEvent,
-    GaussianDpEvent,
-    PoissonSampledDpEvent,
-    SelfComposedDpEvent,
 )
 from .history import (
     RESUMED,
@@ -123,9 +121,9 @@ class PrivacyAccountant:
             zero-concentrated releases.
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that
             member of ``dp_accounting.NeighboringRelation``.
-        unit: what neighbouring data sets differ by: one ``"record"``, or one ``"person"`` with all
+        unit: what neighbouring data sets differ by: one ``"record"``, or one ``"user"`` with all
             of their records, for ``make_private(..., people=ids)`` and other releases that say so
-            (:class:`~torch_dpbayes.accounting.people.PersonDpEvent`); nothing else is taken then.
+            (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`); nothing else is taken.
         path: a SQLite file that keeps the history, made if there is none. Processes share it: the
             accountant may be forked, copied and sent to multiprocessing workers, and other programs
             may open the same path, or a pickle, as later jobs. A process that opens the path again
@@ -348,7 +346,7 @@ class PrivacyAccountant:
 
     @property
     def unit(self) -> Unit:
-        """``"record"`` or ``"person"``: what epsilon is of."""
+        """``"record"`` or ``"user"``: what epsilon is of."""
         return self._settings.unit
 
     @property
@@ -484,7 +482,7 @@ class PrivacyAccountant:
             records_per_person: how many records a person has at most; 1 where the accountant's unit
                 is the person.
         """
-        if self.unit == "person" and records_per_person != 1:
+        if self.unit == "user" and records_per_person != 1:
             raise ArgumentError(
                 "this accountant's numbers are of people already, however many records they have:"
                 " leave out records_per_person=."

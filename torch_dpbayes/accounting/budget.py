@@ -33,12 +33,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from . import bounds, renyi
-from .choices import Method
-from .composition import Composition, compose
-from .failures import apart, failing
-from .gaussian import gaussian_mu
-from .levels import EXACT_LEVELS, directions, merge
-from .pairs import (
+from .bounds import MOST_STEPS, largest
+from .dominating_pairs import (
+    EXACT_LEVELS,
     Array,
     Failure,
     Gaussian,
@@ -47,9 +44,14 @@ from .pairs import (
     Sampled,
     added,
     covers,
+    directions,
     dominating_mu,
+    merge,
 )
-from .search import MOST_STEPS, largest
+from .events import Method
+from .fft_composition import Composition, compose
+from .gdp import gaussian_mu
+from .privacy_loss import apart, failing
 
 Counts = Mapping[Pair, int]
 

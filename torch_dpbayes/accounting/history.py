@@ -11,11 +11,9 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from ..errors import ArgumentError, DPBayesError
 from . import bounds, events, renyi
+from .bounds import MOST_STEPS
 from .budget import Budget, Filter
-from .choices import Method, Neighboring, Unit
-from .events import DpEvent, RecordwiseBatchGaussianDpEvent
-from .failures import without_delta
-from .pairs import (
+from .dominating_pairs import (
     Concentrated,
     Failure,
     Gaussian,
@@ -25,8 +23,16 @@ from .pairs import (
     added,
     dominating_pair,
 )
-from .people import PersonDpEvent, require_unit
-from .search import MOST_STEPS
+from .events import (
+    DpEvent,
+    Method,
+    Neighboring,
+    RecordwiseBatchGaussianDpEvent,
+    Unit,
+    UserLevelDpEvent,
+    require_unit,
+)
+from .privacy_loss import without_delta
 
 Guarantee = Literal["fixed", "filter", "none"]
 Flag = Literal["fixed", "adaptive"]
@@ -214,7 +220,7 @@ class History:
     def event_notes(self) -> list[str]:
         """What charged events state."""
         known = [event for event, _, _ in self.charges]
-        known = [event.event if isinstance(event, PersonDpEvent) else event for event in known]
+        known = [event.event if isinstance(event, UserLevelDpEvent) else event for event in known]
         stated = any(isinstance(event, RecordwiseBatchGaussianDpEvent) for event in known)
         return [_RECORDWISE] if stated else []
 

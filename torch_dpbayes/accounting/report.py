@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import renyi
-from .choices import Neighboring
-from .events import DpEvent
-from .failures import apart, without_delta
+from .dominating_pairs import NonPrivate, Pair, added, dominating_pair
+from .events import DpEvent, Neighboring
 from .history import History
-from .pairs import NonPrivate, Pair, added, dominating_pair
+from .privacy_loss import apart, without_delta
 from .risk import Risk
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ class AuditedEngine(PrivacyEngine):
 
     def _require_auditable(self, options: dict[str, Any]) -> None:
         own = self._accountant
-        if options.get("people") is not None or (own is not None and own.unit == "person"):
+        if options.get("people") is not None or (own is not None and own.unit == "user"):
             raise AuditError(
                 "a canary is one record, which shows nothing of the ε of people: audit the run"
                 " without people=, charged to an accountant of records"

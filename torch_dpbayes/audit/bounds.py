@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import optimize, special, stats
 
-from ..accounting.trade_off import TradeOff
+from ..accounting.risk import TradeOff
 
 Array = npt.NDArray[np.float64]
 Refuted = npt.NDArray[np.bool_]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.gaussian import gaussian_epsilon, gaussian_mu
+from ..accounting.gdp import gaussian_epsilon, gaussian_mu
 from ..errors import AuditError
 from .bounds import (
     Guesses,

@@ -10,8 +10,8 @@ import numpy as np
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.allocation import RandomAllocationDpEvent
 from ..accounting.events import SampledWithoutReplacementDpEvent
+from ..accounting.random_allocation import RandomAllocationDpEvent
 from ..errors import AuditError
 from .bounds import Guesses
 from .coin import auditor, toss

@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from dp_accounting.dp_event import TruncatedSubsampledGaussianDpEvent
 
-from ..accounting.allocation import RandomAllocationDpEvent
-from ..accounting.events import (
-    DpEvent,
-    GaussianDpEvent,
-    SampledWithoutReplacementDpEvent,
-)
+from ..accounting.events import DpEvent, GaussianDpEvent, SampledWithoutReplacementDpEvent
+from ..accounting.random_allocation import RandomAllocationDpEvent
 from ..errors import ArgumentError, CheckpointError
 from ..ranks import Ranks
 from .draws import _OTHER_LAW, PoissonSampler, _Draw

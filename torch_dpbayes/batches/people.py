@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-from ..accounting.people import PersonDpEvent
+from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, UserLevelDpEvent
 from ..errors import ArgumentError, ArgumentTypeError, FixedAttributeError
 from ..ranks import Ranks
 from .draws import PoissonSampler
@@ -157,7 +156,7 @@ class PeopleSampler(PoissonSampler):
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         to_a_person = GaussianDpEvent(gaussian.noise_multiplier / self.people.most)
-        return PersonDpEvent(PoissonSampledDpEvent(self.sample_rate, to_a_person))
+        return UserLevelDpEvent(PoissonSampledDpEvent(self.sample_rate, to_a_person))
 
 
 def _of_people(

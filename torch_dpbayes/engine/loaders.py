@@ -18,7 +18,7 @@ from torch.utils.data import (
 )
 
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import Unit
+from ..accounting.events import Unit
 from ..batches.collate_check import check_collate
 from ..batches.draws import PoissonSampler
 from ..batches.other_laws import (
@@ -81,16 +81,16 @@ class Batches:
     @property
     def unit(self) -> Unit:
         """What is protected by such batches."""
-        return "record" if self.people is None else "person"
+        return "record" if self.people is None else "user"
 
     def require_unit(self, accountant: PrivacyAccountant | None) -> None:
         """Raise where the accountant protects something else."""
         if accountant is None or accountant.unit == self.unit:
             return
-        if self.unit == "person":
+        if self.unit == "user":
             raise ArgumentError(
                 "people= makes epsilon that of people, and this accountant's is that of records:"
-                ' pass PrivacyEngine(PrivacyAccountant(..., unit="person"))'
+                ' pass PrivacyEngine(PrivacyAccountant(..., unit="user"))'
             )
         raise ArgumentError(
             "this accountant protects people: pass people=, the id of each record's person in the"

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from .. import words
 from ..accounting.accountant import PrivacyAccountant
-from ..accounting.choices import check_epsilon
+from ..accounting.events import check_epsilon
 from ..batches.poisson_loader import PoissonLoader
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..optim.base import PrivateOptimizer
@@ -247,7 +247,7 @@ class PrivacyEngine:
                 a fixed amount of memory; at least the batch size.
             people: the id of each record's person, a whole number or a string, in the order of the
                 data set: ε is then of a person with all of their records. Each person joins a batch
-                independently; the accountant has ``unit="person"``.
+                independently; the accountant has ``unit="user"``.
             records_per_person: with ``people``, how many records of somebody join a batch at most,
                 drawn anew each time. Noise hides so many clip norms: 1 costs least, and somebody
                 with more records counts as so many.
@@ -285,7 +285,7 @@ class PrivacyEngine:
         With ``people`` the number of people and that of records, those beyond
         ``records_per_person`` = k of somebody not counted, are the public constants, under
         replace-one too, where another person may bring more records. A step charges
-        ``PersonDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
+        ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
         :class:`~torch_dpbayes.batches.people.PeopleSampler`.
         """
         with self._together():

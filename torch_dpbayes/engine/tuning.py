@@ -11,9 +11,16 @@ import torch
 from torch import nn
 
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.choices import Neighboring, Unit, check_delta
-from ..accounting.events import DpEvent, elementary, in_words, positive_count
-from ..accounting.pairs import Pair, added, dominating_pair, take
+from ..accounting.dominating_pairs import Pair, added, dominating_pair, take
+from ..accounting.events import (
+    DpEvent,
+    Neighboring,
+    Unit,
+    check_delta,
+    elementary,
+    in_words,
+    positive_count,
+)
 from ..accounting.selection import Repetitions, selection_event
 from ..errors import ArgumentError, StateError
 from .privacy_engine import PrivacyEngine

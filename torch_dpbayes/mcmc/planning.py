@@ -12,14 +12,17 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
 from ..accounting.calibration import noise_multiplier_for
-from ..accounting.choices import (
+from ..accounting.events import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
     Neighboring,
     NeighboringRelation,
+    SelfComposedDpEvent,
     check_delta,
     check_epsilon,
     neighboring_relation,
 )
-from ..accounting.events import ComposedDpEvent, DpEvent, GaussianDpEvent, SelfComposedDpEvent
 from ..errors import ArgumentError
 from .checks import check_positive
 from .exponential_family import ExponentialFamilyPenalty

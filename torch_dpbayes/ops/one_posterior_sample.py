@@ -13,8 +13,7 @@ from torch import Tensor
 
 from .. import words
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.choices import check_delta, check_epsilon
-from ..accounting.events import ComposedDpEvent, DpEvent, positive_count
+from ..accounting.events import ComposedDpEvent, DpEvent, check_delta, check_epsilon, positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge

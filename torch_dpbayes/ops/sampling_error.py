@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..accounting import bounds, pairs
+from ..accounting import bounds, dominating_pairs
 from ..accounting.events import BoundedRangeDpEvent, MuGaussianDpEvent
 from ..errors import ArgumentTypeError, CertificateError
 
@@ -48,7 +48,7 @@ def _(event: BoundedRangeDpEvent, divergence: float) -> ExactEvent:
 
 @ratio_bounded.register
 def _(event: MuGaussianDpEvent, divergence: float) -> ExactEvent:
-    added = 2 * pairs.dominating_mu(pairs.Pure(divergence))
+    added = 2 * dominating_pairs.dominating_mu(dominating_pairs.Pure(divergence))
     return MuGaussianDpEvent((event.mu + added) * _ROUND_UP)
 
 
@@ -128,7 +128,7 @@ def _(event: BoundedRangeDpEvent, epsilon: float) -> float:
 
 @_exact_delta.register
 def _(event: MuGaussianDpEvent, epsilon: float) -> float:
-    return bounds.upper_delta({pairs.Gaussian(event.mu): 1}, epsilon)
+    return bounds.upper_delta({dominating_pairs.Gaussian(event.mu): 1}, epsilon)
 
 
 @singledispatch
@@ -147,7 +147,7 @@ def _(event: BoundedRangeDpEvent, delta: float) -> float:
 def _(event: MuGaussianDpEvent, delta: float) -> float:
     if delta < _LEAST_DELTA:
         return math.inf
-    return bounds.upper_epsilon({pairs.Gaussian(event.mu): 1}, delta)
+    return bounds.upper_epsilon({dominating_pairs.Gaussian(event.mu): 1}, delta)
 
 
 def _unknown(event: Any) -> TypeError:

@@ -9,7 +9,7 @@ import os
 import torch
 from torch import Tensor
 
-from ..accounting.choices import neighboring_relation
+from ..accounting.events import neighboring_relation
 from ..errors import ArgumentError, StateError
 from ..noise import add_gaussian
 from ..per_sample.gradient_source import GradientSource

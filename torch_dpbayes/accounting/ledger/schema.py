@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from ...errors import DPBayesError
 from .. import events
-from ..choices import accounting_method, neighboring_relation, privacy_unit
-from ..events import DpEvent
+from ..events import DpEvent, accounting_method, neighboring_relation, privacy_unit
 from ..history import Flag, Key
 
 FORMAT = 3

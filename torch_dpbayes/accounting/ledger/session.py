@@ -24,8 +24,8 @@ from typing import NamedTuple
 from ... import _TAKEN_UP
 from .. import events
 from ..budget import Budget, Filter
+from ..dominating_pairs import Pair, covers
 from ..history import Flag, History, Key, Part, Settings, needed
-from ..pairs import Pair, covers
 from .file import Ledger
 from .schema import Entry, LedgerError
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from ...accounting.dominating_pairs import Array
 from ...accounting.events import DpEvent, MuGaussianDpEvent, positive_count
-from ...accounting.pairs import Array
 from ...errors import CertificateError
 from ...mcmc.checks import check_positive
 from ...noise import GaussianNoise

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...accounting.choices import check_delta
-from ...accounting.events import DpEvent
+from ...accounting.events import DpEvent, check_delta
 from ...errors import CertificateError
 from ...noise import GaussianNoise
 from .. import sampling_error

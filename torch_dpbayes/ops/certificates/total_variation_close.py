@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...accounting.choices import check_delta
-from ...accounting.events import DpEvent
+from ...accounting.events import DpEvent, check_delta
 from ...errors import CertificateError
 from ...mcmc.checks import check_positive
 from ...noise import GaussianNoise
