@@ -15,7 +15,7 @@ import torch
 import torch_dpbayes as dpb
 from torch_dpbayes import mcmc, ops
 from torch_dpbayes.audit import from_scores, repeated
-from torch_dpbayes.audit.result import Pricing
+from torch_dpbayes.audit.bounds import LowerBound
 from torch_dpbayes.noise_aware.feature_lengths import EDGES
 from torch_dpbayes.noise_aware.summaries import Summary
 
@@ -139,7 +139,7 @@ class Statistics(KeepsRatios, mcmc.ExponentialFamilyPenalty):
 
 def check(result):
     """Above a third at 99 %, below ε at 1 − 10⁻⁷, for such a bound may be exact."""
-    surely = Pricing(result.bound, DELTA, 1 - 1e-7, is_independent=True)(result.guesses)
+    surely = LowerBound(result.bound, DELTA, 1 - 1e-7, is_repeated=True)(result.guesses)
     assert surely <= result.epsilon
     assert result.epsilon_lower_bound > result.epsilon / 3
 
@@ -170,7 +170,7 @@ def test_one_posterior_sample():
     third of ε here: it is so small with that many records that 3,000 canaries hardly show it.
     """
     number = 3000
-    coins = np.random.default_rng().random(number) < 0.5
+    included = np.random.default_rng().random(number) < 0.5
     accountant = dpb.PrivacyAccountant(neighboring="replace_one")
     draw = ops.OnePosteriorSample(
         ops.GLM("gaussian", prior_std=1.0, noise_std=1.0),
@@ -178,15 +178,14 @@ def test_one_posterior_sample():
         accountant=accountant,
     ).sample(
         torch.eye(number, dtype=torch.float64),
-        torch.where(torch.tensor(coins), FAR, -FAR).double(),
+        torch.where(torch.tensor(included), FAR, -FAR).double(),
     )["weights"]
     result = from_scores(
         draw.numpy(),
-        coins,
+        included,
         epsilon=accountant.get_epsilon(DELTA),
         delta=DELTA,
         confidence=0.99,
-        neighboring=accountant.neighboring,
     )
     assert not result.is_refuted
 
@@ -209,12 +208,12 @@ CERTIFICATES = {  # and the share of ε that one draw shows
 @pytest.mark.parametrize("name", CERTIFICATES)
 def test_certificates(name):
     """250 posteriors of one weight in one draw, each with one record, as far up or down as records
-    go: at μ = 2, 84 % of the coins are guessed, and a third of ε is shown by 69 %.
+    go: at μ = 2, 84 % of the included are guessed, and a third of ε is shown by 69 %.
     """
     certificate, share = CERTIFICATES[name]
     number = 250
-    coins = np.random.default_rng().random(number) < 0.5
-    is_up = torch.tensor(coins)
+    included = np.random.default_rng().random(number) < 0.5
+    is_up = torch.tensor(included)
     if name == "bounded":
         model, y = ops.GLM("bernoulli", prior_std=4.0), is_up.double()
     else:
@@ -224,7 +223,7 @@ def test_certificates(name):
     draw = ops.OnePosteriorSample(model, certificate=certificate, accountant=accountant).sample(
         torch.eye(number, dtype=torch.float64), y
     )["weights"]
-    audit = partial(from_scores, draw.numpy(), coins, accountant=accountant, delta=DELTA)
+    audit = partial(from_scores, draw.numpy(), included, accountant=accountant, delta=DELTA)
     assert not audit(bound="independent", confidence=1 - 1e-7).is_refuted
     bound = "basic" if name == "bounded" else "independent"
     result = audit(bound=bound, confidence=0.99)
@@ -234,10 +233,10 @@ def test_certificates(name):
 @pytest.mark.slow
 def test_noisy_sufficient_statistics():
     """Each record moves a statistic of its own by all that is allowed: at μ = 1.67, 80 % of the
-    coins are guessed, and a third of ε is shown by 70 %.
+    included are guessed, and a third of ε is shown by 70 %.
     """
     number = 300
-    coins = np.random.default_rng().random(number) < 0.5
+    included = np.random.default_rng().random(number) < 0.5
     accountant = dpb.PrivacyAccountant(epsilon=8.0, delta=DELTA)
     model = dpb.noise_aware.ExponentialFamily(
         lambda: pyro.sample(
@@ -257,13 +256,13 @@ def test_noisy_sufficient_statistics():
         )
         dpb.noise_aware.sufficient_statistics(
             model,
-            torch.eye(number, dtype=torch.float64)[torch.tensor(coins)],
+            torch.eye(number, dtype=torch.float64)[torch.tensor(included)],
             accountant=accountant,
             num_data=number,
         )
     result = from_scores(
         released[0].numpy(),
-        coins,
+        included,
         accountant=accountant,
         delta=DELTA,
         confidence=0.99,

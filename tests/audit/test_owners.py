@@ -12,8 +12,8 @@ from test_other_releases import DELTA, ITERATIONS, data, model
 
 import torch_dpbayes as dpb
 from torch_dpbayes.audit import repeated
-from torch_dpbayes.audit.coin import auditor, toss
-from torch_dpbayes.audit.result import Pricing
+from torch_dpbayes.audit.bounds import LowerBound
+from torch_dpbayes.audit.transcripts import draw_inclusion, generator_of
 from torch_dpbayes.mcmc import MultiOwnerHMC, MultiOwnerPenalty
 
 REPEATS, WATCHER, AUDITED = 200, 0, 1
@@ -138,9 +138,9 @@ def _rank(rank, folder, kind, seed, is_faulty, out):
         )
         out.put((result.epsilon_lower_bound, result.guesses))
     else:
-        coins = toss(REPEATS, auditor(seed))
-        for number, coin in enumerate(coins):
-            chain = chains[bool(coin)]
+        included = draw_inclusion(REPEATS, generator_of(seed))
+        for number, is_in in enumerate(included):
+            chain = chains[bool(is_in)]
             chain.go_on()
             if number == 0:
                 out.put(chain.accountant.get_epsilon(DELTA))
@@ -167,7 +167,7 @@ def test_what_an_owner_sends_reveals_no_more_than_it_states(tmp_path, kind):
     """200 chains: at μ = 2, 84 % of the guesses are right; a third of ε is shown by 65 %."""
     (bound, guesses), epsilon = audited(tmp_path, kind, is_faulty=False)
     assert bound > epsilon / 3
-    surely = Pricing("gaussian", DELTA, 1 - 1e-7, is_independent=True)(guesses)
+    surely = LowerBound("gaussian", DELTA, 1 - 1e-7, is_repeated=True)(guesses)
     assert surely <= epsilon
 
 
