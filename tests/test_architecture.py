@@ -36,17 +36,7 @@ MAY_IMPORT = {
         "optim",
         "words",
     },
-    "audit": {
-        "accounting",
-        "batches",
-        "engine",
-        "mcmc",
-        "noise_aware",
-        "ops",
-        "optim",
-        "per_sample",
-        "release",
-    },
+    "audit": {"accounting", "batches", "engine", "optim", "per_sample", "release"},
     "ops": {
         "accounting",
         "words",

@@ -31,8 +31,6 @@ NOT_YET = ("accounting/", "heads/", "noise_aware/")
 # by file: Python's protocols, and what never leaves the library
 OF_PYTHON = {
     ("__init__.py", "AttributeError"),
-    ("audit/__main__.py", "SystemExit"),
-    ("audit/picture.py", "ImportError"),
     ("batches/joining.py", "AssertionError"),
     ("mcmc/density/pieces.py", "IndexError"),
     ("mcmc/density/record_statistics.py", "ValueError"),
