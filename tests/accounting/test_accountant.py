@@ -458,7 +458,7 @@ def test_empty_accountant():
         {"epsilon": 1.0, "delta": 1.0},
         {"epsilon": 1.0, "delta": 1e-31},
         {"method": "clt"},
-        {"neighboring": "zero_out"},
+        {"neighboring": "swap_one"},
     ],
 )
 def test_bad_settings_are_refused(arguments):

@@ -17,7 +17,8 @@ class AuditResult:
 
     Attributes:
         epsilon_lower_bound: the release reveals at least this ε at ``delta``.
-        epsilon, delta: what the accountant states.
+        epsilon: what the accountant states at ``delta``.
+        delta: the δ of both.
         confidence: the probability, over the inclusions and the release, that the bound is right.
         threat: who was simulated, and what they see.
         bound: ``"gaussian"``: a lower bound on μ among Gaussian trade-off curves (Mahloujifar and

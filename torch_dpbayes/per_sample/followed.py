@@ -42,9 +42,8 @@ REMEDIES = {
         " its numbers for one record"
     ),
     "loss-outside": (
-        "Call the model, not its parts, and other networks under torch.no_grad(). Return a learned"
-        " number, self.scale.expand(len(x)), as a parameter of the module beside the output. For"
-        " penalties take prior_std= or log_prior="
+        "Other networks run under torch.no_grad(); a learned number is a parameter of the module,"
+        " returned beside the output: self.scale.expand(len(x)); for penalties take prior_std="
     ),
     "loss-compiled": "Compile the model, torch.compile(net), and leave the loss as it is",
     "loss-option": 'Write reduction="mean" or "sum"',
