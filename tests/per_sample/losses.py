@@ -218,6 +218,14 @@ add(
     data=TEXT,
     model=Words,
 )
+add(
+    "language model, kl of all words",
+    lambda out, y: F.kl_div(
+        out.flatten(0, 1).log_softmax(-1), F.one_hot(y.flatten(), V) * 1.0, reduction="batchmean"
+    ),
+    data=TEXT,
+    model=Words,
+)
 add("language model, view", lambda out, y: ce(out.view(-1, V), y.view(-1)), data=TEXT, model=Words)
 add(
     "mask of tokens, mean per record",

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import delivered
+from helpers import clipped_rows, delivered, gradients_of_records, sum_of
 from torch import Tensor, nn
 
 from torch_dpbayes.errors import DPBayesError, LossError
@@ -228,3 +228,25 @@ def test_mappings_and_nested_batches_keep_their_types():
     given = Delivery(4)({"x": x, "rest": [(y, "text"), None]}, 3)
     assert isinstance(given["x"], Followed) and isinstance(given["rest"][0][0], Followed)
     assert given["rest"][0][1] == "text" and given["rest"][1] is None
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.numpy().__imul__(255),
+        lambda x: x.data.sub_(x.mean(0)),
+        lambda x: x.mul_(3.0),
+        lambda x: x[0].fill_(1e3),
+    ],
+)
+def test_a_batch_that_is_written_to_after_backward_changes_no_sum(write):
+    """Norms were taken of the rows that the sum will be made of: values are copies."""
+    net, source, x, y, a, b = batch()
+    F.cross_entropy(net(a), b).backward()
+    write(a)
+    assert not torch.equal(a.detach(), x)  # and what is written stays
+    found = sum_of(source, net, 0.5)
+    gradients = gradients_of_records(
+        net, lambda n, *one: F.cross_entropy(n(one[0]), one[1]), (x, y)
+    )
+    torch.testing.assert_close(found, clipped_rows(gradients, 0.5), rtol=1e-4, atol=1e-6)

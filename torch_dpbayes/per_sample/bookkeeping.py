@@ -29,7 +29,13 @@ from . import layers
 from .contributions import Contribution, PerRecord, full_precision, together
 from .gradient_source import MappedSource, require_first_backward
 from .mapped_forward import COPIED, OfOne, ReplacedForward
-from .record_map import InnerTransform, RecordMap, attention_as_in_maps, require_no_modes
+from .record_map import (
+    SAVED_TENSORS,
+    InnerTransform,
+    RecordMap,
+    attention_as_in_maps,
+    require_no_modes,
+)
 
 
 class UsedElsewhere(RuntimeError):
@@ -150,7 +156,8 @@ class BookkeepingGradientSource(MappedSource):
             if self._is_one_layer(rows):
                 require_no_modes()
                 self.record_map = _WholeBatch()
-                return of_one(rows, ()), anchors
+                with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+                    return of_one(rows, ()), anchors
             copies = [p.detach().expand(n, *p.shape).requires_grad_() for p in direct]
             self._copies = list(zip(direct, copies, strict=True))
             self.record_map = record_map = RecordMap(n)

@@ -135,6 +135,7 @@ class Followed(Tensor):
     _dim: int | None
     _how: str | None
     _value: Callable[[], Tensor]
+    _freed: Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -214,9 +215,16 @@ class Followed(Tensor):
         return self.free().clone()
 
     def free(self) -> Tensor:
-        """The ordinary tensor, once ``backward()`` is over."""
+        """The ordinary tensor, once ``backward()`` is over. It is a copy, in memory of its own: the
+        rows are what norms and sums of this step are made of.
+        """
         if self._batch.is_open:
             raise self._batch.refuse("an open batch is copied", "loss-number")
+        if self._freed is None:
+            self._freed = self._copied()
+        return self._freed
+
+    def _copied(self) -> Tensor:
         if self._how == "sealed":
             return self._value().detach().as_subclass(Derived)
         rows = self._rows.detach()
@@ -224,7 +232,7 @@ class Followed(Tensor):
         if self._how is not None:
             found = rows.mean(0) if self._how == "mean" else rows.sum(0)
             return found.as_subclass(Derived)
-        return _in_place(rows, self._dim or 0).as_subclass(Derived)
+        return _in_place(rows, self._dim or 0).clone().as_subclass(Derived)
 
     def whole(self) -> Tensor:
         """The values, with all records in the dimension of the records."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .followed import PRIME, Followed, flatten, unflatten
 
@@ -140,6 +140,8 @@ def _is_row_by_row(function: Any, spec: Any, leaves: list[Any], metas: list[Tens
     if any(isinstance(v, Followed) and v._how is not None for v in leaves):
         return False
     generator = torch.Generator().manual_seed(0)
+    # a function may write into its constants, as batch_norm does
+    leaves = [v.clone() if type(v) in (Tensor, nn.Parameter) else v for v in leaves]
 
     def synthetic(value: Followed) -> Tensor:
         shape = (_ROWS_TRIED, *value._rows.shape[1:])

@@ -25,7 +25,14 @@ from torch.nn.utils.prune import BasePruningMethod
 from ..errors import DPBayesError, LossError, ModelError, StepError
 from .followed import Batch, Derived, Followed, is_constant
 from .nested import Nested, holds_plain_sequence, tensors_in
-from .record_map import SAVED_TENSORS, CannotBeMapped, KeptTensors, in_plain_words, is_of_maps
+from .record_map import (
+    SAVED_TENSORS,
+    CannotBeMapped,
+    KeptTensors,
+    in_plain_words,
+    is_of_maps,
+    without_values,
+)
 
 Loss = Callable[..., Tensor]
 
@@ -286,10 +293,11 @@ class MappedForward(ReplacedForward):
             what = "an index of a record is out of range, as in an embedding: check the data before"
             raise CannotBeMapped(what) from None
         except RuntimeError as error:
-            is_known = is_of_maps(error) or str(error) == SAVED_TENSORS
-            if not is_known or isinstance(error, DPBayesError) or self.is_checking:
+            if isinstance(error, DPBayesError) or self.is_checking:
                 raise
-            raise CannotBeMapped(in_plain_words(error)) from error
+            if is_of_maps(error) or str(error) == SAVED_TENSORS:
+                raise CannotBeMapped(in_plain_words(error)) from error
+            raise CannotBeMapped(without_values(error)) from None
         finally:
             passes.end(failed=not is_done)
             if not is_done and not self.is_checking:

@@ -35,6 +35,7 @@ from .followed import (
 )
 from .nested import map_tensors
 from .record_map import (
+    SAVED_TENSORS,
     CannotBeMapped,
     RecordMap,
     in_plain_words,
@@ -81,7 +82,10 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     """A torch function on followed tensors of an open batch."""
     operation = _Operation(function, name, *given)
     try:
-        return operation.run()
+        if name in ("backward", *kinds.METADATA):
+            return operation.run()
+        with torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS):
+            return operation.run()
     except CannotBeMapped as error:
         what = str(error).rstrip(".")
     except DPBayesError:
@@ -89,7 +93,7 @@ def _run(function: Any, name: str, *given: Any) -> Any:
     except Exception as error:
         if name == "backward":
             raise
-        what = without_values(error)
+        what = SAVED_TENSORS if str(error) == SAVED_TENSORS else without_values(error)
     raise operation.batch.refuse(f"{name}: {what}")
 
 
@@ -309,7 +313,7 @@ class _Operation:
         if how == "none":
             return Followed(rows, batch)
         if how == "batchmean":
-            return self._reduced(rows.flatten(1).sum(1), "mean")
+            return self._reduced(rows.flatten(1).sum(1) / rows.shape[1], "mean")
         return self._reduced(rows, how)
 
     def _ctc(
@@ -328,8 +332,14 @@ class _Operation:
                 whole.append(value[:1].expand(len(log_probs._rows), *value.shape[1:]))
             else:
                 raise self.batch.refuse("ctc_loss: a target or length is not of this batch")
+        # a label that is no class would be looked up in the memory of another record
+        labels = whole[1].reshape(len(whole[1]), -1)
+        place = torch.arange(labels.shape[1], device=labels.device)
+        wrong = (labels < 0) | (labels >= log_probs.shape[2])
+        whole[1] = labels.masked_fill(wrong, 0)
         each: Tensor = self.function(*whole, **{**options, "reduction": "none"})
-        return each.unsqueeze(1)
+        is_read = place < whole[3].reshape(-1, 1)
+        return each.masked_fill((wrong & is_read).any(1), math.nan).unsqueeze(1)
 
     def _has_rows_of_its_own(self) -> bool:
         """Whether the loss may run on all records at once: torch documents it as row by row for

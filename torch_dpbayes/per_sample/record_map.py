@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -295,6 +296,7 @@ _GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
+_INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
 # What an argument of a torch function is as a rule; of the rest, each is looked at.
 _ORDINARY = frozenset(
@@ -398,6 +400,11 @@ class _OfOneRecord(TorchFunctionMode):
                 f"it changes the size of a tensor in memory ({func.__name__}), where other records"
                 " lie beside it: make a new tensor, as F.pad does"
             )
+        if func in _INDEX_FILLS and isinstance(args[2], Tensor) and is_of_records(args[2]):
+            raise CannotBeMapped(
+                f"{func.__name__} at an index that a record holds would write into other records:"
+                " write torch.where(torch.arange(n) == index, value, x)"
+            )
         if isinstance(func, _OPERATORS):
             _require_torchs_operator(func)
 
@@ -468,12 +475,18 @@ def _padded_embedding(
     *_: Any,
     **__: Any,
 ) -> Tensor | None:
-    """The row without gradient of a table with a copy for each record: vmap gives it one."""
-    if padding_idx is None or max_norm is not None or not _is_mapped(weight):
+    """A table with a copy for each record. vmap looks tokens up in the copies one behind another,
+    so that one beyond the table would be found in that of the next record: NaN, which counts as
+    zero. It also gives the row of the padding a gradient.
+    """
+    if max_norm is not None or not _is_mapped(weight):
         return None
-    found = F.embedding(tokens, weight)
-    is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)
-    return torch.where(is_padding, found.detach(), found)
+    is_wrong = (tokens < 0) | (tokens >= len(weight))
+    found = torch.embedding(weight, tokens.masked_fill(is_wrong, 0))
+    if padding_idx is not None:
+        is_padding = (tokens == padding_idx % len(weight)).unsqueeze(-1)
+        found = torch.where(is_padding, found.detach(), found)
+    return found.masked_fill(is_wrong.unsqueeze(-1), math.nan)
 
 
 def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
