@@ -343,11 +343,11 @@ def test_runs_over_batches_of_people_are_refused():
     ids = [i // 2 for i in range(len(records()))]
     of_people = dpb.PrivacyAccountant(unit="person")
     for accountant, options in (
-        (None, {"people": ids, "records_per_person": 2}),
-        (of_people, {"people": ids, "records_per_person": 2}),
+        (None, {"user_ids": ids, "records_per_user": 2}),
+        (of_people, {"user_ids": ids, "records_per_user": 2}),
         (of_people, {}),
     ):
-        with pytest.raises(ValueError, match=r"shows nothing of the ε of people.*without people="):
+        with pytest.raises(ValueError, match=r"shows nothing of the ε of users.*without user_ids="):
             one_run(
                 partial(train, **options),
                 records(),

@@ -16,7 +16,7 @@ from torch_dpbayes.accounting.gaussian import gaussian_mu
 from torch_dpbayes.audit import from_scores
 from torch_dpbayes.audit.result import Pricing
 from torch_dpbayes.audit.scores import weighted_difference
-from torch_dpbayes.batches.draws import PoissonSampler
+from torch_dpbayes.batches.sampler import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.per_sample import contributions
 from torch_dpbayes.release import query

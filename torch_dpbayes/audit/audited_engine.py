@@ -49,10 +49,10 @@ class AuditedEngine(PrivacyEngine):
 
     def _require_auditable(self, options: dict[str, Any]) -> None:
         own = self._accountant
-        if options.get("people") is not None or (own is not None and own.unit == "person"):
+        if options.get("user_ids") is not None or (own is not None and own.unit == "person"):
             raise AuditError(
-                "a canary is one record, which shows nothing of the ε of people: audit the run"
-                " without people=, charged to an accountant of records"
+                "a canary is one record, which shows nothing of the ε of users: audit the run"
+                " without user_ids=, charged to an accountant of records"
             )
         if self.is_used:
             raise AuditError(

@@ -125,7 +125,7 @@ class GradientCanaries:
                 " num_workers=0"
             )
         draws = loader.sampler_of_draws
-        if self._are_apart and draws.law != "poisson":
+        if self._are_apart and draws.scheme != "poisson":
             raise AuditError(
                 'bound="independent" is for full and Poisson batches of records, and this loader'
                 f' draws {draws.batches}: pass bound="gaussian"'
