@@ -18,14 +18,9 @@ from .datasets import BatchedDataset, register_private, unchanged
 from .sampler import PoissonSampler
 
 _TAKEN_OVER = (
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-)
+    "num_workers pin_memory timeout worker_init_fn multiprocessing_context prefetch_factor"
+    " persistent_workers"
+).split()
 
 
 class _RecordwiseCollate:
@@ -165,17 +160,15 @@ class PoissonLoader(DPDataLoader):
     # read-only, as steps are charged for the rate, and parts of draws need the main process
     num_workers = property(lambda self: self.__dict__["num_workers"])
     sample_rate = property(lambda self: self.sampler_of_draws.sample_rate)
+    expected_batch_size = property(
+        lambda self: self.sample_rate * self.sampler_of_draws.num_samples
+    )
 
     @property
     def sampler_of_draws(self) -> PoissonSampler:
         """The sampler, which knows what was drawn and delivered."""
         assert isinstance(self.batch_sampler, PoissonSampler)
         return self.batch_sampler
-
-    @property
-    def expected_batch_size(self) -> float:
-        """B = qN."""
-        return self.sampler_of_draws.sample_rate * self.sampler_of_draws.num_samples
 
     def vouch(self) -> None:
         """The user vouches that the collate function keeps records apart."""

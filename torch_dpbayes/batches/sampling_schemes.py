@@ -5,6 +5,7 @@ truncated Poisson draws, fixed size, random allocation, and Poisson draws of use
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,7 @@ class FixedSizeSampler(PoissonSampler):
 
     scheme, batches = "fixed_size", "batches of fixed size"
 
-    @property
-    def batch_size(self) -> int:
-        """Number of records in a batch."""
-        return round(self.sample_rate * self.num_samples)
+    batch_size = property(lambda self: round(self.sample_rate * self.num_samples))
 
     def _joining(self, stream: torch.Generator) -> torch.Tensor:
         choose = sparse_choice if self._is_sparse else dense_choice
@@ -86,10 +84,7 @@ class RandomAllocationSampler(PoissonSampler):
 
     scheme, batches = "random_allocation", "batches by random allocation"
 
-    @property
-    def steps_per_charge(self) -> int:  # type: ignore[override]
-        """t."""
-        return self.steps
+    steps_per_charge = property(attrgetter("_steps"))
 
     def event(self, gaussian: GaussianDpEvent) -> DpEvent:
         return RandomAllocationDpEvent(self.steps, gaussian)
@@ -167,7 +162,7 @@ class RandomAllocationSampler(PoissonSampler):
 
 _USER_IDS = (
     "user_ids must hold the id of each record's user, a whole number or a string for each of {}"
-    " records and all of one kind: {}."
+    " records, all of one kind and none missing"
 )
 
 
@@ -196,15 +191,9 @@ class Users:
         self._starts = self._counts.cumsum(0) - self._counts
         self._counted_records = int(self._counts.clamp(max=k).sum())
 
-    @property
-    def records_per_user(self) -> int:
-        """k."""
-        return self._records_per_user
-
-    @property
-    def counted_records(self) -> int:
-        """How many records there would be if every user had at most k."""
-        return self._counted_records
+    records_per_user = property(attrgetter("_records_per_user"))  # k
+    # how many records there would be if every user had at most k
+    counted_records = property(attrgetter("_counted_records"))
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -227,19 +216,15 @@ class Users:
 
 def _numbered(ids: Iterable[Any], num_data: int) -> NDArray[np.int64]:
     """A number from 0 on for each id, the same for equal ones."""
-    if np.ma.is_masked(ids):
-        raise ArgumentTypeError(_USER_IDS.format(num_data, "some of the masked array are missing"))
     values = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
-    if values.shape != (num_data,):
-        raise ArgumentError(_USER_IDS.format(num_data, f"got ids of shape {tuple(values.shape)}"))
+    if np.ma.is_masked(ids) or values.shape != (num_data,):
+        raise ArgumentError(_USER_IDS.format(num_data))
     if values.dtype.kind in "iu":
         return np.unique(values, return_inverse=True)[1].astype(np.int64)
     # not as NumPy's strings, of which some that differ are equal
     whole = values.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else list(ids)
-    kinds = {type(value) for value in whole}
-    if kinds not in ({str}, {int}):
-        found = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise ArgumentTypeError(_USER_IDS.format(num_data, f"got {found}"))
+    if {type(value) for value in whole} not in ({str}, {int}):
+        raise ArgumentTypeError(_USER_IDS.format(num_data))
     known: dict[Any, int] = {}
     return np.array([known.setdefault(value, len(known)) for value in whole], dtype=np.int64)
 
@@ -272,10 +257,7 @@ class UserSampler(PoissonSampler):
         self._users = users
         super().__init__(*settings)
 
-    @property
-    def users(self) -> Users:
-        """Whose each record is."""
-        return self._users
+    users = property(attrgetter("_users"))
 
     def _options(self) -> dict[str, Any]:
         return {"users": self._users}
