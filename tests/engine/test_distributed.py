@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, Te
 
 import torch_dpbayes as dpb
 from torch_dpbayes import ranks
-from torch_dpbayes.batches.draws import PoissonSampler
+from torch_dpbayes.batches.sampler import PoissonSampler
 from torch_dpbayes.noise import GaussianNoise
 
 TIMEOUT = 60.0  # seconds; of a process group, where no test is about it

@@ -19,22 +19,23 @@ from torch.utils.data import (
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import Unit
-from ..batches.collate_check import check_collate
-from ..batches.draws import PoissonSampler
-from ..batches.other_laws import (
+from ..batches.collate import check_collate, users_collate
+from ..batches.datasets import require_no_repeats
+from ..batches.poisson_loader import PoissonLoader
+from ..batches.sampler import PoissonSampler
+from ..batches.sampling_schemes import (
     FixedSizeSampler,
     RandomAllocationSampler,
     TruncatedPoissonSampler,
+    Users,
+    UserSampler,
 )
-from ..batches.people import People, PeopleSampler
-from ..batches.poisson_loader import PoissonLoader
-from ..batches.repeated_records import require_each_once
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
 from ..ranks import Ranks
 
-_LAWS: dict[str, Callable[..., PoissonSampler]] = {
+_SCHEMES: dict[str, Callable[..., PoissonSampler]] = {
     "poisson": PoissonSampler,
     "random_allocation": RandomAllocationSampler,
     "fixed_size": FixedSizeSampler,
@@ -51,22 +52,22 @@ class Batches:
 
     sampling: str
     max_batch_size: int | None
-    people: Iterable[Any] | None = field(default=None, compare=False)
-    records_per_person: int = 1
+    user_ids: Iterable[Any] | None = field(default=None, compare=False)
+    records_per_user: int = 1
 
     def __post_init__(self) -> None:
-        if self.sampling not in _LAWS:
+        if self.sampling not in _SCHEMES:
             raise ArgumentError(
-                f"sampling must be one of {', '.join(map(repr, _LAWS))}, got {self.sampling!r}"
+                f"sampling must be one of {', '.join(map(repr, _SCHEMES))}, got {self.sampling!r}"
             )
         most = self.max_batch_size
-        if self.people is not None and (self.sampling != "poisson" or most is not None):
+        if self.user_ids is not None and (self.sampling != "poisson" or most is not None):
             raise ArgumentError(
-                "people= draws people by Poisson sampling: leave out sampling= and max_batch_size="
+                "user_ids= draws users by Poisson sampling: leave out sampling= and max_batch_size="
             )
-        if self.people is None and self.records_per_person != 1:
+        if self.user_ids is None and self.records_per_user != 1:
             raise ArgumentError(
-                "records_per_person= needs people=, the id of each record's person in the order of"
+                "records_per_user= needs user_ids=, the id of each record's user in the order of"
                 " the data set"
             )
         if most is None:
@@ -81,7 +82,7 @@ class Batches:
     @property
     def unit(self) -> Unit:
         """What is protected by such batches."""
-        return "record" if self.people is None else "user"
+        return "record" if self.user_ids is None else "user"
 
     def require_unit(self, accountant: PrivacyAccountant | None) -> None:
         """Raise where the accountant protects something else."""
@@ -89,11 +90,11 @@ class Batches:
             return
         if self.unit == "user":
             raise ArgumentError(
-                "people= makes epsilon that of people, and this accountant's is that of records:"
+                "user_ids= makes epsilon that of users, and this accountant's is that of records:"
                 ' pass PrivacyEngine(PrivacyAccountant(..., unit="user"))'
             )
         raise ArgumentError(
-            "this accountant protects people: pass people=, the id of each record's person in the"
+            "this accountant protects users: pass user_ids=, the id of each record's user in the"
             " order of the data set"
         )
 
@@ -103,27 +104,27 @@ class Batches:
         """The loader that draws batches of about this size."""
         dataset: Any = data_loader.dataset
         size, most = len(dataset), self.max_batch_size
-        if self.people is not None:
-            people = People(self.people, size, self.records_per_person)
-            if batch_size > people.counted:
+        if self.user_ids is not None:
+            users = Users(self.user_ids, size, self.records_per_user)
+            counted = users.counted_records
+            if batch_size > counted:
                 raise ArgumentError(
-                    f"batch_size = {batch_size:g} is more than the {people.counted} records that"
-                    " all people bring together: pass a smaller one, or a larger"
-                    " records_per_person="
+                    f"batch_size = {batch_size:g} is more than the {counted} records that all users"
+                    " bring together: pass a smaller one, or a larger records_per_user="
                 )
-            draws_of_people = partial(PeopleSampler, people=people)
-            return PoissonLoader(data_loader, batch_size / people.counted, ranks, draws_of_people)
+            draws_of_users = partial(UserSampler, users=users)
+            return PoissonLoader(data_loader, batch_size / counted, ranks, draws_of_users)
         if most is not None and most < batch_size:
             raise ArgumentError(
                 f"max_batch_size = {most} is below the batch size {batch_size:g}, so that most"
                 " draws would be cut: pass a smaller batch_size, or a larger max_batch_size"
             )
-        law = self.sampling if batch_size < size else "poisson"  # all records: every law is one
-        if law == "fixed_size":
+        scheme = self.sampling if batch_size < size else "poisson"  # all records: one for all
+        if scheme == "fixed_size":
             batch_size = round(batch_size)
-        elif law == "random_allocation":
+        elif scheme == "random_allocation":
             batch_size = size / math.ceil(size / batch_size - 1e-9)
-        draws = _LAWS[law]
+        draws = _SCHEMES[scheme]
         if most is not None and batch_size < size:
             draws = partial(TruncatedPoissonSampler, max_batch_size=most)
         return PoissonLoader(data_loader, batch_size / size, ranks, draws)
@@ -147,18 +148,15 @@ def private_loader(
             " (__len__ and __getitem__).",
             code="loader-iterable",
         )
-    if batches.people is None:
-        require_each_once(data_loader.dataset)
-    collate_fn: Any = data_loader.collate_fn
-    while hasattr(collate_fn, "wrapped_collator_fn"):  # of a loader that was private before
-        collate_fn = collate_fn.wrapped_collator_fn
-    check_collate(data_loader.dataset, collate_fn)
+    if batches.user_ids is None:
+        require_no_repeats(data_loader.dataset)
+    check_collate(data_loader.dataset, users_collate(data_loader))
     if isinstance(data_loader, DPDataLoader):  # PoissonLoader included
         records: Any = data_loader.dataset
         rate, draws = float(data_loader.sample_rate), data_loader.batch_sampler
-        if isinstance(draws, PeopleSampler):  # batches stay as large, not the rate of people
-            rate *= draws.people.counted / len(records)
-        if batches == POISSON and batches.people is None:
+        if isinstance(draws, UserSampler):  # batches stay as large, not the rate of users
+            rate *= draws.users.counted_records / len(records)
+        if batches == POISSON and batches.user_ids is None:
             return PoissonLoader(data_loader, rate, ranks)
         return batches.loader(data_loader, rate * len(records), ranks)
     if data_loader.batch_size is None or type(data_loader.batch_sampler) is not BatchSampler:

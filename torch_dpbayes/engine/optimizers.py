@@ -71,9 +71,9 @@ def build(
             raise ArgumentError(
                 "every parameter of the model is frozen: there is nothing to sample"
             )
-        law = loader.sampler_of_draws.law
-        # of other laws nothing may be assumed before the release knows the draws
-        sampling = "poisson" if law == "poisson" else None
+        scheme = loader.sampler_of_draws.scheme
+        # of other schemes nothing may be assumed before the release knows the draws
+        sampling = "poisson" if scheme == "poisson" else None
         built = optimizer(
             parameters, **declared, **stated, sampling=sampling, accountant=accountant
         )
@@ -199,7 +199,7 @@ def event_of(
     together.
     """
     draws = loader.sampler_of_draws
-    return optimizer.release.event(noise_multiplier, draws.law, draws)
+    return optimizer.release.event(noise_multiplier, draws.scheme, draws)
 
 
 def is_held(accountant: PrivacyAccountant) -> bool:

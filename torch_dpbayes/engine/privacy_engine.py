@@ -207,8 +207,8 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
-        people: Iterable[Any] | None = None,
-        records_per_person: int = 1,
+        user_ids: Iterable[Any] | None = None,
+        records_per_user: int = 1,
         grad_sample_mode: str | None = None,
         loss_reduction: str = "mean",
         loss: Loss | None = None,
@@ -232,7 +232,7 @@ class PrivacyEngine:
                 max_grad_norm=, noise_multiplier=, sampling="poisson", accountant=``. Or a built
                 optimizer, whose values hold.
             data_loader: a loader over a map-style data set with a fixed batch size; its order of
-                records is not used.
+                records is not used. A ``collate_fn`` of your own is called for each record alone.
             max_grad_norm: clip norm C of one record's gradient.
             noise_multiplier: floor of the noise std on the clipped sum, in units of C. Where the
                 sampler's own noise is larger, that is what is added and charged, and a warning says
@@ -245,12 +245,11 @@ class PrivacyEngine:
                 sensitivity 2C.
             max_batch_size: cut Poisson batches of more records than this to so many at random, for
                 a fixed amount of memory; at least the batch size.
-            people: the id of each record's person, a whole number or a string, in the order of the
-                data set: ε is then of a person with all of their records. Each person joins a batch
+            user_ids: the id of each record's user, a whole number or a string, in the order of the
+                data set: ε is then of a user with all of their records. Each user joins a batch
                 independently; the accountant has ``unit="user"``.
-            records_per_person: with ``people``, how many records of somebody join a batch at most,
-                drawn anew each time. Noise hides so many clip norms: 1 costs least, and somebody
-                with more records counts as so many.
+            records_per_user: with ``user_ids``, the most records of a user that join a batch, drawn
+                anew each time. Noise hides so many clip norms: 1 costs least.
             grad_sample_mode: all give the same sum. ``"bookkeeping"``, the default, gets it from
                 one ordinary backward pass of the model mapped over records. ``"vmap"`` runs
                 everything for one record at a time by ``torch.func``, which takes more time, knows
@@ -282,15 +281,15 @@ class PrivacyEngine:
         ``TruncatedSubsampledGaussianDpEvent(N, q, max_batch_size, z)``, of batches of fixed size
         ``SampledWithoutReplacementDpEvent(N, B, GaussianDpEvent(z))``. Random allocation charges
         ``RandomAllocationDpEvent(len(loader), GaussianDpEvent(z))`` at the first step of each pass.
-        With ``people`` the number of people and that of records, those beyond
-        ``records_per_person`` = k of somebody not counted, are the public constants, under
-        replace-one too, where another person may bring more records. A step charges
+        With ``user_ids`` the number of users and that of records, those beyond
+        ``records_per_user`` = k of a user not counted, are the public constants, under replace-one
+        too, where another user may bring more records. A step charges
         ``UserLevelDpEvent(PoissonSampledDpEvent(q, GaussianDpEvent(z / k)))``; the proof is at
-        :class:`~torch_dpbayes.batches.people.PeopleSampler`.
+        :class:`~torch_dpbayes.batches.sampling_schemes.UserSampler`.
         """
         with self._together():
             refuse_wrapped(module)
-            batches = Batches(sampling, max_batch_size, people, records_per_person)
+            batches = Batches(sampling, max_batch_size, user_ids, records_per_user)
             loader = private_loader(data_loader, self._ranks, batches)
             accountant = self._accountant_for(optimizer, batches, None, None)
             built = build(module, optimizer, loader, accountant, max_grad_norm, noise_multiplier)
@@ -316,8 +315,8 @@ class PrivacyEngine:
         max_grad_norm: float | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
-        people: Iterable[Any] | None = None,
-        records_per_person: int = 1,
+        user_ids: Iterable[Any] | None = None,
+        records_per_user: int = 1,
         grad_sample_mode: str | None = None,
         loss_reduction: str = "mean",
         loss: Loss | None = None,
@@ -336,7 +335,7 @@ class PrivacyEngine:
             target_epsilon: ε of everything on the accountant after the last epoch.
             target_delta: its δ.
             epochs: passes over the loader.
-            sampling, max_batch_size, people, records_per_person: as in :meth:`make_private`.
+            sampling, max_batch_size, user_ids, records_per_user: as in :meth:`make_private`.
             additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
                 that the accountant holds at ``target_delta`` already.
             module, optimizer, data_loader, max_grad_norm: as in :meth:`make_private`.
@@ -353,7 +352,7 @@ class PrivacyEngine:
                 raise ArgumentTypeError(
                     "target_epsilon is needed, or additional_epsilon on top of before"
                 )
-            batches = Batches(sampling, max_batch_size, people, records_per_person)
+            batches = Batches(sampling, max_batch_size, user_ids, records_per_user)
             accountant, target = self._target(
                 optimizer, batches, target_epsilon, additional_epsilon, target_delta
             )
@@ -401,8 +400,8 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
-        people: Iterable[Any] | None = None,
-        records_per_person: int = 1,
+        user_ids: Iterable[Any] | None = None,
+        records_per_user: int = 1,
     ) -> Plan:
         """What :meth:`make_private` (or, with ``target_epsilon``,
         :meth:`make_private_with_epsilon`) will do; printed (by rank 0) and returned.
@@ -413,7 +412,7 @@ class PrivacyEngine:
             target_delta: δ; None takes the accountant's.
             module, optimizer, data_loader, epochs, target_epsilon: as for those two.
             additional_epsilon, max_grad_norm, noise_multiplier, sampling, max_batch_size: as there.
-            people, records_per_person: as there.
+            user_ids, records_per_user: as there.
         """
         accountant, built, loader, delta, target = self._planned(
             module,
@@ -425,7 +424,7 @@ class PrivacyEngine:
             additional_epsilon,
             max_grad_norm,
             noise_multiplier,
-            Batches(sampling, max_batch_size, people, records_per_person),
+            Batches(sampling, max_batch_size, user_ids, records_per_user),
         )
         result = plan_of(built, loader, accountant, epochs, _delta_of(accountant, delta), target)
         if self._ranks is None or self._ranks.rank == 0:
@@ -527,6 +526,7 @@ class PrivacyEngine:
         require_own_streams(optimizer, loader)
         if recording.assume_independent:
             loader.vouch()
+        loader.require_same_alone()
         examples = recording.example_inputs
         if examples is None:
             batch = loader.collate_fn([loader.dataset[0]])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..batches.collate import users_collate
 from ..batches.poisson_loader import PoissonLoader
 from ..errors import ArgumentError
 
@@ -25,9 +26,7 @@ def records_digests(loader: PoissonLoader) -> dict[str, str | None]:
     Raises:
         ValueError: the parts that stay the same do not tell records apart.
     """
-    collate: Any = loader.collate_fn
-    while hasattr(collate, "wrapped_collator_fn"):
-        collate = collate.wrapped_collator_fn
+    collate = users_collate(loader)
     num_data = len(loader.dataset)
     positions = sorted({round(i * (num_data - 1) / 63) for i in range(64)})
 

@@ -444,7 +444,7 @@ class PrivateOptimizer(Optimizer):
                 " without it the parts of two batches cannot be told apart.",
                 code="loader-memory-manager",
             )
-        self.release.draws.delivered_part(is_last=not do_skip)
+        self.release.draws.delivered(is_part=True, is_last=not do_skip)
 
     # -- what a step is charged for ----------------------------------------------------------------
 

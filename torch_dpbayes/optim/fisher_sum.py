@@ -112,7 +112,7 @@ class FisherSum(ClippedSum):
         swap = 4.0 if share <= 0.5 else 2 + 2 * share + 1 / (2 * share)
         is_replacement = neighboring_relation(neighboring) == "replace_one"
         # a swap in a batch that was cut is charged at twice the distance, which is further
-        is_drawn = sampling in ("poisson", "truncated_poisson", "random_allocation", "people")
+        is_drawn = sampling in ("poisson", "truncated_poisson", "random_allocation", "users")
         is_swap = is_replacement if is_full else not is_drawn
         return (
             2 * noise_multiplier / math.sqrt(swap)

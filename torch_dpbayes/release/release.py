@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
-from ..batches.draws import PoissonSampler
+from ..batches.sampler import PoissonSampler
 from ..errors import ArgumentError, StateError, StepError
 from ..noise import GaussianNoise
 from ..per_sample.fixed_tensors import CHANGED, FixedTensors
@@ -117,7 +117,7 @@ class Release:
         self.source, self.draws = source, draws
         self._fixed = fixed
         self.ranks, self._is_alone = draws.ranks, is_alone
-        self.sampling = draws.law
+        self.sampling = draws.scheme
         self._last_event = None  # of other draws
         self.forget_parts()
 
@@ -242,7 +242,7 @@ class Release:
     def _retire(self) -> None:
         """The draw is used up; the accountant hears on what its charge rests."""
         if self.draws is not None:
-            self.draws.retire()
+            self.draws.mark_used()
         if (independence := self.independence) != self._stated:
             self._state(self.label, independence)
             self._stated = independence
@@ -363,11 +363,11 @@ class Release:
         if z == 0.0:
             return events.NonPrivateDpEvent()
         z = self._equivalent(z, sampling)
-        if draws is not None and draws.law == "people":  # of several records each, also of all
+        if draws is not None and draws.scheme == "users":  # of several records each, also of all
             return draws.event(events.GaussianDpEvent(z))
         if self._is_full():
             return events.GaussianDpEvent(z)
-        if draws is not None and draws.law != "poisson":
+        if draws is not None and draws.scheme != "poisson":
             return draws.event(events.GaussianDpEvent(z))
         if sampling == "poisson":
             return events.PoissonSampledDpEvent(self.sample_rate, events.GaussianDpEvent(z))
@@ -387,12 +387,12 @@ class Release:
         not ``is_mine``, by another rank.
         """
         event, cost = self._event_of(noise_multiplier)
-        if self.draws is not None and self.draws.is_paid(cost):
+        if self.draws is not None and self.draws.is_charged(cost):
             return
         if is_mine:
             self.accountant.compose(event, label=self.label)
         if self.draws is not None:
-            self.draws.paid(cost)
+            self.draws.mark_charged(cost)
 
     def _equivalent(self, noise_multiplier: float, sampling: str | None) -> float:
         return self.query.equivalent_noise_multiplier(
