@@ -8,10 +8,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import StateError
+
 _MANY_RECORDS = 2**14
 
 # a parameter group with the names and the tensors of its trainable parameters
 Member = tuple[dict[str, Any], list[str], list[Tensor]]
+
+
+def trainable_members(groups: list[dict[str, Any]]) -> list[Member]:
+    """The parameter groups of an optimizer that have trainable parameters.
+
+    Raises:
+        StateError: there is none, or parameters live on several devices.
+    """
+    members: list[Member] = []
+    for i, group in enumerate(groups):
+        given = group.get("param_names", [f"{j} of group {i}" for j in range(len(group["params"]))])
+        trainable = [
+            (name, p) for name, p in zip(given, group["params"], strict=True) if p.requires_grad
+        ]
+        if trainable:
+            members.append((group, [name for name, _ in trainable], [p for _, p in trainable]))
+    if not members:
+        raise StateError("every parameter is frozen: there is nothing to sample")
+    if len({p.device for _, _, parameters in members for p in parameters}) > 1:
+        raise StateError(
+            "the parameters live on several devices; one norm per record needs them on one"
+        )
+    return members
 
 
 class GroupGradient:

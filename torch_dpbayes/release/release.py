@@ -33,7 +33,7 @@ from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
 from ..ranks import STEP, Ranks, require_alone
-from .layout import Layout
+from .layout import Layout, trainable_members
 from .query import ClippedSum
 
 
@@ -151,10 +151,16 @@ class Release:
         """How records are kept apart, in the model and in the loss."""
         return self.query.independence(self.source)
 
-    def layout_changed(self) -> None:
-        """Other tensors are trainable now: look at the fixed ones themselves once."""
-        if self._fixed is not None:
+    def layout_of(self, groups: list[dict[str, Any]]) -> Layout:
+        """A buffer for what these parameter groups release, in a new sum."""
+        self.forget_parts()
+        members = trainable_members(groups)
+        parameters = [p for _, _, own in members for p in own]
+        beside = self.query.numbers_beside(sum(p.numel() for p in parameters), parameters[0].device)
+        if self._fixed is not None:  # look at the fixed ones themselves once
             self._fixed.look_closely()
+        records, is_shared = self.query.expected_batch_size, self.ranks is not None
+        return Layout(members, beside, records, is_shared=is_shared)
 
     # -- the step ----------------------------------------------------------------------------------
 
@@ -417,7 +423,7 @@ class Release:
                     "steps are charged at sensitivity 2C, without amplification: nothing is known"
                     " of how batches are drawn, except that no record is in one twice."
                     " PrivacyEngine().make_private(...) draws Poisson batches, which cost less.",
-                    stacklevel=8,
+                    stacklevel=7,
                 )
         return self._last_event[1]
 
