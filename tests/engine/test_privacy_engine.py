@@ -473,8 +473,8 @@ def test_plan_says_what_will_happen_and_changes_nothing(capsys):
     }
     engine = dpb.PrivacyEngine()
     cold = engine.plan(optimizer=partial(dpb.optim.DPSGLD, lr=0.05), **arguments)
-    text = capsys.readouterr().out
-    assert str(cold) in text
+    assert capsys.readouterr().out == ""
+    text = str(cold)
     assert (
         cold.langevin_noise_multiplier > cold.noise_multiplier
         and cold.effective_noise_multiplier == cold.langevin_noise_multiplier

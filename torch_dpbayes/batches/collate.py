@@ -4,9 +4,7 @@ something else than the batch.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -18,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 from ..errors import ArgumentError
+from ..noise import seeded
 from ..per_sample.nested import map_tensors, tensors_in
 
 _ROWS = (5, 7)  # a tensor that has as many rows as there are records, in both, has one for each
@@ -82,7 +81,7 @@ class RecordwiseCollate:
         together, again = (_tensors(self.wrapped_collator_fn, records, seed) for seed in (0, 1))
         if together is None or again is None:
             return
-        with _seeded(0):
+        with seeded(0):
             alone = list(tensors_in(self(records)))
         is_repeatable = len(together) == len(again) and all(map(torch.equal, together, again))
         if [t.shape for t in together] != [t.shape for t in alone] or (
@@ -131,26 +130,11 @@ def _tensors(
     collate_fn: Callable[[list[Any]], Any], records: list[Any], seed: int
 ) -> list[Tensor] | None:
     """The tensors of a batch of synthetic records; None if the function fails on them."""
-    with _seeded(seed):
+    with seeded(seed):
         try:
             return list(tensors_in(collate_fn(records)))
         except Exception:
             return None
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """The generators of torch, Python and NumPy, which are left as they were."""
-    before, of_numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            yield
-    finally:
-        random.setstate(before)
-        np.random.set_state(of_numpy)
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:

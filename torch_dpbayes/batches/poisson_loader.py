@@ -9,8 +9,8 @@ from typing import Any
 from opacus.data_loader import DPDataLoader, wrap_collate_with_empty
 from torch.utils.data import DataLoader
 
+from ..distributed import Ranks
 from ..errors import ArgumentError, StateError
-from ..ranks import Ranks
 from .collate import RecordwiseCollate, users_collate
 from .datasets import BatchedDataset, register_private, unchanged
 from .sampler import PoissonSampler

@@ -15,9 +15,9 @@ import torch
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 
 from ..accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
+from ..distributed import Ranks
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, StateError
 from ..noise import fresh_generator, stream_of_key
-from ..ranks import Ranks
 from .poisson_sampling import MAX_RECORDS, DenseSubset, SparseSubset
 
 _DENSE_RATE = 1 / 16  # from here on a random number for every record costs no more than darts

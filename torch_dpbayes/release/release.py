@@ -11,7 +11,6 @@ and the smallest z is charged, which bounds the release whose groups are scaled 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 import warnings
@@ -26,13 +25,13 @@ from torch import Tensor
 from ..accounting import events
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.sampler import PoissonSampler
+from ..distributed import STEP, Ranks, digest, require_single_process
 from ..errors import ArgumentError, StateError, StepError
 from ..noise import GaussianNoise
 from ..per_sample.fixed_tensors import CHANGED, FixedTensors
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
-from ..ranks import STEP, Ranks, require_alone
 from .layout import Layout, trainable_members
 from .query import ClippedSum
 
@@ -176,7 +175,7 @@ class Release:
             False while parts of the draw are outstanding; nothing is released then.
         """
         if self.ranks is None and not self._is_alone:
-            require_alone()
+            require_single_process()
         if not self._collect(layout):
             return False
         self._require_unchanged()
@@ -271,7 +270,7 @@ class Release:
             [(*options_of(group.group), group.noise_multiplier) for group in layout.groups],
         )
         numbers = {
-            "the settings of the optimizer or its parameters": _digest(repr(facts)),
+            "the settings of the optimizer or its parameters": _bits_of(repr(facts)),
             "the draw": self.draws.checksum,
         }
         if self.accountant.path is None:
@@ -282,10 +281,10 @@ class Release:
             )
         compared = len(numbers)
         if self.noise.generator is None:
-            ranks.agree(STEP, numbers, compare=compared, norm=norm)
+            ranks.check_consistent(STEP, numbers, compare=compared, norm=norm)
             return []
-        numbers["the sum"] = _digest(layout.buffer)
-        rows = ranks.agree(STEP, numbers, compare=compared, norm=norm)
+        numbers["the sum"] = _bits_of(layout.buffer)
+        rows = ranks.check_consistent(STEP, numbers, compare=compared, norm=norm)
         return [repr([row[compared] for row in rows])]
 
     def _take_together(
@@ -308,7 +307,7 @@ class Release:
             error = reason
             layout.buffer.zero_()
             layout.failed.fill_(1.0)
-        ranks.add_up(layout.buffer)
+        ranks.all_reduce(layout.buffer)
         if float(layout.failed) > 0:
             ranks.raise_together(error)
 
@@ -440,7 +439,6 @@ def _hidden(layout: Layout, settings: Callable[[], Mapping[str, Any]]) -> Iterat
     yield from layout.parameters
 
 
-def _digest(value: Tensor | str) -> int:
+def _bits_of(value: Tensor | str) -> int:
     """64 bits of a hash."""
-    code = value.encode() if isinstance(value, str) else value.cpu().view(torch.uint8).numpy().data
-    return int.from_bytes(hashlib.blake2b(code, digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(digest([value], size=8), "little", signed=True)
