@@ -37,7 +37,7 @@ OF_PYTHON = {
     ("mcmc/many_owners.py", "ValueError"),
     ("ops/__init__.py", "AttributeError"),
     ("per_sample/mapped_forward.py", "AttributeError"),
-    ("posterior.py", "ModuleNotFoundError"),
+    ("posterior/files.py", "ModuleNotFoundError"),
 }
 
 

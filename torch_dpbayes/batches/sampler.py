@@ -35,6 +35,26 @@ class _Draw(NamedTuple):
     state: torch.Tensor | None  # of the caller's generator before the draw
 
 
+def _require_drawable(num_data: int, sample_rate: float, generator: torch.Generator | None) -> None:
+    """Raise if no batches can be drawn at exactly this rate."""
+    if not (0 < sample_rate <= 1 and 1 / sample_rate <= _MAX_BATCHES):
+        raise ArgumentError(
+            "a sampling rate is batch size / number of records, a probability of at least"
+            f" 2**-63; got {sample_rate}"
+        )
+    if num_data > MAX_RECORDS:
+        raise ArgumentError(
+            f"{num_data} records are more than 2**53, from where on positions are no longer"
+            " exact in double precision: train on a part, torch.utils.data.Subset"
+        )
+    if generator is not None and generator.device.type != "cpu":
+        raise ArgumentError(
+            "batches are drawn on the CPU, but the DataLoader's generator= lives on"
+            f" {generator.device}: pass torch.Generator()",
+            code="loader-generator",
+        )
+
+
 class PoissonSampler(UniformWithReplacementSampler):
     """Each record joins a batch independently with probability q. Other schemes are subclasses.
 
@@ -53,12 +73,10 @@ class PoissonSampler(UniformWithReplacementSampler):
     Args:
         num_data: number of records N of all ranks, at most 2⁵³.
         sample_rate: q in [2⁻⁶³, 1].
-        generator: the caller's source of randomness on the CPU. Each draw takes 256 bits of it, and
-            comes from a generator that is seeded by their hash, so that draws of overlapping
-            streams are independent; equal bits are refused in one process. None: entropy of the
-            operating system.
-        num_workers: that of the loader.
-        ranks: the ranks that share the draws; None: there is one.
+        generator: the caller's source of randomness on the CPU; None: the operating system's
+            entropy. Each draw takes 256 bits of it, and is seeded by their hash, so that draws of
+            overlapping streams are independent; equal bits are refused in one process.
+        num_workers, ranks: those of the loader.
 
     **Privacy.** Nothing is released; draws are data. Rate, number of records and generator are
     read-only, as steps are charged for them.
@@ -75,22 +93,7 @@ class PoissonSampler(UniformWithReplacementSampler):
         num_workers: int,
         ranks: Ranks | None = None,
     ) -> None:
-        if not (0 < sample_rate <= 1 and 1 / sample_rate <= _MAX_BATCHES):
-            raise ArgumentError(
-                "a sampling rate is batch size / number of records, a probability of at least"
-                f" 2**-63; got {sample_rate}"
-            )
-        if num_data > MAX_RECORDS:
-            raise ArgumentError(
-                f"{num_data} records are more than 2**53, from where on positions are no longer"
-                " exact in double precision: train on a part, torch.utils.data.Subset"
-            )
-        if generator is not None and generator.device.type != "cpu":
-            raise ArgumentError(
-                "batches are drawn on the CPU, but the DataLoader's generator= lives on"
-                f" {generator.device}: pass torch.Generator()",
-                code="loader-generator",
-            )
+        _require_drawable(num_data, sample_rate, generator)
         self._num_data, self._sample_rate = num_data, sample_rate
         self._steps = max(1, math.floor(1 / sample_rate + 1e-9))  # 1/q may be rounded down
         self._has_user_generator = generator is not None
@@ -98,17 +101,14 @@ class PoissonSampler(UniformWithReplacementSampler):
         count, _ = self.drawn
         self._is_sparse = sample_rate < _DENSE_RATE and count > 0
         self._subset = (SparseSubset if self._is_sparse else DenseSubset)(count, sample_rate)
-        # forgets gradients of earlier batches
-        self.before_delivery: Callable[[], None] = lambda: None
+        self.before_delivery: Callable[[], None] = lambda: None  # forgets gradients of earlier ones
         # makes batches whose operations run for each record alone; None: ordinary tensors
         self.delivery: Callable[[Any, int], Any] | None = None
-        # how many records the data set has at the moment
-        self.count_records: Callable[[], int] = lambda: num_data
+        self.count_records: Callable[[], int] = lambda: num_data  # of the data set now
         self.passes = 0
         self.draw = 0  # changes with every delivery of a new draw
         self.checksum = 0  # of the draw delivered last
-        # data, which must not leave the library: numbers of this rank's records in the draw
-        # delivered last, and in the batch delivered last, which is a draw or a part of one
+        # data, which must not leave the library: this rank's records in the draw, and in the batch
         self.size = self.part_size = 0
         self._pid = os.getpid()
         self._renew(fresh_generator() if generator is None else generator)
@@ -306,8 +306,6 @@ class PoissonSampler(UniformWithReplacementSampler):
         self._draws.popleft()
         self._handed, self._delivered, self._deliveries = self._handed - 1, 0, 0
 
-    # -- what the draws are charged as -------------------------------------------------------------
-
     @property
     def drawn(self) -> tuple[int, str]:
         """How many there are of what is drawn, and what that is."""
@@ -323,8 +321,6 @@ class PoissonSampler(UniformWithReplacementSampler):
 
     def mark_charged(self, noise_multiplier: float) -> None:
         """The next release, and what is charged together with it, was charged at this noise."""
-
-    # -- saved runs --------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
         """Where the draws are: ``states`` of the caller's generator before each draw that waits for

@@ -4,8 +4,10 @@ must have in common.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import opacus
 import torch
@@ -13,10 +15,11 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from .. import __version__
+from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import GaussianDpEvent
 from ..batches.collate import users_collate
 from ..batches.poisson_loader import PoissonLoader
-from ..distributed import Ranks, digest, records_digests
+from ..distributed import Ranks, digest, records_digests, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
@@ -28,11 +31,106 @@ from ..per_sample.model_check import check_layers, check_model
 from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
 from ..per_sample.vmap import VmapGradientSource
 from ..release.release import options_of
-from .loaders import require_own_streams
+from .loaders import private_loader, require_own_streams
+from .optimizers import build, build_calibrated
+from .plan import Plan, little_left, overridden_floor, plan_of
 from .settings import Settings
 
+# where a model's steps were charged last
+_accountants: WeakKeyDictionary[nn.Module, ref[PrivacyAccountant]] = WeakKeyDictionary()
+_CHARGED_ELSEWHERE = (
+    "the model was made private on another accountant before: epsilon of records that both"
+    " trainings read is that of both together"
+)
+_log = logging.getLogger("torch_dpbayes")
 
-def attach(
+
+def planned(settings: Settings[Any], found: PrivacyAccountant | None, ranks: Ranks | None) -> Plan:
+    """What a run will cost and sample; nothing is changed."""
+    accountant = settings.accountant(found)
+    target = settings.target(accountant)
+    loader = private_loader(settings, ranks)
+    if target is None:
+        built = build(settings, loader, accountant, settings.noise_multiplier)
+    else:
+        built, _ = build_calibrated(settings, loader, accountant, target, None)
+    return plan_of(settings, built, loader, accountant, target)
+
+
+def made_private(
+    settings: Settings[Any],
+    found: PrivacyAccountant | None,
+    ranks: Ranks | None,
+    *,
+    is_alone: bool,
+) -> tuple[PrivateOptimizer, PoissonLoader]:
+    """Build loader and optimizer, tie them to the model, and say in the log what may surprise.
+
+    Args:
+        settings: the user's choices.
+        found: the engine's accountant, if it has one.
+        ranks: those that train together; None: there is one.
+        is_alone: the other ranks of a process group have nothing to do with it.
+
+    Raises:
+        ModelError: the model cannot be run for one record at a time.
+    """
+    module = settings.module
+    refuse_wrapped(module)
+    accountant = settings.accountant(found)
+    target = settings.target(accountant)
+    loader = private_loader(settings, ranks)
+    if target is None:
+        optimizer = build(settings, loader, accountant, settings.noise_multiplier)
+    else:
+        optimizer, floor = build_calibrated(settings, loader, accountant, target, ranks)
+        if optimizer.noise_multiplier < floor:
+            raise ArgumentError(
+                f"the optimizer was built with noise_multiplier = {optimizer.noise_multiplier};"
+                f" epsilon = {target} after {settings.epochs} epochs needs at least"
+                f" {floor:.4f}: build it with that, or pass a factory",
+                code="optimizer-settings",
+            )
+    source = _attach(settings, optimizer, loader, ranks, is_alone=is_alone)
+    _log.info("records are kept apart %s", source.independence)
+    warnings = []
+    if _was_charged_elsewhere(module, accountant):
+        accountant.note(_CHARGED_ELSEWHERE)
+        warnings.append(
+            f"{_CHARGED_ELSEWHERE}. Go on with that accountant, PrivacyEngine(accountant), or"
+            " begin with a new model."
+        )
+    _accountants[module] = ref(accountant)
+    if not isinstance(settings.data_loader, PoissonLoader):
+        draws = loader.sampler_of_draws
+        number, what = draws.drawn
+        divided = "" if ranks is None else f", divided among {ranks.size} ranks"
+        warnings.append(
+            f"the data loader now draws {draws.batches}: each of {number} {what} joins a batch"
+            f" with probability {loader.sample_rate:.6g}, {len(loader)} batches a pass{divided}"
+        )
+    if target is not None:
+        plan = plan_of(settings, optimizer, loader, accountant, target)
+        warnings += [*little_left(accountant, plan), *plan.unused_target]
+    elif settings.noise_multiplier is not None:
+        warnings += overridden_floor(optimizer)
+    if ranks is None or ranks.rank == 0:
+        for warning in warnings:
+            _log.warning("%s", warning)
+    return optimizer, loader
+
+
+def _was_charged_elsewhere(module: nn.Module, accountant: PrivacyAccountant) -> bool:
+    """Whether the model may have been trained on an accountant that this new one does not hold."""
+    if module not in _accountants or len(accountant):
+        return False
+    before = _accountants[module]()
+    return before is None or (
+        before is not accountant and (before.path is not None or len(before) > 0)
+    )
+
+
+def _attach(
     settings: Settings[Any],
     optimizer: PrivateOptimizer,
     loader: PoissonLoader,
@@ -40,17 +138,7 @@ def attach(
     *,
     is_alone: bool,
 ) -> GradientSource:
-    """Check the model, and let the optimizer release sums over the loader's draws.
-
-    Args:
-        settings: the user's choices.
-        optimizer, loader: what was made of them.
-        ranks: those that train together; None: there is one.
-        is_alone: the other ranks of a process group have nothing to do with it.
-
-    Raises:
-        ModelError: the model cannot be run for one record at a time.
-    """
+    """Check the model, and let the optimizer release sums over the loader's draws."""
     module = settings.module
     require_own_streams(optimizer, loader)
     if settings.assume_independent_records:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Unpack
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -16,25 +14,14 @@ from torch.utils.data import DataLoader
 from .. import words
 from ..accounting.accountant import PrivacyAccountant
 from ..batches.poisson_loader import PoissonLoader
-from ..distributed import Ranks, refuse_wrapped, require_single_process
-from ..errors import ArgumentError, ArgumentTypeError, StateError
+from ..distributed import Ranks, require_single_process
+from ..errors import ArgumentTypeError, StateError
 from ..optim.base import PrivateOptimizer
 from ..per_sample.mapped_forward import Loss
 from . import checkpoint
-from .attach import attach
-from .loaders import private_loader
-from .optimizers import build, build_calibrated
-from .plan import Plan, little_left, overridden_floor, plan_of
+from .attach import made_private, planned
+from .plan import Plan
 from .settings import Examples, ModuleT, OptimizerFactory, Options, Settings, settings_of
-
-_log = logging.getLogger("torch_dpbayes")
-
-# where a model's steps were charged last
-_accountants: WeakKeyDictionary[nn.Module, ref[PrivacyAccountant]] = WeakKeyDictionary()
-_CHARGED_ELSEWHERE = (
-    "the model was made private on another accountant before: epsilon of records that both"
-    " trainings read is that of both together"
-)
 
 
 class PrivacyEngine:
@@ -63,15 +50,10 @@ class PrivacyEngine:
         accountant: PrivacyAccountant | None = None,
         process_group: torch.distributed.ProcessGroup | None = None,
     ) -> None:
-        if isinstance(accountant, str):
-            raise ArgumentTypeError(
-                f'accountant={accountant!r}: pass PrivacyAccountant(method="rdp") for Rényi'
-                " divergences, or leave it out for privacy loss distributions, which are tighter"
-            )
         if not isinstance(accountant, PrivacyAccountant | None):
             raise ArgumentTypeError(
-                f"the accountant is a {type(accountant).__name__}: pass"
-                " torch_dpbayes.PrivacyAccountant(), or leave it out"
+                f"accountant={accountant!r}: leave it out, or pass PrivacyAccountant(), or"
+                ' PrivacyAccountant(method="rdp") for Rényi divergences'
             )
         self._accountant = accountant
         self._is_alone = (
@@ -120,14 +102,14 @@ class PrivacyEngine:
         optimizer: PrivateOptimizer,
         checkpoint_dict: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write a run to a file, to be gone on with by :meth:`load_checkpoint`.
+        """Save a checkpoint; resume it with :meth:`load_checkpoint`.
 
-        The file holds the states of module and optimizer, and with the latter what was charged. It
-        is written beside ``path`` and moved there. No record, gradient or batch is in it;
-        generators that were passed as ``generator=`` are, and with them the noise to come.
+        The file holds the states of module and optimizer, and with the latter what was charged. No
+        record, gradient or batch is in it; generators that were passed as ``generator=`` are, and
+        with them the noise to come.
 
         Args:
-            path: where to write.
+            path: where to write; the file is written beside it and moved there.
             module, optimizer: as ``make_private`` returned them.
             checkpoint_dict: more to keep: tensors, numbers, strings, in dicts and lists.
 
@@ -143,13 +125,9 @@ class PrivacyEngine:
         optimizer: PrivateOptimizer,
     ) -> dict[str, Any]:
         """Go on from what :meth:`save_checkpoint` wrote, in a module and optimizer that were made
-        private as those were.
+        private as those were; returns ``checkpoint_dict``. No code in the file is run.
 
-        An empty accountant takes over what the saved run was charged, any other must hold it. No
-        code in the file is run.
-
-        Returns:
-            ``checkpoint_dict``.
+        An empty accountant takes over what the saved run was charged, any other must hold it.
 
         Raises:
             ValueError: the file holds something else or another network, or the accountant does
@@ -217,10 +195,10 @@ class PrivacyEngine:
                 gradients of whole batches, only with ``assume_independent_records``.
             loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over the batch. A mean loss
                 must divide by the number of records in the batch, as torch's criteria do.
-            loss: ``(output, *targets) -> scalar`` of one record, run for each record alone: train
-                with ``net.private_loss(x, y).backward()``. None: the loop computes the loss from
-                the model's outputs, ``F.cross_entropy(net(x), y).backward()``, and each of its
-                operations runs for each record alone.
+            loss: ``(output, *targets) -> scalar`` of one record: train with
+                ``net.private_loss(x, y).backward()``. None: the loop computes the loss from the
+                model's outputs, ``F.cross_entropy(net(x), y).backward()``. Both run for each record
+                alone.
             assume_independent_records: you vouch that no record's loss depends on other records,
                 in the model and in the loop; the accountant's summary says so. A model that cannot
                 be run for one record alone is then run on whole batches.
@@ -284,8 +262,7 @@ class PrivacyEngine:
         largest lr at which floor and sampler's noise meet, which uses all of it.
 
         Args:
-            target_epsilon: ε of everything on the accountant after the last epoch.
-            target_delta: its δ.
+            target_epsilon, target_delta: of everything on the accountant after the last epoch.
             epochs: passes over the loader.
             additional_epsilon: in the place of ``target_epsilon``, what this run may add to the ε
                 that the accountant holds at ``target_delta`` already.
@@ -319,14 +296,9 @@ class PrivacyEngine:
         **options: Unpack[Options[Any]],
     ) -> Plan:
         """What :meth:`make_private` (or, with ``target_epsilon``,
-        :meth:`make_private_with_epsilon`) will do, as ``print`` shows it.
-
-        Nothing is spent and nothing is changed. lr is taken to stay what it is.
-
-        Args:
-            target_delta: δ; None takes the accountant's.
-            epochs, target_epsilon, additional_epsilon: as for those two.
-            options: all arguments of :meth:`make_private`.
+        :meth:`make_private_with_epsilon`) will do: ``print`` shows it. Nothing is spent and nothing
+        is changed. Arguments are those of these two; ``target_delta=None`` takes the accountant's.
+        lr is taken to stay what it is.
         """
         settings = settings_of(
             options,
@@ -335,63 +307,16 @@ class PrivacyEngine:
             target_epsilon=target_epsilon,
             additional_epsilon=additional_epsilon,
         )
-        accountant = settings.accountant(self._accountant)
-        target = settings.target(accountant)
-        loader = private_loader(settings, self._ranks)
-        if target is None:
-            built = build(settings, loader, accountant, settings.noise_multiplier)
-        else:
-            built, _ = build_calibrated(settings, loader, accountant, target, None)
-        return plan_of(settings, built, loader, accountant, target)
+        return planned(settings, self._accountant, self._ranks)
 
     def _made_private(
         self, settings: Settings[ModuleT]
     ) -> tuple[ModuleT, PrivateOptimizer, PoissonLoader]:
-        """Build loader and optimizer, tie them to the model, and say what may surprise."""
-        module = settings.module
-        refuse_wrapped(module)
-        accountant = settings.accountant(self._accountant)
-        target = settings.target(accountant)
-        loader = private_loader(settings, self._ranks)
-        if target is None:
-            optimizer = build(settings, loader, accountant, settings.noise_multiplier)
-        else:
-            optimizer, floor = build_calibrated(settings, loader, accountant, target, self._ranks)
-            if optimizer.noise_multiplier < floor:
-                raise ArgumentError(
-                    f"the optimizer was built with noise_multiplier = {optimizer.noise_multiplier};"
-                    f" epsilon = {target} after {settings.epochs} epochs needs at least"
-                    f" {floor:.4f}: build it with that, or pass a factory",
-                    code="optimizer-settings",
-                )
-        source = attach(settings, optimizer, loader, self._ranks, is_alone=self._is_alone)
-        _log.info("records are kept apart %s", source.independence)
+        optimizer, loader = made_private(
+            settings, self._accountant, self._ranks, is_alone=self._is_alone
+        )
         self._accountant = optimizer.accountant
-        warnings = []
-        if _was_charged_elsewhere(module, accountant):
-            accountant.note(_CHARGED_ELSEWHERE)
-            warnings.append(
-                f"{_CHARGED_ELSEWHERE}. Go on with that accountant, PrivacyEngine(accountant), or"
-                " begin with a new model."
-            )
-        _accountants[module] = ref(accountant)
-        if not isinstance(settings.data_loader, PoissonLoader):
-            draws, ranks = loader.sampler_of_draws, self._ranks
-            number, what = draws.drawn
-            divided = "" if ranks is None else f", divided among {ranks.size} ranks"
-            warnings.append(
-                f"the data loader now draws {draws.batches}: each of {number} {what} joins a batch"
-                f" with probability {loader.sample_rate:.6g}, {len(loader)} batches a pass{divided}"
-            )
-        if target is not None:
-            plan = plan_of(settings, optimizer, loader, accountant, target)
-            warnings += [*little_left(accountant, plan), *plan.unused_target]
-        elif settings.noise_multiplier is not None:
-            warnings += overridden_floor(optimizer)
-        if self._ranks is None or self._ranks.rank == 0:
-            for warning in warnings:
-                _log.warning("%s", warning)
-        return module, optimizer, loader
+        return settings.module, optimizer, loader
 
     def _together(self) -> AbstractContextManager[None]:
         """What goes wrong inside on one rank is an error on all."""
@@ -400,13 +325,3 @@ class PrivacyEngine:
         if not self._is_alone:
             require_single_process()
         return nullcontext()
-
-
-def _was_charged_elsewhere(module: nn.Module, accountant: PrivacyAccountant) -> bool:
-    """Whether the model may have been trained on an accountant that this new one does not hold."""
-    if module not in _accountants or len(accountant):
-        return False
-    before = _accountants[module]()
-    return before is None or (
-        before is not accountant and (before.path is not None or len(before) > 0)
-    )

@@ -46,35 +46,7 @@ class DeclaredOptimizer(Optimizer):
     _log_prior: LogPrior | None
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
-        """Say in plain words which arguments are missing."""
-        signature = inspect.signature(cls.__init__)
-        *named, last = signature.parameters.values()
-        if last.kind is last.VAR_KEYWORD and "Unpack" in str(last.annotation):  # handed on
-            inherited = inspect.signature(DeclaredOptimizer.__init__).parameters
-            names = {p.name for p in named}
-            signature = signature.replace(
-                parameters=[*named, *(p for n, p in inherited.items() if n not in names)]
-            )
-        try:
-            given = {*signature.bind_partial(None, *args, **options).arguments, *options}
-        except TypeError as error:
-            instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
-            if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
-                raise ArgumentTypeError(f"{cls.__name__} has no {line}") from None
-            raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
-        # a subclass that hands on what it is given has no names for it
-        missing = [name for name in _NEEDED if name not in given and name in signature.parameters]
-        example = f"optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0"
-        if "num_data" in missing or "expected_batch_size" in missing:
-            raise ArgumentTypeError(
-                f"{cls.__name__} also needs {', '.join(missing)}: pass {example} to"
-                " PrivacyEngine().make_private, which knows the rest"
-            )
-        if missing:
-            raise ArgumentTypeError(
-                f"{cls.__name__} needs {' and '.join(missing)}: pass {example}, the clip norm of"
-                " one record's gradient"
-            )
+        _require_arguments(cls, args, options)
         return super().__new__(cls)
 
     def __init__(
@@ -355,3 +327,37 @@ class DeclaredOptimizer(Optimizer):
         constants = (bool, int, float, str, type(None))
         own = {name: v for name, v in vars(self).items() if isinstance(v, constants)}
         return {**own, **self._settings()}
+
+
+def _require_arguments(
+    cls: type[DeclaredOptimizer], args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    """Say in plain words which arguments are missing."""
+    signature = inspect.signature(cls.__init__)
+    *named, last = signature.parameters.values()
+    if last.kind is last.VAR_KEYWORD and "Unpack" in str(last.annotation):  # handed on
+        inherited = inspect.signature(DeclaredOptimizer.__init__).parameters
+        names = {p.name for p in named}
+        signature = signature.replace(
+            parameters=[*named, *(p for n, p in inherited.items() if n not in names)]
+        )
+    try:
+        given = {*signature.bind_partial(None, *args, **options).arguments, *options}
+    except TypeError as error:
+        instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
+        if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
+            raise ArgumentTypeError(f"{cls.__name__} has no {line}") from None
+        raise ArgumentTypeError(f"{cls.__name__}: {error}") from None
+    # a subclass that hands on what it is given has no names for it
+    missing = [name for name in _NEEDED if name not in given and name in signature.parameters]
+    example = f"optimizer=partial({cls.__name__}, lr=0.1) and max_grad_norm=1.0"
+    if "num_data" in missing or "expected_batch_size" in missing:
+        raise ArgumentTypeError(
+            f"{cls.__name__} also needs {', '.join(missing)}: pass {example} to"
+            " PrivacyEngine().make_private, which knows the rest"
+        )
+    if missing:
+        raise ArgumentTypeError(
+            f"{cls.__name__} needs {' and '.join(missing)}: pass {example}, the clip norm of"
+            " one record's gradient"
+        )
