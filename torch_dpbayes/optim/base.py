@@ -139,7 +139,9 @@ class PrivateOptimizer(DeclaredOptimizer):
         layout = self._current_layout()
         largest = finite_steps.require_finite(layout)
         for part in layout.groups:
-            part.noise_multiplier = self._multiplier(part.group)
+            options = part.current_options()
+            if options != part.options:  # z follows from them
+                part.noise_multiplier, part.options = self._multiplier(part.group), options
         prior_gradients = priors.gradients(self._log_prior, layout)
         undo = finite_steps.Undo(self, layout, self._constants, largest, prior_gradients)
         if not self.release.take(layout, self._settings, largest):

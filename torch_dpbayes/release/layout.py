@@ -55,7 +55,16 @@ class GroupGradient:
         self.group, self.parameters, self.gradient = group, parameters, gradient
         self.gradients = self.views(gradient)
         self.noise_multiplier = math.inf
+        self.options: list[Any] = []  # with which it was computed
         self.kept: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def current_options(self) -> list[Any]:
+        """The group's options, numbers in place of tensors, which may be changed in place."""
+        return [
+            value.tolist() if isinstance(value, Tensor) else value
+            for name, value in self.group.items()
+            if name != "params"
+        ]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """``flat`` by pieces that are shaped like the parameters."""
