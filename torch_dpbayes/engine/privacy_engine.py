@@ -274,9 +274,8 @@ class PrivacyEngine:
         """
         with self._together():
             if target_epsilon is None and additional_epsilon is None:
-                raise ArgumentTypeError(
-                    "target_epsilon is needed, or additional_epsilon on top of before"
-                )
+                message = "target_epsilon is needed, or additional_epsilon on top of before"
+                raise ArgumentTypeError(message)
             settings = settings_of(
                 options,
                 target_epsilon=target_epsilon,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ class DeclaredOptimizer(Optimizer):
     # a subclass's options that may differ between groups, set before __init__ is called
     _group_options: dict[str, Any] = {}  # noqa: RUF012
     _log_prior: LogPrior | None
+
+    __signature__: ClassVar[inspect.Signature]  # help() shows it
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.__signature__ = _signature_of(cls)
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         _require_arguments(cls, args, options)
@@ -329,20 +335,27 @@ class DeclaredOptimizer(Optimizer):
         return {**own, **self._settings()}
 
 
+def _signature_of(cls: type[DeclaredOptimizer]) -> inspect.Signature:
+    """The arguments of a sampler, with those that it hands on."""
+    _, *own = inspect.signature(cls.__init__).parameters.values()
+    if (
+        own
+        and own[-1].kind is inspect.Parameter.VAR_KEYWORD
+        and "Unpack" in str(own[-1].annotation)
+    ):
+        _, *common = inspect.signature(DeclaredOptimizer.__init__).parameters.values()
+        names = {p.name for p in own}
+        own = [*own[:-1], *(p for p in common if p.name not in names)]
+    return inspect.Signature(own)
+
+
 def _require_arguments(
     cls: type[DeclaredOptimizer], args: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
     """Say in plain words which arguments are missing."""
-    signature = inspect.signature(cls.__init__)
-    *named, last = signature.parameters.values()
-    if last.kind is last.VAR_KEYWORD and "Unpack" in str(last.annotation):  # handed on
-        inherited = inspect.signature(DeclaredOptimizer.__init__).parameters
-        names = {p.name for p in named}
-        signature = signature.replace(
-            parameters=[*named, *(p for n, p in inherited.items() if n not in names)]
-        )
+    signature = cls.__signature__
     try:
-        given = {*signature.bind_partial(None, *args, **options).arguments, *options}
+        given = {*signature.bind_partial(*args, **options).arguments, *options}
     except TypeError as error:
         instead = (_ELSEWHERE[name] for name in options if name in _ELSEWHERE)
         if "unexpected keyword" in str(error) and (line := next(instead, None)) is not None:
