@@ -323,7 +323,7 @@ def captured(rank, seed, name, mode):
         released.append(
             [
                 (layout.gradient - priors).tolist(),
-                layout.beside.tolist(),
+                layout.extra.tolist(),
                 optimizer.effective_noise_multiplier,
             ]
         )

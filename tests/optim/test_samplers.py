@@ -122,7 +122,7 @@ def test_the_charge_is_the_noise_that_was_added(make, batches, neighboring):
 
     def recording(parts):
         noise["gradient"].append(optimizer._layout.gradient.clone() * batch / clip)
-        noise["moment"].append(optimizer._layout.beside.clone() * batch / clip**2)
+        noise["moment"].append(optimizer._layout.extra.clone() * batch / clip**2)
         update(parts)
 
     optimizer._update = recording
@@ -211,11 +211,11 @@ def test_the_charge_of_fisher_scoring_with_groups_and_a_scale(share, fisher, sca
     add_noise = optimizer.release.query.add_noise
 
     def recording(layout, smallest, stream):
-        moved.append((float(layout.gradient.norm()), float(layout.beside.norm())))
+        moved.append((float(layout.gradient.norm()), float(layout.extra.norm())))
         layout.buffer.zero_()
         add_noise(layout, smallest, stream)
         noise["gradient"].append(torch.linalg.solve(units, layout.gradient) * 10 / clip)
-        noise["moment"].append(layout.beside * 10 / clip**2)
+        noise["moment"].append(layout.extra * 10 / clip**2)
 
     optimizer.release.query.add_noise = recording
     for _ in range(steps):
@@ -607,7 +607,7 @@ def test_no_sum_without_noise_is_left_behind(make):
     if optimizer.noise_multiplier == 0:
         fill(parameters)
         optimizer.step()
-        assert not optimizer._layout.beside.any()
+        assert not optimizer._layout.extra.any()
         assert len(optimizer.accountant) == 0
 
 

@@ -107,7 +107,7 @@ class PrivateOptimizer(DeclaredOptimizer):
                 as before, the charge is kept.
         """
         loss = None
-        with self.release.turn, torch.no_grad():
+        with self.release.lock, torch.no_grad():
             try:
                 with self.release.together():
                     if closure is not None:

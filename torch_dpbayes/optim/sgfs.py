@@ -119,7 +119,7 @@ class DPSGFS(PrivateOptimizer):
         super().__init__(params, lr, **options)
         trainable = [p for g in self.param_groups for p in g["params"] if p.requires_grad]
         if trainable:
-            self._query.numbers_beside(sum(p.numel() for p in trainable), trainable[0].device)
+            self._query.extra_size(sum(p.numel() for p in trainable), trainable[0].device)
         self.sensitivity_scale = sensitivity_scale
 
     def _make_query(self, max_grad_norm: float, expected_batch_size: float) -> FisherSum:

@@ -80,7 +80,7 @@ class Layout:
 
     Args:
         members: the parameter groups that have trainable parameters.
-        numbers_beside: how many numbers are released beside the gradient.
+        extra_size: how many numbers are released beside the gradient.
         records: expected number of records in a sum, which decides its precision.
         is_shared: whether several ranks add up their buffers.
 
@@ -89,7 +89,7 @@ class Layout:
     """
 
     def __init__(
-        self, members: list[Member], numbers_beside: int, records: float, *, is_shared: bool
+        self, members: list[Member], extra_size: int, records: float, *, is_shared: bool
     ) -> None:
         self.parameters = [p for _, _, parameters in members for p in parameters]
         self.names = [name for _, names, _ in members for name in names]
@@ -99,10 +99,10 @@ class Layout:
         sizes = [p.numel() for p in self.parameters]
         self.description = repr((self.names, sizes, self.dtype))
         self.buffer = torch.zeros(
-            sum(sizes) + numbers_beside + is_shared, dtype=self.dtype, device=self.device
+            sum(sizes) + extra_size + is_shared, dtype=self.dtype, device=self.device
         )
-        self.gradient, self.beside, self.failed = self.buffer.split(
-            [sum(sizes), numbers_beside, int(is_shared)]
+        self.gradient, self.extra, self.failed = self.buffer.split(
+            [sum(sizes), extra_size, int(is_shared)]
         )
         self.pieces = list(self.gradient.split(sizes))
         totals = [sum(p.numel() for p in parameters) for _, _, parameters in members]

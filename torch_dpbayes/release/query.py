@@ -21,7 +21,7 @@ class ClippedSum:
     """Σ clip(g_i), of which every step releases S = Σ clip(g_i) + zC·ξ.
 
     A query that releases more is a subclass: it says how many numbers more, fills
-    ``layout.beside``, adds their noise, and states the noise multiplier that a release of the
+    ``layout.extra``, adds their noise, and states the noise multiplier that a release of the
     clipped sum alone would have at the same cost.
 
     Args:
@@ -40,7 +40,7 @@ class ClippedSum:
         """How records are kept apart, in the model and in the loss."""
         return source.independence
 
-    def numbers_beside(self, num_parameters: int, device: torch.device) -> int:
+    def extra_size(self, num_parameters: int, device: torch.device) -> int:
         """How many numbers a step releases beside the gradient."""
         return 0
 

@@ -49,7 +49,7 @@ class Release(Charged):
         draws: the Poisson draws that batches are; None where batches are the caller's.
         ranks: those that release together; None where this process is alone.
         noise: where the Gaussian comes from.
-        turn: held from before :meth:`take` until its result was used. Between these the layout of a
+        lock: held from before :meth:`take` until its result was used. Between these the layout of a
             second thread's step would hold a sum without noise.
         watch: is told of every release, with the layout that holds it.
 
@@ -71,7 +71,7 @@ class Release(Charged):
         self.query, self.num_data, self.sampling = query, num_data, sampling
         self.accountant, self.label = accountant, label
         self.noise = GaussianNoise(generator)
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         self._assume_independent = assume_independent
         self.source: GradientSource = HooksGradientSource(is_vouched=assume_independent)
         self.draws = None
@@ -125,7 +125,7 @@ class Release(Charged):
         """One that charges the same accountant and draws its own noise."""
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
-        new.query, new.noise, new.turn = copy(self.query), GaussianNoise(), threading.RLock()
+        new.query, new.noise, new.lock = copy(self.query), GaussianNoise(), threading.RLock()
         if has_other_parameters:  # of a copied model, which needs hooks of its own
             new.source = HooksGradientSource(is_vouched=self._assume_independent)
             new._fixed = None
@@ -146,11 +146,11 @@ class Release(Charged):
         self.forget_parts()
         members = trainable_members(groups)
         parameters = [p for _, _, own in members for p in own]
-        beside = self.query.numbers_beside(sum(p.numel() for p in parameters), parameters[0].device)
+        extra = self.query.extra_size(sum(p.numel() for p in parameters), parameters[0].device)
         if self._fixed is not None:  # look at the fixed ones themselves once
             self._fixed.look_closely()
         records, is_shared = self.query.expected_batch_size, self.ranks is not None
-        return Layout(members, beside, records, is_shared=is_shared)
+        return Layout(members, extra, records, is_shared=is_shared)
 
     # -- the step ----------------------------------------------------------------------------------
 
