@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,6 +66,23 @@ def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generat
         state[_CPU_WORDS] = words.view(torch.uint8)
         generator.set_state(state)
     return generator
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Python's, NumPy's and torch's global random numbers are always the same inside, and go on
+    afterwards as if nothing had been.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 class GaussianNoise:

@@ -134,7 +134,6 @@ def cauchy(named: Mapping[str, Tensor]) -> Tensor:
 SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "polynomial": lambda optimizer: schedules.PolynomialDecay(optimizer, offset=3.0),
     "cyclical": lambda optimizer: schedules.Cyclical(optimizer, 6, 2),
-    "phases": lambda optimizer: schedules.PhaseTransition(optimizer, offset=2.0),
 }
 
 

@@ -4,8 +4,6 @@
 
 tests/test_golden_files.py reads the files with later versions. Write them anew only where a file
 format or a number changed on purpose, and say so in the changelog.
-draws_without_darts.pt is of an earlier version and stays: positions of saved runs, and the six
-draws after each.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..batches.draws import PoissonSampler
+from ..batches.sampler import PoissonSampler
 from ..mcmc.density import RecordDensity
 from ..per_sample.gradient_source import GradientSource
 from ..release.layout import Layout

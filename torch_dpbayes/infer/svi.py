@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from ..accounting.accountant import PrivacyAccountant
 from ..accounting.events import positive_count
-from ..batches.draws import PoissonSampler
+from ..batches.sampler import PoissonSampler
 from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, DivergedError, StateError
 from ..mcmc.checks import check_clip_bound
 from ..mcmc.density import Model, RecordDensity

@@ -1,5 +1,5 @@
-"""Collate functions that mix records are refused, others are not, on what they make of made-up
-records.
+"""Collate functions that mix records, or make something else of a record alone, are refused on what
+they make of synthetic records. Others are not.
 """
 
 import random
@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 import torch_dpbayes as dpb
-from torch_dpbayes.batches import collate_check
-from torch_dpbayes.batches.collate_check import check_collate
+from torch_dpbayes.batches import collate
+from torch_dpbayes.batches.collate import RecordwiseCollate, check_collate
 
 
 class Listed(Dataset):
@@ -168,22 +168,42 @@ SEPARATE = {
 
 @pytest.mark.parametrize("name", SEPARATE)
 def test_what_keeps_records_apart_passes(name):
-    dataset, collate = SEPARATE[name]
+    dataset, function = SEPARATE[name]
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    check_collate(dataset, collate)
+    check_collate(dataset, function)
     after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+ALONE = (
+    "time first of five",
+    "time first of seven",
+    "padded, time first",
+    "counts records",
+    "a number of tensors that changes",
+)
+
+
+@pytest.mark.parametrize("name", SEPARATE)
+def test_what_differs_alone_is_refused(name):
+    dataset, function = SEPARATE[name]
+    if name in ALONE:
+        with pytest.raises(dpb.DPBayesError, match="collate_fn is given each record alone"):
+            RecordwiseCollate(function).require_same_alone(dataset)
+    else:
+        RecordwiseCollate(function).require_same_alone(dataset)
 
 
 def test_no_value_of_a_record_is_used():
     seen = []
 
-    def collate(records):
+    def function(records):
         seen.extend(records)
         return default_collate(records)
 
     record = (torch.full((2,), 77.0), torch.tensor(77), np.full(2, 77.0), 77, 77.0, np.float32(77))
-    check_collate(Listed(record), collate)
+    check_collate(Listed(record), function)
+    RecordwiseCollate(function).require_same_alone(Listed(record))
     assert len(seen) > 100
     for made in seen:
         assert [type(a) for a in made] == [type(a) for a in record]
@@ -211,6 +231,6 @@ def test_engines_ask(entrance):
 
 def test_the_check_fails_where_it_does_not_exchange_records(monkeypatch):
     """What this file shows is shown by the exchange alone."""
-    synthetic = collate_check._synthetic
-    monkeypatch.setattr(collate_check, "_synthetic", lambda record, seed: synthetic(record, 0))
+    synthetic = collate._synthetic
+    monkeypatch.setattr(collate, "_synthetic", lambda record, seed: synthetic(record, 0))
     check_collate(PICTURES, changed(lambda x, y: (x - x.mean(0), y)))

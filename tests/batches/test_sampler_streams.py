@@ -10,20 +10,21 @@ import torch
 from scipy import stats
 
 from torch_dpbayes import noise
-from torch_dpbayes.batches.draws import PoissonSampler
-from torch_dpbayes.batches.other_laws import (
+from torch_dpbayes.batches.sampler import PoissonSampler
+from torch_dpbayes.batches.sampling_schemes import (
     FixedSizeSampler,
     RandomAllocationSampler,
     TruncatedPoissonSampler,
+    Users,
+    UserSampler,
 )
-from torch_dpbayes.batches.people import People, PeopleSampler
 
 FALSE_ALARM = 1e-6  # of each test
 
 
 def people(num_data, *settings):
-    return PeopleSampler(
-        num_data, *settings, people=People([i // 2 for i in range(num_data)], num_data, 1)
+    return UserSampler(
+        num_data, *settings, users=Users([i // 2 for i in range(num_data)], num_data, 1)
     )
 
 
@@ -48,7 +49,7 @@ def draws_of(sampler, number):
         for batch in sampler:
             sampler.delivered()
             sampler.use()
-            sampler.retire()
+            sampler.mark_used()
             found.append(batch)
             if len(found) == number:
                 break

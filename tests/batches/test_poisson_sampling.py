@@ -21,13 +21,13 @@ from scipy import stats
 from support.children import in_child
 from support.examples import examples
 
-from torch_dpbayes.batches import joining
-from torch_dpbayes.batches.joining import (
-    Cells,
-    Darts,
-    Passed,
-    _digits_of_poisson,
-    some_of,
+from torch_dpbayes.batches import poisson_sampling
+from torch_dpbayes.batches.poisson_sampling import (
+    DenseSubset,
+    ExactInversion,
+    SparseSubset,
+    poisson_digits,
+    sparse_choice,
     uniform,
 )
 
@@ -40,9 +40,9 @@ def generator():
 
 def with_words_of(bits, monkeypatch):
     """As if a generator gave words of so many bits."""
-    words = joining._words
-    monkeypatch.setattr(joining, "_words", lambda *args: words(*args) >> 63 - bits)
-    monkeypatch.setattr(joining, "_BITS", bits)
+    words = poisson_sampling._words
+    monkeypatch.setattr(poisson_sampling, "_words", lambda *args: words(*args) >> 63 - bits)
+    monkeypatch.setattr(poisson_sampling, "_WORD_BITS", bits)
 
 
 def requires_law(counts, probabilities, tests=1):
@@ -85,7 +85,7 @@ def batches(who, number, stream):
     "num_data, rate",
     [(4, 0.3), (5, 0.1), (1, 0.11), (3, 0.5), (7, 0.124), (2, 1e-2), (5, 0.45)],
 )
-@pytest.mark.parametrize("kind", [Darts, Cells])
+@pytest.mark.parametrize("kind", [SparseSubset, DenseSubset])
 def test_every_set_of_records_has_its_probability_in_draws_in_a_row(kind, num_data, rate):
     drawn = batches(kind(num_data, rate), 6000, generator())
     law = bernoulli_sets(num_data, rate)
@@ -101,7 +101,7 @@ def test_every_set_of_records_has_its_probability_in_draws_in_a_row(kind, num_da
 def test_what_the_first_word_leaves_open_is_decided_exactly(bits, rate, monkeypatch):
     with_words_of(bits, monkeypatch)
     num_data = min(3, 2**bits)
-    drawn = batches(Darts(num_data, rate), 3000, generator())
+    drawn = batches(SparseSubset(num_data, rate), 3000, generator())
     requires_law(Counter(drawn), bernoulli_sets(num_data, rate))
 
 
@@ -109,7 +109,7 @@ def test_as_direct_bernoulli_draws_of_many_records():
     """Sizes of batches, and who is in them, against draws of a number for every record."""
     num_data, rate, number = 3000, 0.02, 1500
     stream = generator()
-    thrown = batches(Darts(num_data, rate), number, stream)
+    thrown = batches(SparseSubset(num_data, rate), number, stream)
     direct = [
         tuple((torch.rand(num_data, generator=stream) < rate).nonzero().reshape(-1).tolist())
         for _ in range(number)
@@ -132,7 +132,9 @@ def test_the_number_of_runs_is_that_of_independent_records():
     """Of members and others in turn, over the ends of batches too."""
     num_data, rate, number = 500, 0.1, 400
     member = torch.zeros(number, num_data, dtype=torch.bool)
-    for row, batch in zip(member, batches(Darts(num_data, rate), number, generator()), strict=True):
+    for row, batch in zip(
+        member, batches(SparseSubset(num_data, rate), number, generator()), strict=True
+    ):
         row[list(batch)] = True
     chain = member.reshape(-1)
     changes = int((chain[1:] != chain[:-1]).sum())
@@ -147,7 +149,7 @@ def test_the_first_and_the_last_records_join_as_often_as_any(num_data, rate):
     """With at least 10⁵ members: a rate 3 % above or below would be seen."""
     number = 1500 if num_data > 40 else 6000
     rate = rate if num_data < 10**7 else 64 / num_data
-    drawn = batches(Darts(num_data, rate), number, generator())
+    drawn = batches(SparseSubset(num_data, rate), number, generator())
     ends = Counter(i for batch in drawn for i in batch if i in (0, num_data - 1))
     for count in (ends[0], ends[num_data - 1]):
         assert stats.binomtest(count, number, rate).pvalue > FALSE_ALARM / 3
@@ -157,7 +159,7 @@ def test_the_first_and_the_last_records_join_as_often_as_any(num_data, rate):
 
 def test_records_of_the_largest_data_set():
     num_data = 2**53
-    drawn = batches(Darts(num_data, 100 / num_data), 400, generator())
+    drawn = batches(SparseSubset(num_data, 100 / num_data), 400, generator())
     members = [i for batch in drawn for i in batch]
     assert stats.poisson.interval(1 - FALSE_ALARM / 2, 40_000)[0] < len(members)
     assert len(members) < stats.poisson.interval(1 - FALSE_ALARM / 2, 40_000)[1]
@@ -168,7 +170,7 @@ def test_records_of_the_largest_data_set():
 
 
 def test_fewer_than_one_record_to_a_batch():
-    drawn = batches(Darts(10**6, 1e-7), 4000, generator())
+    drawn = batches(SparseSubset(10**6, 1e-7), 4000, generator())
     requires_law(Counter(map(len, drawn)), {n: stats.binom.pmf(n, 10**6, 1e-7) for n in range(10)})
 
 
@@ -179,14 +181,18 @@ def test_fewer_than_one_record_to_a_batch():
 @examples(100)
 def test_who_is_hit_stays_with_the_probability_that_makes_it_the_rate(num_data, rate):
     """Digits of q / (1 - e⁻ˣ) against decimal arithmetic."""
-    darts = Darts(num_data, rate)
-    assert darts._number - 1 < Fraction(rate) / (1 - Fraction(rate)) * num_data <= darts._number
+    darts = SparseSubset(num_data, rate)
+    assert (
+        darts.expected_darts - 1
+        < Fraction(rate) / (1 - Fraction(rate)) * num_data
+        <= darts.expected_darts
+    )
     with decimal.localcontext(prec=300):
-        hit = 1 - (-Decimal(darts._number) / num_data).exp()
+        hit = 1 - (-Decimal(darts.expected_darts) / num_data).exp()
         stays = Decimal(rate) / hit
         assert 0 < stays < 1
         for bits in (63, 126):
-            assert darts._stays._digits(bits) == [math.floor(stays * 2**bits)]
+            assert darts.stays.digits(bits) == [math.floor(stays * 2**bits)]
 
 
 @pytest.mark.parametrize("bits", [1, 3, 63, 189])
@@ -194,18 +200,20 @@ def test_digits_of_the_poisson_distribution_function(bits):
     with decimal.localcontext(prec=200):
         terms = itertools.accumulate(1 / Decimal(math.factorial(k)) for k in range(80))
         expected = [math.floor(total * Decimal(-1).exp() * 2**bits) for total in terms]
-    found = _digits_of_poisson(bits)
+    found = poisson_digits(bits)
     assert found == expected[: len(found)] and found[-1] == 2**bits - 1
     assert 2**bits - 1 not in found[:-1]
 
 
 def test_a_uniform_number_at_a_boundary_takes_another_word(monkeypatch):
     """Words that are given: the digits of 1/3 and 2/3 are 0101… and 1010…"""
-    thirds = Passed(lambda bits: [2**bits // 3, 2 * 2**bits // 3])
+    thirds = ExactInversion(lambda bits: [2**bits // 3, 2 * 2**bits // 3])
     third, further = divmod(2**126 // 3, 2**63)
     given_words = []
     monkeypatch.setattr(
-        joining, "_words", lambda number, _: np.array([given_words.pop(0) for _ in range(number)])
+        poisson_sampling,
+        "_words",
+        lambda number, _: np.array([given_words.pop(0) for _ in range(number)]),
     )
     for words, passed in [
         ([third - 1], 0),
@@ -234,7 +242,7 @@ def test_places_are_uniform_also_where_words_are_drawn_again(bits, values, monke
 @pytest.mark.parametrize("number, most", [(5, 2), (4, 4), (6, 1), (5, 0)])
 def test_some_of_them_are_every_set_alike(number, most):
     stream = generator()
-    found = Counter(tuple(some_of(number, most, stream).tolist()) for _ in range(4000))
+    found = Counter(tuple(sparse_choice(number, most, stream).tolist()) for _ in range(4000))
     sets = list(itertools.combinations(range(number), most))
     requires_law(found, dict.fromkeys(sets, 1 / len(sets)))
 
@@ -246,9 +254,9 @@ def test_some_of_them_are_every_set_alike(number, most):
 def test_pieces_draw_what_a_number_for_every_record_at_once_does(rate, monkeypatch):
     """Draws of runs that were saved by earlier versions go on bit for bit."""
     seed = torch.initial_seed()
-    whole = Cells(5000, rate)
+    whole = DenseSubset(5000, rate)
     drawn = batches(whole, 20, torch.Generator().manual_seed(seed))
-    monkeypatch.setattr(joining, "_PIECE", 700)
+    monkeypatch.setattr(poisson_sampling, "_CHUNK", 700)
     assert batches(whole, 20, torch.Generator().manual_seed(seed)) == drawn
 
 
@@ -257,7 +265,7 @@ def test_pieces_draw_what_a_number_for_every_record_at_once_does(rate, monkeypat
 
 def cost(num_data):
     """Of a draw, in milliseconds of the processor."""
-    darts, stream = Darts(num_data, 256 / num_data), generator()
+    darts, stream = SparseSubset(num_data, 256 / num_data), generator()
     start = time.process_time()
     for _ in range(100):
         darts.draw(stream)

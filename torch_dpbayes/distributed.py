@@ -1,4 +1,4 @@
-"""What the ranks of a process group tell each other, so that they take every private step together.
+"""The ranks of a process group that train one model together: agreement, sums, errors, equal data.
 
 The ranks work for one data holder: each may read every record, and clipped sums travel between them
 without noise. What leaves them all is the same release as that of one process: every record belongs
@@ -7,15 +7,16 @@ they do. A step has two messages: a few numbers from every rank, which say that 
 same place and none has failed, before anything is charged; then the sum, which is as long as the
 parameters, whatever the number of records.
 
-An error on one rank is an error on all of them. Whoever fails says so in the next message that the
-others wait for.
+If one rank raises, every rank raises: it reports the error in its next message.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .accounting.accountant import PrivacyBudgetExceeded
 from .errors import ArgumentError, ArgumentTypeError, RankError, StateError
+from .noise import seeded
 
 _WIDTH = 12  # numbers in a message
 _PLACES = (
@@ -39,7 +41,7 @@ FAILED, MAKE_PRIVATE, CALIBRATION, STEP = range(4)
 _KNOWN = "_dpbayes_known_to_all_ranks"
 
 
-def require_alone() -> None:
+def require_single_process() -> None:
     """Raise where this process is one of several, which would each take steps that the others
     know nothing of.
     """
@@ -121,7 +123,7 @@ class Ranks:
 
     # -- messages ----------------------------------------------------------------------------------
 
-    def agree(
+    def check_consistent(
         self, place: int, numbers: Mapping[str, int], *, compare: int, norm: float = 0.0
     ) -> list[list[int]]:
         """Exchange ``numbers``; raises on every rank if one failed, is at another place, or differs
@@ -166,7 +168,7 @@ class Ranks:
 
     def compare(self, described: Mapping[str, Any]) -> None:
         """Raise on every rank if one of them describes anything differently from rank 0."""
-        self.agree(MAKE_PRIVATE, {}, compare=0)
+        self.check_consistent(MAKE_PRIVATE, {}, compare=0)
         everyone = self.gather({name: repr(value) for name, value in described.items()})
         for rank, theirs in enumerate(everyone):
             for name, value in theirs.items():
@@ -187,9 +189,9 @@ class Ranks:
     def from_rank_0(self, place: int, compute: Callable[[], float]) -> float:
         """A number that rank 0 computes."""
         value = compute() if self.rank == 0 else 0.0
-        return _float(self.agree(place, {"the number": _bits(value)}, compare=0)[0][0])
+        return _float(self.check_consistent(place, {"the number": _bits(value)}, compare=0)[0][0])
 
-    def add_up(self, buffer: Tensor) -> None:
+    def all_reduce(self, buffer: Tensor) -> None:
         """buffer ← Σ over the ranks, the same bits on all of them."""
         self._require_working()
         try:
@@ -285,3 +287,69 @@ def _bits(value: float) -> int:
 
 def _float(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+# -- equal data on all ranks -----------------------------------------------------------------------
+
+_LOOKED_AT = 64  # records of a data set, from its first to its last
+
+
+def digest(values: Iterable[Tensor | str], size: int = 16) -> bytes:
+    """A hash of tensors and texts."""
+    found = hashlib.blake2b(digest_size=size)
+    for value in values:
+        if isinstance(value, str):
+            found.update(value.encode())
+        else:
+            own = value.detach().cpu().contiguous().reshape(-1)
+            found.update(own.view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def records_digests(dataset: Any, collate: Callable[[list[Any]], Any]) -> dict[str, str | None]:
+    """Digests of up to 64 records in their order, of augmented ones under one seed: of each
+    part of a record, None if it differs at every look.
+
+    Ranks that keep the same records in another order would use some of them twice.
+
+    Raises:
+        ValueError: the parts that stay the same do not tell records apart.
+    """
+    last = _LOOKED_AT - 1
+    positions = sorted({round(i * (len(dataset) - 1) / last) for i in range(_LOOKED_AT)})
+
+    def look() -> defaultdict[str, list[bytes]]:
+        parts: defaultdict[str, list[bytes]] = defaultdict(list)
+        with seeded(0):
+            for i in positions:
+                for part, value in _parts("record", collate([dataset[i]])):
+                    parts[part].append(digest([value]))
+                    parts[f"{part}, its shape"].append(
+                        digest([repr((value.dtype, tuple(value.shape)))])
+                    )
+        return parts
+
+    first, second = look(), look()
+    lasting = {part: digests for part, digests in first.items() if second[part] == digests}
+    if len(lasting) < len(first) and all(len(set(digests)) == 1 for digests in lasting.values()):
+        raise ArgumentError(
+            "the records differ at every look: let the data set draw from torch's, NumPy's or"
+            " Python's global random numbers, or hand out a label with every record, so that ranks"
+            " can compare them."
+        )
+    return {
+        part: digest(d.hex() for d in lasting[part]).hex() if part in lasting else None
+        for part in first
+    }
+
+
+def _parts(part: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nested value, each with the name of its place."""
+    if isinstance(value, Tensor):
+        yield part, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _parts(f"{part}[{name!r}]", item)
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            yield from _parts(f"{part}[{i}]", item)

@@ -27,7 +27,7 @@ from torch_dpbayes.accounting.events import (
     SampledWithoutReplacementDpEvent,
 )
 from torch_dpbayes.accounting.random_allocation import RandomAllocationDpEvent
-from torch_dpbayes.batches.other_laws import (
+from torch_dpbayes.batches.sampling_schemes import (
     FixedSizeSampler,
     RandomAllocationSampler,
     TruncatedPoissonSampler,
@@ -77,7 +77,7 @@ def draws_of(sampler, number):
         for batch in sampler:
             sampler.delivered()
             sampler.use()
-            sampler.retire()
+            sampler.mark_used()
             found.append(tuple(batch))
             if len(found) == number:
                 break
@@ -461,7 +461,7 @@ def test_a_copied_loader_draws_by_the_same_law(options):
     next(iter(loader))
     for copied in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         sampler = copied.sampler_of_draws
-        assert sampler.law == loader.sampler_of_draws.law and len(copied) == len(loader)
+        assert sampler.scheme == loader.sampler_of_draws.scheme and len(copied) == len(loader)
         assert sampler.event(GaussianDpEvent(1.0)) == loader.sampler_of_draws.event(
             GaussianDpEvent(1.0)
         )

@@ -30,7 +30,7 @@ from torch_dpbayes.accounting.events import (
     RecordwiseBatchGaussianDpEvent,
     UserLevelDpEvent,
 )
-from torch_dpbayes.batches.people import People, PeopleSampler
+from torch_dpbayes.batches.sampling_schemes import Users, UserSampler
 
 FALSE_ALARM = 1e-6  # of each statistical test
 STEP = PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0))
@@ -38,8 +38,8 @@ IDS = [7, 3, 7, 3, 7, 5]  # of six records
 
 
 def sampler_of(ids, most, rate, **options):
-    people = People(ids, len(ids), most)
-    return PeopleSampler(people.counted, rate, None, 0, people=people, **options)
+    people = Users(ids, len(ids), most)
+    return UserSampler(people.counted_records, rate, None, 0, users=people, **options)
 
 
 def draws_of(sampler, number):
@@ -48,7 +48,7 @@ def draws_of(sampler, number):
         for batch in sampler:
             sampler.delivered()
             sampler.use()
-            sampler.retire()
+            sampler.mark_used()
             found.append(tuple(batch))
             if len(found) == number:
                 break
@@ -65,7 +65,7 @@ def private(ids=IDS, batch_size=2, accountant=None, noise_multiplier=1.0, data=N
             "data_loader": DataLoader(TensorDataset(x, torch.zeros(len(x), 1)), batch_size),
             "max_grad_norm": 1.0,
             "noise_multiplier": noise_multiplier,
-            "people": ids,
+            "user_ids": ids,
             **options,
         }
     )
@@ -133,7 +133,7 @@ def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
     ids = [who for who in range(6) for _ in range(1 + who * 8 // 5)]
     x = torch.randn(len(ids), 3) * 100
     net, optimizer, loader = private(
-        ids, 4, dpb.PrivacyAccountant(unit="user"), data=x, records_per_person=most
+        ids, 4, dpb.PrivacyAccountant(unit="user"), data=x, records_per_user=most
     )
     source, named = optimizer.release.source, [*net.named_parameters()]
     whose = torch.tensor(ids)
@@ -150,7 +150,7 @@ def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
             source.discard([p for _, p in named])
             largest = max(largest, float(torch.cat(out).norm()))
     assert size == 4 and 0.5 < largest <= most * (1 + 1e-5)
-    charged = optimizer.release.event(1.0, "people", loader.sampler_of_draws)
+    charged = optimizer.release.event(1.0, "users", loader.sampler_of_draws)
     assert charged.event.event.noise_multiplier * most == 1.0
 
 
@@ -162,7 +162,7 @@ def test_a_person_moves_the_sum_by_no_more_than_is_charged(most):
 @pytest.mark.parametrize("most", [1, 2])
 def test_the_charge_of_a_step(most, relation):
     accountant = dpb.PrivacyAccountant(neighboring=relation, unit="user")
-    net, optimizer, loader = private(accountant=accountant, records_per_person=most)
+    net, optimizer, loader = private(accountant=accountant, records_per_user=most)
     for batch in loader:
         one(net, optimizer, batch)
     rate = 2 / {1: 3, 2: 5}[most]
@@ -181,7 +181,7 @@ def test_full_batches_are_charged_for_all_of_a_persons_records():
     for most in (1, 3):
         accountant = dpb.PrivacyAccountant(unit="user")
         net, optimizer, loader = private(
-            batch_size={1: 3, 3: 6}[most], accountant=accountant, records_per_person=most
+            batch_size={1: 3, 3: 6}[most], accountant=accountant, records_per_user=most
         )
         one(net, optimizer, next(iter(loader)))
         epsilon = dpb.PrivacyAccountant().compose(GaussianDpEvent(1.0 / most)).get_epsilon(1e-5)
@@ -192,14 +192,14 @@ def test_second_moments_of_a_person_count_too():
     accountant = dpb.PrivacyAccountant(unit="user")
     net, optimizer, loader = private(
         accountant=accountant,
-        records_per_person=2,
+        records_per_user=2,
         optimizer=partial(dpb.optim.DPSGFS, lr=1e-3, fisher="diagonal"),
         noise_multiplier=3.0,
     )
-    plain = private(noise_multiplier=3.0, records_per_person=2)[1]
+    plain = private(noise_multiplier=3.0, records_per_user=2)[1]
     z = optimizer.effective_noise_multiplier
-    noisy = optimizer.release.event(z, "people", loader.sampler_of_draws)
-    alone = plain.release.event(z, "people", loader.sampler_of_draws)
+    noisy = optimizer.release.event(z, "users", loader.sampler_of_draws)
+    alone = plain.release.event(z, "users", loader.sampler_of_draws)
     assert noisy.event.event.noise_multiplier < alone.event.event.noise_multiplier
 
 
@@ -217,8 +217,8 @@ def test_noise_is_calibrated_for_people():
             target_epsilon=2.0,
             target_delta=1e-5,
             epochs=3,
-            people=ids,
-            records_per_person=most,
+            user_ids=ids,
+            records_per_user=most,
         )
         assert engine.accountant.unit == "user"
         event = PoissonSampledDpEvent(
@@ -314,17 +314,17 @@ def test_the_share_of_clipped_records_is_no_release_of_people():
 def test_the_front_door_wants_accountant_and_batches_of_one_kind():
     with pytest.raises(ValueError, match='unit="user"'):
         private(accountant=dpb.PrivacyAccountant())
-    with pytest.raises(ValueError, match="protects people"):
-        private(accountant=dpb.PrivacyAccountant(unit="user"), people=None)
+    with pytest.raises(ValueError, match="protects users"):
+        private(accountant=dpb.PrivacyAccountant(unit="user"), user_ids=None)
     with pytest.raises(ValueError, match="leave out"):
         private(sampling="fixed_size")
     with pytest.raises(ValueError, match="leave out"):
         private(max_batch_size=5)
-    with pytest.raises(ValueError, match="needs people="):
-        private(people=None, records_per_person=2)
-    with pytest.raises(ValueError, match="records_per_person"):
-        private(records_per_person=0)
-    with pytest.raises(ValueError, match="people bring"):
+    with pytest.raises(ValueError, match="needs user_ids="):
+        private(user_ids=None, records_per_user=2)
+    with pytest.raises(ValueError, match="records_per_user"):
+        private(records_per_user=0)
+    with pytest.raises(ValueError, match="users bring"):
         private(batch_size=5)  # three people with one record each
     with pytest.raises(ValueError, match="already"):
         dpb.PrivacyAccountant(unit="user").risk(delta=1e-5, records_per_person=2)
@@ -335,20 +335,20 @@ def test_the_front_door_wants_accountant_and_batches_of_one_kind():
 def test_a_loader_of_records_made_of_one_of_people_is_charged_to_records_only():
     accountant = dpb.PrivacyAccountant(unit="user")
     net, optimizer, loader = private(accountant=accountant)
-    with pytest.raises(ValueError, match="protects people"):
-        private(accountant=accountant, people=None, data_loader=loader)
+    with pytest.raises(ValueError, match="protects users"):
+        private(accountant=accountant, user_ids=None, data_loader=loader)
     assert len(accountant) == 0
 
 
 @pytest.mark.parametrize(("most", "rate"), [(1, 2 / 3), (2, 2 / 5), (3, 2 / 6)])
 def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
     """Two records on average, of three people who have one, two and three."""
-    loader = private(accountant=dpb.PrivacyAccountant(unit="user"), records_per_person=most)[2]
+    loader = private(accountant=dpb.PrivacyAccountant(unit="user"), records_per_user=most)[2]
     assert loader.sample_rate == pytest.approx(rate)
-    of_records = private(people=None, data_loader=loader)[2]
+    of_records = private(user_ids=None, data_loader=loader)[2]
     assert of_records.sample_rate == pytest.approx(2 / 6)
     accountant = dpb.PrivacyAccountant(unit="user")
-    again = private(accountant=accountant, data_loader=loader, records_per_person=2)[2]
+    again = private(accountant=accountant, data_loader=loader, records_per_user=2)[2]
     assert again.sample_rate == pytest.approx(2 / 5)
 
 
@@ -365,8 +365,8 @@ def test_a_loader_made_private_again_keeps_the_size_of_its_batches(most, rate):
     ],
 )
 def test_ids_of_another_kind_are_refused(ids):
-    with pytest.raises((ValueError, TypeError), match="id of each record's person"):
-        private(people=ids)
+    with pytest.raises((ValueError, TypeError), match="id of each record's user"):
+        private(user_ids=ids)
 
 
 @pytest.mark.parametrize(
@@ -381,14 +381,14 @@ def test_ids_of_another_kind_are_refused(ids):
     ],
 )
 def test_ids_come_as_they_are(ids):
-    people = People(ids, len(IDS), 1)
-    assert (people.number, people.counted) == (3, 3)
+    people = Users(ids, len(IDS), 1)
+    assert (len(people), people.counted_records) == (3, 3)
     own = people.records_of(torch.arange(3), torch.Generator())
     assert sorted(IDS[place] for place in own.tolist()) == [3, 5, 7]
 
 
 def test_strings_that_numpy_takes_for_equal_are_two_people():
-    assert People(["a", "a\0"], 2, 1).number == 2
+    assert len(Users(["a", "a\0"], 2, 1)) == 2
 
 
 # -- the sequence of draws -------------------------------------------------------------------------
@@ -399,9 +399,9 @@ def test_draws_with_a_generator_go_on_where_they_were_saved(monkeypatch):
     seed = int(torch.randint(2**40, ()))
 
     def made():
-        people = People(IDS, len(IDS), 1)
+        people = Users(IDS, len(IDS), 1)
         generator = torch.Generator().manual_seed(seed)
-        return PeopleSampler(people.counted, 0.5, generator, 0, people=people)
+        return UserSampler(people.counted_records, 0.5, generator, 0, users=people)
 
     whole, first, again = draws_of(made(), 12), made(), made()
     begun = draws_of(first, 5)
@@ -412,10 +412,10 @@ def test_draws_with_a_generator_go_on_where_they_were_saved(monkeypatch):
 def test_a_copy_draws_people_of_its_own():
     sampler = sampler_of(IDS, 2, 0.5)
     for other in (copy.deepcopy(sampler), pickle.loads(pickle.dumps(sampler))):
-        assert other.people.counted == sampler.people.counted
+        assert other.users.counted_records == sampler.users.counted_records
         assert other.event(GaussianDpEvent(1.0)) == sampler.event(GaussianDpEvent(1.0))
         assert draws_of(other, 60) != draws_of(sampler, 60)
     with pytest.raises(AttributeError):
-        sampler.people.most = 1
-    with pytest.raises(AttributeError, match="fixed"):
-        sampler.people = People(IDS, len(IDS), 1)
+        sampler.users.records_per_user = 1
+    with pytest.raises(AttributeError, match="no setter"):
+        sampler.users = Users(IDS, len(IDS), 1)
