@@ -33,7 +33,7 @@ from torch_dpbayes.accounting import (
     dominating_pairs,
     renyi,
 )
-from torch_dpbayes.accounting.__main__ import main, spent
+from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.accountant import look_at
 from torch_dpbayes.accounting.events import (
     BoundedRangeDpEvent,
@@ -256,7 +256,7 @@ def test_a_kill_costs_half_of_what_was_released_or_64_steps(path, turns, most_co
     accountant, commits = PrivacyAccountant(20.0, DELTA, path=path), set()
     for released in range(1, 601):
         accountant.compose(turns[(released - 1) % len(turns)])
-        commits.add(accountant._session.ledger.version)
+        commits.add(accountant._session.ledger.place[0])
         assert released <= counted(path) <= released + max(64, released / 2)
     assert len(commits) <= most_commits
 
@@ -706,11 +706,12 @@ def test_a_state_belongs_to_its_file(path, tmp_path):
     ):
         with pytest.raises(ValueError, match="belongs to a ledger"):
             other.load_state_dict(state)
+    copied = shutil.copy(path, tmp_path / "backup.db")
     accountant.compose(STEP).close()
-    older = copy.deepcopy(state)
-    older["history"][0][1] = 10.0
+    newer = accountant.state_dict()
+    shutil.copy(copied, path)
     with pytest.raises(ValueError, match="older copy"):
-        again.load_state_dict(older)
+        PrivacyAccountant(path=path).load_state_dict(newer)
 
 
 def test_a_state_from_memory_moves_into_an_empty_file(path):
@@ -917,9 +918,6 @@ def test_clocks_that_jump_change_nothing(path, monkeypatch):
     again = PrivacyAccountant(path=path)
     assert len(again) == counted(path) == 100
     assert not open_blocks(look_at(path)[1])
-    times, epsilons = spent(again, look_at(path)[1], DELTA)
-    assert times == sorted(times)
-    assert epsilons[-1] == again.get_epsilon()
 
 
 @pytest.mark.parametrize(
@@ -1068,13 +1066,6 @@ def test_the_command_says_what_there_is(full, path, capsys):
     assert path.read_bytes() == before
 
 
-@pytest.mark.thorough
-def test_the_command_draws(full, path, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    assert main([str(path), "--plot", str(tmp_path / "spent.png")]) == 0
-    assert (tmp_path / "spent.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_command_explains_what_it_cannot_read(tmp_path, capsys):
     (tmp_path / "x.db").write_bytes(b"no database at all " * 100)
     for name in ("x.db", "none.db"):
@@ -1083,12 +1074,6 @@ def test_the_command_explains_what_it_cannot_read(tmp_path, capsys):
     assert not (tmp_path / "none.db").exists()
     assert main([str(tmp_path / "none.db")]) == 1
     assert capsys.readouterr().err.startswith("no such file")
-
-
-def test_the_command_recognises_a_checkpoint(tmp_path, capsys):
-    torch.save({"module": {"weight": torch.ones(2)}}, tmp_path / "run.pt")
-    assert main([str(tmp_path / "run.pt")]) == 1
-    assert "is a checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.thorough

@@ -33,9 +33,10 @@ def compare(
         loader.sampler_of_draws,
         optimizer.release.noise.generator,
     )
-    history = accountant.state_dict()
+    saved = accountant.state_dict()
     # in memory each rank's accountant is a job of its own, with the same history
-    kept = {"ledger": history["ledger"]} if history["ledger"] else {**history, "jobs": None}
+    history = [repr(charge) for charge in accountant.history]
+    kept = saved["ledger"] or {**saved, "history": history, "job": None}
     values = hashlib.blake2b(digest_size=16)
     for tensor in module.state_dict().values():
         if isinstance(tensor, torch.Tensor):
