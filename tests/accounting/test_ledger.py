@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from dp_accounting.dp_event import LaplaceDpEvent
 from hypothesis import given
 from hypothesis import strategies as st

@@ -81,24 +81,15 @@ class EpsilonBounds(NamedTuple):
     upper: float
 
 
-class _Run:
-    """Repetitions of one charge, taken out of a block without a decision. ``taken`` of them are not
-    in the history yet.
-    """
+class _Run(NamedTuple):
+    """A charge that is made again and again, out of a block and without a decision."""
 
-    __slots__ = ("adaptive", "block", "event", "flag", "label", "part", "taken")
-
-    def __init__(
-        self,
-        event: DpEvent,
-        part: Part,
-        label: str | None,
-        adaptive: bool,
-        flag: Flag,
-        block: Block,
-    ) -> None:
-        self.event, self.part, self.label = event, part, label
-        self.adaptive, self.flag, self.block, self.taken = adaptive, flag, block, 0
+    event: DpEvent
+    part: Part
+    label: str | None
+    adaptive: bool
+    flag: Flag
+    block: Block
 
 
 class PrivacyAccountant:
@@ -245,12 +236,12 @@ class PrivacyAccountant:
         not lose them: then the file is read anew. In memory it may count them twice.
         """
         run, session = self._run, self._session
-        if run is None or not run.taken or session.stale:
+        if run is None or not run.block.taken or session.stale:
             return
         session.stale = isinstance(session, Session)
-        part = run.part._replace(times=run.taken)
+        part = run.part._replace(times=run.block.taken)
         session.taken(run.block, part, run.label, run.flag)
-        run.taken = 0
+        run.block.taken = 0
         session.stale = False
 
     def _repeated(self, event: DpEvent, count: int, label: str | None, adaptive: bool) -> bool:
@@ -266,17 +257,17 @@ class PrivacyAccountant:
         ):
             return False
         with LOCK:
-            process, is_stale = os.getpid(), self._session.stale
+            process, is_stale, block = os.getpid(), self._session.stale, run.block
             # No call from here on, so no signal handler: what is checked holds when it is used.
             if (
                 run is self._run
-                and run.block.left > 0
-                and run.block.open
+                and block.left > 0
+                and block.open
                 and process == self._process
                 and not (is_stale or _is_busy)
             ):
-                run.block.left -= 1
-                run.taken += 1
+                block.left -= 1
+                block.taken += 1
                 return True
         return False
 
@@ -369,7 +360,7 @@ class PrivacyAccountant:
         return (
             f"PrivacyAccountant(epsilon={self.epsilon}, delta={self.delta},"
             f" method={self.method!r}, neighboring={self.neighboring!r}{place}):"
-            f" {known + (self._run.taken if self._run else 0)} releases,"
+            f" {known + (self._run.block.taken if self._run else 0)} releases,"
             f" {report.spent_in_words(self)}"
         )
 

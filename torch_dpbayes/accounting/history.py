@@ -6,7 +6,7 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -438,12 +438,13 @@ class Block:
     were used for.
     """
 
-    __slots__ = ("key", "last_use", "left", "open", "pair", "seq", "used")
+    __slots__ = ("key", "last_use", "left", "open", "pair", "seq", "taken", "used")
 
     def __init__(self, seq: int, key: Key | None, pair: Pair, left: int) -> None:
         self.seq, self.key, self.pair, self.left, self.open = seq, key, pair, left, True
         self.used: dict[Key, int] = {}
         self.last_use = 0  # how many releases had been made
+        self.taken = 0  # of those used, how many are not in the history yet
 
 
 class Memory:
@@ -480,12 +481,13 @@ class Memory:
 
     def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
         """Records a charge, or raises before anything is recorded."""
-        history, need = self.history, needed(parts)
-        with history.under(history.rule(need, adaptive, is_later=False), declared=True):
+        history, need, flag = self.history, needed(parts), self.flag(adaptive)
+        rule = history.rule(need, adaptive, is_later=False) if adaptive else None
+        with nullcontext() if rule is None else history.under(rule, declared=True):
             if history.budget is not None and not history.budget.fits(history.counts, need):
                 history.refuse(parts)
         for part in parts:
-            self.taken(None, part, label, self.flag(adaptive))
+            self.taken(None, part, label, flag)
 
     def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
         """These releases were charged, out of a block if they were reserved."""
@@ -498,8 +500,9 @@ class Memory:
 
     def notes(self) -> list[str]:
         """The statements on which the guarantee rests."""
-        is_resumed = self._is_resumed and any(key.job == self.job for key in self.history.charges)
-        return [*self._notes, *[RESUMED] * is_resumed]
+        if self._is_resumed and any(key.job == self.job for key in self.history.charges):
+            self._notes[RESUMED] = None
+        return [*self._notes]
 
     def note(self, statement: str) -> None:
         """Keeps a statement, unless it is there already."""
@@ -513,15 +516,17 @@ class Memory:
                 " file, PrivacyAccountant(path=...), and hand it to whatever resumes."
             )
         parts, rule = self.history.check_saved(state, charges)
-        self._write(parts, rule)
+        self._write(state, parts, rule)
         for part, key in parts:
             self.history.keep(part.pair, key, part.times)
         if rule is not None:
             self.history.start(rule, declared=True)
-        self._is_resumed |= state["job"] != self.job
 
-    def _write(self, parts: list[tuple[Part, Key]], rule: Filter | None) -> None:
-        """Keeps what is taken over where others can read it."""
+    def _write(
+        self, state: Mapping[str, Any], parts: list[tuple[Part, Key]], rule: Filter | None
+    ) -> None:
+        """Keeps what is taken over, where others can read it if there are any."""
+        self._is_resumed |= state["job"] != self.job
 
     def require(self, charges: Mapping[Key, int]) -> None:
         """Raises unless this history holds these charges, each of the job that made it."""

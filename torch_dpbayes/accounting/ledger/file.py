@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 class Ledger:
-    """The file: settings fixed at creation, rows, and notes.
+    """The file: settings fixed at creation, and rows.
 
     Args:
         path: a plain path on a local disk.
@@ -86,7 +86,6 @@ class Ledger:
         self.settings = Settings(*(found[name] for name in Settings._fields))
         self._before = first_digest(found)  # of the first row
         self._version, self._digest = 0, self._before  # the last row that was read
-        self._last_note = (0, self._before)  # number and digest of those that were read
         if settings.get("id", self.id) != self.id:
             raise replaced(self.path)
         for name, value in settings.items():
@@ -245,55 +244,6 @@ class Ledger:
 
         found = self._connected("read", select) if number else (self._before,)
         return found is not None and bool(found[0] == digest)
-
-    # --- notes ------------------------------------------------------------------------------------
-
-    def notes(self) -> list[str]:
-        """The statements that jobs noted, in order.
-
-        Raises:
-            LedgerError: a note is damaged, or one that was read before is not there any more.
-        """
-
-        def select(connection: sqlite3.Connection) -> list[str]:
-            seal_of_same_file(connection, self.path, self.id)
-            return self._checked_notes(connection)
-
-        return self._connected("read", select)
-
-    def add_note(self, text: str, job: str) -> None:
-        """Keeps a statement for all jobs, unless it is there already."""
-
-        def insert(connection: sqlite3.Connection) -> None:
-            connection.execute("BEGIN IMMEDIATE")
-            seal_of_same_file(connection, self.path, self.id)
-            known = self._checked_notes(connection)
-            number, digest = self._last_note
-            if text not in known:
-                number += 1
-                values = [number, now(), job, text]
-                digest = next_digest(digest, values)
-                connection.execute("INSERT INTO notes VALUES (?, ?, ?, ?, ?)", [*values, digest])
-            connection.execute("COMMIT")
-            self._last_note = (number, digest)
-
-        if text not in self.notes():
-            self._connected("write", insert)
-
-    def _checked_notes(self, connection: sqlite3.Connection) -> list[str]:
-        columns = "SELECT seq, time, job, text, digest FROM notes ORDER BY seq"
-        rows = connection.execute(columns).fetchall()
-        digests = [self._before]
-        for number, (*values, digest) in enumerate(rows, 1):
-            whole = values[0] == number and all(isinstance(value, str) for value in values[1:])
-            if not whole or digest != next_digest(digests[-1], values):
-                raise damaged(self.path, f"note {number} is not what was written")
-            digests.append(digest)
-        number, digest = self._last_note
-        if digests[number : number + 1] != [digest]:
-            raise damaged(self.path, "notes that were read before are gone")
-        self._last_note = (len(rows), digests[-1])
-        return [values[3] for values in rows]
 
     # --- making -----------------------------------------------------------------------------------
     #

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sqlite3
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -13,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from ...errors import DPBayesError
 from .. import events
-from ..events import DpEvent, accounting_method, neighboring_relation, privacy_unit
-from ..history import Flag, Key, Settings
+from ..events import DpEvent
+from ..history import Flag, Key
 
-FORMAT = 3
+FORMAT = 4
 APPLICATION = 0x64706279
 SEAL = "seal"  # the last row's digest, repeated among the settings
 
@@ -30,10 +29,6 @@ TABLES = (
         " NULL)"
     ),
     "CREATE UNIQUE INDEX returned_once ON rows (block) WHERE kind = 'return'",
-    (
-        "CREATE TABLE notes (seq INTEGER PRIMARY KEY, time TEXT NOT NULL, job TEXT NOT NULL, text"
-        " TEXT NOT NULL, digest TEXT NOT NULL)"
-    ),
 )
 
 
@@ -109,7 +104,7 @@ def first_digest(settings: Mapping[str, Any]) -> str:
 
 
 def next_digest(before: str, values: list[Any]) -> str:
-    """The digest of a row or a note after the one with the digest ``before``."""
+    """The digest of a row after the one with the digest ``before``."""
     return _hashed(before + json.dumps(values, default=repr))  # bytes, which are never written
 
 
@@ -126,11 +121,12 @@ def now() -> str:
 
 
 class Row(NamedTuple):
-    """One row. ``block``: the number of the row that a return belongs to. ``job``: whose it is;
-    empty in one that is not written yet: of the job that writes it.
+    """One row. ``label``: also the code of a filter, or the text of a note. ``block``: the number
+    of the row that a return belongs to. ``job``: whose it is; empty in one that is not written yet:
+    of the job that writes it.
     """
 
-    kind: Literal["charge", "block", "return", "filter"]
+    kind: Literal["charge", "block", "return", "filter", "note"]
     label: str | None
     event: DpEvent | None
     count: int  # type: ignore[assignment]
@@ -202,11 +198,9 @@ def read_settings(connection: sqlite3.Connection, path: Path) -> dict[str, Any]:
         saved = dict(connection.execute("SELECT name, value FROM settings").fetchall())
         expected = saved.pop(SEAL)
         found = {name: json.loads(value) for name, value in saved.items()}
-        if not _is_possible(found):
-            raise damaged(path, f"its settings are {found}")
+        digest = first_digest(found)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise damaged(path, f"its settings are not what was written: {error!r}") from error
-    digest = first_digest(found)
     first = connection.execute(f"SELECT {COLUMNS}, digest FROM rows WHERE seq = 1").fetchone()
     if first is not None:
         digest, expected = next_digest(digest, list(first[:-1])), first[-1]
@@ -226,18 +220,3 @@ def seal_of_same_file(connection: sqlite3.Connection, path: Path, identity: str)
     if found.get("id") != json.dumps(identity):
         raise replaced(path)
     return found.get(SEAL)
-
-
-def _is_possible(found: Mapping[Any, Any]) -> bool:
-    """Whether a ledger is made with these settings. Raises, or is false."""
-    if set(found) != {*Settings._fields, "id", "created"}:
-        return False
-    accounting_method(found["method"])
-    neighboring_relation(found["neighboring"])
-    privacy_unit(found["unit"])
-    epsilon, delta = found["epsilon"], found["delta"]
-    in_range = all(
-        number is None or (isinstance(number, float) and 0 < number < largest)
-        for number, largest in ((epsilon, math.inf), (delta, 1))
-    )
-    return in_range and isinstance(found["id"], str) and (epsilon is None or delta is not None)

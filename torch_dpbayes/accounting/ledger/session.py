@@ -144,13 +144,13 @@ class Session(Memory):
         for row in self.ledger.read():
             if row.writer == self._writer:
                 continue
-            if row.event is None:
-                rule = Filter.decoded(row.label or "", history.settings.budget)
-                if rule is not None and history.filter is None:
-                    history.start(rule, row.flag == "adaptive")
-                continue
-            history.later_jobs |= row.later
-            history.keep(history.pair(row.event), row.key, row.count)
+            if row.event is not None:
+                history.later_jobs |= row.later
+                history.keep(history.pair(row.event), row.key, row.count)
+            elif row.kind == "note":
+                self._notes[row.label or ""] = None
+            elif (rule := Filter.decoded(row.label or "", history.settings.budget)) is not None:
+                history.start(rule, row.flag == "adaptive")
         self.stale = False
 
     # --- reserving --------------------------------------------------------------------------------
@@ -295,15 +295,16 @@ class Session(Memory):
             self.blocks.remove(block)
         self.stale = was_stale
 
-    # --- saying and saving ------------------------------------------------------------------------
-
-    def notes(self) -> list[str]:
-        """The statements on which the guarantee rests."""
-        return self.ledger.notes()
+    # --- noting and loading -----------------------------------------------------------------------
 
     def note(self, statement: str) -> None:
         """Keeps a statement for all jobs, unless it is there already."""
-        self.ledger.add_note(statement, self.job)
+        self.refresh()
+        while statement not in self._notes:
+            self.stale = True
+            if self._append([Row("note", statement, None, 0, "fixed")]) is not None:
+                self._notes[statement] = None
+            self.refresh()
 
     def take_over(self, state: Mapping[str, Any], charges: Mapping[Key, int]) -> None:
         """Loads a saved state into an empty file, or sees that this file holds what was saved from
@@ -318,8 +319,9 @@ class Session(Memory):
                 " restored from an older copy. Put the newer file back."
             )
 
-    def _write(self, parts: list[tuple[Part, Key]], rule: Filter | None) -> None:
-        """Keeps what is taken over where others can read it."""
+    def _write(
+        self, state: Mapping[str, Any], parts: list[tuple[Part, Key]], rule: Filter | None
+    ) -> None:
         rows = [] if rule is None else [Row("filter", rule.code, None, 0, "adaptive")]
         rows += [
             Row("charge", key.label, part.event, part.times, key.flag, job=key.job)
