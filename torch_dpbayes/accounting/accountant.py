@@ -183,8 +183,7 @@ class PrivacyAccountant:
         return self
 
     def _set_up(self, session: Memory) -> None:
-        self._session = session
-        self._process, self._is_asserted = os.getpid(), False
+        self._session, self._is_asserted = session, False
         self._run: _Run | None = None
         self._last: DpEvent | None = None
         self._settle_at_exit()
@@ -195,7 +194,7 @@ class PrivacyAccountant:
 
     def _settle_at_exit(self) -> None:
         """Also in children of multiprocessing; but nothing of another process."""
-        if self.path is not None and self._process == os.getpid():
+        if self.path is not None and self._session.process == os.getpid():
             util.Finalize(self, _settle_quietly, (self._session,), exitpriority=100)
 
     def _read(self) -> History:
@@ -227,8 +226,8 @@ class PrivacyAccountant:
     def _begin_anew_if_needed(self) -> None:
         """Begins anew from the file in a forked child, and after an interruption."""
         session = self._session
-        if isinstance(session, Session) and (session.stale or self._process != os.getpid()):
-            self._session, self._process, self._run = session.begun_anew(), os.getpid(), None
+        if isinstance(session, Session) and (session.stale or session.process != os.getpid()):
+            self._session, self._run = session.begun_anew(), None
             self._settle_at_exit()
 
     def _enter_run(self) -> None:
@@ -247,25 +246,15 @@ class PrivacyAccountant:
     def _repeated(self, event: DpEvent, count: int, label: str | None, adaptive: bool) -> bool:
         """Whether this charge was the last one again, and is recorded now."""
         run = self._run
-        if (
-            run is None
-            or type(count) is not int
-            or count != 1
-            or label != run.label
-            or adaptive is not run.adaptive
-            or not (event is run.event or event == run.event)
-        ):
+        if run is None or type(count) is not int or count != 1 or label != run.label:
+            return False
+        if adaptive is not run.adaptive or not (event is run.event or event == run.event):
             return False
         with LOCK:
-            process, is_stale, block = os.getpid(), self._session.stale, run.block
+            session, block, process = self._session, run.block, os.getpid()
             # No call from here on, so no signal handler: what is checked holds when it is used.
-            if (
-                run is self._run
-                and block.left > 0
-                and block.open
-                and process == self._process
-                and not (is_stale or _is_busy)
-            ):
+            is_sound = session.process == process and not (session.stale or _is_busy)
+            if run is self._run and block.left > 0 and block.open and is_sound:
                 block.left -= 1
                 block.taken += 1
                 return True
@@ -531,7 +520,7 @@ class PrivacyAccountant:
 
     def _charge(self, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
         session = self._session
-        if self._process != os.getpid():
+        if session.process != os.getpid():
             raise StateError(
                 "this accountant was forked into another process, where a charge would be lost to"
                 " its parent: make it with PrivacyAccountant(..., path='budget.db'), or give every"

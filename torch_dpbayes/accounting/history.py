@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -452,6 +453,7 @@ class Memory:
 
     Attributes:
         job: the name under which it charges.
+        process: the only one that may charge; a fork begins a session of its own, if it can.
         later: whether the job began after others had charged.
         stale: what is known may not be what is kept: an interruption came in between.
     """
@@ -461,6 +463,7 @@ class Memory:
 
     def __init__(self, settings: Settings, job: str = "") -> None:
         self.history, self.job = History(settings), job or uuid.uuid4().hex
+        self.process = os.getpid()
         self._notes: dict[str, None] = {}
         self._is_resumed = False
 
@@ -482,12 +485,18 @@ class Memory:
     def charge(self, parts: list[Part], label: str | None, adaptive: bool) -> None:
         """Records a charge, or raises before anything is recorded."""
         history, need, flag = self.history, needed(parts), self.flag(adaptive)
-        rule = history.rule(need, adaptive, is_later=False) if adaptive else None
-        with nullcontext() if rule is None else history.under(rule, declared=True):
-            if history.budget is not None and not history.budget.fits(history.counts, need):
-                history.refuse(parts)
+        if rule := history.rule(need, True, is_later=False) if adaptive else None:
+            with history.under(rule, declared=True):
+                self._require_fit(parts, need)
+        else:
+            self._require_fit(parts, need)
         for part in parts:
             self.taken(None, part, label, flag)
+
+    def _require_fit(self, parts: list[Part], need: Counts) -> None:
+        history = self.history
+        if history.budget is not None and not history.budget.fits(history.counts, need):
+            history.refuse(parts)
 
     def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
         """These releases were charged, out of a block if they were reserved."""

@@ -57,8 +57,7 @@ class Session(Memory):
         super().__init__(ledger.settings, job)
         self.ledger, self.path, self.later = ledger, ledger.path, later
         self.blocks: list[Block] = []
-        self._writer = f"{uuid.uuid4().hex} pid {os.getpid()} on {platform.node()}"
-        self._process = os.getpid()
+        self._writer = f"{uuid.uuid4().hex} pid {self.process} on {platform.node()}"
         self._made: Counter[type] = Counter()  # releases, by type of pair
         self._cost_was_told = False
         self.refresh()
@@ -277,7 +276,7 @@ class Session(Memory):
 
     def settle(self) -> None:
         """Returns what the open blocks did not use."""
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             return  # the blocks are the parent's
         was_stale, self.stale = self.stale, True
         if was_stale:  # a commit may have been interrupted: there may be blocks that nobody used
