@@ -459,11 +459,10 @@ class Memory:
     """
 
     path: Path | None = None
-    later = stale = False
 
     def __init__(self, settings: Settings, job: str = "") -> None:
         self.history, self.job = History(settings), job or uuid.uuid4().hex
-        self.process = os.getpid()
+        self.process, self.later, self.stale = os.getpid(), False, False
         self._notes: dict[str, None] = {}
         self._is_resumed = False
 
