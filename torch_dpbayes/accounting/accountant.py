@@ -661,7 +661,9 @@ class PrivacyAccountant:
         if state_dict["ledger"] or not len(self):
             self.load_state_dict(state_dict)
             return
-        self._session.require(charges)
+        with LOCK:
+            self._read()
+            self._session.require(charges)
         for statement in state_dict["notes"]:
             self.note(statement)
 

@@ -311,7 +311,11 @@ class Session(Memory):
         """
         self.refresh()
         if state["ledger"] != self.ledger.id:
+            self.stale = True  # until rows and history are the same again
             super().take_over(state, charges)
+            self.stale = False
+            if charges:
+                self.note(RESUMED)
         elif not self.ledger.holds(state["place"]):
             raise ArgumentError(
                 f"the ledger {self.path} holds less than the saved run was charged for: it was"
@@ -326,16 +330,11 @@ class Session(Memory):
             Row("charge", key.label, part.event, part.times, key.flag, job=key.job)
             for part, key in parts
         ]
-        self.stale = True
-        written = self._append(rows)
-        self.stale = False
-        if written is None:
+        if self._append(rows) is None:
             raise ArgumentError(
                 "another process charged this ledger in the meantime: it is not empty any more, so"
                 " nothing was loaded. Take a new ledger."
             )
-        if parts:
-            self.note(RESUMED)
 
 
 class _Outrun(Exception):
