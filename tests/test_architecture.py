@@ -65,7 +65,7 @@ def imports_of(path: Path) -> set[str]:
             base = package[: len(package) - (node.level - 1)]
             full = (*base, *(node.module.split(".") if node.module else ()))
             found |= {full[0]} if full else {alias.name for alias in node.names}
-    return found - {"__version__", "_TAKEN_UP"}  # constants of the package
+    return found - {"__version__"}  # a constant of the package
 
 
 def test_arrows_run_one_way():

@@ -4,13 +4,8 @@ The public names are loaded on first use (PEP 562): ``import torch_dpbayes`` alo
 torch nor Opacus.
 """
 
-import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-# when this program took up the library, in seconds since the machine was started: before the slow
-# imports, so that workers that were launched together are seen to be (accounting.launch)
-_TAKEN_UP = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else None
 
 __version__ = "0.1.0"
 

@@ -181,17 +181,11 @@ def test_a_history_that_is_too_risky_already():
 
 
 @pytest.mark.thorough
-def test_the_command_reports_and_draws_it(tmp_path, capsys):
+def test_the_command_reports_it(tmp_path, capsys):
     with PrivacyAccountant(3.0, 1e-5, path=tmp_path / "a.db") as accountant:
         accountant.compose(STEP, 10)
-    picture = tmp_path / "risk.png"
-    assert main([str(tmp_path / "a.db"), "--json", "--plot-risk", str(picture)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["risk"] == accountant.risk().as_dict()
-    assert picture.stat().st_size > 5000
-    assert main([str(tmp_path / "a.db"), "--records-per-person", "2"]) == 0
-    told = capsys.readouterr().out
-    assert str(accountant.risk(records_per_person=2)) in told
+    assert main([str(tmp_path / "a.db"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["risk"] == accountant.risk().as_dict()
 
 
 def test_the_picture_shows_the_bound():

@@ -238,9 +238,10 @@ def _check_consistent(
         loader.sampler_of_draws,
         optimizer.release.noise.generator,
     )
-    history = accountant.state_dict()
+    saved = accountant.state_dict()
     # in memory each rank's accountant is a job of its own, with the same history
-    kept = {"ledger": history["ledger"]} if history["ledger"] else {**history, "jobs": None}
+    history = [repr(charge) for charge in accountant.history]
+    kept = saved["ledger"] or {**saved, "history": history, "job": None}
     tensors = [t for t in module.state_dict().values() if isinstance(t, torch.Tensor)]
     ranks.require_backend_for(next(module.parameters()).device)
     generators = (
