@@ -62,7 +62,7 @@ def clipped(source, net, x, weights, clip, *, way=None, is_kept=False, **options
         source.discard([p for _, p in named])
         for _, p in named:
             p.grad = None
-        batch = delivered(x, weights) if source.passes.follows else (x, weights)
+        batch = delivered(x, weights) if source.follows else (x, weights)
         with forced(way, is_kept):
             loss_of(net, *batch).backward()
 

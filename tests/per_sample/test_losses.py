@@ -16,8 +16,7 @@ from losses import USUAL, K, classes, inputs, net_of
 from torch import nn
 
 from torch_dpbayes.errors import LossError
-from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
-from torch_dpbayes.per_sample.vmap import VmapGradientSource
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 
 pytestmark = [
     pytest.mark.first_cases(1000),

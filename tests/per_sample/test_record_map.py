@@ -1,5 +1,6 @@
 """Models that run for one record at a time: what the map computes, and what it prevents."""
 
+import contextlib
 import threading
 import types
 from dataclasses import dataclass
@@ -14,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torch_dpbayes.errors import DPBayesError, ModelError
-from torch_dpbayes.per_sample import contributions, vmap
-from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample import contributions
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from torch_dpbayes.per_sample.nested import Nested
 from torch_dpbayes.per_sample.record_map import CannotBeMapped, RecordMap
-from torch_dpbayes.per_sample.vmap import VmapGradientSource
 
 pytestmark = pytest.mark.first_cases(1000)
 SOURCES = pytest.mark.parametrize(
@@ -505,8 +505,9 @@ def test_a_pass_that_raised_is_none(make):
     torch.testing.assert_close(found, expected_sum(net, x, y), rtol=1e-4, atol=1e-5)
 
 
-@SOURCES
-def test_evaluation_in_another_thread_does_not_matter(make):
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_passes_in_another_thread(is_evaluated):
+    """Evaluation does not matter; a second pass in training mode has no step."""
     inside, done, is_training = threading.Event(), threading.Event(), threading.local()
 
     def function(h):
@@ -516,95 +517,26 @@ def test_evaluation_in_another_thread_does_not_matter(make):
         return torch.tanh(h)
 
     net, x, y = Call(function), torch.randn(7, 6), torch.randint(3, (7,))
-    expected, source = expected_sum(net, x, y), make(net)
-    others: list[object] = []
+    expected, source = expected_sum(net, x, y), BookkeepingGradientSource(net)
 
-    def evaluate():
+    def other_pass():
         assert inside.wait(20)
-        try:
-            with torch.no_grad():
-                others.append(net(x))
-            try:
-                net(x)
-            except DPBayesError as error:
-                others.append(error.code)
-        finally:
-            done.set()
+        with torch.set_grad_enabled(not is_evaluated), contextlib.suppress(DPBayesError):
+            net(x)
+        done.set()
 
-    thread = threading.Thread(target=evaluate)
+    thread = threading.Thread(target=other_pass)
     thread.start()
     is_training.wait = True
     a, b = delivered(x, y)
     F.cross_entropy(net(a), b).backward()
     thread.join()
-    torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
-    assert others[1] == "step-threads" and others[0].shape == (7, 3)
-
-
-# -- vmap in chunks --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("held, runs", [(2**25, 1), (0, 5 + 5)])
-def test_records_of_one_chunk_run_once(held, runs, monkeypatch):
-    monkeypatch.setattr(vmap, "_NUMBERS_HELD", held)
-    calls = []
-    net = Call(lambda h: calls.append(1) or torch.tanh(h))
-    x, y = torch.randn(5, 6), torch.randint(3, (5,))
-    expected = expected_sum(net, x, y)
-    calls.clear()
-    source = VmapGradientSource(net)
-    a, b = delivered(x, y)
-    F.cross_entropy(net(a), b).backward()
-    torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
-    assert len(calls) == runs
-
-
-def test_records_that_come_out_differently_when_run_again_are_refused(monkeypatch):
-    monkeypatch.setattr(vmap, "_NUMBERS_HELD", 0)
-    net = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 3))
-    source = VmapGradientSource(net)
-    x, y = delivered(torch.randn(5, 6), torch.randint(3, (5,)))
-    F.cross_entropy(net(x), y).backward()
-    net.eval()
-    with pytest.raises(DPBayesError) as error:
-        source.norms(list(net.named_parameters()))
-    assert error.value.code == "step-changed"
-
-
-@pytest.mark.parametrize("held", [2**25, 0])
-def test_records_may_leave_nothing_behind_in_any_pass(held, monkeypatch):
-    monkeypatch.setattr(vmap, "_NUMBERS_HELD", held)
-    is_keeping: list[int] = []
-
-    def keep(h):
-        KEPT.extend([h] * len(is_keeping))
-        return torch.tanh(h)
-
-    net, x, y = Call(keep), torch.randn(3, 6), torch.randint(3, (3,))
-    source = VmapGradientSource(net)
-    try:
-        for k in range(2):
-            is_keeping += [1] * k
-            a, b = delivered(x, y)
-            with pytest.raises(DPBayesError) if k else torch.enable_grad():
-                F.cross_entropy(net(a), b).backward()
-                sum_of(source, net, 0.3)
-    finally:
-        KEPT.clear()
-
-
-@pytest.mark.parametrize("held", [2**25, 0])
-def test_what_a_pass_without_a_step_kept_is_seen_at_the_next(held, monkeypatch):
-    monkeypatch.setattr(vmap, "_NUMBERS_HELD", held)
-    source = VmapGradientSource(net := Call(lambda h: KEPT.append(h) or torch.tanh(h)))
-    try:
+    if is_evaluated:
+        torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
+    else:
         with pytest.raises(DPBayesError) as error:
-            for _ in range(2):
-                net(*delivered(torch.randn(3, 6)))
-                source.discard(())
-        assert error.value.code == "model-kept"
-    finally:
-        KEPT.clear()
+            sum_of(source, net, 0.3)
+        assert error.value.code == "step-passes"
 
 
 # -- nested values ---------------------------------------------------------------------------------

@@ -9,12 +9,11 @@ from opacus.grad_sample import AbstractGradSampleModule
 from torch import nn
 
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
-from ..per_sample.bookkeeping import BookkeepingGradientSource
+from ..per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.mapped_forward import Loss
 from ..per_sample.model_check import check_layers, check_model
-from ..per_sample.vmap import VmapGradientSource
 
 _OPACUS_MODES = {
     "ghost": '"bookkeeping", the default',
@@ -98,7 +97,7 @@ def attached_source(
 
 def _checked(
     module: nn.Module,
-    source: BookkeepingGradientSource | VmapGradientSource,
+    source: BookkeepingGradientSource,
     ways: Sequence[tuple[Any, ...]],
 ) -> GradientSource:
     try:

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 from ..errors import DPBayesError, ModelError
 from .bookkeeping import BookkeepingGradientSource, UsedElsewhere
 from .followed import shape_of
-from .gradient_source import MappedSource
 from .mapped_forward import BATCH_NORM_TO_EVAL, uncompiled
 from .nested import Keywords, Nested, map_tensors, output_of, rows_of, synthetic
 from .operations import Delivery
@@ -108,7 +107,9 @@ class _WithoutRandomness(TorchFunctionMode):
         return found
 
 
-def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[Any, ...]]) -> None:
+def check_model(
+    module: nn.Module, source: BookkeepingGradientSource, ways: Sequence[tuple[Any, ...]]
+) -> None:
     """Look at the model now if it runs with arguments of one of these shapes, else at its first
     pass, when the shapes are known.
 
@@ -140,7 +141,9 @@ def check_model(module: nn.Module, source: MappedSource, ways: Sequence[tuple[An
     source.mapped.pending = at_first_pass
 
 
-def _check(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) -> None:
+def _check(
+    module: nn.Module, source: BookkeepingGradientSource, arguments: tuple[Any, ...]
+) -> None:
     """Compare, with all parameters that are used outside of their layers in the map."""
     source.mapped.is_checking = True
     try:
@@ -150,10 +153,7 @@ def _check(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) 
                     _compare(module, source, arguments)
                     return
                 except UsedElsewhere as found:
-                    is_moved = isinstance(
-                        source, BookkeepingGradientSource
-                    ) and source.take_into_map(found.parameters)
-                    if not is_moved:
+                    if not source.take_into_map(found.parameters):
                         outside = set(found.parameters)
                         names = [n for n, p in module.named_parameters() if p in outside]
                         raise ModelError(
@@ -192,7 +192,9 @@ class _Run(NamedTuple):
     weights: Sequence[Tensor]
 
 
-def _compare(module: nn.Module, source: MappedSource, arguments: tuple[Any, ...]) -> None:
+def _compare(
+    module: nn.Module, source: BookkeepingGradientSource, arguments: tuple[Any, ...]
+) -> None:
     """Raise where mapped outputs and gradients are not those of records alone."""
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
@@ -260,7 +262,7 @@ def _is_close(found: Tensor, true: Tensor, length: float, room: float) -> bool:
 
 
 def _rows_of_scalars(
-    module: nn.Module, source: MappedSource, inputs: tuple[Any, ...]
+    module: nn.Module, source: BookkeepingGradientSource, inputs: tuple[Any, ...]
 ) -> tuple[bool, ...]:
     """Which outputs have one number for each record, and so none of its own dimension for one."""
     with torch.no_grad(), source.paused(), uncompiled(module), without_looks():
@@ -272,17 +274,16 @@ def _rows_of_scalars(
 
 def _mapped(
     module: nn.Module,
-    source: MappedSource,
+    source: BookkeepingGradientSource,
     inputs: tuple[Any, ...],
     named: Sequence[tuple[str, Tensor]],
 ) -> _Run:
     parameters = [p for _, p in named]
-    passes = source.passes
     source.discard(parameters)
     source.mapped.around = _WithoutRandomness
     try:
         with _blamed(module), torch.enable_grad():
-            given = Delivery(_RECORDS)(inputs, _RECORDS) if passes.follows else inputs
+            given = Delivery(_RECORDS)(inputs, _RECORDS) if source.follows else inputs
             outputs = Nested(output_of(module, given)).tensors
             rows = [_rows_of_output(t, source.loss_reduction) for t in outputs]
             floats = [t for t in rows if t.is_floating_point()]
@@ -294,17 +295,15 @@ def _mapped(
                     " with a row per record, or a loss, computed from trainable parameters",
                     code="model-output",
                 )
-            if not passes.follows and source.loss_reduction == "mean":
+            if not source.follows and source.loss_reduction == "mean":
                 total = total / _RECORDS
             total.backward()
-        records: dict[Tensor, list[Tensor]] = {}
-        for parts in source.recorded(named):
-            for p, g in (item for part in parts for item in part.per_record().items()):
-                records.setdefault(p, []).append(g)
+        records: dict[Tensor, Tensor] = {}
+        for part in source.recorded(named):
+            records.update(part.per_record())
         if missing := [p for p in parameters if p not in records]:
             raise UsedElsewhere("in no gradient", missing)
-        found = [records.pop(p) for p in parameters]
-        gradients = [(g[0] if len(g) == 1 else torch.cat(g)).reshape(_RECORDS, -1) for g in found]
+        gradients = [records[p].reshape(_RECORDS, -1) for p in parameters]
         squares = [_norm(g, 1).square() for g in gradients]
         true, norms = torch.stack(squares).sum(0).sqrt(), source.norms(named)
         wrong = (norms - true).abs() > _ROOM * true + 1e-6
@@ -318,7 +317,6 @@ def _mapped(
     finally:
         source.mapped.around = nullcontext
         source.discard(parameters)
-        source.require_nothing_kept()
 
 
 def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
@@ -331,7 +329,7 @@ def _rows_of_output(t: Tensor, loss_reduction: str) -> Tensor:
 
 def _alone(
     module: nn.Module,
-    source: MappedSource,
+    source: BookkeepingGradientSource,
     inputs: tuple[Any, ...],
     named: Sequence[tuple[str, Tensor]],
     mapped: _Run,

@@ -1,13 +1,12 @@
 """A model run as a map over records: no record's forward or backward pass can see another record.
 
-``torch.func.vmap`` turns a program for one record into one for a batch. What the program asks for
-(a mean over dimension 0, an order of its rows, how many there are) it is told of that one record,
-whatever stands in the batch. The exception are torch's own layers, which book-keeping has to see on
-the whole batch: they leave the map (:meth:`RecordMap.on_batch`), and compute every row by itself.
+``torch.func.vmap`` turns a program for one record into one for a batch. A mean over dimension 0, an
+order of the rows or their number are those of one record. Only torch's own layers, which
+book-keeping has to see on the whole batch, leave the map (:meth:`RecordMap.call_batched`); they
+compute every row by itself.
 
-What is not prevented is deliberate: functorch's own unwrapping (``torch.func.debug_unwrap``), a
-dispatch mode around the whole model, torch functions switched off by a private name, TorchScript
-that calls an operator of the caller's.
+What is not prevented is deliberate: functorch's own unwrapping (``torch.func.debug_unwrap``), torch
+functions switched off by a private name, TorchScript that calls an operator of the caller's.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import functools
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -154,7 +152,7 @@ class RecordMap:
         self.leaves = leaves
         self._level: int | None = None
         self.error: Exception | None = None  # of a layer, which the model may have caught
-        self._seen: list[weakref.ref[Tensor]] = []
+        self._tracked: list[weakref.ref[Tensor]] = []
         _load_rules()
 
     def __call__(
@@ -167,10 +165,21 @@ class RecordMap:
         see, and could mix, what the backward pass of all records needs.
         """
         require_no_modes()
+        if maybe_current_level() is not None:
+            raise CannotBeMapped(
+                "the model is called inside a torch.func transform: call it by itself"
+            )
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
         mode = _OfOneRecord(self)
         with no_hooks, plain_functions.without_looks(), mode:
-            found = self.again(function, tensors)
+            self._level = level = _vmap_increment_nesting(self.records, "different")
+            try:
+                inside = [_add_batch_dim(t, 0, level) for t in tensors]
+                self.track(inside)
+                found = [_remove_batch_dim(t, level, self.records, 0) for t in function(inside)]
+            finally:
+                self._level = None
+                _vmap_decrement_nesting()
         if mode.error is not None or self.error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all: leave"
@@ -178,25 +187,7 @@ class RecordMap:
             )
         return found
 
-    def again(
-        self, function: Callable[[Sequence[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """As in a call, for what follows from an earlier one and runs nothing of the model's."""
-        if maybe_current_level() is not None:
-            raise CannotBeMapped(
-                "the model is called inside a torch.func transform: call it by itself"
-            )
-        self._level = level = _vmap_increment_nesting(self.records, "different")
-        try:
-            inside = [_add_batch_dim(t, 0, level) for t in tensors]
-            self.see(inside)
-            results = function(inside)
-            return [_remove_batch_dim(t, level, self.records, 0) for t in results]
-        finally:
-            self._level = None
-            _vmap_decrement_nesting()
-
-    def on_batch(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
+    def call_batched(self, run: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
         """Leave the map for one call: ``run`` is given ``tensors`` with records in dimension 0, and
         gives such a tensor.
 
@@ -224,7 +215,7 @@ class RecordMap:
         finally:
             push_dynamic_layer_stack(stack)
         result = _add_batch_dim(result, 0, level)
-        self.see(result)
+        self.track(result)
         return result
 
     def _with_rows(self, t: Tensor) -> Tensor:
@@ -233,21 +224,21 @@ class RecordMap:
         dim = maybe_get_bdim(t)
         return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
 
-    def see(self, result: Any) -> None:
+    def track(self, result: Any) -> None:
         """Note tensors that no record may leave behind."""
         if isinstance(result, Tensor):
             if is_of_records(result):
-                self._seen.append(weakref.ref(result))
+                self._tracked.append(weakref.ref(result))
         elif isinstance(result, (tuple, list)):
             for part in result:
-                self.see(part)
+                self.track(part)
 
     def require_nothing_kept(self) -> None:
         """Raise if a tensor of the finished map is still alive."""
         for generation in (None, 0, 2):  # most of what is in reference cycles is young
             if generation is not None:
                 gc.collect(generation)
-            alive = [t for reference in self._seen if (t := reference()) is not None]
+            alive = [t for reference in self._tracked if (t := reference()) is not None]
             if not alive:
                 return
             if generation == 2:
@@ -310,13 +301,9 @@ _TORCHS_OPERATORS = frozenset(("aten", "prim", "prims", "torchvision"))
 
 
 class _OfOneRecord(TorchFunctionMode):
-    """What torch functions do inside the map where vmap by itself would be slow, or unsafe.
+    """What torch functions do inside the map where vmap by itself would be slow, or unsafe."""
 
-    Args:
-        record_map: the map; None outside of one, where nothing is hidden.
-    """
-
-    def __init__(self, record_map: RecordMap | None) -> None:
+    def __init__(self, record_map: RecordMap) -> None:
         super().__init__()
         self._map = record_map
         self.error: Exception | None = None  # of a function, which the model may have caught
@@ -324,8 +311,7 @@ class _OfOneRecord(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._map is not None:
-            self._require_nothing_hidden(func, args, kwargs)
+        self._require_nothing_hidden(func, args, kwargs)
         if args and isinstance(args[0], Tensor) and is_of_records(args[0]):
             self._require_no_look(func)
         if func is F.scaled_dot_product_attention:
@@ -344,8 +330,7 @@ class _OfOneRecord(TorchFunctionMode):
             t = args[0]
             return f"tensor(of one record, size={tuple(t.shape)}, dtype={t.dtype})"
         if func in _EMPTY:
-            empty = func(*args, **kwargs)
-            return empty if self._map is None else self._map.own(empty)
+            return self._map.own(func(*args, **kwargs))
         if func is F.multi_head_attention_forward:  # its fused attention is not seen from here
             return _with_plain_attention(func, args, kwargs)
         if isinstance(func, torch._ops.HigherOrderOperator) and args and isinstance(args[0], type):
@@ -355,11 +340,10 @@ class _OfOneRecord(TorchFunctionMode):
         except Exception as error:
             self.error = error
             raise
-        if self._map is not None:
-            if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
-                if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
-                    _require_no_outside(func, (*args, *kwargs.values()))
-            self._map.see(result)
+        if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
+            if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
+                _require_no_outside(func, (*args, *kwargs.values()))
+        self._map.track(result)
         return result
 
     def _require_no_look(self, func: Any) -> None:
@@ -433,8 +417,7 @@ class _OfOneRecord(TorchFunctionMode):
         mask: Tensor | None = attn_mask
         operands = [query, key, value, *(() if mask is None else (mask,))]
         if (
-            self._map is None
-            or not self._map.leaves
+            not self._map.leaves
             or any(t.dim() != query.dim() for t in (key, value))
             or (mask is not None and mask.dim() > query.dim())
         ):
@@ -455,7 +438,7 @@ class _OfOneRecord(TorchFunctionMode):
             return out.unsqueeze(1) if is_one_row else out
 
         try:
-            return self._map.on_batch(run, operands)
+            return self._map.call_batched(run, operands)
         except InnerTransform:
             return _with_plain_attention(
                 F.scaled_dot_product_attention, (query, key, value, mask, *rest), kw
@@ -492,27 +475,6 @@ def _padded_embedding(
 def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
     with sdpa_kernel(SDPBackend.MATH):
         return func(*args, **kwargs)
-
-
-class attention_as_in_maps(TorchFunctionMode):
-    """Torch's attention layer computes as it does in a map, so that dropout draws the same
-    numbers.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.multi_head_attention_forward:
-            return _with_plain_attention(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def one_record_only() -> Iterator[None]:
-    """Torch functions as inside a map, around a ``torch.func`` transform that runs the same
-    program.
-    """
-    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-    with no_hooks, plain_functions.without_looks(), _OfOneRecord(None):
-        yield
 
 
 def require_no_modes() -> None:
