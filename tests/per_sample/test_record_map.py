@@ -360,6 +360,22 @@ def hooked(h):
     return h
 
 
+def hooked_node(h):
+    h.grad_fn.register_hook(lambda given, found: None)
+    return h
+
+
+def catching(h):
+    """One record's matrix without a factor decides what all of them return."""
+    try:
+        return h + torch.linalg.cholesky(h[:, :1, None] * 0 - torch.ones(1)).sum()
+    except RuntimeError:
+        return -h
+
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
 def with_saved_tensors(h):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         return h.tanh()
@@ -374,6 +390,10 @@ REFUSED = {
     "operator packet": lambda h: torch.ops.torch_dpbayes_tests.with_a_rule(h),
     "memory beside it": lambda h: h + h.detach().clone().resize_(1, 12)[:, 6:],
     "hook on a tensor": hooked,
+    "hook on a node": hooked_node,
+    "index_fill": lambda h: h.index_fill(1, (h[0, :1] > 0).long(), 3.0),
+    "caught error": catching,
+    "generator": lambda h: h * torch.rand(h.shape, generator=GENERATOR),
     "hooks on saved tensors": with_saved_tensors,
     "if": lambda h: h - h.mean(0) if h.max() > 1e6 else h,
     "item": lambda h: h / max(1.0, h.norm().item()),
@@ -411,7 +431,7 @@ def test_text_of_a_tensor_holds_no_record(make):
 
 @SOURCES
 @pytest.mark.parametrize("model", [Call, head], ids=["a model", "one layer"])
-def test_a_function_mode_around_the_model_is_refused(make, model):
+def test_a_mode_around_the_model_is_refused(make, model):
     class Ours(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             return function(*args, **(kwargs or {}))
@@ -421,8 +441,10 @@ def test_a_function_mode_around_the_model_is_refused(make, model):
     with torch.device("cpu"):  # one of torch's
         net(x)
     source.discard(())
-    with pytest.raises(CannotBeMapped), Ours():
-        net(x)
+    for mode in (Ours, Centring):
+        (x,) = delivered(torch.randn(4, 6))
+        with pytest.raises(CannotBeMapped), mode():
+            net(x)
 
 
 def test_a_layer_with_code_of_its_own_stays_in_the_map():

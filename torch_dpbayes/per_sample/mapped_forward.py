@@ -212,8 +212,7 @@ class MappedForward(ReplacedForward):
             raise CannotBeMapped(
                 f"an argument of type {kind} may hold several records: pass tensors"
             )
-        values = () if is_plain else (*args, *kwargs.values(), *(targets or ()))
-        if any(map(holds_plain_sequence, values)):
+        if any(map(holds_plain_sequence, (*args, *kwargs.values(), *(targets or ())))):
             raise CannotBeMapped(
                 "an argument holds several numbers or texts, which every record would see: pass a"
                 " tensor with a row for each"
@@ -247,12 +246,10 @@ class MappedForward(ReplacedForward):
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:
-            whole = [undivided(t[:0] if self.source.is_empty else t, how) for t in found]
+            whole = (undivided(t[:0] if self.source.is_empty else t, how) for t in found)
+            divisor = max(n, 1) if how == "mean" else 1
             return result.rebuilt(
-                [
-                    t.squeeze(1) if t.dim() > 1 else t.sum() / (len(t) if how == "mean" else 1)
-                    for t in whole
-                ]
+                [t.squeeze(1) if t.dim() > 1 else t.sum() / divisor for t in whole]
             )
         batch.loss_reduction = how
         batch.leaves = [*leaves, *(p for p in self.module.parameters() if p.requires_grad)]
@@ -425,21 +422,14 @@ def _require_rows(output: Any, tensors: Sequence[Tensor], *, may_be_several: boo
 
 
 def _of_batch(t: Followed, batch: Batch) -> Tensor:
-    """The rows of an argument, which must be of this batch."""
-    if t._batch is not batch:
-        raise batch.refuse("the model is given tensors of two batches")
-    if t._how == "sealed" or (t._how is not None and t.dim() == 0):
+    """The rows of an argument, which must have one for each record of this batch."""
+    if t._batch is not batch or t._how is not None or (t._dim != 0 and t.dim() > 0):
         raise batch.refuse(
-            "the model is given a tensor that was made of several records",
+            "the model is given a tensor of another batch, of several records, or whose records are"
+            " not in dimension 0",
             "model-input",
-            "Pass what is made of the loader's batch record by record. For Trainer of transformers"
-            " set net.accepts_loss_kwargs = False",
-        )
-    if t._how is not None or (t._dim != 0 and t.dim() > 0):
-        raise batch.refuse(
-            "the model is given a tensor whose records are not in dimension 0",
-            "model-input",
-            "Transpose inside the model",
+            "Transpose inside the model. For Trainer of transformers set"
+            " net.accepts_loss_kwargs = False",
         )
     return t._rows
 

@@ -121,12 +121,9 @@ _PLACE = object()
 
 
 def holds_plain_sequence(value: Any) -> bool:
-    """Whether several numbers or texts stand in a list, tuple or dict: one for each record,
-    most likely.
-    """
-    if not isinstance(value, (list, tuple, dict)):
+    """Whether several numbers or texts stand in a container: one for each record, most likely."""
+    if isinstance(value, (Tensor, torch.Size)) or not (items := _children(value)):
         return False
-    items = list(value.values()) if isinstance(value, dict) else list(value)
     are_plain = all(
         isinstance(item, (int, float, complex, str, bytes)) and not isinstance(item, bool)
         for item in items

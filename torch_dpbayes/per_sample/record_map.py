@@ -165,10 +165,6 @@ class RecordMap:
         see, and could mix, what the backward pass of all records needs.
         """
         require_no_modes()
-        if maybe_current_level() is not None:
-            raise CannotBeMapped(
-                "the model is called inside a torch.func transform: call it by itself"
-            )
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
         mode = _OfOneRecord(self)
         with no_hooks, plain_functions.without_looks(), mode:
@@ -283,9 +279,7 @@ _LOOKS = frozenset(
         *(Tensor.allclose, torch.allclose),
     )
 )
-_GRAD_FN = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 _REQUIRE_GRAD = Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 _RESIZES = frozenset((Tensor.resize_, Tensor.resize_as_, torch.resize_as_))
 _INDEX_FILLS = frozenset((Tensor.index_fill, Tensor.index_fill_, torch.index_fill))
 _EMPTY = frozenset((torch.empty, torch.empty_like, Tensor.new_empty))
@@ -312,8 +306,11 @@ class _OfOneRecord(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._require_nothing_hidden(func, args, kwargs)
-        if args and isinstance(args[0], Tensor) and is_of_records(args[0]):
-            self._require_no_look(func)
+        if func in _LOOKS and isinstance(args[0], Tensor) and is_of_records(args[0]):
+            raise CannotBeMapped(
+                f"it reads a number of the records ({func.__name__}): compute with tensors"
+                " (torch.where)"
+            )
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in _REPLACED_FUNCTIONS:
@@ -346,29 +343,12 @@ class _OfOneRecord(TorchFunctionMode):
         self._map.track(result)
         return result
 
-    def _require_no_look(self, func: Any) -> None:
-        """Refuse what reads a number of the records, or puts a hook on them."""
-        if func in _LOOKS:
-            raise CannotBeMapped(
-                f"it reads a number of the records ({func.__name__}): compute with tensors"
-                " (torch.where)"
-            )
-        if func == _GRAD_FN:
-            raise CannotBeMapped(
-                "it takes grad_fn of a tensor made of the records, where a hook"
-                " (grad_fn.register_hook) would not run: leave it out"
-            )
-
     def _require_nothing_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse what would run below the map, where tensors hold all records, or out of sight."""
         if _len_torch_dispatch_stack() > self._dispatch_modes:
             raise CannotBeMapped(
                 "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
                 " at once: leave it out"
-            )
-        if func in _HOOKS:
-            raise CannotBeMapped(
-                f"it puts a hook on a tensor ({func.__name__}), which would not run"
             )
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
             _require_ordinary(func, (*args, *kwargs.values()))
