@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import StepError
+from ..errors import ModelError, StepError
 from . import layers
 from .contributions import Contribution, PerRecord, full_precision, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
@@ -129,8 +129,8 @@ class BookkeepingGradientSource(GradientSource):
                 raise StepError(_WRITTEN.format(name, "backward() and step()"), code="step-changed")
         if any(p._version != version for p, version in self._versions):
             raise StepError(
-                "a parameter was changed between forward() and step(): change parameters before the"
-                " forward pass or after the step",
+                "a parameter was changed between forward() and step(), as max_norm of an embedding"
+                " does: change it before the forward pass or after the step",
                 code="step-changed",
             )
         found: list[Contribution] = []
@@ -219,7 +219,8 @@ class BookkeepingGradientSource(GradientSource):
             )
         finally:
             self.record_map = None
-        record_map.require_nothing_kept()
+        if kept := record_map.kept():
+            raise ModelError(self.mapped.where(kept), code="model-kept")
         return found, [*copies, *anchors]
 
     def _is_one_layer(self, rows: Sequence[Tensor]) -> bool:

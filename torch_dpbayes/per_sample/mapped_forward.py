@@ -24,14 +24,7 @@ from ..errors import DPBayesError, LossError, ModelError, StepError
 from .followed import Batch, Derived, Followed, is_constant
 from .gradient_source import COPIED
 from .nested import Nested, holds_plain_sequence, tensors_in
-from .record_map import (
-    SAVED_TENSORS,
-    CannotBeMapped,
-    KeptTensors,
-    in_plain_words,
-    is_of_maps,
-    without_values,
-)
+from .record_map import CannotBeMapped, without_values
 
 if TYPE_CHECKING:
     from .bookkeeping import BookkeepingGradientSource
@@ -181,8 +174,6 @@ class MappedForward(ReplacedForward):
                 t._batch.refusal = t._batch.refusal or "the forward pass failed"
             if isinstance(error, DPBayesError) or not isinstance(error, (IndexError, RuntimeError)):
                 raise
-            if is_of_maps(error) or str(error) == SAVED_TENSORS:
-                raise CannotBeMapped(in_plain_words(error)) from error
             raise CannotBeMapped(without_values(error)) from None
 
     def private_loss(self, *batch: Any, **inputs: Any) -> Tensor:
@@ -239,10 +230,7 @@ class MappedForward(ReplacedForward):
             found, result.tensors, result.strangers = result.tensors, [], []
             return found
 
-        try:
-            found, leaves = self.source.over_records(of_one, rows, direct, n)
-        except KeptTensors as kept:
-            raise KeptTensors(kept.tensors, self.where(kept.tensors)) from None
+        found, leaves = self.source.over_records(of_one, rows, direct, n)
         assert result is not None
         how = self.source.loss_reduction
         if batch is None:

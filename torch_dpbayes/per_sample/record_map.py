@@ -73,7 +73,10 @@ _TORCHS_WORDS = {
     ),
 }
 # In torch's errors on programs, and not on the values of a record.
-_OF_PROGRAMS = ("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot")
+_OF_PROGRAMS = (
+    *("vmap", "same device", "dtype", "scalar type", "same shape", "shapes cannot"),
+    "hooks on saved tensors",
+)
 
 
 class CannotBeMapped(DPBayesError, RuntimeError):
@@ -85,23 +88,6 @@ class CannotBeMapped(DPBayesError, RuntimeError):
 
 class InnerTransform(CannotBeMapped):
     """The map cannot be left inside a ``torch.func`` transform of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__("what runs on whole batches is called inside a torch.func transform")
-
-
-class KeptTensors(DPBayesError, RuntimeError):
-    """Tensors of a finished map that somebody still has: in the next one, every record would
-    see what they hold of all.
-    """
-
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        text: str = "a tensor made of the records outlives the forward pass",
-    ) -> None:
-        super().__init__(text, code="model-kept")
-        self.tensors = list(tensors)
 
 
 class OutsideTensor(CannotBeMapped):
@@ -115,11 +101,6 @@ class OutsideTensor(CannotBeMapped):
             code="loss-outside",
         )
         self.tensor = tensor
-
-
-def is_of_maps(error: Exception) -> bool:
-    """Whether torch speaks of its transforms."""
-    return any(theirs in str(error) for theirs in _TORCHS_WORDS) or "vmap" in str(error)
 
 
 def in_plain_words(error: Exception) -> str:
@@ -151,7 +132,7 @@ class RecordMap:
         self.records = records
         self.leaves = leaves
         self._level: int | None = None
-        self.error: Exception | None = None  # of a layer, which the model may have caught
+        self.error: Exception | None = None  # inside, which the model may have caught
         self._tracked: list[weakref.ref[Tensor]] = []
         _load_rules()
 
@@ -166,8 +147,7 @@ class RecordMap:
         """
         require_no_modes()
         no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(SAVED_TENSORS)
-        mode = _OfOneRecord(self)
-        with no_hooks, plain_functions.without_looks(), mode:
+        with no_hooks, plain_functions.without_looks(), _OfOneRecord(self):
             self._level = level = _vmap_increment_nesting(self.records, "different")
             try:
                 inside = [_add_batch_dim(t, 0, level) for t in tensors]
@@ -176,7 +156,7 @@ class RecordMap:
             finally:
                 self._level = None
                 _vmap_decrement_nesting()
-        if mode.error is not None or self.error is not None:
+        if self.error is not None:
             raise CannotBeMapped(
                 "it catches an error of a torch function, which one record may cause for all: leave"
                 " out the try"
@@ -199,7 +179,7 @@ class RecordMap:
             or maybe_current_level() != level
             or any(is_gradtrackingtensor(t) or is_batchedtensor(_within(t)) for t in tensors)
         ):
-            raise InnerTransform
+            raise InnerTransform("whole batches are needed inside a torch.func transform")
         outside = [self._with_rows(t) for t in tensors]
         stack = pop_dynamic_layer_stack()
         try:
@@ -229,17 +209,19 @@ class RecordMap:
             for part in result:
                 self.track(part)
 
-    def require_nothing_kept(self) -> None:
-        """Raise if a tensor of the finished map is still alive."""
+    def kept(self) -> list[Tensor]:
+        """Tensors of the finished map that are still alive. In the next one, every record would see
+        what they hold of all.
+        """
+        alive: list[Tensor] = []
         for generation in (None, 0, 2):  # most of what is in reference cycles is young
+            alive.clear()
             if generation is not None:
                 gc.collect(generation)
             alive = [t for reference in self._tracked if (t := reference()) is not None]
             if not alive:
-                return
-            if generation == 2:
-                raise KeptTensors(alive)
-            alive.clear()
+                break
+        return alive
 
     def own(self, empty: Tensor) -> Tensor:
         """Memory for each record, into which a model may write or draw."""
@@ -300,8 +282,6 @@ class _OfOneRecord(TorchFunctionMode):
     def __init__(self, record_map: RecordMap) -> None:
         super().__init__()
         self._map = record_map
-        self.error: Exception | None = None  # of a function, which the model may have caught
-        self._dispatch_modes = _len_torch_dispatch_stack()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -335,7 +315,7 @@ class _OfOneRecord(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self.error = error
+            self._map.error = error
             raise
         if isinstance(result, (Tensor, tuple, list)) and torch.is_grad_enabled():
             if getattr(func, "__name__", "") != "__get__":  # seen where its result is used
@@ -345,7 +325,7 @@ class _OfOneRecord(TorchFunctionMode):
 
     def _require_nothing_hidden(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse what would run below the map, where tensors hold all records, or out of sight."""
-        if _len_torch_dispatch_stack() > self._dispatch_modes:
+        if _len_torch_dispatch_stack() > 0:
             raise CannotBeMapped(
                 "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
                 " at once: leave it out"
@@ -357,8 +337,6 @@ class _OfOneRecord(TorchFunctionMode):
                 "it draws from a generator of its own, which would give each record other numbers:"
                 " draw fixed numbers in __init__, into a buffer"
             )
-        if kwargs.get("max_norm") is not None:
-            raise CannotBeMapped("max_norm changes the weight of an embedding in place")
         if func in _RESIZES:
             raise CannotBeMapped(
                 f"it changes the size of a tensor in memory ({func.__name__}), where other records"
@@ -369,8 +347,11 @@ class _OfOneRecord(TorchFunctionMode):
                 f"{func.__name__} at an index that a record holds would write into other records:"
                 " write torch.where(torch.arange(n) == index, value, x)"
             )
-        if isinstance(func, _OPERATORS):
-            _require_torchs_operator(func)
+        if isinstance(func, _OPERATORS) and str(func).partition(".")[0] not in _TORCHS_OPERATORS:
+            raise CannotBeMapped(
+                f"operator {func} is not torch's own: what it does to whole batches, or keeps of"
+                " one record for the next, is not seen"
+            )
 
     def _replaced(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result by operations that vmap has rules for; None where torch's own will do."""
@@ -521,14 +502,3 @@ def _require_no_outside(func: Any, values: Iterable[Any]) -> None:
 
 def _is_mapped(t: Tensor) -> bool:
     return is_batchedtensor(t) or is_gradtrackingtensor(t)
-
-
-def _require_torchs_operator(func: Any) -> None:
-    """Refuse an operator of the caller's. It may have a rule of its own for whole batches; without
-    one it is called for one record after another, and may keep something from each for the next.
-    """
-    if str(func).partition(".")[0] not in _TORCHS_OPERATORS:
-        raise CannotBeMapped(
-            f"operator {func} is not torch's own: what it does to whole batches, or keeps of one"
-            " record for the next, is not seen"
-        )
