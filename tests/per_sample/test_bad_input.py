@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import clipped_rows, gradients_of_records, private, sum_of
+from helpers import clipped_rows, gradients_of_records, mlp, private, sum_of
 from opacus.layers import DPLSTM
 from opacus.validators import ModuleValidator
 from torch import nn
@@ -20,10 +20,6 @@ from torch_dpbayes.per_sample.operations import Delivery
 
 pytestmark = pytest.mark.first_cases(1000)
 X, Y = torch.randn(8, 6), torch.randint(3, (8,))
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def run(net=None, loop=None, data=(X, Y), **options):

@@ -484,22 +484,14 @@ def test_a_function_that_was_exchanged_for_all_layers_stays_in_the_map(place, na
     assert not BookkeepingGradientSource(Call())._layers
 
 
-@MODES
 @pytest.mark.parametrize("place, name", [(nn.Linear, "forward"), (F, "linear")])
-def test_code_of_whole_batches_that_is_exchanged_later_is_refused(place, name, mode, monkeypatch):
-    net, x, y = of_name("mlp")
-    expected = expected_sum(net, x, y)
-    before = getattr(place, name)
-    source = (BookkeepingGradientSource if mode == "bookkeeping" else VmapGradientSource)(net)
+def test_code_of_whole_batches_that_is_exchanged_later_is_refused(place, name, monkeypatch):
+    net, x, _ = of_name("mlp")
+    before, _ = getattr(place, name), BookkeepingGradientSource(net)
     monkeypatch.setattr(place, name, lambda *given: before(*given))
-    a, b = delivered(x, y)
-    if mode == "bookkeeping":
-        with pytest.raises(DPBayesError) as error:
-            net(a)
-        assert error.value.code == "step-changed"
-    else:  # all of it runs in the map
-        F.cross_entropy(net(a), b).backward()
-        torch.testing.assert_close(sum_of(source, net, 0.3), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(DPBayesError) as error:
+        net(*delivered(x))
+    assert error.value.code == "step-changed"
 
 
 # -- passes that end early, and threads ------------------------------------------------------------

@@ -6,7 +6,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of
+from helpers import clipped_rows, delivered, gradients_of_records, mlp, private, sum_of
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
@@ -16,10 +16,6 @@ from torch_dpbayes.per_sample.fixed_tensors import FixedTensors
 
 pytestmark = pytest.mark.first_cases(1000)
 MODES = pytest.mark.parametrize("mode", ["bookkeeping", "vmap"])
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 def made(net=None, mode=None, **options):
@@ -341,21 +337,3 @@ def test_statistics_that_the_loop_keeps_are_refused_and_not_charged(mode):
             net.mean.copy_(x.detach().mean(0).as_subclass(torch.Tensor))
             optimizer.step()
     assert error.value.code == "model-buffer" and len(optimizer.accountant) == 0
-
-
-@MODES
-def test_a_forward_pass_that_changes_a_buffer_is_refused_beforehand(mode):
-    class Observer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(6, 3)
-            self.register_buffer("largest", torch.zeros(6))
-
-        def forward(self, x):
-            if torch.is_grad_enabled():
-                self.largest.data.copy_(x.detach().amax(0) + 1)
-            return self.linear(x)
-
-    with pytest.raises(DPBayesError) as error:
-        made(Observer(), mode)
-    assert error.value.code in ("model-buffer", "model-map", "model-kept")
