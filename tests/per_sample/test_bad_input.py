@@ -20,6 +20,7 @@ from torch_dpbayes.per_sample.operations import Delivery
 
 pytestmark = pytest.mark.first_cases(1000)
 X, Y = torch.randn(8, 6), torch.randint(3, (8,))
+entropy = F.cross_entropy
 
 
 def run(net=None, loop=None, data=(X, Y), **options):
@@ -36,10 +37,6 @@ def run(net=None, loop=None, data=(X, Y), **options):
 
 def given(loss):
     return {"loss": loss, "loop": lambda net, x, y: net.private_loss(x, y)}
-
-
-def entropy(out, y, **options):
-    return F.cross_entropy(out, y, **options)
 
 
 class Twice(nn.Module):

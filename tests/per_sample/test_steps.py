@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import clipped_rows, delivered, gradients_of_records, mlp, private, sum_of
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 
 from torch_dpbayes.errors import DPBayesError
@@ -238,20 +237,6 @@ def test_layers_are_frozen_and_unfrozen():
     net[0].requires_grad_(True)
     with pytest.raises(DPBayesError):
         train(net, optimizer, loader)
-
-
-def test_parts_of_a_draw_add_up():
-    whole, data = mlp(), (torch.randn(24, 6), torch.randint(3, (24,)))
-    parts, results = copy.deepcopy(whole), []
-    for net, size in ((whole, 100), (parts, 7)):
-        net, optimizer, loader = private(net, *data)
-        manager = BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=size, optimizer=optimizer
-        )
-        with manager as batches:
-            train(net, optimizer, batches)
-        results.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
-    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
