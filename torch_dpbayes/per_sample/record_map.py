@@ -66,7 +66,7 @@ _TORCHS_WORDS = {
     ),
     "different inplace randomness": (
         "it draws random numbers into a tensor of its own (bernoulli_, normal_), which is one for"
-        " all records: write torch.rand(...) < p, or alike"
+        " all records: write torch.rand(...) < p, or similar"
     ),
     "requires_grad_() outside": (
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
