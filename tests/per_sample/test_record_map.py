@@ -350,8 +350,7 @@ def by_callback(h):
 
 
 def hooked(h):
-    h.register_hook(lambda g: g)
-    return h
+    return h.register_hook(lambda g: g) and h
 
 
 def hooked_node(h):

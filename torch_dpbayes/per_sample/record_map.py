@@ -16,6 +16,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -377,15 +378,7 @@ class _OfOneRecord(TorchFunctionMode):
         """
         mask: Tensor | None = attn_mask
         operands = [query, key, value, *(() if mask is None else (mask,))]
-        if (
-            not self._map.leaves
-            or any(t.dim() != query.dim() for t in (key, value))
-            or (mask is not None and mask.dim() > query.dim())
-        ):
-            return _with_plain_attention(
-                F.scaled_dot_product_attention, (query, key, value, mask, *rest), kw
-            )
-        is_one_row = all(t.dim() == 4 and t.shape[0] == 1 for t in (query, key, value))
+        is_one_row = all(t.dim() == 4 and t.shape[0] == 1 for t in operands[:3])
         if mask is not None and mask.dim() == 4:
             is_one_row &= mask.shape[0] == 1
 
@@ -398,12 +391,12 @@ class _OfOneRecord(TorchFunctionMode):
             out = F.scaled_dot_product_attention(q, k, v, m, *rest, **kw)
             return out.unsqueeze(1) if is_one_row else out
 
-        try:
-            return self._map.call_batched(run, operands)
-        except InnerTransform:
-            return _with_plain_attention(
-                F.scaled_dot_product_attention, (query, key, value, mask, *rest), kw
-            )
+        are_alike = query.dim() == key.dim() == value.dim()
+        if self._map.leaves and are_alike and (mask is None or mask.dim() <= query.dim()):
+            with suppress(InnerTransform):
+                return self._map.call_batched(run, operands)
+        args = (query, key, value, mask, *rest)
+        return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
 _REPLACED_FUNCTIONS = frozenset(
@@ -440,17 +433,12 @@ def _with_plain_attention(func: Any, args: Any, kwargs: Any) -> Any:
 
 def require_no_modes() -> None:
     """Refuse modes of the caller's: they see tensors that hold all records."""
-    if _len_torch_dispatch_stack() > 0:
+    names = {type(mode).__module__.partition(".")[0] for mode in _get_current_function_mode_stack()}
+    if _len_torch_dispatch_stack() > 0 or not names <= {"torch", "torch_dpbayes"}:
         raise CannotBeMapped(
-            "it runs under a dispatch mode (TorchDispatchMode), which sees all records of a batch:"
-            " leave that mode before the model is called"
+            "it runs under a TorchFunctionMode or TorchDispatchMode, which may see all records at"
+            " once: leave that mode before the model is called"
         )
-    for mode in _get_current_function_mode_stack():
-        if type(mode).__module__.partition(".")[0] not in ("torch", "torch_dpbayes"):
-            raise CannotBeMapped(
-                f"it runs under {type(mode).__name__}, a TorchFunctionMode which may see all"
-                " records at once: leave that mode before the model is called"
-            )
 
 
 def _require_torchs_own(function: type) -> None:
