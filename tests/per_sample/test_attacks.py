@@ -315,8 +315,3 @@ def test_an_error_that_one_record_causes_cannot_be_caught_and_used(name):
     whole, rest = (released(loop, (x[k:], t[k:]), expected=N - k) for k in (0, 1))
     if not isinstance(whole, DPBayesError):
         assert float((whole - rest).norm()) < 1.02
-
-
-def test_hooks_on_saved_tensors_are_refused_with_a_code():
-    error = released(attacks.saved_tensors_around_the_model, regression(), expected=N)
-    assert isinstance(error, DPBayesError), repr(error)

@@ -23,13 +23,12 @@ from ..distributed import Ranks, digest, records_digests, refuse_wrapped
 from ..errors import ArgumentError, ArgumentTypeError, DPBayesError, ModelError
 from ..noise import stream_position
 from ..optim.base import PrivateOptimizer
-from ..per_sample.bookkeeping import BookkeepingGradientSource
+from ..per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from ..per_sample.fixed_tensors import FixedTensors
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.model_check import check_layers, check_model
 from ..per_sample.nested import Keywords, map_tensors, ways_to_pass
-from ..per_sample.vmap import VmapGradientSource
 from ..release.release import options_of
 from .loaders import private_loader, require_own_streams
 from .optimizers import build, build_calibrated

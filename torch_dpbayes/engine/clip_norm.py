@@ -143,8 +143,7 @@ def _norms(module: nn.Module, source: GradientSource, batch: Any, criterion: Cri
     source.discard(parameters)
     for p in parameters:
         p.grad = None
-    assert source.passes is not None
-    if source.passes.follows:
+    if source.follows:
         inputs, target = Delivery(len(target))((inputs, target), len(target))
     try:
         with torch.enable_grad():

@@ -118,8 +118,7 @@ class Release(Charged):
             fixed.begin()
 
         draws.before_delivery = before_delivery
-        follows = source.passes is not None and source.passes.follows
-        draws.delivery = Delivery(self.query.expected_batch_size) if follows else None
+        draws.delivery = Delivery(self.query.expected_batch_size) if source.follows else None
 
     def duplicate(self, *, has_other_parameters: bool) -> Release:
         """One that charges the same accountant and draws its own noise."""
@@ -190,7 +189,6 @@ class Release(Charged):
         """Add Σ clip(g_i) of the batch to the buffer; False while parts of the draw are
         outstanding.
         """
-        self.source.require_pass_in_training_mode()
         is_last = True
         if self.draws is not None:
             is_last = self.draws.use()
