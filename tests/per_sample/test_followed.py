@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from torch_dpbayes.errors import DPBayesError, LossError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
-from torch_dpbayes.per_sample.followed import Derived, Followed
+from torch_dpbayes.per_sample.derived import Derived
+from torch_dpbayes.per_sample.followed import Followed
 from torch_dpbayes.per_sample.operations import Delivery
 
 pytestmark = pytest.mark.first_cases(1000)

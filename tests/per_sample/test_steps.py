@@ -324,9 +324,9 @@ def test_writes_into_fixed_tensors_are_seen(name, start):
     fixed = FixedTensors(net)
     fixed.begin()
     for look in range(start):
-        assert fixed.changed() is None, look
+        assert fixed._changed() is None, look
     write(net, torch.randn(3, 4))
-    looks = next(k for k in range(65) if fixed.changed() == tensor)
+    looks = next(k for k in range(65) if fixed._changed() == tensor)
     assert looks == 0 or (not is_counted and start + looks < 64)
 
 

@@ -9,13 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_LONGEST_WAIT = 64  # steps
+from ..errors import StepError
+from .derived import holds_records
 
-CHANGED = (
+_CHANGED = (
     "{!r} changed while training: buffers and frozen parameters would carry data without noise."
     " Keep statistics (GroupNorm, not BatchNorm) and counters out of the module, as plain Python"
     " numbers, and load a state of before."
 )
+_WRITTEN = (
+    "{!r} was written to with values of a batch, which are neither clipped nor noisy: write public"
+    " values only, and let the optimizer change parameters. Build the model and the optimizer again"
+)
+_LONGEST_WAIT = 64  # steps
 
 
 class FixedTensors:
@@ -50,7 +56,18 @@ class FixedTensors:
         """Compare values next time: parameters were frozen or unfrozen, or the model was moved."""
         self._is_known = False
 
-    def changed(self) -> str | None:
+    def require_unchanged(self) -> None:
+        """Raise if a tensor is not what it was, or a parameter holds values of a batch."""
+        cells = ((name, t) for home in self._homes for name, t in home.items() if t is not None)
+        for name, t in cells:
+            if holds_records(t):
+                is_trained = t.requires_grad
+                code = "model-written" if is_trained else "model-buffer"
+                raise StepError((_WRITTEN if is_trained else _CHANGED).format(name), code=code)
+        if (name := self._changed()) is not None:
+            raise StepError(_CHANGED.format(name), code="model-buffer")
+
+    def _changed(self) -> str | None:
         """Name of a tensor that is not what it was."""
         self._looks += 1
         is_due = not self._looks % _LONGEST_WAIT or not self._looks & (self._looks - 1)

@@ -66,8 +66,21 @@ OF_ENTRIES = names(
     "poisson_nll_loss soft_margin_loss kl_div",
 )
 
+_NOT_IN_PLACE = names("__invert__ __index__ __int__ __iter__")
+
 _ROWS_TRIED = 3  # synthetic records
 _TOLERANCE = 1e-4  # relative and absolute; a float32 reduction in another order stays below
+
+
+def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes into an argument."""
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or name.startswith("__set")
+        or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+        or bool(kwargs.get("inplace"))
+        or kwargs.get("out") is not None
+    )
 
 
 def shapes_of(function: Any, spec: Any, leaves: list[Any]) -> tuple[list[Tensor | None], bool]:

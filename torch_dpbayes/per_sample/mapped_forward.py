@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.prune import BasePruningMethod
 
 from ..errors import DPBayesError, LossError, ModelError, StepError
-from .followed import Batch, Derived, Followed, is_constant
+from .derived import holds_records
+from .followed import Batch, Followed, is_constant
 from .nested import Nested, holds_plain_sequence, tensors_in
 from .record_map import (
     SAVED_TENSORS,
@@ -444,7 +445,7 @@ class MappedForward(ReplacedForward):
         for t in tensors:
             if isinstance(t, Followed):
                 rows.append(_of_batch(t, batch))
-            elif isinstance(t, Derived) or not (t.dim() == 0 or is_constant(t, batch)):
+            elif holds_records(t) or not (t.dim() == 0 or is_constant(t, batch)):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]

@@ -22,15 +22,13 @@ from torch import Tensor
 
 from ..errors import DPBayesError
 from . import function_kinds as kinds
+from .derived import as_plain, derived, holds_records
 from .followed import (
     PRIME,
     Batch,
-    Derived,
     Followed,
-    as_plain,
     flatten,
     is_constant,
-    is_in_place,
     unflatten,
 )
 from .nested import map_tensors
@@ -70,7 +68,7 @@ class Delivery:
 
         def followed(t: Tensor) -> Tensor:
             if t.dim() == 0 or len(t) != records:
-                return t.as_subclass(Derived)  # made of several records by collate_fn
+                return derived(t)  # made of several records by collate_fn
             if records == 0:
                 t = t.new_full((1, *t.shape[1:]), 1 if t.is_floating_point() else 0)
             return Followed(t.unsqueeze(1), batch)
@@ -148,7 +146,7 @@ class _Operation:
             return self._special()
         if name == "requires_grad_":
             raise batch.refuse("a gradient of the inputs is asked for", "loss-backward", _OF_INPUTS)
-        if is_in_place(name, self.kwargs) or self.kwargs.get("out") is not None:
+        if kinds.is_in_place(name, self.kwargs):
             raise batch.refuse(f"{name} changes a tensor in place", "loss-in-place")
         if is_metric:
             self._free_earlier()
@@ -229,7 +227,7 @@ class _Operation:
         others = [v for v in self.leaves if isinstance(v, Tensor) and not isinstance(v, Followed)]
         earlier = [f for f in self.followed if f._batch is not self.batch]
         return (
-            (bool(earlier) or any(isinstance(v, Derived) for v in others))
+            (bool(earlier) or any(map(holds_records, others)))
             and not any(f._batch.is_open for f in earlier)
             and not any(v.requires_grad for v in others)
             and all(f._how is not None and not f._rows.requires_grad for f in mine)
@@ -247,7 +245,7 @@ class _Operation:
         for value in self.leaves:
             if not isinstance(value, Tensor) or isinstance(value, Followed):
                 continue
-            if isinstance(value, Derived):
+            if holds_records(value):
                 raise self.batch.refuse(
                     f"{self.name} meets a tensor that was computed from other records, or from"
                     " several of this batch"

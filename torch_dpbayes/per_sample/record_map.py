@@ -45,6 +45,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import DPBayesError
 from . import plain_functions
+from .derived import holds_records
 
 SAVED_TENSORS = (
     "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
@@ -229,6 +230,7 @@ class RecordMap:
 
     def _with_rows(self, t: Tensor) -> Tensor:
         if not is_batchedtensor(t):
+            _require_public((t,))
             return t.expand(self.records, *t.shape)
         dim = maybe_get_bdim(t)
         return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
@@ -382,12 +384,14 @@ class _OfOneRecord(TorchFunctionMode):
                 "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
                 " at once: leave it out"
             )
+        values = (*args, *kwargs.values())
+        _require_public(values)
         if func in _HOOKS:
             raise CannotBeMapped(
                 f"it puts a hook on a tensor ({func.__name__}), which would not run"
             )
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
-            _require_ordinary(func, (*args, *kwargs.values()))
+            _require_ordinary(func, values)
         if kwargs.get("generator") is not None:
             raise CannotBeMapped(
                 "it draws from a generator of its own, which would give each record other numbers:"
@@ -543,6 +547,19 @@ def _require_torchs_own(function: type) -> None:
         )
 
 
+def _require_public(values: Iterable[Any]) -> None:
+    """Refuse what was computed from records of other batches, or from several of this one."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if not _is_mapped(value) and holds_records(value):
+                raise CannotBeMapped(
+                    "it computes with a tensor that was made of other records, or of several: leave"
+                    " it out, or make it of each record alone"
+                )
+        elif type(value) in (tuple, list):
+            _require_public(value)
+
+
 def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
     """Refuse what would run code of the caller's below the map, or out of its sight: tensors with
     code of their own, and functions that a torch function calls.
@@ -553,7 +570,7 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
         if isinstance(value, Tensor):
             raise CannotBeMapped(
                 f"it computes with a {type(value).__name__}, a class of tensors with code of its"
-                " own, or of values of other batches: take plain tensors"
+                " own: take plain tensors"
             )
         if isinstance(value, (tuple, list)):
             _require_ordinary(func, value)

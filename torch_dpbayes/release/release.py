@@ -28,7 +28,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..batches.draws import PoissonSampler
 from ..errors import ArgumentError, StateError, StepError
 from ..noise import GaussianNoise
-from ..per_sample.fixed_tensors import CHANGED, FixedTensors
+from ..per_sample.fixed_tensors import FixedTensors
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
@@ -213,8 +213,8 @@ class Release:
 
     def _require_unchanged(self) -> None:
         """Fixed tensors, and what runs on whole batches, are as they were."""
-        if self._fixed is not None and (changed := self._fixed.changed()) is not None:
-            raise StepError(CHANGED.format(changed), code="model-buffer")
+        if self._fixed is not None:
+            self._fixed.require_unchanged()
         self.source.require_unchanged()
 
     def _require_whole(self, records: int, total: int | None) -> None:
