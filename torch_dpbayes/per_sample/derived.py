@@ -28,6 +28,7 @@ class Derived(Tensor):
     """An ordinary tensor that was computed from records. What is computed from it is one, too."""
 
     @classmethod
+    @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for t in {*types, *map(type, args)} - _ORDINARY:  # of operators, torch names the first type
             if issubclass(t, Tensor) and not issubclass(t, Derived):
@@ -75,6 +76,11 @@ class _DerivedParameter(nn.Parameter, Derived):
 
     __torch_function__ = Derived.__torch_function__  # type: ignore[assignment]
     __reduce_ex__ = nn.Parameter.__reduce_ex__
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        memo[id(self)] = copy = nn.Parameter(as_plain(self).detach().clone(), self.requires_grad)
+        _mark(copy)
+        return copy
 
 
 def derived(t: Tensor) -> Derived:
