@@ -74,7 +74,7 @@ class Derived(Tensor):
 class _DerivedParameter(nn.Parameter, Derived):
     """A parameter that such values were written into."""
 
-    __torch_function__ = Derived.__torch_function__  # type: ignore[assignment]
+    __torch_function__ = Derived.__torch_function__
     __reduce_ex__ = nn.Parameter.__reduce_ex__
 
     def __deepcopy__(self, memo: Any) -> Tensor:

@@ -64,8 +64,8 @@ class FixedTensors:
                 is_trained = t.requires_grad
                 code = "model-written" if is_trained else "model-buffer"
                 raise StepError((_WRITTEN if is_trained else _CHANGED).format(name), code=code)
-        if (name := self._changed()) is not None:
-            raise StepError(_CHANGED.format(name), code="model-buffer")
+        if (changed := self._changed()) is not None:
+            raise StepError(_CHANGED.format(changed), code="model-buffer")
 
     def _changed(self) -> str | None:
         """Name of a tensor that is not what it was."""

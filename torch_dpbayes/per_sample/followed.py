@@ -33,7 +33,10 @@ REMEDIES = {
     "loss-mixes": INSTEAD,
     "loss-number": "Read it after backward()",
     "loss-backward": "Call loss.backward() without arguments, of one loss",
-    "loss-in-place": "Write y = f(x) in its place",
+    "loss-in-place": (
+        "Write y = f(x) in its place; for label_smoothing_factor of Trainer, compute_loss_func=,"
+        " with F.cross_entropy(..., label_smoothing=)"
+    ),
     "loss-reduced": (
         "Multiply a loss by fixed Python numbers, and add losses up, before or after the mean. What"
         " else a record's loss needs, compute before the mean, for each record"
@@ -52,6 +55,8 @@ REMEDIES = {
     "loss-constant": "Compute it from net(x) in training mode, without torch.no_grad()",
     "model-input": "Pass the batch of the loader, or what is made of it record by record",
 }
+_HIDDEN_WEIGHT = "torch hides weight= of l1_loss from tensors of other classes"
+_WEIGHT_INSTEAD = "Write (F.l1_loss(out, y, reduction='none') * w).mean()"
 # The number of records on meta tensors: a dimension that it divides is the one of the records.
 PRIME = 10007
 
@@ -147,6 +152,8 @@ class Followed(Tensor):
             leaves, spec = flatten((args, kwargs))
             for v in leaves:
                 if isinstance(v, Followed) and v._batch.is_open:
+                    if name == "l1_loss" and Tensor in types and Tensor not in map(type, leaves):
+                        raise v._batch.refuse(_HIDDEN_WEIGHT, "loss-divisor", _WEIGHT_INSTEAD)
                     return v._batch.run(func, name, args, kwargs, leaves, spec, v._batch)
             if name in ("backward", "grad_fn"):
                 raise LossError(

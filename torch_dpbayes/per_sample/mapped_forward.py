@@ -411,6 +411,11 @@ class MappedForward(ReplacedForward):
                 changing += [(module, "_flat_weights"), (module, "_flat_weight_refs")]
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, BasePruningMethod):
+                    if module is self.module:
+                        raise CannotBeMapped(
+                            "it is pruned as a whole, by a hook that runs before it: make private"
+                            " nn.Sequential(model)"
+                        )
                     changing.append((module, hook._tensor_name))
         if is_compiled or changing:
             return partial(_as_written, self.around, is_compiled, changing)

@@ -71,6 +71,10 @@ _TORCHS_WORDS = {
         "it draws random numbers into a tensor of its own (bernoulli_, normal_), which is one for"
         " all records: write torch.rand(...) < p, or alike"
     ),
+    "fallback path doesn't work on out=": (
+        "it computes into a tensor given as out=, as spectral_norm does in training mode: leave it"
+        " out"
+    ),
     "requires_grad_() outside": (
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
     ),
@@ -308,7 +312,7 @@ _ORDINARY = frozenset(
     )
 )
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims", "torchvision"))
+_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 
 
 class _OfOneRecord(TorchFunctionMode):
@@ -416,10 +420,8 @@ class _OfOneRecord(TorchFunctionMode):
         """The result by operations that vmap has rules for; None where torch's own will do."""
         if func is F.embedding:
             return _padded_embedding(*args, **kwargs)
-        if func is F.embedding_bag:
-            return plain_functions.embedding_bag(*args, **kwargs)
-        if func in plain_functions.CELLS:
-            return plain_functions.CELLS[func](*args, **kwargs)
+        if func in plain_functions.FUNCTIONS:
+            return plain_functions.FUNCTIONS[func](*args, **kwargs)
         return plain_functions.LAYERS[func](*args) if len(args) == 9 else None
 
     def _attention(
@@ -466,9 +468,7 @@ class _OfOneRecord(TorchFunctionMode):
             )
 
 
-_REPLACED_FUNCTIONS = frozenset(
-    (*(F.embedding, F.embedding_bag, *plain_functions.CELLS, *plain_functions.LAYERS),)
-)
+_REPLACED_FUNCTIONS = frozenset((F.embedding, *plain_functions.FUNCTIONS, *plain_functions.LAYERS))
 
 
 def _padded_embedding(
