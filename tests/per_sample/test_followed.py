@@ -48,6 +48,13 @@ def test_the_number_of_records_does_not_show_before_backward(records):
     assert out.shape == (records, 4) and "after backward" not in repr(out)
 
 
+def test_an_ordinary_tensor_that_is_given_the_batch_has_no_values():
+    x, t = delivered(torch.randn(4, 3), torch.zeros(4)), torch.zeros(2)
+    t.data = x[0]
+    with pytest.raises(RuntimeError, match="has no values before backward"):
+        t.sum()
+
+
 def test_values_after_backward_are_those_of_torch():
     net, source, x, y, a, b = batch()
     out = net(a)

@@ -55,6 +55,7 @@ REMEDIES = {
     "loss-constant": "Compute it from net(x) in training mode, without torch.no_grad()",
     "model-input": "Pass the batch of the loader, or what is made of it record by record",
 }
+_NO_VALUES = "the batch has no values before backward(), and t.data = x makes t a part of it"
 _HIDDEN_WEIGHT = "torch hides weight= of l1_loss from tensors of other classes"
 _WEIGHT_INSTEAD = "Write (F.l1_loss(out, y, reduction='none') * w).mean()"
 # The number of records on meta tensors: a dimension that it divides is the one of the records.
@@ -136,6 +137,9 @@ class Followed(Tensor):
             device=device or rows.device,
             requires_grad=rows.requires_grad,
         )
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = self.untyped_storage()._cdata
+        torch._C._set_storage_data_ptr_access_error_msg(storage, _NO_VALUES)
         self._rows, self._batch, self._dim, self._how = rows, batch, dim, how
         if value is not None:
             self._value = value
