@@ -256,6 +256,7 @@ def test_values_of_a_batch_in_a_parameter_or_buffer(name, is_frozen):
         step(optimizer, rows(out, t).mean())
         STATE["step"] = STATE.get("step", 0) + 1
         if STATE["step"] == 2:
+            STATE["before"] = net.extra.detach().clone()
             with torch.no_grad():
                 CARRIED[name](net.extra, out.detach())
 
@@ -276,6 +277,8 @@ def test_values_of_a_batch_in_a_parameter_or_buffer(name, is_frozen):
                 loop(net, optimizer, x, t)
     assert STATE["step"] == 2 and len(optimizer.accountant) == 2
     assert error.value.code in ("model-written", "model-buffer", "model-map")
+    if name != "new data":  # refused before it is written, also after the last step
+        assert torch.equal(net.extra, STATE["before"])
 
 
 def test_public_values_may_be_written_into_parameters():

@@ -342,7 +342,7 @@ def test_statistics_that_the_loop_keeps_are_refused_and_not_charged(mode):
             F.mse_loss(net(x), y).backward()
             net.mean.copy_(x.detach().mean(0).as_subclass(torch.Tensor))
             optimizer.step()
-    assert error.value.code == "model-buffer" and len(optimizer.accountant) == 0
+    assert error.value.code == "model-written" and len(optimizer.accountant) == 0
 
 
 @MODES

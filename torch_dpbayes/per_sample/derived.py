@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch, _storage_Use_Count
 
-_MARK = "_dpbayes_holds_records"  # of a storage
+from ..errors import StepError
+
+WRITTEN = (
+    "a parameter or buffer of the private model is written to with values of a batch, which are"
+    " neither clipped nor noisy: write public values only, and let the optimizer change parameters"
+)
+# marks of a storage
+_MARK, _PRIVATE = "_dpbayes_holds_records", "_dpbayes_private"
 _ORDINARY = {Tensor, nn.Parameter}
 # torch has these for its own tensors only
 _FROM_MEMORY = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
@@ -46,14 +53,13 @@ class Derived(Tensor):
             return NotImplemented
         kwargs = kwargs or {}
         with _DisableTorchDispatch():
-            found = func(*args, **kwargs)
             if names := _names_written(func):
                 given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
                 given.update(kwargs)
                 if given.get("training", True):
                     for name in names:
                         _mark(given.get(name))
-            return _derived(found)
+            return _derived(func(*args, **kwargs))
 
     def __copy__(self) -> Tensor:
         return self.detach()
@@ -96,6 +102,12 @@ def as_plain(t: Tensor) -> Tensor:
         return t.as_subclass(Tensor)
 
 
+def guard(t: Tensor) -> None:
+    """Let no values of a batch be written into a tensor of the private model."""
+    if (storage := _storage_of(t)) is not None:
+        setattr(storage, _PRIVATE, True)
+
+
 def holds_records(t: Tensor) -> bool:
     """Whether an ordinary tensor was computed from records, or shares memory with one that was."""
     return isinstance(t, Derived) or _is_marked(t)
@@ -125,6 +137,8 @@ def _mark(written: Any) -> None:
             _mark(t)
     if not isinstance(written, Tensor) or _is_marked(written):
         return
+    if hasattr(_storage_of(written), _PRIVATE):
+        raise StepError(WRITTEN, code="model-written")
     owners = [written] if written._base is None else [written, written._base]
     if (storage := _mark_storage(written)) is not None:
         if _storage_Use_Count(storage._cdata) > len(owners) + 1:  # and the storage's own object

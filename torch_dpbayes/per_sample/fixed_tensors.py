@@ -10,16 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StepError
-from .derived import holds_records
+from .derived import WRITTEN, guard, holds_records
 
 _CHANGED = (
     "{!r} changed while training: buffers and frozen parameters would carry data without noise."
     " Keep statistics (GroupNorm, not BatchNorm) and counters out of the module, as plain Python"
     " numbers, and load a state of before."
-)
-_WRITTEN = (
-    "{!r} was written to with values of a batch, which are neither clipped nor noisy: write public"
-    " values only, and let the optimizer change parameters. Build the model and the optimizer again"
 )
 _LONGEST_WAIT = 64  # steps
 
@@ -58,12 +54,9 @@ class FixedTensors:
 
     def require_unchanged(self) -> None:
         """Raise if a tensor is not what it was, or a parameter holds values of a batch."""
-        cells = ((name, t) for home in self._homes for name, t in home.items() if t is not None)
-        for name, t in cells:
-            if holds_records(t):
-                is_trained = t.requires_grad
-                code = "model-written" if is_trained else "model-buffer"
-                raise StepError((_WRITTEN if is_trained else _CHANGED).format(name), code=code)
+        tensors = (t for home in self._homes for t in home.values() if t is not None)
+        if any(map(holds_records, tensors)):
+            raise StepError(WRITTEN, code="model-written")
         if (changed := self._changed()) is not None:
             raise StepError(_CHANGED.format(changed), code="model-buffer")
 
@@ -111,6 +104,8 @@ class FixedTensors:
         self._homes = [
             home for layer in self._module.modules() for home in (layer._buffers, layer._parameters)
         ]
+        for t in (t for home in self._homes for t in home.values() if t is not None):
+            guard(t)
         self._places = sum(map(len, self._homes))
         cells = [
             (home, name, t)
