@@ -11,6 +11,8 @@ from helpers import clipped_rows, gradients_of_records, mlp, private, sum_of
 from opacus.layers import DPLSTM
 from opacus.validators import ModuleValidator
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm
 
 import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError, LossError, ModelError, StepError
@@ -114,6 +116,16 @@ LOSSES = {
         (LossError, "loss-vector"),
         given(lambda out, y: out[0]),
         given(lambda out, y: out[0].sum()),
+    ),
+    "weights that torch hides": (
+        (LossError, "loss-divisor"),
+        {"loop": lambda net, x, y: F.l1_loss(net(x), x[:, :3], weight=torch.ones(8, 3))},
+        {"loop": lambda net, x, y: (F.l1_loss(net(x), x[:, :3], reduction="none") * 2.0).mean()},
+    ),
+    "random numbers that mix": (
+        (LossError, "loss-mixes"),
+        {"loop": lambda net, x, y: (F.gumbel_softmax(net(x), dim=0) * x[:, :3]).mean()},
+        given(lambda out, y: (F.gumbel_softmax(out, dim=-1) * y).mean()),
     ),
     "another tensor than the batch": (
         (LossError, "model-input"),
@@ -263,6 +275,12 @@ MODELS = {
     ),
     "classes": ("model-output", lambda: Of(mlp(), lambda out: out.argmax(1)), lambda net: net.net),
     "TorchScript": ("model-layer", lambda: torch.jit.trace(mlp(), X), lambda net: mlp()),
+    "spectral norm": ("model-map", lambda: nn.Sequential(spectral_norm(head())), lambda net: mlp()),
+    "one pruned layer": (
+        "model-map",
+        lambda: prune.l1_unstructured(head(), "weight", 0.3),
+        lambda net: nn.Sequential(net),
+    ),
     "max_norm": ("model-map", lambda: Words(max_norm=1.0), lambda net: Words()),
 }
 

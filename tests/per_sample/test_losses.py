@@ -95,6 +95,18 @@ def accuracy_before(net, optimizer, x, y):
     assert hits.item() == float((out.argmax(1) == y).float().mean())
 
 
+def metrics_without_gradients(net, optimizer, x, y):
+    out = net(x)
+    loss = F.cross_entropy(out, y)
+    with torch.no_grad():
+        spread = (out - out.mean(0)).square().mean().sqrt()
+        scaled = 2 * loss * spread
+    finish(optimizer, loss)
+    expected = (out - out.mean(0)).square().mean().sqrt()
+    assert float(spread) == pytest.approx(float(expected))
+    assert float(scaled) == pytest.approx(float(2 * loss * expected))
+
+
 def a_running_total_of_tensors(net, optimizer, x, y):
     loss = F.cross_entropy(net(x), y)
     total = torch.zeros(()) + loss.detach()
@@ -127,6 +139,7 @@ def a_disabled_scaler(net, optimizer, x, y):
     "loop",
     [
         accuracy_before,
+        metrics_without_gradients,
         a_running_total_of_tensors,
         values_after,
         losses_added_to_zeros,

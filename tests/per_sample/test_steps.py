@@ -303,9 +303,9 @@ def test_writes_into_fixed_tensors_are_seen(name, start):
     fixed = FixedTensors(net)
     fixed.begin()
     for look in range(start):
-        assert fixed.changed() is None, look
+        assert fixed._changed() is None, look
     write(net, torch.randn(3, 4))
-    looks = next(k for k in range(65) if fixed.changed() == tensor)
+    looks = next(k for k in range(65) if fixed._changed() == tensor)
     assert looks == 0 or (not is_counted and start + looks < 64)
 
 
@@ -321,4 +321,4 @@ def test_statistics_that_the_loop_keeps_are_refused_and_not_charged(mode):
             F.mse_loss(net(x), y).backward()
             net.mean.copy_(x.detach().mean(0).as_subclass(torch.Tensor))
             optimizer.step()
-    assert error.value.code == "model-buffer" and len(optimizer.accountant) == 0
+    assert error.value.code == "model-written" and len(optimizer.accountant) == 0

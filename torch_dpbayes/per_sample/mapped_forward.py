@@ -21,7 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.prune import BasePruningMethod
 
 from ..errors import DPBayesError, LossError, ModelError, StepError
-from .followed import Batch, Derived, Followed, is_constant
+from .derived import holds_records
+from .followed import Batch, Followed, is_constant
 from .gradient_source import COPIED
 from .nested import Nested, holds_plain_sequence, tensors_in
 from .record_map import CannotBeMapped, without_values
@@ -274,6 +275,11 @@ class MappedForward(ReplacedForward):
                 changing += [(module, "_flat_weights"), (module, "_flat_weight_refs")]
             for hook in module._forward_pre_hooks.values():
                 if isinstance(hook, BasePruningMethod):
+                    if module is self.module:
+                        raise CannotBeMapped(
+                            "it is pruned as a whole, by a hook that runs before it: make private"
+                            " nn.Sequential(model)"
+                        )
                     changing.append((module, hook._tensor_name))
         if is_compiled or changing:
             return partial(_as_written, self.around, is_compiled, changing)
@@ -307,7 +313,7 @@ class MappedForward(ReplacedForward):
         for t in tensors:
             if isinstance(t, Followed):
                 rows.append(_of_batch(t, batch))
-            elif isinstance(t, Derived) or not (t.dim() == 0 or is_constant(t, batch)):
+            elif holds_records(t) or not (t.dim() == 0 or is_constant(t, batch)):
                 raise batch.refuse(STRANGE_INPUT.format(list(t.shape[1:])), "model-input")
             elif t.dim() > 0:
                 each = t[: len(t) // batch.shown]

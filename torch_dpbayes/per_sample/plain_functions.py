@@ -1,8 +1,8 @@
 """Functions that run inside a map in place of others.
 
-Recurrent layers, cells and bags of embeddings by operations that ``vmap`` has rules for, where
-torch's own would fail or run for one record after another; and what other libraries decide by the
-values of records.
+Recurrent layers, cells, bags of embeddings and losses of classes by operations that ``vmap`` has
+rules for, where torch's own would fail or run for one record after another; and what other
+libraries decide by the values of records.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction as _Reduction
 
 
 def lstm_cell(
@@ -137,7 +138,51 @@ def embedding_bag(
     return total / count.clamp(min=1) if mode == "mean" else total
 
 
-CELLS: dict[Any, Callable[..., Any]] = {
+def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
+    """As ``F.one_hot``, which reads the labels; of a label that is no class, zeros."""
+    if num_classes < 1:
+        return None
+    classes = torch.arange(num_classes, device=labels.device)
+    return (labels.unsqueeze(-1) == classes).long()
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float | None = None,
+) -> Tensor | None:
+    """As ``F.cross_entropy``; NaN for a label that is no class, where torch raises an error."""
+    if target.is_floating_point() or size_average is not None or reduce is not None:
+        return None
+    classes = input.shape[0 if input.dim() == 1 else 1]
+    wrong = ((target < 0) | (target >= classes)) & (target != ignore_index)
+    labels = target.masked_fill(wrong, 0)
+    how: Any = _Reduction.get_enum(reduction)
+    if label_smoothing is None:
+        found = torch._C._nn.nll_loss_nd(input, labels, weight, how, ignore_index)
+    else:
+        found = torch._C._nn.cross_entropy_loss(
+            input, labels, weight, how, ignore_index, label_smoothing
+        )
+    return found.masked_fill(wrong if reduction == "none" else wrong.any(), math.nan)
+
+
+def _smoothed(
+    input: Tensor, target: Tensor, *, label_smoothing: float = 0.0, **options: Any
+) -> Tensor | None:
+    return cross_entropy(input, target, label_smoothing=label_smoothing, **options)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.embedding_bag: embedding_bag,
+    F.one_hot: one_hot,
+    F.nll_loss: cross_entropy,
+    F.cross_entropy: _smoothed,
     torch.lstm_cell: lstm_cell,
     torch.gru_cell: gru_cell,
     torch.rnn_tanh_cell: rnn_tanh_cell,

@@ -44,6 +44,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from ..errors import DPBayesError
 from . import plain_functions
+from .derived import holds_records
 
 SAVED_TENSORS = (
     "hooks on saved tensors (saved_tensors_hooks, save_on_cpu, checkpoint) see all records of a"
@@ -68,6 +69,10 @@ _TORCHS_WORDS = {
     "different inplace randomness": (
         "it draws random numbers into a tensor of its own (bernoulli_, normal_), which is one for"
         " all records: write torch.rand(...) < p, or similar"
+    ),
+    "fallback path doesn't work on out=": (
+        "it computes into a tensor given as out=, as spectral_norm does in training mode: leave it"
+        " out"
     ),
     "requires_grad_() outside": (
         "it calls requires_grad_(), or autograd.functional: take torch.func.grad or vjp"
@@ -197,6 +202,7 @@ class RecordMap:
 
     def _with_rows(self, t: Tensor) -> Tensor:
         if not is_batchedtensor(t):
+            _require_public((t,))
             return t.expand(self.records, *t.shape)
         dim = maybe_get_bdim(t)
         return get_unwrapped(t) if dim == 0 else get_unwrapped(t).movedim(dim, 0)
@@ -274,7 +280,7 @@ _ORDINARY = frozenset(
     )
 )
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims", "torchvision"))
+_TORCHS_OPERATORS = frozenset(("aten", "prim", "prims"))
 
 
 class _OfOneRecord(TorchFunctionMode):
@@ -331,8 +337,10 @@ class _OfOneRecord(TorchFunctionMode):
                 "it enters a dispatch mode (TorchDispatchMode), which sees all records of a batch"
                 " at once: leave it out"
             )
+        values = (*args, *kwargs.values())
+        _require_public(values)
         if kwargs or not _ORDINARY.issuperset(map(type, args)):
-            _require_ordinary(func, (*args, *kwargs.values()))
+            _require_ordinary(func, values)
         if kwargs.get("generator") is not None:
             raise CannotBeMapped(
                 "it draws from a generator of its own, which would give each record other numbers:"
@@ -358,10 +366,8 @@ class _OfOneRecord(TorchFunctionMode):
         """The result by operations that vmap has rules for; None where torch's own will do."""
         if func is F.embedding:
             return _padded_embedding(*args, **kwargs)
-        if func is F.embedding_bag:
-            return plain_functions.embedding_bag(*args, **kwargs)
-        if func in plain_functions.CELLS:
-            return plain_functions.CELLS[func](*args, **kwargs)
+        if func in plain_functions.FUNCTIONS:
+            return plain_functions.FUNCTIONS[func](*args, **kwargs)
         return plain_functions.LAYERS[func](*args) if len(args) == 9 else None
 
     def _attention(
@@ -399,9 +405,7 @@ class _OfOneRecord(TorchFunctionMode):
         return _with_plain_attention(F.scaled_dot_product_attention, args, kw)
 
 
-_REPLACED_FUNCTIONS = frozenset(
-    (*(F.embedding, F.embedding_bag, *plain_functions.CELLS, *plain_functions.LAYERS),)
-)
+_REPLACED_FUNCTIONS = frozenset((F.embedding, *plain_functions.FUNCTIONS, *plain_functions.LAYERS))
 
 
 def _padded_embedding(
@@ -454,6 +458,19 @@ def _require_torchs_own(function: type) -> None:
         )
 
 
+def _require_public(values: Iterable[Any]) -> None:
+    """Refuse what was computed from records of other batches, or from several of this one."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if not _is_mapped(value) and holds_records(value):
+                raise CannotBeMapped(
+                    "it computes with a tensor that was made of other records, or of several: leave"
+                    " it out, or make it of each record alone"
+                )
+        elif type(value) in (tuple, list):
+            _require_public(value)
+
+
 def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
     """Refuse what would run code of the caller's below the map, or out of its sight: tensors with
     code of their own, and functions that a torch function calls.
@@ -464,7 +481,7 @@ def _require_ordinary(func: Any, values: Iterable[Any]) -> None:
         if isinstance(value, Tensor):
             raise CannotBeMapped(
                 f"it computes with a {type(value).__name__}, a class of tensors with code of its"
-                " own, or of values of other batches: take plain tensors"
+                " own: take plain tensors"
             )
         if isinstance(value, (tuple, list)):
             _require_ordinary(func, value)

@@ -27,7 +27,7 @@ from ..batches.sampler import PoissonSampler
 from ..distributed import STEP, Ranks, digest, require_single_process
 from ..errors import StateError, StepError
 from ..noise import GaussianNoise
-from ..per_sample.fixed_tensors import CHANGED, FixedTensors
+from ..per_sample.fixed_tensors import FixedTensors
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
 from ..per_sample.operations import Delivery
@@ -207,8 +207,8 @@ class Release(Charged):
 
     def _require_unchanged(self) -> None:
         """Fixed tensors, and what runs on whole batches, are as they were."""
-        if self._fixed is not None and (changed := self._fixed.changed()) is not None:
-            raise StepError(CHANGED.format(changed), code="model-buffer")
+        if self._fixed is not None:
+            self._fixed.require_unchanged()
         self.source.require_unchanged()
 
     def _require_whole(self, records: int, total: int | None) -> None:
