@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from ..errors import StepError
 from . import layers
-from .contributions import Contribution, PerRecord, full_precision, together
+from .arithmetic import full_precision
+from .contributions import Contribution, PerRecord, together
 from .gradient_source import MappedSource, require_first_backward
 from .mapped_forward import COPIED, OfOne, ReplacedForward
 from .record_map import (

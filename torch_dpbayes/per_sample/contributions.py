@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-_CHUNK = 2**20  # numbers in a temporary that is worked off in chunks: about what stays in the cache
+from . import arithmetic
+from .arithmetic import LOST_IN_SPLIT, chunks, gram, is_split, joined, product, split, wide
 
 # A product over positions adds up terms of size κ·‖g_i‖, which cancel down to ‖g_i‖ and leave about
 # κ·2⁻²⁴·‖g_i‖ of rounding in float32. Below this κ that is 6e-5 of the clip norm; a record above it
@@ -63,7 +62,7 @@ class PerRecord(Contribution):
         self.parameters = tuple(gradients)
 
     def norm(self) -> Tensor:
-        return _joined(
+        return joined(
             [
                 torch.linalg.vector_norm(
                     g, dim=1, dtype=torch.promote_types(g.dtype, torch.float32)
@@ -74,7 +73,11 @@ class PerRecord(Contribution):
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         for p, g in self.gradients.items():
-            if p in out:
+            if p not in out:
+                continue
+            if is_split(g) and out[p].dtype == torch.float32:  # three terms are all of a float32
+                out[p].add_(product(torch.stack(split(factor.float(), 3)), g).sum(0))
+            else:
                 out[p].addmv_(g.to(out[p].dtype).T, factor.to(out[p].dtype))
 
     def per_record(self) -> dict[Tensor, Tensor]:
@@ -165,6 +168,9 @@ class Outer(Product):
             self._norm = self._vector_norm()
         else:
             self._norm, self.size = self._gram_norm()
+        if is_split(backprops):
+            terms = self._norm if self.size is None else self.size
+            self._norm = self._norm + LOST_IN_SPLIT * terms
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
@@ -177,35 +183,88 @@ class Outer(Product):
         return a.mul_(g).hypot_(g)
 
     def _gram_norm(self) -> tuple[Tensor, Tensor]:
-        """In float64: where positions cancel, the squared norm is small beside its terms."""
-        n, positions, _ = self.backprops.shape
-        norms, sizes = [], []
-        for part in chunks(n, positions * positions * 2):
-            g = self.backprops[part].double()
-            gram = torch.bmm(g, g.transpose(1, 2))
-            size = gram.diagonal(dim1=1, dim2=2)
-            lost: Tensor | float = 0.0  # where squares underflow and the other factor is huge
-            if self.weight is not None:
-                a = self.inputs[part].double()
-                other = torch.bmm(a, a.transpose(1, 2))
-                if self.bias is not None:
-                    other.add_(1.0)
-                of_inputs = other.diagonal(dim1=1, dim2=2)
-                if self.backprops.dtype == torch.float64:
-                    lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
-                    lost += _lost_in_squares(a) * size.sqrt().sum(1)
-                size = size * of_inputs
-                gram.mul_(other)
-            sizes.append(size.clamp(min=0.0).sqrt().sum(1))
-            norms.append(gram.sum((1, 2)).clamp_(min=0.0).sqrt_().add_(lost))
+        """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖: where positions cancel, the squared norm is small
+        beside its terms.
+
+        In float32, entry (s, t) of the products G and A lies off by at most e_G·‖g_s‖·‖g_t‖ and
+        e_A·‖a_s‖·‖a_t‖ (:func:`~torch_dpbayes.per_sample.arithmetic.gram`), their product by one
+        rounding more, so that Σ_st G_st·A_st, added up in float64, lies off by at most
+        (e_G + e_A + e_G·e_A + 2⁻²⁴)·size². Records are divided by their largest number first (2⁻²⁴
+        each), so that nothing overflows; squares that underflow then are below 2⁻¹²⁶ each. Both are
+        added to the squared norm: clipping is never too weak.
+        """
+        n, positions, width = self.backprops.shape
+        numbers = positions * 2 * (2 * positions + width + self.inputs.shape[2])
+        machine = arithmetic.machine_of(self.backprops.device)
+        found = []
+        for part in chunks(n, numbers, self.backprops.device):
+            g, a = self.backprops[part], self.inputs[part]
+            if machine.has_double or self.backprops.dtype == torch.float64:
+                found.append(self._gram_norm_of(g.double(), a.double(), machine))
+            else:
+                g, of_g = _of_size_one(g, 0.0)
+                a, of_a = _of_size_one(a, 0.0 if self.bias is None else 1.0)
+                if self.weight is None:
+                    of_a = torch.ones_like(of_a)
+                norm, size = self._gram_norm_of(g, a, machine, of_a)
+                found.append((norm * of_g * of_a, size * of_g * of_a))
         dtype = wide(self.backprops)
+        norms, sizes = zip(*found, strict=True)
         return torch.cat(norms).to(dtype), torch.cat(sizes).to(dtype)
 
+    def _gram_norm_of(
+        self,
+        g: Tensor,
+        a: Tensor,
+        machine: arithmetic.Machine,
+        size_of_a: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Of some records; ``size_of_a`` is what ``a`` was divided by."""
+        products, error = gram(g, machine)
+        error = error and error + 6 * _ULP
+        size = products.diagonal(dim1=1, dim2=2).double()
+        lost: Tensor | float = 0.0  # where squares underflow and the other factor is huge
+        if self.weight is not None:
+            others, other_error = gram(a, machine)
+            if self.bias is not None:
+                one = 1.0 if size_of_a is None else size_of_a.float().square().reciprocal()
+                others.add_(one if isinstance(one, float) else one.view(-1, 1, 1))
+            of_inputs = others.diagonal(dim1=1, dim2=2).double()
+            if self.backprops.dtype == torch.float64:
+                lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
+                lost += _lost_in_squares(a) * size.sqrt().sum(1)
+            error += other_error
+            size = size * of_inputs
+            products.mul_(others)
+        size = size.clamp(min=0.0).sqrt().sum(1)
+        squared = products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+        if not error:
+            return squared.sqrt_().add_(lost), size
+        # a twentieth more for products of errors and for the size's own
+        squared += 1.05 * error * size.square()
+        widths = 4.0 * (g.shape[2] + 1) * (a.shape[2] + 1)  # of numbers up to 1: no product is more
+        return squared.sqrt_().add_(g.shape[1] * math.sqrt(widths * _TINY)), size
+
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        if is_split(self.backprops) and next(iter(out.values())).dtype == torch.float32:
+            each = self.backprops[0].numel()
+            for part in chunks(len(factor), each, factor.device):
+                self._add_in_terms(part, factor[part], out)
+            return
         g, a = weighted(self.backprops, factor, out), self.inputs
         if g.dim() > 2:
             g, a = g.flatten(0, -2), a.flatten(0, -2)
         self._add(g, a.to(g.dtype), out)
+
+    def _add_in_terms(self, part: slice, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        """Of some records, whose weighted gradients are split: their factors stay exact."""
+        g, a = weighted(self.backprops[part], factor, out), self.inputs[part]
+        g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
+        if self.weight is not None and self.weight in out:
+            for term in split(g, 2):
+                out[self.weight].view(self.weight.shape).add_(product(term.t(), a))
+        if self.bias is not None and self.bias in out:
+            out[self.bias].add_(g.sum(0))
 
     def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.backprops.dim() > 2:
@@ -240,21 +299,16 @@ class Tokens(Contribution):
     ) -> None:
         self.weight, self.parameters = weight, (weight,)
         self.held = (tokens, backprops)  # of one position a record they are used as they are
-        self._number = len(tokens)
-        records, g = torch.arange(len(tokens), device=tokens.device), backprops.flatten(0, 1)
-        if tokens.shape[1] == 1:
-            self._tokens, self._records, self._rows = tokens[:, 0], records, g
-        else:
-            pairs, where = torch.unique(
-                records[:, None] * len(weight) + tokens, return_inverse=True
-            )
-            self._tokens, self._records = pairs % len(weight), pairs // len(weight)
-            rows = torch.zeros(len(pairs), g.shape[1], dtype=wide(g), device=g.device)
-            self._rows = rows.index_add_(0, where.flatten(), g.to(rows.dtype))
+        n, positions = tokens.shape
+        g, self._tokens = backprops.flatten(0, 1), tokens.flatten()
+        self._records = torch.arange(n, device=tokens.device).repeat_interleave(positions)
+        if positions > 1:  # the first place of each token gets the sum, the others nothing
+            where = _first_places(tokens).flatten()
+            rows = torch.zeros(g.shape, dtype=wide(g), device=g.device)
+            g = rows.index_add_(0, where, g.to(rows.dtype))
         if padding_idx is not None:
-            kept = self._tokens != padding_idx
-            self._tokens, self._records = self._tokens[kept], self._records[kept]
-            self._rows = self._rows[kept]
+            g = _kept(g, self._tokens != padding_idx)
+        self._rows, self._number = g, n
 
     def norm(self) -> Tensor:
         norms = torch.linalg.vector_norm(self._rows, dim=1, dtype=wide(self._rows))
@@ -273,7 +327,7 @@ class Tokens(Contribution):
 
     def per_record(self) -> dict[Tensor, Tensor]:
         rows = self._rows.new_zeros(self._number * len(self.weight), self._rows.shape[1])
-        rows[self._records * len(self.weight) + self._tokens] = self._rows
+        rows.index_add_(0, self._records * len(self.weight) + self._tokens, self._rows)
         return {self.weight: rows.view(self._number, -1)}
 
     def keep_only(self, keep: Tensor) -> None:
@@ -310,12 +364,14 @@ def add_clipped(
         rows = [found[p] for p in out]
         rows = rows if scale is None else _scaled(rows, scale)
         parts = [PerRecord(dict(zip(out, rows, strict=True)))]
-    norm = joint_norm(parts, max_grad_norm)
+    norm, check = _norm_and_check(parts, max_grad_norm)
+    if not (is_ordinary := math.isfinite(check)):
+        norm = _set_apart(parts, max_grad_norm)
     factor = torch.full_like(norm, max_grad_norm).div_(norm).clamp_max_(1.0)
     # 0·inf is nan: a record that is not finite has to be cut out, not scaled away. So has one so
     # large that a subnormal factor is rounded up. Squares overflow before either (C is 1e-12 or
     # more); where only they do, no record is found to be cut out.
-    if not math.isfinite(norm.dot(norm)):
+    if not is_ordinary:
         kept = factor >= torch.finfo(factor.dtype).tiny
         factor = torch.where(kept, factor, 0.0)
         for part in parts:
@@ -335,24 +391,32 @@ def add_clipped(
 
 def joint_norm(parts: Sequence[Contribution], floor: float = 0.0) -> Tensor:
     """Every record's norm over everything; norms below ``floor`` are not clipped."""
-    norm = _joined([part.norm() for part in parts])
-    sized = [p for p in parts if isinstance(p, Product) and p.size is not None]
-    if sized:
-        limit = LARGEST_CANCELLATION * norm.clamp(min=floor)
-        above = torch.stack([part.size for part in sized if part.size is not None]) > limit
-        if bool(above.any()):
-            for part, which in zip(sized, above, strict=True):
-                if bool(which.any()):
-                    part.set_apart(which)
-            norm = _joined([part.norm() for part in parts])
-    return norm
+    norm, check = _norm_and_check(parts, floor)
+    return norm if math.isfinite(check) else _set_apart(parts, floor)
 
 
-def _joined(norms: Sequence[Tensor]) -> Tensor:
-    if len(norms) == 1:
-        return norms[0]
-    dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
-    return torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]), dim=0)
+def _norm_and_check(parts: Sequence[Contribution], floor: float) -> tuple[Tensor, Tensor]:
+    """The norms, and a number that is finite if they are and no product cancels too far: the one
+    look at the records of a step, for which a GPU has to be waited for.
+    """
+    norm = joined([part.norm() for part in parts])
+    check = norm.dot(norm)
+    if sizes := [part.size for part in parts if isinstance(part, Product) and part.size is not None]:
+        largest = sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax(0)
+        above = largest > LARGEST_CANCELLATION * norm.clamp(min=floor)
+        check = check + torch.where(above.any(), math.inf, 0.0)
+    return norm, check
+
+
+def _set_apart(parts: Sequence[Contribution], floor: float) -> Tensor:
+    """Sum by themselves the records whose products cancel too far; the norms then."""
+    norm = joined([part.norm() for part in parts])
+    limit = LARGEST_CANCELLATION * norm.clamp(min=floor)
+    for part in parts:
+        if isinstance(part, Product) and part.size is not None:
+            if bool((which := part.size > limit).any()):
+                part.set_apart(which)
+    return joined([part.norm() for part in parts])
 
 
 def _scaled(gradients: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
@@ -386,16 +450,31 @@ def outer(
     return gradients
 
 
-def wide(t: Tensor) -> torch.dtype:
-    """The type of norms and of sums: float32, or float64 where the numbers are."""
-    return torch.float64 if t.dtype == torch.float64 else torch.float32
-
-
 def _norm_above(t: Tensor) -> Tensor:
     """Row norms, plus at most what is lost where squares underflow: a product with a huge
     number must not hide it.
     """
     return torch.linalg.vector_norm(t, dim=1, dtype=wide(t)).add_(_lost_in_squares(t))
+
+
+_ULP, _TINY = 2.0**-24, 2.0**-126  # of float32: a rounding, and the least normal number
+
+
+def _of_size_one(t: Tensor, least: float) -> tuple[Tensor, Tensor]:
+    """Records divided by their largest number, or by ``least`` if that is larger; and by what."""
+    t = t.float()
+    size = t.abs().amax((1, 2)).clamp(min=max(least, _TINY))
+    return t / size.view(-1, 1, 1), size.double()
+
+
+def _first_places(tokens: Tensor) -> Tensor:
+    """Where each token of a record first stands, among the places of all records."""
+    ordered, order = tokens.sort(dim=1, stable=True)
+    places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+    starts = torch.zeros_like(places)
+    starts[:, 1:] = torch.where(ordered[:, 1:] != ordered[:, :-1], places[:, 1:] - places[:, :1], 0)
+    first = order.gather(1, starts.cummax(1).values) + places[:, :1]
+    return torch.empty_like(places).scatter_(1, order, first)
 
 
 def _lost_in_squares(t: Tensor) -> float:
@@ -411,50 +490,3 @@ def weighted(rows: Tensor, factor: Tensor, out: Mapping[Tensor, Tensor]) -> Tens
 
 def _kept(t: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.view(-1, *[1] * (t.dim() - 1)), t, 0.0)
-
-
-def chunks(n: int, numbers: int) -> Iterator[slice]:
-    """Slices of the records, each with about ``_CHUNK`` numbers if one record has ``numbers``."""
-    step = max(1, _CHUNK // max(1, numbers))
-    return (slice(i, i + step) for i in range(0, n, step))
-
-
-# Products of float32 that torch may compute in TensorFloat-32 or bfloat16, by device. Read without
-# the properties, which are slow.
-_PRODUCTS = {
-    "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")),
-    "cuda": (("cuda", "matmul"), ("cuda", "conv")),
-}
-_FULL, _AS_IT_IS = ("ieee", "none"), nullcontext()
-if hasattr(torch._C, "_get_fp32_precision_getter"):
-    _precision_of: Any = torch._C._get_fp32_precision_getter
-    _set_precision_of: Any = torch._C._set_fp32_precision_setter
-else:  # torch before 2.9
-    _FLAGS: dict[str, Any] = {"matmul": torch.backends.cuda.matmul, "conv": torch.backends.cudnn}
-
-    def _precision_of(backend: str, name: str) -> Any:
-        return "tf32" if backend == "cuda" and _FLAGS[name].allow_tf32 else "ieee"
-
-    def _set_precision_of(_backend: str, name: str, precision: Any) -> None:
-        _FLAGS[name].allow_tf32 = precision != "ieee"
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
-    kind = device.type
-    are_full = all(_precision_of(*of) in _FULL for of in _PRODUCTS.get(kind, ()))
-    if are_full and not torch.is_autocast_enabled(kind):
-        return _AS_IT_IS
-    return _raised_precision(kind, [(of, _precision_of(*of)) for of in _PRODUCTS.get(kind, ())])
-
-
-@contextmanager
-def _raised_precision(kind: str, products: Sequence[tuple[Any, Any]]) -> Iterator[None]:
-    for of, _ in products:
-        _set_precision_of(*of, "ieee")
-    try:
-        with torch.autocast(kind, enabled=False):
-            yield
-    finally:
-        for of, precision in products:
-            _set_precision_of(*of, precision)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .contributions import Outer, Product, chunks, trainable, weighted, wide
+from . import arithmetic
+from .arithmetic import LOST_IN_TF32, chunks, wide
+from .contributions import Outer, Product, trainable, weighted
 
 
 class Geometry:
@@ -67,17 +70,21 @@ class Geometry:
         and group, some records at a time.
         """
         positions = backprops[0, 0].numel()
-        for part in chunks(len(backprops), self.numel // self.shape[0] * self.groups * positions):
+        numbers = self.numel // self.shape[0] * self.groups * positions  # of the unfolded input
+        for part in chunks(len(backprops), numbers, backprops.device):
             u = self.unfolded(inputs[part]).flatten(0, 1).transpose(1, 2)
             yield u, backprops[part].reshape(len(u), -1, positions).transpose(1, 2)
 
     def instantiate(self, inputs: Tensor, backprops: Tensor, way: str) -> Iterator[Tensor]:
-        """Per-record gradients of the weight, (records, numel), some records at a time."""
+        """Per-record gradients of the weight, (records, numel), some records at a time; in the type
+        of the layer, so that their norms have to be taken of what is found here.
+        """
         if way == "loop":
             for i in range(len(backprops)):
                 yield self.weight_gradient(inputs[i : i + 1], backprops[i : i + 1]).view(1, -1)
         elif way == "grouped":
-            for part in chunks(len(backprops), max(self.numel, inputs[0].numel())):
+            numbers = max(self.numel, inputs[0].numel())
+            for part in chunks(len(backprops), numbers, backprops.device):
                 a, g = inputs[part].flatten(0, 1)[None], backprops[part].flatten(0, 1)[None]
                 yield self.weight_gradient(a, g, records=len(inputs[part])).reshape(-1, self.numel)
         else:
@@ -106,17 +113,32 @@ class Geometry:
 
 
 class Convolution(Product):
-    """A convolution that is too large for its per-record gradients to be kept."""
+    """A convolution that is too large for its per-record gradients to be kept.
+
+    Where it may run in TensorFloat-32, the record's gradient is that of its inputs and output
+    gradients cut to that type: products of these are exact. Weighted gradients are split into two
+    terms, whose products are added up.
+    """
 
     def __init__(self, geometry: Geometry, inputs: Tensor, backprops: Tensor, way: str) -> None:
-        super().__init__(inputs, backprops)
-        self.geometry, self.parameters = geometry, geometry.parameters
+        self.is_reduced = is_reduced(backprops)
         a, g = inputs.to(wide(inputs)), backprops.to(wide(backprops))
-        self._norm = geometry.norms(a, g, way)
+        if self.is_reduced and a.dtype == inputs.dtype:  # half types are as they are
+            a, g = arithmetic.cut(a), arithmetic.cut(g)
+        # half types stay what they are, in half of the memory
+        super().__init__(*((a, g) if a.dtype == inputs.dtype else (inputs, backprops)))
+        self.geometry, self.parameters = geometry, geometry.parameters
+        with self._products():
+            self._norm = geometry.norms(a, g, way)
         if geometry.bias is not None:
             self._norm = self._norm.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
         of_inputs, of_outputs = (torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (a, g))
         self.size = of_inputs * of_outputs * math.sqrt(geometry.overlap)
+        if self.is_reduced:
+            self._norm = self._norm + LOST_IN_TF32 * self.size
+
+    def _products(self) -> AbstractContextManager[None]:
+        return arithmetic.tf32(self.backprops.device) if self.is_reduced else nullcontext()
 
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
         return self.geometry.per_record(inputs, backprops, "unfold")
@@ -125,6 +147,19 @@ class Convolution(Product):
         weight, bias = self.geometry.weight, self.geometry.bias
         g = weighted(self.backprops, factor, out)
         if weight is not None and weight in out:
-            out[weight].add_(self.geometry.weight_gradient(self.inputs.to(g.dtype), g).flatten())
+            a, terms = self.inputs.to(g.dtype), [g]
+            if self.is_reduced and g.dtype == torch.float32:
+                first = arithmetic.cut(g)
+                terms = [first, g - first]
+            with self._products():
+                for term in terms:
+                    out[weight].add_(self.geometry.weight_gradient(a, term).flatten())
         if bias is not None and bias in out:
             out[bias].add_(g.flatten(2).sum(2).sum(0))
+
+
+def is_reduced(backprops: Tensor) -> bool:
+    """Whether a convolution's products run in TensorFloat-32, which holds what half types do."""
+    if backprops.dtype in (torch.float16, torch.bfloat16):
+        return arithmetic.machine_of(backprops.device).is_accelerator
+    return backprops.dtype == torch.float32 and arithmetic.allows_tf32(backprops.device)

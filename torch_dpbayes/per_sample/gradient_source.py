@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, StepError
-from .contributions import Contribution, add_clipped, full_precision, joint_norm
+from .arithmetic import full_precision
+from .contributions import Contribution, add_clipped, joint_norm
 from .mapped_forward import EVALUATED, ForwardPasses, Loss, MappedForward
 
 VOUCHED = "vouched for by the user (assume_independent_records=True)"
