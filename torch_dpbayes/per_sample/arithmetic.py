@@ -3,8 +3,8 @@
 A record's norm must hold for what is added up. Where a sum is made of per-record gradients that are
 kept, it does by construction: they may be rounded as the layer's own gradients are (bfloat16 under
 autocast, TensorFloat-32 where the user allows it), for their norms are of what was rounded. Where a
-second product makes the sum, its factors are exact or split into two, and what is lost is added to
-the norm.
+second product makes the sum, both are made of the same numbers, and what the sum's rounding may add
+is added to the norm.
 """
 
 from __future__ import annotations
@@ -96,9 +96,7 @@ def is_split(t: Tensor) -> bool:
     return t.dtype == torch.bfloat16 and machine_of(t.device).is_accelerator
 
 
-# At least the part of a weighted number that is lost in two terms: of bfloat16, 2⁻⁹ twice; of
-# TensorFloat-32, which cuts at 2⁻¹⁰ and then at most at 2⁻¹⁰.
-LOST_IN_SPLIT, LOST_IN_TF32 = 2.0**-17, 2.0**-20
+LOST_IN_SPLIT = 2.0**-17  # more than the part of a number that is lost in two terms, 2⁻⁹ twice
 _TF32_MASK = -(2**13)  # of the 23 bits of a float32's fraction it keeps ten
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import arithmetic
-from .arithmetic import LOST_IN_TF32, chunks, wide
+from .arithmetic import chunks, wide
 from .contributions import Outer, Product, trainable, weighted
 
 
@@ -115,30 +115,24 @@ class Geometry:
 class Convolution(Product):
     """A convolution that is too large for its per-record gradients to be kept.
 
-    Where it may run in TensorFloat-32, the record's gradient is that of its inputs and output
-    gradients cut to that type: products of these are exact. Weighted gradients are split into two
-    terms, whose products are added up.
+    Where its norms are found in TensorFloat-32, the record's gradient is that of its inputs and
+    output gradients cut to that type: products of these are exact, in the norm as in the sum, which
+    is made in float32.
     """
 
     def __init__(self, geometry: Geometry, inputs: Tensor, backprops: Tensor, way: str) -> None:
-        self.is_reduced = is_reduced(backprops)
-        a, g = inputs.to(wide(inputs)), backprops.to(wide(backprops))
-        if self.is_reduced and a.dtype == inputs.dtype:  # half types are as they are
-            a, g = arithmetic.cut(a), arithmetic.cut(g)
-        # half types stay what they are, in half of the memory
-        super().__init__(*((a, g) if a.dtype == inputs.dtype else (inputs, backprops)))
+        is_cut = way != "gram" and backprops.dtype == torch.float32 and is_reduced(backprops)
+        if is_cut:
+            inputs, backprops = arithmetic.cut(inputs), arithmetic.cut(backprops)
+        super().__init__(inputs, backprops)
         self.geometry, self.parameters = geometry, geometry.parameters
-        with self._products():
+        a, g = inputs.to(wide(inputs)), backprops.to(wide(backprops))
+        with arithmetic.tf32(g.device) if is_reduced(backprops) else nullcontext():
             self._norm = geometry.norms(a, g, way)
         if geometry.bias is not None:
             self._norm = self._norm.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
         of_inputs, of_outputs = (torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (a, g))
         self.size = of_inputs * of_outputs * math.sqrt(geometry.overlap)
-        if self.is_reduced:
-            self._norm = self._norm + LOST_IN_TF32 * self.size
-
-    def _products(self) -> AbstractContextManager[None]:
-        return arithmetic.tf32(self.backprops.device) if self.is_reduced else nullcontext()
 
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
         return self.geometry.per_record(inputs, backprops, "unfold")
@@ -147,13 +141,7 @@ class Convolution(Product):
         weight, bias = self.geometry.weight, self.geometry.bias
         g = weighted(self.backprops, factor, out)
         if weight is not None and weight in out:
-            a, terms = self.inputs.to(g.dtype), [g]
-            if self.is_reduced and g.dtype == torch.float32:
-                first = arithmetic.cut(g)
-                terms = [first, g - first]
-            with self._products():
-                for term in terms:
-                    out[weight].add_(self.geometry.weight_gradient(a, term).flatten())
+            out[weight].add_(self.geometry.weight_gradient(self.inputs.to(g.dtype), g).flatten())
         if bias is not None and bias in out:
             out[bias].add_(g.flatten(2).sum(2).sum(0))
 

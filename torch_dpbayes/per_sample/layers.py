@@ -190,8 +190,9 @@ _MATMUL, _GRAM, _CONVOLUTION, _UNFOLD, _WRITE, _CALL = 0.022, 0.044, 0.012, 0.5,
 
 # The same of GPUs, in multiply-adds of float32 in a matrix product, by the ratio of arithmetic to
 # memory of H100, A100 and T4, which agree within a factor of two: a number that is unfolded, or
-# written and read twice, and a multiply-add in TensorFloat-32.
-_GPU_UNFOLD, _GPU_WRITE, _GPU_TF32 = 100.0, 80.0, 0.3
+# written and read twice, a multiply-add in TensorFloat-32 and one in a convolution whose groups are
+# records, which takes longer the more weights there are (H200, torch 2.11).
+_GPU_UNFOLD, _GPU_WRITE, _GPU_TF32, _GPU_GROUPED, _GPU_GROUP = 100.0, 80.0, 0.3, 1.4, 300.0
 # Per-record gradients are kept on a GPU where they have at most so many times the numbers of the
 # inputs and output gradients, which the step would hold in their place: with them, a step takes no
 # more memory than these many times a plain step's activations. Matrices of more numbers have fewer
@@ -224,12 +225,15 @@ def choose_convolution(
     products, unfolded = positions * weights, columns * groups * positions
     in_gram = positions**2 * (columns * groups + backprops.shape[1])
     if machine.is_accelerator:
-        each = products * (_GPU_TF32 if is_reduced(backprops) else 1.0)
+        times = {"unfold": products + unfolded * _GPU_UNFOLD + weights * _GPU_WRITE}
+        if is_reduced(backprops):
+            times["unfold"] -= (1 - _GPU_TF32) * products
+            if columns >= 16 * 9:
+                times["grouped"] = products * _GPU_GROUPED + weights * _GPU_GROUP
         is_kept = weights <= _KEPT * held
-        gram = 2 * unfolded * _GPU_UNFOLD + in_gram  # in float64, or by blocks
-        if gram < each + unfolded * _GPU_UNFOLD + weights * _GPU_WRITE and not is_kept:
-            return "gram", False
-        return "unfold", is_kept
+        if not is_kept:
+            times["gram"] = 2 * unfolded * _GPU_UNFOLD + in_gram  # in float64, or by blocks
+        return min(times, key=lambda w: times[w]), is_kept
     is_onednn = torch.backends.mkldnn.is_available() and backprops.dtype == torch.float32
     times = {"unfold": products * _MATMUL + unfolded * _UNFOLD}
     if is_onednn:

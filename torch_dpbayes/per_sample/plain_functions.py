@@ -1,6 +1,6 @@
 """Functions that run inside a map in place of others.
 
-Recurrent layers, cells and bags of embeddings by operations that ``vmap`` has rules for, where
+Recurrent layers, cells, bags of embeddings and RMSNorm by operations that ``vmap`` has rules for, where
 torch's own would fail or run for one record after another; and what other libraries decide by the
 values of records.
 """
@@ -135,6 +135,17 @@ def embedding_bag(
         return torch.where(count > 0, largest, 0.0)
     total = torch.where(there, found, 0.0).sum(1)
     return total / count.clamp(min=1) if mode == "mean" else total
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Tensor:
+    """As ``F.rms_norm``, whose fused backward pass on GPUs has no rule."""
+    wide = input.double() if input.dtype == torch.float64 else input.float()
+    dims = tuple(range(-len(normalized_shape), 0))
+    least = torch.finfo(wide.dtype).eps if eps is None else eps
+    found = wide * (wide.square().mean(dims, keepdim=True) + least).rsqrt()
+    return (found if weight is None else found * weight).to(input.dtype)
 
 
 CELLS: dict[Any, Callable[..., Any]] = {

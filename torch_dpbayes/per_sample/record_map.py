@@ -414,6 +414,8 @@ class _OfOneRecord(TorchFunctionMode):
             return _padded_embedding(*args, **kwargs)
         if func is F.embedding_bag:
             return plain_functions.embedding_bag(*args, **kwargs)
+        if func in _RMS_NORMS:
+            return plain_functions.rms_norm(*args, **kwargs)
         if func in plain_functions.CELLS:
             return plain_functions.CELLS[func](*args, **kwargs)
         return plain_functions.LAYERS[func](*args) if len(args) == 9 else None
@@ -462,8 +464,9 @@ class _OfOneRecord(TorchFunctionMode):
             )
 
 
+_RMS_NORMS = frozenset((F.rms_norm, torch.rms_norm))
 _REPLACED_FUNCTIONS = frozenset(
-    (*(F.embedding, F.embedding_bag, *plain_functions.CELLS, *plain_functions.LAYERS),)
+    (*(*_RMS_NORMS, F.embedding, F.embedding_bag, *plain_functions.CELLS, *plain_functions.LAYERS),)
 )
 
 
