@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -134,7 +134,7 @@ _PRODUCTS = {
     "cpu": (("mkldnn", "matmul"), ("mkldnn", "conv")),
     "cuda": (("cuda", "matmul"), ("cuda", "conv")),
 }
-_FULL, _AS_IT_IS = ("ieee", "none"), nullcontext()
+_FULL, _AS_IT_IS = frozenset(("ieee", "none")), nullcontext()
 if hasattr(torch._C, "_get_fp32_precision_getter"):
     _precision_of: Any = torch._C._get_fp32_precision_getter
     _set_precision_of: Any = torch._C._set_fp32_precision_setter
@@ -152,14 +152,14 @@ else:  # torch before 2.9
 _found: list[dict[tuple[str, str], Any]] = []
 
 
-def full_precision(device: torch.device) -> AbstractContextManager[None]:
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
     """Neither autocast nor reduced products: norms and sums would differ by their rounding."""
     kind = device.type
-    are_full = all(_precision_of(*of) in _FULL for of in _PRODUCTS.get(kind, ()))
-    if are_full and not torch.is_autocast_enabled(kind):
-        return _AS_IT_IS
     before = {of: _precision_of(*of) for of in _PRODUCTS.get(kind, ())}
-    return _with_precision(kind, before, "ieee")
+    is_autocast = torch.is_autocast_enabled(kind)
+    if not is_autocast and _FULL.issuperset(before.values()):
+        return _AS_IT_IS
+    return _Precision(before, "ieee", kind if is_autocast else None)
 
 
 def allows_tf32(device: torch.device) -> bool:
@@ -170,26 +170,44 @@ def allows_tf32(device: torch.device) -> bool:
     return (_found[-1][of] if _found and of in _found[-1] else _precision_of(*of)) not in _FULL
 
 
-def tf32(device: torch.device) -> AbstractContextManager[None]:
+def tf32(device: torch.device) -> AbstractContextManager[Any]:
     """Products and convolutions of float32 in TensorFloat-32, where the device has it."""
     if device.type != "cuda":
         return _AS_IT_IS
-    return _with_precision("cuda", {of: _precision_of(*of) for of in _PRODUCTS["cuda"]}, "tf32")
+    return _Precision({of: _precision_of(*of) for of in _PRODUCTS["cuda"]}, "tf32", None)
 
 
-@contextmanager
-def _with_precision(kind: str, before: dict[tuple[str, str], Any], precision: str) -> Iterator[None]:
-    if precision == "ieee":
-        _found.append(before)
-    for of in before:
-        _set_precision_of(*of, precision)
-    try:
-        with torch.autocast(kind, enabled=False):
-            yield
-    finally:
-        for of, value in before.items():
-            _set_precision_of(*of, value)
-        if precision == "ieee":
+class _Precision:
+    """Another precision of products, until the end of a block; a step enters hundreds of them.
+
+    Args:
+        before: by product, what to go back to.
+        precision: of all of them.
+        autocast: a kind of device on which autocast is off inside.
+    """
+
+    def __init__(
+        self, before: dict[tuple[str, str], Any], precision: str, autocast: str | None
+    ) -> None:
+        self._before, self._precision = before, precision
+        self._autocast = None if autocast is None else torch.autocast(autocast, enabled=False)
+
+    def __enter__(self) -> None:
+        if self._precision == "ieee":
+            _found.append(self._before)
+        for of, value in self._before.items():
+            if value != self._precision:
+                _set_precision_of(*of, self._precision)
+        if self._autocast is not None:
+            self._autocast.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
+        for of, value in self._before.items():
+            if value != self._precision:
+                _set_precision_of(*of, value)
+        if self._precision == "ieee":
             _found.pop()
 
 
@@ -198,4 +216,5 @@ def joined(norms: Sequence[Tensor]) -> Tensor:
     if len(norms) == 1:
         return norms[0]
     dtype = max((n.dtype for n in norms), key=lambda d: d.itemsize)
-    return torch.linalg.vector_norm(torch.stack([n.to(dtype) for n in norms]), dim=0)
+    norms = [n if n.dtype == dtype else n.to(dtype) for n in norms]
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,52 @@ class PerRecord(Contribution):
         self.gradients = {p: _kept(g, keep) for p, g in self.gradients.items()}
 
 
+class Small(Contribution):
+    """Per-record gradients of parameters that have few numbers, side by side: one operation for all
+    where each takes longer to launch than to run.
+    """
+
+    def __init__(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        self.parameters, self._sizes = tuple(gradients), [p.numel() for p in gradients]
+        self._rows = torch.cat(list(gradients.values()), dim=1)
+
+    def norm(self) -> Tensor:
+        return torch.linalg.vector_norm(self._rows, dim=1)
+
+    def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        dtype = next(iter(out.values())).dtype
+        total = torch.mv(self._rows.to(dtype).T, factor.to(dtype)).split(self._sizes)
+        found = [(out[p], t) for p, t in zip(self.parameters, total, strict=True) if p in out]
+        torch._foreach_add_([p for p, _ in found], [t for _, t in found])
+
+    def per_record(self) -> dict[Tensor, Tensor]:
+        rows = self._rows.split(self._sizes, dim=1)
+        return dict(zip(self.parameters, rows, strict=True))
+
+    def keep_only(self, keep: Tensor) -> None:
+        self._rows = _kept(self._rows, keep)
+
+
+_SMALL = 2**12  # numbers of a parameter
+
+
+def merged(parts: Sequence[Contribution]) -> Sequence[Contribution]:
+    """The same contributions with small gradients together."""
+    small: dict[Tensor, Tensor] = {}
+    rest: list[Contribution] = []
+    for part in parts:
+        if type(part) is not PerRecord:
+            rest.append(part)
+            continue
+        found = {p: g for p, g in part.gradients.items() if g.shape[1] <= _SMALL}
+        small.update((p, g.to(wide(g))) for p, g in found.items())
+        if len(found) < len(part.gradients):
+            rest.append(PerRecord({p: g for p, g in part.gradients.items() if p not in found}))
+    if len(small) < 3 or len({g.dtype for g in small.values()}) > 1:
+        return parts
+    return [*rest, Small(small)]
+
+
 class Product(Contribution):
     """Held as what went in and the gradient of what came out, of which one product makes the sum
     over records and positions.
@@ -100,7 +147,7 @@ class Product(Contribution):
     """
 
     size: Tensor | None = None
-    _norm: Tensor
+    _norm: Tensor | None = None
 
     def __init__(self, inputs: Tensor, backprops: Tensor) -> None:
         self.inputs, self.backprops = inputs, backprops
@@ -108,6 +155,7 @@ class Product(Contribution):
         self._apart: tuple[Tensor, PerRecord] | None = None
 
     def norm(self) -> Tensor:
+        assert self._norm is not None
         return self._norm
 
     def set_apart(self, which: Tensor) -> None:
@@ -115,7 +163,8 @@ class Product(Contribution):
         index = which.nonzero().flatten()
         apart = self._per_record(self.inputs[index], self.backprops[index])
         self.keep_only(~which)
-        self._norm = self._norm.index_copy(0, index, apart.norm().to(self._norm.dtype))
+        norm = self.norm()
+        self._norm = norm.index_copy(0, index, apart.norm().to(norm.dtype))
         self._apart, self.size = (index, apart), None
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
@@ -165,12 +214,14 @@ class Outer(Product):
         self.weight, self.bias = weight, bias
         self.parameters = tuple(p for p in (weight, bias) if p is not None)
         if backprops.dim() == 2:
-            self._norm = self._vector_norm()
-        else:
-            self._norm, self.size = self._gram_norm()
-        if is_split(backprops):
-            terms = self._norm if self.size is None else self.size
-            self._norm = self._norm + LOST_IN_SPLIT * terms
+            norm = self._vector_norm()
+            self._norm = norm.mul_(1 + LOST_IN_SPLIT) if is_split(backprops) else norm
+
+    def norm(self) -> Tensor:
+        """Those of layers with positions are found for all layers of a kind together."""
+        if self._norm is None:
+            set_gram_norms([self])
+        return super().norm()
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
@@ -181,69 +232,6 @@ class Outer(Product):
         # inputs whose squares underflow are nothing beside the bias' 1
         a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
         return a.mul_(g).hypot_(g)
-
-    def _gram_norm(self) -> tuple[Tensor, Tensor]:
-        """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖: where positions cancel, the squared norm is small
-        beside its terms.
-
-        In float32, entry (s, t) of the products G and A lies off by at most e_G·‖g_s‖·‖g_t‖ and
-        e_A·‖a_s‖·‖a_t‖ (:func:`~torch_dpbayes.per_sample.arithmetic.gram`), their product by one
-        rounding more, so that Σ_st G_st·A_st, added up in float64, lies off by at most
-        (e_G + e_A + e_G·e_A + 2⁻²⁴)·size². Records are divided by their largest number first (2⁻²⁴
-        each), so that nothing overflows; squares that underflow then are below 2⁻¹²⁶ each. Both are
-        added to the squared norm: clipping is never too weak.
-        """
-        n, positions, width = self.backprops.shape
-        numbers = positions * 2 * (2 * positions + width + self.inputs.shape[2])
-        machine = arithmetic.machine_of(self.backprops.device)
-        found = []
-        for part in chunks(n, numbers, self.backprops.device):
-            g, a = self.backprops[part], self.inputs[part]
-            if machine.has_double or self.backprops.dtype == torch.float64:
-                found.append(self._gram_norm_of(g.double(), a.double(), machine))
-            else:
-                g, of_g = _of_size_one(g, 0.0)
-                a, of_a = _of_size_one(a, 0.0 if self.bias is None else 1.0)
-                if self.weight is None:
-                    of_a = torch.ones_like(of_a)
-                norm, size = self._gram_norm_of(g, a, machine, of_a)
-                found.append((norm * of_g * of_a, size * of_g * of_a))
-        dtype = wide(self.backprops)
-        norms, sizes = zip(*found, strict=True)
-        return torch.cat(norms).to(dtype), torch.cat(sizes).to(dtype)
-
-    def _gram_norm_of(
-        self,
-        g: Tensor,
-        a: Tensor,
-        machine: arithmetic.Machine,
-        size_of_a: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Of some records; ``size_of_a`` is what ``a`` was divided by."""
-        products, error = gram(g, machine)
-        error = error and error + 6 * _ULP
-        size = products.diagonal(dim1=1, dim2=2).double()
-        lost: Tensor | float = 0.0  # where squares underflow and the other factor is huge
-        if self.weight is not None:
-            others, other_error = gram(a, machine)
-            if self.bias is not None:
-                one = 1.0 if size_of_a is None else size_of_a.float().square().reciprocal()
-                others.add_(one if isinstance(one, float) else one.view(-1, 1, 1))
-            of_inputs = others.diagonal(dim1=1, dim2=2).double()
-            if self.backprops.dtype == torch.float64:
-                lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
-                lost += _lost_in_squares(a) * size.sqrt().sum(1)
-            error += other_error
-            size = size * of_inputs
-            products.mul_(others)
-        size = size.clamp(min=0.0).sqrt().sum(1)
-        squared = products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
-        if not error:
-            return squared.sqrt_().add_(lost), size
-        # a twentieth more for products of errors and for the size's own
-        squared += 1.05 * error * size.square()
-        widths = 4.0 * (g.shape[2] + 1) * (a.shape[2] + 1)  # of numbers up to 1: no product is more
-        return squared.sqrt_().add_(g.shape[1] * math.sqrt(widths * _TINY)), size
 
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if is_split(self.backprops) and next(iter(out.values())).dtype == torch.float32:
@@ -281,6 +269,85 @@ class Outer(Product):
 
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
         return outer(self.weight, self.bias, inputs, backprops)
+
+
+def set_gram_norms(layers: Sequence[Outer]) -> None:
+    """Norms of linear layers with positions, of which those of one shape are taken together: to
+    launch a product on a GPU takes longer than a small one.
+    """
+    groups: dict[Any, list[Outer]] = {}
+    for layer in layers:
+        g = layer.backprops
+        key = (g.shape, layer.inputs.shape, g.dtype, layer.weight is None, layer.bias is None)
+        groups.setdefault(key, []).append(layer)
+    for alike in groups.values():
+        n, positions, width = alike[0].backprops.shape
+        each = positions * 2 * (2 * positions + width + alike[0].inputs.shape[2])
+        together = max(1, arithmetic.machine_of(alike[0].backprops.device).piece // (each * n))
+        for start in range(0, len(alike), together):
+            some = alike[start : start + together]
+            found: list[tuple[Tensor, Tensor]] = []
+            if len(some) > 1:
+                sides = ([x.backprops for x in some], [x.inputs for x in some])
+                found.append(_gram_norms(some[0], *map(torch.cat, sides)))
+            else:
+                for part in chunks(n, each, some[0].backprops.device):
+                    g, a = some[0].backprops[part], some[0].inputs[part]
+                    found.append(_gram_norms(some[0], g, a))
+            norms, sizes = (f[0] if len(f) == 1 else torch.cat(f) for f in zip(*found, strict=True))
+            dtype = wide(some[0].backprops)
+            if is_split(some[0].backprops):
+                norms = norms + LOST_IN_SPLIT * sizes
+            rows = (t.to(dtype).view(len(some), n).unbind() for t in (norms, sizes))
+            for layer, norm, size in zip(some, *rows, strict=True):
+                layer._norm, layer.size = norm, size
+
+
+def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms, and sizes Σ_t ‖g_t‖·‖a_t‖: where positions cancel, the squared norm is small
+    beside its terms.
+
+    In float32, entry (s, t) of the products G and A lies off by at most e_G·‖g_s‖·‖g_t‖ and
+    e_A·‖a_s‖·‖a_t‖ (:func:`~torch_dpbayes.per_sample.arithmetic.gram`), their product by one
+    rounding more, so that Σ_st G_st·A_st, added up in float64, lies off by at most
+    (e_G + e_A + e_G·e_A + 2⁻²⁴)·size². Records are divided by their largest number first (2⁻²⁴
+    each), so that nothing overflows; squares that underflow then are below 2⁻¹²⁶ each. Both are
+    added to the squared norm: clipping is never too weak.
+    """
+    machine, dtype = arithmetic.machine_of(g.device), g.dtype
+    is_double = machine.has_double or dtype == torch.float64
+    unit: Tensor | float = 1.0  # of the results
+    one: Tensor | float = 1.0  # what goes into the bias
+    if is_double:
+        g, a = g.double(), a.double()
+    else:
+        g, unit = _of_size_one(g, 0.0)
+        if like.weight is not None:
+            a, of_a = _of_size_one(a, 0.0 if like.bias is None else 1.0)
+            one, unit = of_a.float().square().reciprocal().view(-1, 1, 1), unit * of_a
+    products, error = gram(g, machine)
+    size = products.diagonal(dim1=1, dim2=2).double()
+    lost: Tensor | float = 0.0  # where squares underflow and the other factor is huge
+    if like.weight is not None:
+        others, other_error = gram(a, machine)
+        if like.bias is not None:
+            others.add_(one)
+        of_inputs = others.diagonal(dim1=1, dim2=2).double()
+        if dtype == torch.float64:
+            lost = _lost_in_squares(g) * of_inputs.sqrt().sum(1)
+            lost += _lost_in_squares(a) * size.sqrt().sum(1)
+        error += other_error
+        size = size * of_inputs
+        products.mul_(others)
+    size = size.clamp(min=0.0).sqrt().sum(1)
+    squared = products.sum((1, 2), dtype=torch.float64).clamp_(min=0.0)
+    if is_double:
+        return squared.sqrt_().add_(lost), size
+    # a twentieth more for products of errors and for the size's own
+    squared += 1.05 * (error + 6 * _ULP) * size.square()
+    widths = 4.0 * (g.shape[2] + 1) * (a.shape[2] + 1)  # of numbers up to 1: no product is more
+    norm = squared.sqrt_().add_(g.shape[1] * math.sqrt(widths * _TINY))
+    return norm * unit, size * unit
 
 
 class Tokens(Contribution):
@@ -364,6 +431,8 @@ def add_clipped(
         rows = [found[p] for p in out]
         rows = rows if scale is None else _scaled(rows, scale)
         parts = [PerRecord(dict(zip(out, rows, strict=True)))]
+    else:
+        parts = merged(parts)
     norm, check = _norm_and_check(parts, max_grad_norm)
     if not (is_ordinary := math.isfinite(check)):
         norm = _set_apart(parts, max_grad_norm)
@@ -399,6 +468,7 @@ def _norm_and_check(parts: Sequence[Contribution], floor: float) -> tuple[Tensor
     """The norms, and a number that is finite if they are and no product cancels too far: the one
     look at the records of a step, for which a GPU has to be waited for.
     """
+    set_gram_norms([part for part in parts if isinstance(part, Outer) and part._norm is None])
     norm = joined([part.norm() for part in parts])
     check = norm.dot(norm)
     if sizes := [part.size for part in parts if isinstance(part, Product) and part.size is not None]:
