@@ -155,8 +155,26 @@ class Product(Contribution):
         self._apart: tuple[Tensor, PerRecord] | None = None
 
     def norm(self) -> Tensor:
+        if self._norm is None:
+            set_norms([self])
         assert self._norm is not None
         return self._norm
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Of layers whose norms can be taken together it is equal."""
+        raise NotImplementedError
+
+    def set_norms(self, alike: Sequence[Any]) -> None:
+        """Norms, and sizes, of layers with the key of this one."""
+        raise NotImplementedError
+
+    def note_norms(self, alike: Sequence[Product], norms: Tensor, sizes: Tensor) -> None:
+        """Of all records of the first layer, then of the second and so on."""
+        n, dtype = len(self.backprops), wide(self.backprops)
+        rows = (t.to(dtype).view(len(alike), n).unbind() for t in (norms, sizes))
+        for layer, norm, size in zip(alike, *rows, strict=True):
+            layer._norm, layer.size = norm, size
 
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
@@ -205,23 +223,43 @@ class Outer(Product):
         weight, bias: the parameters, None where there is none or it is frozen.
         inputs: a, (records, [positions,] in).
         backprops: g, (records, [positions,] out).
+        is_transposed: whether the weight is (in, out).
     """
 
     def __init__(
-        self, weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor
+        self,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        inputs: Tensor,
+        backprops: Tensor,
+        *,
+        is_transposed: bool = False,
     ) -> None:
         super().__init__(inputs, backprops)
-        self.weight, self.bias = weight, bias
+        self.weight, self.bias, self.is_transposed = weight, bias, is_transposed
         self.parameters = tuple(p for p in (weight, bias) if p is not None)
         if backprops.dim() == 2:
             norm = self._vector_norm()
             self._norm = norm.mul_(1 + LOST_IN_SPLIT) if is_split(backprops) else norm
 
-    def norm(self) -> Tensor:
-        """Those of layers with positions are found for all layers of a kind together."""
-        if self._norm is None:
-            set_gram_norms([self])
-        return super().norm()
+    @property
+    def key(self) -> tuple[Any, ...]:
+        kept = self.weight is None, self.bias is None
+        return self.backprops.shape, self.inputs.shape, self.backprops.dtype, kept
+
+    def set_norms(self, alike: Sequence[Outer]) -> None:
+        n, positions, width = self.backprops.shape
+        each = positions * 2 * (2 * positions + width + self.inputs.shape[2])
+        together = max(1, arithmetic.machine_of(self.backprops.device).piece // (each * n))
+        for start in range(0, len(alike), together):
+            some = alike[start : start + together]
+            g, a = (beside(t) for t in ([x.backprops for x in some], [x.inputs for x in some]))
+            parts = chunks(len(g), each, g.device)
+            found = [_gram_norms(self, g[part], a[part]) for part in parts]
+            norms, sizes = (f[0] if len(f) == 1 else torch.cat(f) for f in zip(*found, strict=True))
+            if is_split(self.backprops):
+                norms = norms + LOST_IN_SPLIT * sizes
+            self.note_norms(some, norms, sizes)
 
     def _vector_norm(self) -> Tensor:
         g = _norm_above(self.backprops)
@@ -249,8 +287,10 @@ class Outer(Product):
         g, a = weighted(self.backprops[part], factor, out), self.inputs[part]
         g, a = g.reshape(-1, g.shape[-1]), a.reshape(-1, a.shape[-1])
         if self.weight is not None and self.weight in out:
+            weight = out[self.weight].view(self.weight.shape)
             for term in split(g, 2):
-                out[self.weight].view(self.weight.shape).add_(product(term.t(), a))
+                found = product(a.t(), term) if self.is_transposed else product(term.t(), a)
+                weight.add_(found)
         if self.bias is not None and self.bias in out:
             out[self.bias].add_(g.sum(0))
 
@@ -263,44 +303,30 @@ class Outer(Product):
 
     def _add(self, g: Tensor, a: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight is not None and self.weight in out:
-            out[self.weight].view(self.weight.shape).addmm_(g.t(), a)
+            weight = out[self.weight].view(self.weight.shape)
+            weight.addmm_(a.t(), g) if self.is_transposed else weight.addmm_(g.t(), a)
         if self.bias is not None and self.bias in out:
             out[self.bias].add_(g.sum(0))
 
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
-        return outer(self.weight, self.bias, inputs, backprops)
+        return outer(self.weight, self.bias, inputs, backprops, is_transposed=self.is_transposed)
 
 
-def set_gram_norms(layers: Sequence[Outer]) -> None:
-    """Norms of linear layers with positions, of which those of one shape are taken together: to
-    launch a product on a GPU takes longer than a small one.
+def set_norms(parts: Sequence[Contribution]) -> None:
+    """Norms of products, of which those with equal shapes are taken together: to launch an
+    operation on a GPU takes longer than to run a small one.
     """
-    groups: dict[Any, list[Outer]] = {}
-    for layer in layers:
-        g = layer.backprops
-        key = (g.shape, layer.inputs.shape, g.dtype, layer.weight is None, layer.bias is None)
-        groups.setdefault(key, []).append(layer)
+    groups: dict[Any, list[Product]] = {}
+    for part in parts:
+        if isinstance(part, Product) and part._norm is None:
+            groups.setdefault((type(part), part.key), []).append(part)
     for alike in groups.values():
-        n, positions, width = alike[0].backprops.shape
-        each = positions * 2 * (2 * positions + width + alike[0].inputs.shape[2])
-        together = max(1, arithmetic.machine_of(alike[0].backprops.device).piece // (each * n))
-        for start in range(0, len(alike), together):
-            some = alike[start : start + together]
-            found: list[tuple[Tensor, Tensor]] = []
-            if len(some) > 1:
-                sides = ([x.backprops for x in some], [x.inputs for x in some])
-                found.append(_gram_norms(some[0], *map(torch.cat, sides)))
-            else:
-                for part in chunks(n, each, some[0].backprops.device):
-                    g, a = some[0].backprops[part], some[0].inputs[part]
-                    found.append(_gram_norms(some[0], g, a))
-            norms, sizes = (f[0] if len(f) == 1 else torch.cat(f) for f in zip(*found, strict=True))
-            dtype = wide(some[0].backprops)
-            if is_split(some[0].backprops):
-                norms = norms + LOST_IN_SPLIT * sizes
-            rows = (t.to(dtype).view(len(some), n).unbind() for t in (norms, sizes))
-            for layer, norm, size in zip(some, *rows, strict=True):
-                layer._norm, layer.size = norm, size
+        alike[0].set_norms(alike)
+
+
+def beside(tensors: Sequence[Tensor]) -> Tensor:
+    """One after another, without a copy if there is one."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
 
 
 def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -367,49 +393,116 @@ class Tokens(Contribution):
         self.weight, self.parameters = weight, (weight,)
         self.held = (tokens, backprops)  # of one position a record they are used as they are
         n, positions = tokens.shape
-        g, self._tokens = backprops.flatten(0, 1), tokens.flatten()
+        g, self.tokens = backprops.flatten(0, 1), tokens.flatten()
         self._records = torch.arange(n, device=tokens.device).repeat_interleave(positions)
         if positions > 1:  # the first place of each token gets the sum, the others nothing
             where = _first_places(tokens).flatten()
             rows = torch.zeros(g.shape, dtype=wide(g), device=g.device)
             g = rows.index_add_(0, where, g.to(rows.dtype))
         if padding_idx is not None:
-            g = _kept(g, self._tokens != padding_idx)
-        self._rows, self._number = g, n
+            g = _kept(g, self.tokens != padding_idx)
+        self.rows, self._number = g, n
 
     def norm(self) -> Tensor:
-        norms = torch.linalg.vector_norm(self._rows, dim=1, dtype=wide(self._rows))
+        norms = torch.linalg.vector_norm(self.rows, dim=1, dtype=wide(self.rows))
         squares = torch.zeros(self._number, dtype=norms.dtype, device=norms.device)
         return squares.index_add_(0, self._records, norms.square()).sqrt_()
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        self._add(weighted(self._rows, factor[self._records], out), out)
+        self._add(weighted(self.rows, factor[self._records], out), out)
 
     def add_squares(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
-        self._add(weighted(self._rows, factor[self._records], out).square_(), out)
+        self._add(weighted(self.rows, factor[self._records], out).square_(), out)
 
     def _add(self, rows: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if self.weight in out:
-            out[self.weight].view(self.weight.shape).index_add_(0, self._tokens, rows)
+            out[self.weight].view(self.weight.shape).index_add_(0, self.tokens, rows)
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        rows = self._rows.new_zeros(self._number * len(self.weight), self._rows.shape[1])
-        rows.index_add_(0, self._records * len(self.weight) + self._tokens, self._rows)
+        rows = self.rows.new_zeros(self._number * len(self.weight), self.rows.shape[1])
+        rows.index_add_(0, self._records * len(self.weight) + self.tokens, self.rows)
         return {self.weight: rows.view(self._number, -1)}
 
     def keep_only(self, keep: Tensor) -> None:
-        self._rows = _kept(self._rows, keep[self._records])
+        self.rows = _kept(self.rows, keep[self._records])
+
+
+class Tied(Product):
+    """An embedding whose table is a linear layer's weight as well, as in language models.
+
+    With A of the linear layer and E of the embedding, ‖A + E‖² = ‖A‖² + ‖E‖² + 2⟨A, E⟩, where E has
+    a row e_r for each token r and ⟨A, E⟩ = Σ_r Σ_t g_t[r]·⟨a_t, e_r⟩.
+    """
+
+    def __init__(self, linear: Outer, tokens: Tokens) -> None:
+        super().__init__(linear.inputs, linear.backprops)
+        self.linear, self.tokens, self.parameters = linear, tokens, tokens.parameters
+        self.held = (*linear.held, *tokens.held)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (id(self),)
+
+    def set_norms(self, alike: Sequence[Any]) -> None:
+        n, norm, other = len(self.inputs), self.linear.norm(), self.tokens.norm()
+        a, g = self.inputs.view(n, -1, self.inputs.shape[-1]), self.backprops
+        rows = self.tokens.rows.view(n, -1, a.shape[2]).double()
+        places = self.tokens.tokens.view(n, 1, -1)
+        g = g.view(n, -1, g.shape[-1])
+        picked = g.gather(2, places.expand(n, g.shape[1], -1)).double()
+        both = (picked * torch.bmm(a.double(), rows.transpose(1, 2))).sum((1, 2))
+        apart = norm.double().square() + other.double().square()
+        # norms of float32 are good to 2⁻¹⁷, and what they lack must not hide where both cancel
+        squared = (apart + 2 * both).clamp_(min=0.0) + 2.0**-16 * apart
+        size = norm if self.linear.size is None else self.linear.size
+        self.note_norms([self], squared.sqrt_(), size + other)
+
+    def set_apart(self, which: Tensor) -> None:
+        index, norm = which.nonzero().flatten(), self.norm()
+        apart = PerRecord({p: g[index] for p, g in self.per_record().items()})
+        self.keep_only(~which)
+        self._norm = norm.index_copy(0, index, apart.norm().to(norm.dtype))
+        self._apart, self.size = (index, apart), None
+
+    def per_record(self) -> dict[Tensor, Tensor]:
+        found = _added([self.linear.per_record(), self.tokens.per_record()])
+        if self._apart is not None:
+            index, apart = self._apart
+            found = {p: g.index_copy(0, index, apart.gradients[p]) for p, g in found.items()}
+        return found
+
+    def keep_only(self, keep: Tensor) -> None:
+        super().keep_only(keep)
+        self.linear.keep_only(keep)
+        self.tokens.keep_only(keep)
+
+    def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        self.linear.add_sum(factor, out)
+        self.tokens.add_sum(factor, out)
+
+    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
+        raise NotImplementedError
 
 
 def together(parts: Sequence[Contribution]) -> Contribution:
     """Contributions to parameters that are shared: norms do not add up, per-record gradients do."""
     if len(parts) == 1:
         return parts[0]
+    linear = next((p for p in parts if isinstance(p, Outer) and not p.is_transposed), None)
+    tokens = next((p for p in parts if isinstance(p, Tokens)), None)
+    if len(parts) == 2 and linear is not None and tokens is not None:
+        has_double = arithmetic.machine_of(linear.backprops.device).has_double
+        if [*map(id, linear.parameters)] == [*map(id, tokens.parameters)] and has_double:
+            return Tied(linear, tokens)
+    return PerRecord(_added([part.per_record() for part in parts]))
+
+
+def _added(several: Sequence[Mapping[Tensor, Tensor]]) -> dict[Tensor, Tensor]:
     gradients: dict[Tensor, Tensor] = {}
-    for part in parts:
-        for p, g in part.per_record().items():
+    for found in several:
+        for p, g in found.items():
             gradients[p] = g if p not in gradients else gradients[p] + g
-    return PerRecord(gradients)
+    return gradients
 
 
 # -- clipping --------------------------------------------------------------------------------------
@@ -468,7 +561,7 @@ def _norm_and_check(parts: Sequence[Contribution], floor: float) -> tuple[Tensor
     """The norms, and a number that is finite if they are and no product cancels too far: the one
     look at the records of a step, for which a GPU has to be waited for.
     """
-    set_gram_norms([part for part in parts if isinstance(part, Outer) and part._norm is None])
+    set_norms(parts)
     norm = joined([part.norm() for part in parts])
     check = norm.dot(norm)
     if sizes := [part.size for part in parts if isinstance(part, Product) and part.size is not None]:
@@ -508,13 +601,19 @@ def trainable(module: nn.Module, name: str) -> Tensor | None:
 
 
 def outer(
-    weight: Tensor | None, bias: Tensor | None, inputs: Tensor, backprops: Tensor
+    weight: Tensor | None,
+    bias: Tensor | None,
+    inputs: Tensor,
+    backprops: Tensor,
+    *,
+    is_transposed: bool = False,
 ) -> dict[Tensor, Tensor]:
     gradients = {}
     if backprops.dim() == 2:
         inputs, backprops = inputs[:, None], backprops[:, None]
     if weight is not None:
-        gradients[weight] = torch.bmm(backprops.transpose(1, 2), inputs)
+        left, right = (inputs, backprops) if is_transposed else (backprops, inputs)
+        gradients[weight] = torch.bmm(left.transpose(1, 2), right)
     if bias is not None:
         gradients[bias] = backprops.sum(1)
     return gradients

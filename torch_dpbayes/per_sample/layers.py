@@ -14,8 +14,10 @@ Which way is taken depends on shapes and on the device alone.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +42,9 @@ class Call(NamedTuple):
     backprops: Tensor
 
 
-def linear(module: nn.Module, calls: Sequence[Call]) -> Contribution:
+def linear(
+    module: nn.Module, calls: Sequence[Call], *, is_transposed: bool = False
+) -> Contribution:
     weight, bias = trainable(module, "weight"), trainable(module, "bias")
     pieces = []
     for (inputs,), g in calls:
@@ -53,14 +57,13 @@ def linear(module: nn.Module, calls: Sequence[Call]) -> Contribution:
             torch.cat([t if t.dim() == 3 else t[:, None] for t in side], dim=1)
             for side in zip(*pieces, strict=True)
         )
-    if g.dim() == 2:
-        return Outer(weight, bias, a, g)
-    if g.shape[1] == 1:
-        return Outer(weight, bias, a[:, 0], g[:, 0])
-    machine = arithmetic.machine_of(g.device)
-    if choose_linear(g.shape[1], a.shape[2], g.shape[2], machine) == "gram":
-        return Outer(weight, bias, a, g)
-    return PerRecord(outer(weight, bias, a, g))
+    if g.dim() == 3 and g.shape[1] == 1:
+        a, g = a[:, 0], g[:, 0]
+    if g.dim() == 3:
+        machine = arithmetic.machine_of(g.device)
+        if choose_linear(g.shape[1], a.shape[2], g.shape[2], machine) != "gram":
+            return PerRecord(outer(weight, bias, a, g, is_transposed=is_transposed))
+    return Outer(weight, bias, a, g, is_transposed=is_transposed)
 
 
 def convolution(module: nn.Module, calls: Sequence[Call]) -> Contribution:
@@ -174,10 +177,24 @@ def rows_of(module: nn.Module, given: Sequence[int]) -> tuple[bool, bool]:
     return is_one, not is_one and not kind.has_positions
 
 
+# What the forward pass of a layer of transformers calls, a linear layer with a transposed weight; a
+# version with another runs in the map.
+_CONV1D = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}
+
+
+def _is_transposed_linear(kind: type[nn.Module]) -> bool:
+    theirs = sys.modules.get("transformers.pytorch_utils")
+    if theirs is None or kind is not getattr(theirs, "Conv1D", None):
+        return False
+    return set(kind.forward.__code__.co_names) == _CONV1D
+
+
 def is_known(module: nn.Module) -> bool:
     """Whether this is exactly a known kind of layer, with a weight of its own (of which torch's
     pruning makes an attribute) and no option that sees which tokens the batch has.
     """
+    if type(module) not in KINDS and _is_transposed_linear(type(module)):
+        KINDS[type(module)] = Kind(partial(linear, is_transposed=True), 1, (), True)
     is_aware = getattr(module, "max_norm", None) or getattr(module, "scale_grad_by_freq", False)
     return type(module) in KINDS and "weight" in module._parameters and not is_aware
 
