@@ -453,7 +453,8 @@ class Tied(Product):
         both = (picked * torch.bmm(a.double(), rows.transpose(1, 2))).sum((1, 2))
         apart = norm.double().square() + other.double().square()
         # norms of float32 are good to 2⁻¹⁷, and what they lack must not hide where both cancel
-        squared = (apart + 2 * both).clamp_(min=0.0) + 2.0**-16 * apart
+        lacking = 2.0**-44 if norm.dtype == other.dtype == torch.float64 else 2.0**-16
+        squared = (apart + 2 * both).clamp_(min=0.0) + lacking * apart
         size = norm if self.linear.size is None else self.linear.size
         self.note_norms([self], squared.sqrt_(), size + other)
 
