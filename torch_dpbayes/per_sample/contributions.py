@@ -74,12 +74,14 @@ class PerRecord(Contribution):
 
     def add_sum(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         for p, g in self.gradients.items():
-            if p not in out:
-                continue
-            if is_split(g) and out[p].dtype == torch.float32:  # three terms are all of a float32
-                out[p].add_(product(torch.stack(split(factor.float(), 3)), g).sum(0))
-            else:
+            if p in out:
                 out[p].addmv_(g.to(out[p].dtype).T, factor.to(out[p].dtype))
+
+    def add_in_terms(self, terms: Tensor, out: Mapping[Tensor, Tensor]) -> None:
+        """The same of gradients in bfloat16, as they are: the factors are the sums of ``terms``."""
+        for p, g in self.gradients.items():
+            if p in out:
+                out[p].add_(product(terms, g).sum(0))
 
     def per_record(self) -> dict[Tensor, Tensor]:
         return self.gradients
@@ -270,6 +272,30 @@ class Outer(Product):
         # inputs whose squares underflow are nothing beside the bias' 1
         a = torch.linalg.vector_norm(self.inputs, dim=1, dtype=g.dtype)
         return a.mul_(g).hypot_(g)
+
+    def is_with_others(self, out: Mapping[Tensor, Tensor]) -> bool:
+        """Whether the sums of several such layers may be taken by one product."""
+        is_whole = self.backprops.dim() == 3 and self._apart is None and self.weight is not None
+        return is_whole and all(p in out for p in self.parameters)
+
+    def add_sums(
+        self, alike: Sequence[Outer], factor: Tensor, out: Mapping[Tensor, Tensor]
+    ) -> None:
+        """:meth:`add_sum` of layers with the key of this one."""
+        if len(alike) == 1:
+            self.add_sum(factor, out)
+            return
+        g, a = (beside(t) for t in ([x.backprops for x in alike], [x.inputs for x in alike]))
+        g = g.view(len(alike), *self.backprops.shape) * factor.view(-1, 1, 1)
+        g, a = g.flatten(1, 2), a.view(len(alike), -1, a.shape[-1])
+        a = a if is_split(a) else a.to(g.dtype)
+        weights = [out[p].view(p.shape) for x in alike if (p := x.weight) is not None]
+        for term in split(g, 2) if is_split(a) else [g]:
+            left, right = (a, term) if self.is_transposed else (term, a)
+            torch._foreach_add_(weights, list(product(left.transpose(1, 2), right).unbind()))
+        if self.bias is not None:
+            biases = [out[p] for x in alike if (p := x.bias) is not None]
+            torch._foreach_add_(biases, list(g.sum(1).unbind()))
 
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         if is_split(self.backprops) and next(iter(out.values())).dtype == torch.float32:
@@ -539,8 +565,7 @@ def add_clipped(
         factor = torch.where(kept, factor, 0.0)
         for part in parts:
             part.keep_only(kept)
-    for part in parts:
-        part.add_sum(factor, out)
+    _add_sums(parts, factor, out)
     if second_moment is not None and is_full:
         rows = [g.to(second_moment.dtype) for g in parts[0].per_record().values()]
         clipped = torch.cat(rows, dim=1) * factor[:, None].to(second_moment.dtype)
@@ -550,6 +575,35 @@ def add_clipped(
         for part in parts:
             part.add_squares(factor, squares)
     return len(norm)
+
+
+def _add_sums(
+    parts: Sequence[Contribution], factor: Tensor, out: Mapping[Tensor, Tensor]
+) -> None:
+    """out[p] += Σ_i factor_i·g_i; on a GPU with few launches and few casts."""
+    machine = arithmetic.machine_of(factor.device)
+    if not machine.is_accelerator or next(iter(out.values())).dtype != torch.float32:
+        for part in parts:
+            part.add_sum(factor, out)
+        return
+    groups: dict[Any, list[Outer]] = {}
+    terms: Tensor | None = None
+    for part in parts:
+        if isinstance(part, Outer) and part.is_with_others(out):
+            groups.setdefault((part.key, part.is_transposed), []).append(part)
+        elif isinstance(part, PerRecord) and all(map(is_split, part.gradients.values())):
+            if terms is None:
+                terms = torch.stack(split(factor.float(), 3))  # all of a float32
+            part.add_in_terms(terms, out)
+        else:
+            part.add_sum(factor, out)
+    for alike in groups.values():
+        numbers = alike[0].inputs.numel() + 2 * alike[0].backprops.numel()
+        assert alike[0].weight is not None
+        step = max(1, machine.piece // (2 * max(numbers, alike[0].weight.numel())))
+        for start in range(0, len(alike), step):
+            some = alike[start : start + step]
+            some[0].add_sums(some, factor, out)
 
 
 def joint_norm(parts: Sequence[Contribution], floor: float = 0.0) -> Tensor:
