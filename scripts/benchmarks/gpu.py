@@ -255,7 +255,11 @@ def check(mode: str, precision: str) -> str:
     off = float((torch.cat(out).double() - truth).norm() / truth.norm())
     source.discard([p for _, p in named])
     for sampler in ("DPSGLD", "DPSGHMC", "DPSGNHT", "DPSGFS"):
-        options: dict[str, Any] = {"num_data": 240, "expected_batch_size": 24, "max_grad_norm": clip}
+        options: dict[str, Any] = {
+            "num_data": 240,
+            "expected_batch_size": 24,
+            "max_grad_norm": clip,
+        }
         if sampler == "DPSGFS":
             options["fisher"] = "diagonal"
         private = getattr(dpb.optim, sampler)(named, 1e-4, sampling="poisson", **options)

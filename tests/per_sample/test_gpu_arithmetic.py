@@ -242,7 +242,10 @@ def transformer():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
-            self.table, self.body = nn.Embedding(50, 32), nn.Sequential(*[Block() for _ in range(4)])
+            self.table, self.body = (
+                nn.Embedding(50, 32),
+                nn.Sequential(*[Block() for _ in range(4)]),
+            )
             self.head = nn.Linear(32, 10)
 
         def forward(self, x):

@@ -77,8 +77,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if wide(a) == a.dtype:
         return a @ b
     if a.is_cuda and _HAS_OUT_DTYPE:
-        multiply = torch.mm if a.dim() == 2 else torch.bmm
-        return multiply(a, b, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+        multiply: Any = torch.mm if a.dim() == 2 else torch.bmm
+        found: Tensor = multiply(a, b, out_dtype=torch.float32)
+        return found
     return a.float() @ b.float()
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, StepError
 from .arithmetic import full_precision
-from .contributions import Contribution, add_clipped, joint_norm
+from .clipped_sum import add_clipped, joint_norm
+from .contributions import Contribution
 from .mapped_forward import EVALUATED, ForwardPasses, Loss, MappedForward
 
 VOUCHED = "vouched for by the user (assume_independent_records=True)"

@@ -1,8 +1,8 @@
 """Functions that run inside a map in place of others.
 
-Recurrent layers, cells, bags of embeddings and RMSNorm by operations that ``vmap`` has rules for, where
-torch's own would fail or run for one record after another; and what other libraries decide by the
-values of records.
+Recurrent layers, cells, bags of embeddings and RMSNorm by operations that ``vmap`` has rules for,
+where torch's own would fail or run for one record after another; and what other libraries decide by
+the values of records.
 """
 
 from __future__ import annotations
