@@ -1,4 +1,4 @@
-"""What a GPU would choose, on the CPU: the same sums, norms that are never too small, few launches."""
+"""What a GPU would choose, on the CPU: the same sums, norms never too small, few launches."""
 
 import copy
 import math

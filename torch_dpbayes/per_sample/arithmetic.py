@@ -1,4 +1,4 @@
-"""How norms and sums are computed on a device: how much at a time, in which type, and what is cheap.
+"""How a device computes norms and sums: how much at a time, in which type, and what is cheap.
 
 A record's norm must hold for what is added up. Where a sum is made of per-record gradients that are
 kept, it does by construction: they may be rounded as the layer's own gradients are (bfloat16 under

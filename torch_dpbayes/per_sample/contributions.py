@@ -176,7 +176,7 @@ class Product(Contribution):
         n, dtype = len(self.backprops), wide(self.backprops)
         rows = (t.to(dtype).view(len(alike), n).unbind() for t in (norms, sizes))
         for layer, norm, size in zip(alike, *rows, strict=True):
-            layer._norm, layer.size = norm, size
+            layer._norm, layer.size = norm, size  # noqa: SLF001 - of its own class
 
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
