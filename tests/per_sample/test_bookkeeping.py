@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from torch import nn
 
-from torch_dpbayes.per_sample import contributions, layers
+from torch_dpbayes.per_sample import clipped_sum, layers
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
 
@@ -341,7 +341,7 @@ def test_positions_that_cancel_are_clipped_all_the_same(monkeypatch):
     expected = (exact * (1e-6 / exact.norm(dim=1))[:, None]).sum(0)
     # what is left of the sum in float32 is good to 2⁻²⁴ of its terms
     assert float((out - expected).norm()) <= 5e-6 * 1e4 * 2**-22
-    monkeypatch.setattr(contributions, "LARGEST_CANCELLATION", math.inf)  # none is set apart
+    monkeypatch.setattr(clipped_sum, "LARGEST_CANCELLATION", math.inf)  # none is set apart
     _, norms = clipped(source, net, x, weights, 1e-6, way="gram")
     torch.testing.assert_close(norms.double(), exact.norm(dim=1), rtol=1e-6, atol=0)
 

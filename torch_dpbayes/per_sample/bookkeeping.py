@@ -27,10 +27,16 @@ from torch import Tensor, nn
 
 from ..errors import ModelError, StepError
 from . import layers
-from .contributions import Contribution, PerRecord, full_precision, together
+from .arithmetic import full_precision
+from .contributions import Contribution, PerRecord, together
 from .gradient_source import COPIED, GradientSource, require_first_backward
 from .mapped_forward import Loss, MappedForward, OfOne, ReplacedForward
-from .record_map import SAVED_TENSORS, InnerTransform, RecordMap, require_no_modes
+from .record_map import (
+    SAVED_TENSORS,
+    InnerTransform,
+    RecordMap,
+    require_no_modes,
+)
 
 
 class UsedElsewhere(RuntimeError):

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError, LossError, StepError
-from .contributions import Contribution, add_clipped, full_precision, joint_norm
+from .arithmetic import full_precision
+from .clipped_sum import add_clipped, joint_norm
+from .contributions import Contribution
 from .followed import Followed
 from .nested import tensors_in
 

@@ -1,8 +1,8 @@
 """Functions that run inside a map in place of others.
 
-Recurrent layers, cells, bags of embeddings and losses of classes by operations that ``vmap`` has
-rules for, where torch's own would fail or run for one record after another; and what other
-libraries decide by the values of records.
+Recurrent layers, cells, bags of embeddings, RMSNorm and losses of classes by operations that
+``vmap`` has rules for, where torch's own would fail or run for one record after another; and what
+other libraries decide by the values of records.
 """
 
 from __future__ import annotations
@@ -138,6 +138,17 @@ def embedding_bag(
     return total / count.clamp(min=1) if mode == "mean" else total
 
 
+def rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Tensor:
+    """As ``F.rms_norm``, whose fused backward pass on GPUs has no rule."""
+    wide = input.double() if input.dtype == torch.float64 else input.float()
+    dims = tuple(range(-len(normalized_shape), 0))
+    least = torch.finfo(wide.dtype).eps if eps is None else eps
+    found = wide * (wide.square().mean(dims, keepdim=True) + least).rsqrt()
+    return (found if weight is None else found * weight).to(input.dtype)
+
+
 def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
     """As ``F.one_hot``, which reads the labels; of a label that is no class, zeros."""
     if num_classes < 1:
@@ -183,6 +194,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.one_hot: one_hot,
     F.nll_loss: cross_entropy,
     F.cross_entropy: _smoothed,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,
     torch.lstm_cell: lstm_cell,
     torch.gru_cell: gru_cell,
     torch.rnn_tanh_cell: rnn_tanh_cell,
