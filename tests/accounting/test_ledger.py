@@ -331,8 +331,8 @@ def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(
     """Near the edge a composition vouches for so many more steps; charges of another kind, or
     of another process, void that.
     """
-    composed, bound = [], bounds.upper_epsilon
-    monkeypatch.setattr(bounds, "upper_epsilon", lambda *a: composed.append(1) or bound(*a))
+    composed, original = [], budget.compose
+    monkeypatch.setattr(budget, "compose", lambda *a, **k: composed.append(1) or original(*a, **k))
     accountant = PrivacyAccountant(2.0, DELTA, **({"path": path} if where == "file" else {}))
     other = PrivacyAccountant(path=path) if where == "file" else accountant
     fit = accountant.remaining(STEP)

@@ -34,7 +34,7 @@ from .dominating_pairs import (
     scattered_of,
 )
 from .mixture_bounds import Mixtures, Near, mixtures
-from .privacy_loss import BEYOND, Masses, grid_masses
+from .privacy_loss import BEYOND, Masses, grid_masses, loss_nodes
 from .tilted_window import (
     ACCURACY,
     LARGEST_WINDOW,
@@ -325,7 +325,10 @@ class Composition:
         self._finish()
 
     def step(self, pair: Pair) -> Transform:
-        """One more release on the same grid."""
+        """One more release on the same grid, unless that is far too fine for it."""
+        losses = loss_nodes(pair, self.tail).losses
+        if losses.max() - losses.min() > _WIDE_WINDOW * self.interval:
+            raise OverflowError(BEYOND)
         return _transform_of(pair, self.window, self._size, self.reverse, self.tail)
 
     def of_others(self, transform: Transform) -> Composition:
