@@ -297,7 +297,7 @@ def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(
     of another process, void that.
     """
     composed = []
-    listened(monkeypatch, bounds, "upper_epsilon", lambda: composed.append(1))
+    listened(monkeypatch, budget, "compose", lambda: composed.append(1))
     accountant = made(where, path, 2.0, DELTA)
     other = PrivacyAccountant(path=path) if where == "file" else accountant
     fit = accountant.remaining(STEP)

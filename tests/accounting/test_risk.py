@@ -9,7 +9,7 @@ import pytest
 from scipy import special, stats
 from support.ledgers import later_job
 
-from torch_dpbayes import PrivacyAccountant, get_noise_multiplier
+from torch_dpbayes import PrivacyAccountant
 from torch_dpbayes.accounting import renyi as renyi_curves
 from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.events import (
@@ -137,47 +137,6 @@ def test_the_text_says_what_was_asked():
 def test_arguments_out_of_range_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         PrivacyAccountant().compose(STEP).risk(**wrong)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
-@pytest.mark.parametrize(
-    "target",
-    [{"target_advantage": 0.15},
-     {"target_true_positive_rate": 0.02, "false_positive_rate": 0.004}],
-)  # fmt: skip
-def test_calibration_to_attacks_is_safe_and_close(target, neighboring):
-    noise = get_noise_multiplier(
-        **target, sample_rate=0.05, steps=50, neighboring=neighboring, history=[(STEP, 5)]
-    )
-
-    def found(noise):
-        accountant = PrivacyAccountant(neighboring=neighboring).compose(STEP, 5)
-        accountant.compose(PoissonSampledDpEvent(0.05, GaussianDpEvent(noise)), 50)
-        risk = accountant.risk(false_positive_rate=target.get("false_positive_rate", 0.1))
-        return risk.advantage if "target_advantage" in target else risk.true_positive_rate
-
-    wanted = target.get("target_advantage", target.get("target_true_positive_rate"))
-    assert wanted * 0.999 <= found(noise) <= wanted
-
-
-@pytest.mark.parametrize(
-    "targets",
-    [{}, {"target_epsilon": 1.0}, {"target_advantage": 0.1, "target_delta": 1e-5},
-     {"target_advantage": 1.0}, {"target_advantage": 0.0}, {"target_true_positive_rate": 0.1},
-     {"target_true_positive_rate": 0.1, "false_positive_rate": 0.1},
-     {"target_true_positive_rate": 0.1, "false_positive_rate": 0.01, "target_advantage": 0.1}],
-)  # fmt: skip
-def test_one_target_is_needed(targets):
-    with pytest.raises((ValueError, TypeError)):
-        get_noise_multiplier(**targets, sample_rate=0.1, steps=10)
-
-
-def test_a_history_that_is_too_risky_already():
-    with pytest.raises(ValueError, match="already"):
-        get_noise_multiplier(
-            target_advantage=0.1, sample_rate=0.1, steps=1, history=[(GaussianDpEvent(1.0), 1)]
-        )
 
 
 @pytest.mark.thorough
