@@ -20,7 +20,7 @@ from .certificates import (
     TotalVariationClose,
 )
 from .glm import GLM
-from .langevin import NoseHoover, Overdamped, Underdamped
+from .langevin import Overdamped, Underdamped
 from .one_posterior_sample import OnePosteriorSample
 from .softmax import Softmax
 
@@ -34,7 +34,6 @@ __all__ = [
     "Certificate",
     "FiniteRunLangevin",
     "Hybrid",
-    "NoseHoover",
     "OnePosteriorSample",
     "Overdamped",
     "RenyiClose",

@@ -13,13 +13,10 @@ import torch
 from torch import Tensor
 
 from ..accounting.events import positive_count
-from ..errors import ArgumentError
 from ..mcmc.checks import check_positive
 from ..noise import GaussianNoise
 from ..words import shown
 from .models import Density, Target
-
-_LARGEST_FRICTION = 1.2  # of the thermostat, as in DPSGNHT: beyond 2 a step explodes
 
 
 class Sampler(Protocol):
@@ -140,65 +137,6 @@ class Underdamped:
             )
             v.mul_(1 - gone).sub_(gradient, alpha=drift).add_(kick)
         return x
-
-
-@dataclass(frozen=True)
-class NoseHoover:
-    r"""The Nosé-Hoover thermostat on the full data, without an accept step.
-
-    .. math::
-        v' = (1 - \alpha) v - h \nabla U(\theta) + \sqrt{2ah}\,\xi, \qquad
-        \theta \leftarrow \theta + v', \qquad
-        \alpha \leftarrow \alpha + \mathrm{gain}
-        \Bigl( \frac{1}{dh} \Bigl\| \frac{v + v'}{2} \Bigr\|^2 - 1 \Bigr)
-
-    The kinetic energy is taken at the half step: at the end of the step it would sample temperature
-    1 − α/2.
-
-    Source: Ding, Fang, Babbush, Chen, Skeel and Neven (2014); :class:`~torch_dpbayes.optim.DPSGNHT`
-    is its private counterpart.
-
-    Args:
-        steps: how many.
-        step_size: h, in units of θ².
-        friction: a in (0, 1]: friction that the noise is made for, and where α starts.
-        thermostat_gain: how fast α follows the kinetic energy.
-
-    **Privacy.** The settings are public. Only the last θ leaves; velocity and friction, which
-    depend on the records, do not.
-    """
-
-    steps: int
-    step_size: float
-    friction: float = 0.1
-    thermostat_gain: float = 0.01
-
-    def __post_init__(self) -> None:
-        positive_count(self.steps, "steps")
-        for name in ("step_size", "friction", "thermostat_gain"):
-            check_positive(name, getattr(self, name))
-        if self.friction > 1:
-            raise ArgumentError(
-                "friction is the share of the velocity that a step takes away, at most 1; got"
-                f" {self.friction}."
-            )
-
-    @torch.no_grad()
-    def draw(self, density: Density, noise: GaussianNoise) -> Tensor:
-        h, alpha = self.step_size, self.friction
-        theta = density.start.clone()
-        v = math.sqrt(h) * _gaussian(theta, noise)
-        for _ in shown(range(self.steps), "drawing one posterior sample"):
-            new = (
-                (1 - alpha) * v
-                - h * density.gradient(theta)
-                + math.sqrt(2 * self.friction * h) * _gaussian(theta, noise)
-            )
-            theta.add_(new)
-            kinetic = float((v + new).square().sum()) / (4 * h * len(theta))
-            alpha = min(alpha + self.thermostat_gain * (kinetic - 1), _LARGEST_FRICTION)
-            v = new
-        return theta
 
 
 def _gaussian(like: Tensor, noise: GaussianNoise) -> Tensor:

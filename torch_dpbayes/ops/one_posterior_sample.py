@@ -13,20 +13,19 @@ from torch import Tensor
 
 from .. import words
 from ..accounting.accountant import PrivacyAccountant, PrivacyBudgetExceeded
-from ..accounting.events import ComposedDpEvent, DpEvent, check_delta, check_epsilon, positive_count
+from ..accounting.events import DpEvent, check_delta, check_epsilon, positive_count
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
-from .certificates import Certificate, FiniteRunLangevin, Setting, StepTooLarge
+from .certificates import Certificate, FiniteRunLangevin, Setting
+from .certificates.certificate import StepTooLarge, TooFar
 from .glm import GLM
 from .models import Loss, Model
-from .sampling_error import TooFar
 from .softmax import Softmax
+from .tempering import LEAST_TEMPERING, epsilon_with, largest_tempering
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
-_LEAST_TEMPERING = 1e-9
-_PRECISION = 1e-9  # relative, of the tempering
-_charging = threading.Lock()
 _DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
+_charging = threading.Lock()
 
 
 class OnePosteriorSample:
@@ -245,9 +244,8 @@ class OnePosteriorSample:
         """Charges one release, then draws.
 
         Args:
-            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the device of the
-                features decides where the chain runs. For a Pyro model its arguments, for a module
-                inputs and targets.
+            *data: for a GLM the features ``[n, d]`` and the targets ``[n]``; the chain runs on the
+                features' device. For a Pyro model its arguments, for a module inputs and targets.
 
         Returns:
             The draw by name, in the user's constrained space: ``{"weights": [d]}`` for a GLM,
@@ -255,69 +253,36 @@ class OnePosteriorSample:
 
         Raises:
             PrivacyBudgetExceeded: the draw would pass the target or the accountant's budget.
-                Nothing is charged or released; only where another thread or process charged at the
-                same moment, the charge stays and nothing is released.
+                Nothing is released, and nothing is charged unless others charged at that moment.
             ValueError, TypeError: shapes that do not fit. Nothing is charged.
 
         **Privacy.** Released is the returned draw; its event is :attr:`event`.
-        """
-        return self.release_together(
-            data,
-            self._epsilon,
-            self._reserve,
-            f"one posterior sample ({type(self._certificate).__name__})",
-        )
-
-    def release_together(
-        self,
-        data: tuple[Any, ...],
-        epsilon: float | None,
-        reserve: DpEvent | None,
-        label: str,
-        together: DpEvent | None = None,
-    ) -> dict[str, Tensor]:
-        """A draw that is charged with what is released ``together`` with it: both or neither,
-        within ``epsilon`` and with room for ``reserve``.
         """
         with _plain_arithmetic():
             data = self._model.prepare(data)
             num_data = self._check_num_data(self._model.num_records(data))
             setting = self._setting(num_data)
-            event = self._certificate.event(self._model, setting)
-            self._charge(
-                event if together is None else ComposedDpEvent([event, together]),
-                epsilon,
-                reserve,
-                label,
-            )
+            self._charge(self._certificate.event(self._model, setting))
             self._last_num_data = num_data
             theta = self._certificate.draw(self._model, data, setting, GaussianNoise())
             return self._model.release(theta)
 
-    def _charge(
-        self, event: DpEvent, epsilon: float | None, reserve: DpEvent | None, label: str
-    ) -> None:
-        """Charges; the target is posterior again afterwards, for other threads and processes
-        charge the same accountant in between.
-        """
+    def _charge(self, event: DpEvent) -> None:
+        def require_target(*more: DpEvent, say: str) -> None:
+            if self._epsilon is not None and self._cost(*more) > self._epsilon * (1 + 1e-9):
+                raise PrivacyBudgetExceeded(
+                    f"{say} the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: make"
+                    " a new OnePosteriorSample with a larger epsilon or another accountant."
+                )
 
-        def passes_target(*more: DpEvent | None) -> bool:
-            return epsilon is not None and self._epsilon_with(*more) > epsilon * (1 + 1e-9)
-
+        label = f"one posterior sample ({type(self._certificate).__name__})"
         with _charging:  # two draws at a time would each refuse the other
-            if passes_target(event, reserve):
-                raise PrivacyBudgetExceeded(
-                    f"one more draw would pass the target epsilon = {epsilon:g} at delta ="
-                    f" {self._delta:g}, as n draws cost n releases: make a new OnePosteriorSample"
-                    " with a larger epsilon."
-                )
+            require_target(event, say="n draws cost n releases, and one more would pass")
             self._accountant.compose(event, label=label)
-            if passes_target(reserve):
-                raise PrivacyBudgetExceeded(
-                    "other releases were charged meanwhile and pass the target epsilon ="
-                    f" {epsilon:g} at delta = {self._delta:g}. Nothing was drawn, but the charge"
-                    " stays: give simultaneous draws an accountant each."
-                )
+            # other threads and processes may charge the same accountant in between
+            require_target(
+                say="Nothing was drawn, but the charge stays: with what others charged it passes"
+            )
 
     # --- the tempering ----------------------------------------------------------------------------
 
@@ -353,71 +318,41 @@ class OnePosteriorSample:
             self._solved[num_data] = self._largest_tempering(num_data)
         return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
 
-    def _epsilon_with(self, *more: DpEvent | None) -> float:
-        """ε of what the accountant holds, and of ``more``."""
+    def _event(self, tempering: float, num_data: int | None) -> DpEvent:
+        setting = Setting(tempering, num_data, self._accountant.neighboring)
+        return self._certificate.event(self._model, setting)
+
+    def _cost(self, *events: DpEvent) -> float:
+        """ε of what the accountant holds, ``events`` and what is reserved."""
         assert self._delta is not None
-        if self._accountant.is_later_job or self._accountant.guarantee != "fixed":
-            raise ArgumentError(
-                "adaptive charges, or those of a later job, are guaranteed by the"
-                " accountant's budget as a whole: leave out epsilon= and choose a certificate that"
-                " fits the budget.",
-                code="budget-whole",
-            )
-        joint = PrivacyAccountant(
-            method=self._accountant.method, neighboring=self._accountant.neighboring
-        )
-        for charge in self._accountant.history:
-            joint.compose(charge.event, charge.count)
-        for event in more:
-            if event is not None:
-                joint.compose(event)
-        return joint.get_epsilon(self._delta)
+        reserve = () if self._reserve is None else (self._reserve,)
+        return epsilon_with(self._accountant, self._delta, (*events, *reserve))
 
     def _largest_tempering(self, num_data: int | None) -> float:
         """The largest tempering that meets the target."""
-
-        def cost(tempering: float) -> float:
-            return self._epsilon_with(
-                self._certificate.event(
-                    self._model, Setting(tempering, num_data, self._accountant.neighboring)
-                ),
-                self._reserve,
-            )
-
         if self._epsilon is None:
             return 1.0
-        epsilon = self._epsilon
 
-        def meets(tempering: float) -> bool:
+        def cost(tempering: float) -> float:
             try:
-                return cost(tempering) <= epsilon
-            # M grows with the tempering; whether a step size that was given suits the result is
-            # checked there
-            except StepTooLarge:
-                return False
-            except TooFar:  # an exact draw that costs less leaves more room for the distance
-                return False
+                return self._cost(self._event(tempering, num_data))
+            # M grows with the tempering, and with it what a given step size and a given distance to
+            # the target allow
+            except (StepTooLarge, TooFar):
+                return math.inf
 
-        if meets(1.0):
-            return 1.0
-        low, high = _LEAST_TEMPERING, 1.0
-        if not meets(low):
-            if cost(low) > epsilon:
-                raise ArgumentError(
-                    f"epsilon = {epsilon:g} at delta = {self._delta:g} cannot be met after what is"
-                    " held or reserved for later: use a larger epsilon, an empty accountant, or a"
-                    " certificate with a smaller delta.",
-                    code="budget-spent",
-                )
-        while high > low * (1 + _PRECISION):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if meets(middle) else (low, middle)
-        with suppress(TooFar):
-            # raises if a step is what stopped it
-            self._certificate.event(
-                self._model, Setting(high, num_data, self._accountant.neighboring)
+        found = largest_tempering(cost, self._epsilon)
+        if found is None:
+            self._event(LEAST_TEMPERING, num_data)  # raises if the certificate is what stopped it
+            raise ArgumentError(
+                f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after what is"
+                " held or reserved for later: use a larger epsilon, an empty accountant, or a"
+                " certificate with a smaller delta.",
+                code="budget-spent",
             )
-        return low
+        with suppress(TooFar):
+            self._event(min(1.0, found * (1 + 1e-8)), num_data)  # raises if a step stopped it
+        return found
 
 
 @contextmanager

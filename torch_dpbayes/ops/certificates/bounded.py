@@ -12,8 +12,7 @@ from ...accounting.events import BoundedRangeDpEvent, positive_count
 from ...errors import CertificateError
 from ...mcmc.checks import check_positive
 from ..models import Density, Model, gradient_of
-from .certificate import ROUND_UP, Setting, Statement
-from .exact_draw import ExactDraw
+from .certificate import ROUND_UP, ExactDraw, Setting, Statement
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class Bounded(ExactDraw):
             instead; :meth:`from_lipschitz`.
 
     Raises:
-        ValueError: the range is not finite, or the prior is not proper: with a bounded likelihood
-            no data can make up for that.
+        ValueError: the range is not finite, or the prior is not proper.
 
     **Privacy.** The event is ``BoundedRangeDpEvent(ε_B)``, for an *exact* draw: that the chain has
     converged is assumed, and no diagnostic of it is computed, for its value would be a release.
@@ -81,11 +79,9 @@ class Bounded(ExactDraw):
         warmup_steps: int = 1000,
     ) -> Bounded:
         """For log likelihoods that are ``lipschitz``-Lipschitz in θ, and a posterior within
-        ``radius`` of the start of the chain.
-
-        There a record's log likelihood differs by at most ``lipschitz · radius`` from that at the
-        start. The difference is clipped to that, so that the guarantee holds whether the two
-        numbers are right or not; if they are, the clip changes nothing.
+        ``radius`` of the start of the chain. The difference to a record's log likelihood at the
+        start is clipped to ``lipschitz · radius``: the guarantee holds whether the two numbers are
+        right or not.
         """
         check_positive("lipschitz", lipschitz)
         check_positive("radius", radius)
@@ -112,38 +108,28 @@ class Bounded(ExactDraw):
         )
 
     def conditions(self, model: Model, setting: Setting) -> Statement:
-        """What was proved and assumed, the sampler aside."""
         low, high = self._range
-        what = (
-            "log likelihood, less that at the start of the chain,"
-            if self.relative
-            else "log likelihood"
+        start = ", less that at the start of the chain," if self.relative else ""
+        tempered = {
+            "posterior": "prior and likelihood are",
+            "likelihood": "the likelihood alone is",
+        }[self.temper]
+        clipped = (
+            f"every record's log likelihood{start} is clipped into [{low:g}, {high:g}]; {tempered}"
+            " tempered"
         )
-        return Statement(
-            [
-                f"every record's {what} is clipped into [{low:g}, {high:g}]; "
-                + (
-                    "prior and likelihood are"
-                    if self.temper == "posterior"
-                    else "the likelihood alone is"
-                )
-                + " tempered",
-                (
-                    "an exact draw is then the exponential mechanism, whose privacy loss spans at"
-                    f" most {setting.records_changed} x {high - low:g} x rho (Wang, Fienberg, Smola"
-                    " 2015; Dong, Durfee, Rogers 2020)"
-                ),
-            ],
-            [],
+        theorem = (
+            "an exact draw is then the exponential mechanism, whose privacy loss spans at most"
+            f" {setting.records_changed} x {high - low:g} x rho (Wang, Fienberg, Smola 2015; Dong,"
+            " Durfee, Rogers 2020)"
         )
+        return Statement([clipped, theorem], [])
 
     def density(self, model: Model, data: tuple[Any, ...], setting: Setting) -> Density:
-        """What a draw is drawn from."""
-        whole = self.temper == "posterior"
-        target = model.target(
-            data, tempering=1.0 if whole else setting.tempering, max_grad_norm=math.inf
-        )
-        power = setting.tempering if whole else 1.0
+        rho, power = setting.tempering, 1.0
+        if self.temper == "posterior":
+            rho, power = power, rho
+        target = model.target(data, tempering=rho, max_grad_norm=math.inf)
 
         def potential(theta: Tensor) -> Tensor:
             return power * target.clipped_potential(theta, *self._range, self.relative)
