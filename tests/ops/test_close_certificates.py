@@ -19,8 +19,7 @@ from torch_dpbayes.accounting.events import (
     MuGaussianDpEvent,
     PureDpEvent,
 )
-from torch_dpbayes.ops.certificates.renyi_close import ratio_bounded, renyi_close
-from torch_dpbayes.ops.certificates.total_variation_close import total_variation_close
+from torch_dpbayes.ops.certificates.renyi_close import renyi_close
 
 TARGETS = [
     ops.StronglyLogConcave(),

@@ -17,7 +17,7 @@ from torch_dpbayes import ops
 from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.noise import GaussianNoise
-from torch_dpbayes.ops.certificates.finite_run_langevin import finite_run_mu
+from torch_dpbayes.ops.langevin import mu_of_last_state
 
 RELATIONS = ("replace_one", "add_or_remove_one")
 EPSILONS = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0)
@@ -150,7 +150,7 @@ def test_mu_equals_the_closed_form_where_every_gradient_is_at_its_clip(neighbori
 
 
 def test_the_closed_form_has_its_limits():
-    mu = finite_run_mu
+    mu = mu_of_last_state
     one = np.asarray
     # c -> 1 is c = 1, one step has μ = Δ√(h/2) at any contraction, and endless steps have μ =
     # Δ√(h/2 · (1+c)/(1-c))

@@ -37,8 +37,8 @@ class GLM:
     (``"bernoulli"``) or [0, ``max_count``] (``"poisson"``). A row with a value that is not finite
     contributes exactly nothing. No record can make any of this raise: check labels before.
 
-    Clipping a record's gradient to norm C (Huber's loss in u) keeps the losses convex, as they enter
-    through a scalar, with gradient Lipschitz constant at most β R_x²: β = ¼ (Bernoulli), 1/s²
+    Clipping a record's gradient to norm C (Huber's loss in u) keeps the losses convex, as there is
+    one u a record, with gradient Lipschitz constant at most β R_x²: β = ¼ (Bernoulli), 1/s²
     (Gaussian), ``max_count`` + C/R_x (Poisson: where it is not clipped, e^u ≤ y + C/‖x‖). With
     several predictors a record this is false; see :class:`~torch_dpbayes.ops.Softmax`.
 

@@ -36,7 +36,7 @@ class Hybrid(NamedTuple):
     """What a hybrid run released, and what it cost."""
 
     module: nn.Module
-    """With the last state of the chain; a GLM's returns the linear predictor of clipped features."""
+    """With the chain's last state; a GLM's returns linear predictors of clipped features."""
     samples: PosteriorSamples
     """States of the chain: ``samples.predict(module, x, transform=torch.sigmoid)``."""
     start: dict[str, Tensor]
@@ -102,8 +102,8 @@ def hybrid(
             before anything is charged, unless others charge the accountant during the run.
 
     **Privacy.** Released are the start (event: the certificate's) and every state of the chain
-    (event: its Poisson-sampled Gaussian, once a step). Each is charged before it is drawn. The split
-    is a function of public numbers alone.
+    (event: its Poisson-sampled Gaussian, once a step). Each is charged before it is drawn. The
+    split depends on public numbers alone.
     """
     if accountant is None:
         accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")

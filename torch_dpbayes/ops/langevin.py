@@ -9,14 +9,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..accounting.dominating_pairs import Array
 from ..accounting.events import positive_count
 from ..mcmc.checks import check_positive
 from ..noise import GaussianNoise
 from ..words import shown
 from .models import Density, Target
+
+_LEAST_GAP = 1e-290  # below it digits are lost, and the limit c = 1 is an upper bound
 
 
 class Sampler(Protocol):
@@ -55,6 +59,25 @@ def overdamped(
         xi = _gaussian(theta, noise)
         theta.sub_(target.gradient(theta), alpha=h).add_(xi, alpha=math.sqrt(2 * h))
     return theta
+
+
+def mu_of_last_state(sensitivity: float, sizes: Array, gaps: Array, count: int) -> float:
+    """μ of the last of ``count`` steps of :func:`overdamped` (Bok, Su, Altschuler 2024); ``sizes``
+    and ``gaps``: h and 1 − c of all steps, or of each.
+    """
+    if sizes.ndim == 0:
+        h, gap, forgotten = float(sizes), float(gaps), float(count)
+        if gap >= _LEAST_GAP:
+            # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits where c is close to 1
+            grown = math.tanh(-count * math.log1p(-gap) / 2) if gap < 1 else 1.0
+            forgotten = grown * (2 - gap) / gap
+        return sensitivity * math.sqrt(h / 2 * forgotten)
+    with np.errstate(divide="ignore"):
+        logs = np.log1p(-gaps)
+    # C_i, the product of all later contractions
+    later = np.exp(np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]]))
+    mean, variance = np.sum(sizes * later), np.sum(sizes * later**2)
+    return sensitivity * float(mean / math.sqrt(2 * variance))
 
 
 @dataclass(frozen=True)

@@ -38,34 +38,30 @@ class OnePosteriorSample:
     at which everything on the accountant, this draw included, meets (``epsilon``, ``delta``);
     without, ρ = 1.
 
-    Sources: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9; the
-    certificates name theirs.
+    Source: Wang, Fienberg, Smola (2015), "Privacy for free", Algorithm 1 and Proposition 9.
 
     Args:
         model: a :class:`~torch_dpbayes.ops.GLM`, a :class:`~torch_dpbayes.ops.Softmax`, or a Pyro
-            model with one data plate named "data" that takes its data as arguments
-            (:class:`~torch_dpbayes.mcmc.RecordDensity` says what it may hold). For torch modules
-            see :meth:`for_module`.
+            model with one data plate named "data" that takes its data as arguments. For torch
+            modules see :meth:`for_module`.
         certificate: what bounds a record's influence, and how the draw is made. The default, 10,000
             steps of Langevin dynamics, is for a GLM.
-        epsilon: the target ε, of everything on the accountant after one draw. None: no tempering;
-            the certificate decides what it costs.
+        epsilon: the target ε, of everything on the accountant after one draw. None: no tempering.
         delta: of the target. None: the accountant's.
-        accountant: where the draw is charged. None: one of its own, with the target as its budget,
-            for neighbours that replace one record.
-        num_data: the number of records, a public constant; an upper bound N_max on that of both
+        accountant: None: one of its own, with the target as its budget, for neighbours that replace
+            one record.
+        num_data: the number of records, a public constant; an upper bound on that of both
             neighbouring data sets if the accountant's relation is add-or-remove-one. None: taken
             from the data under replace-one, where it is public.
-        reserve: what will be charged to the accountant after the draw, as a chain that begins
-            there; the target leaves room for it.
+        reserve: what will be charged after the draw; the target leaves room for it.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the certificate says nothing about
             this model.
 
     **Privacy.** :meth:`sample` charges the certificate's event to the accountant, then releases one
-    draw; n draws are n releases and cost that much. Nothing else about the chain leaves: no path,
-    no acceptance rate, no diagnostic, no exception or log line that a record's value can trigger.
+    draw; n draws cost n times that. Nothing else about the chain leaves: no path, no acceptance
+    rate, no diagnostic, no exception or log line that a record's value can trigger.
     """
 
     def __init__(
@@ -84,9 +80,6 @@ class OnePosteriorSample:
                 "certificate must be one of torch_dpbayes.ops' certificates, as"
                 f" FiniteRunLangevin(steps=1000), got {certificate!r}."
             )
-        count_is_public = accountant is None or accountant.neighboring == "replace_one"
-        posterior = _as_model(model, count_is_public)
-        certificate.check(posterior)
         if delta is None and accountant is not None:
             delta = accountant.delta
         if epsilon is not None:
@@ -101,18 +94,13 @@ class OnePosteriorSample:
             )
         if accountant is None:
             accountant = PrivacyAccountant(epsilon, delta, neighboring="replace_one")
-        self._model = posterior
-        self._reserve = reserve
-        self._certificate = certificate
-        self._epsilon = epsilon
-        self._delta = None if delta is None else check_delta(delta)
-        self._accountant = accountant
+        self._is_count_public = accountant.neighboring == "replace_one"
+        self._model = _as_model(model, self._is_count_public)
+        certificate.check(self._model)
+        self._certificate, self._accountant, self._reserve = certificate, accountant, reserve
+        self._epsilon, self._delta = epsilon, None if delta is None else check_delta(delta)
         self._num_data = None if num_data is None else positive_count(num_data, "num_data")
-        if (
-            accountant.neighboring == "add_or_remove_one"
-            and num_data is None
-            and certificate.needs_num_data(posterior)
-        ):
+        if not self._is_count_public and num_data is None and self._needs_num_data:
             raise ArgumentError(
                 "the guarantee depends on the number of records, which is private here: state"
                 " num_data=, an upper bound for every data set, or use"
@@ -137,35 +125,30 @@ class OnePosteriorSample:
         reserve: DpEvent | None = None,
     ) -> OnePosteriorSample:
         """One posterior sample of the trainable parameters of a torch module: ``sample(inputs,
-        targets)`` returns them by name.
-
-        A copy of the module is used, in eval mode; ``module.load_state_dict(draw, strict=False)``
-        puts a draw into the module.
+        targets)`` returns them by name, for ``module.load_state_dict(draw, strict=False)``.
 
         Args:
             module: ``module(inputs)`` has the records along dimension 0, and no record looks at
-                another. Frozen parameters and buffers count as public: they must not come from the
-                records.
+                another. A copy is used, in eval mode. Frozen parameters and buffers count as public:
+                they must not come from the records.
             certificate: :class:`Bounded` needs nothing but the range; others need asserted
                 constants, which no network with more than one layer has.
             loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs),
                 targets)`` returns ``[n]``.
-            prior_std: standard deviation of the N(0, prior_std²) prior of every trainable
-                parameter.
+            prior_std: standard deviation of the N(0, prior_std²) prior of every parameter.
             epsilon, delta, accountant, num_data, reserve: as for :class:`OnePosteriorSample`.
         """
         from .pyro_model import model_of_module
 
-        model = model_of_module(module, loss, prior_std)
+        made = model_of_module(module, loss, prior_std)
         return cls(
-            model, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve
+            made, certificate, epsilon, delta, accountant, num_data=num_data, reserve=reserve
         )
 
     @property
     def _numbers(self) -> dict[str, Any]:
-        numbers = {"model": self._model, "certificate": self._certificate}
         target = {} if self._epsilon is None else {"epsilon": self._epsilon, "delta": self._delta}
-        return {**numbers, **target}
+        return {"model": self._model, "certificate": self._certificate, **target}
 
     def __repr__(self) -> str:
         return words.one_line(self, self._numbers, self._accountant)
@@ -188,14 +171,13 @@ class OnePosteriorSample:
     @property
     def variance_inflation(self) -> float:
         """1 + 1/ρ: the asymptotic variance of the draw as an estimate, in units of that of the
-        maximum likelihood estimate.
+        maximum likelihood estimate (Wang, Fienberg, Smola 2015, Proposition 9).
 
         A Wald interval around a draw from n records is draw ± quantile · √((1 + 1/ρ) I⁻¹/n), with
-        the Fisher information I at the draw (Wang, Fienberg, Smola 2015, Proposition 9). It counts
-        no bias: of the prior, of clipping, and of a chain that was stopped early. Nor does it count
-        the step size of a Langevin chain, which multiplies 1/ρ by up to 1/(1 − hM/2) along the
-        directions of the largest curvature: by 2 for the default step of
-        :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For intervals take h ≤ 0.1/M.
+        the Fisher information I at the draw. It counts no bias: of the prior, of clipping, of a
+        chain that was stopped early. A Langevin chain's step size multiplies 1/ρ by up to 1/(1 −
+        hM/2): by 2 for the default step of :class:`~torch_dpbayes.ops.FiniteRunLangevin`. For
+        intervals take h ≤ 0.1/M.
         """
         return 1 + 1 / self.tempering
 
@@ -208,17 +190,11 @@ class OnePosteriorSample:
         """What one draw costs, what was proved and what was assumed, in words. Data-free; for
         a GLM it needs ``num_data``, or a draw before.
         """
-        setting = self._setting()
-        event = self._certificate.event(self._model, setting)
-        alone = PrivacyAccountant(
-            method=self._accountant.method, neighboring=self._accountant.neighboring
-        ).compose(event)
+        setting, event, held = self._setting(), self.event, self._accountant
+        alone = PrivacyAccountant(method=held.method, neighboring=held.neighboring).compose(event)
         delta = self._delta if self._delta is not None else _DELTA_IN_WORDS
-        statement = self._certificate.statement(self._model, setting)
-        relation = {
-            "replace_one": "one record is replaced",
-            "add_or_remove_one": "one record is added or removed",
-        }[setting.neighboring]
+        proved, assumed = self._certificate.statement(self._model, setting)
+        change = "replaced" if setting.neighboring == "replace_one" else "added or removed"
         lines = [
             (
                 f"One posterior sample, certificate {type(self._certificate).__name__}, log"
@@ -226,12 +202,12 @@ class OnePosteriorSample:
             ),
             (
                 f"  one draw    {event}: epsilon = {alone.get_epsilon(delta):.5g} at delta ="
-                f" {delta:g} when {relation}; n draws cost n times this event"
+                f" {delta:g} when one record is {change}; n draws cost n times this event"
             ),
-            *(f"  proved      {line}" for line in statement.proved),
-            *(f"  ASSUMED     {line}" for line in statement.assumed),
+            *(f"  proved      {line}" for line in proved),
+            *(f"  ASSUMED     {line}" for line in assumed),
         ]
-        if not statement.assumed:
+        if not assumed:
             lines.append(
                 "  assumed     nothing about data, model or convergence; floating point is taken"
                 " for real numbers"
@@ -260,7 +236,7 @@ class OnePosteriorSample:
         """
         with _plain_arithmetic():
             data = self._model.prepare(data)
-            num_data = self._check_num_data(self._model.num_records(data))
+            num_data = self._count(self._model.num_records(data))
             setting = self._setting(num_data)
             self._charge(self._certificate.event(self._model, setting))
             self._last_num_data = num_data
@@ -286,34 +262,35 @@ class OnePosteriorSample:
 
     # --- the tempering ----------------------------------------------------------------------------
 
-    def _check_num_data(self, found: int) -> int | None:
-        if self._accountant.neighboring == "replace_one":
-            if self._num_data is not None and found != self._num_data:
-                raise ArgumentError(
-                    f"num_data = {self._num_data} was stated, but there are {found} records",
-                    code="num-data",
-                )
-            return found
-        if self._num_data is not None and found > self._num_data:
+    @property
+    def _needs_num_data(self) -> bool:
+        return self._certificate.needs_num_data(self._model)
+
+    def _count(self, found: int) -> int | None:
+        """N, as the certificate takes it; ``found`` decides only where it is public."""
+        stated = self._num_data
+        if stated is not None and (found > stated or (self._is_count_public and found != stated)):
+            shown = f"there are {found}" if self._is_count_public else "there are more records"
             raise ArgumentError(
-                f"there are more records than num_data = {self._num_data}, the upper bound that was"
-                " stated: choose one for every data set that could occur, without looking at the"
+                f"num_data = {stated} was stated, but {shown}: state the number, or under"
+                " add-or-remove-one an upper bound for every data set, without looking at the"
                 " data.",
                 code="num-data",
             )
-        return self._num_data
+        return found if self._is_count_public else stated
 
     def _setting(self, num_data: int | None = None) -> Setting:
-        if num_data is None:
-            num_data = self._num_data if self._num_data is not None else self._last_num_data
-        if not self._certificate.needs_num_data(self._model):
+        if not self._needs_num_data:
             num_data = None
-        elif num_data is None:
-            raise ArgumentError(
-                "the guarantee depends on the number of records: state OnePosteriorSample(...,"
-                " num_data=N), or draw first.",
-                code="num-data",
-            )
+        else:
+            known = (num_data, self._num_data, self._last_num_data)
+            num_data = next((number for number in known if number is not None), None)
+            if num_data is None:
+                raise ArgumentError(
+                    "the guarantee depends on the number of records: state OnePosteriorSample(...,"
+                    " num_data=N), or draw first.",
+                    code="num-data",
+                )
         if num_data not in self._solved:
             self._solved[num_data] = self._largest_tempering(num_data)
         return Setting(self._solved[num_data], num_data, self._accountant.neighboring)
@@ -329,7 +306,6 @@ class OnePosteriorSample:
         return epsilon_with(self._accountant, self._delta, (*events, *reserve))
 
     def _largest_tempering(self, num_data: int | None) -> float:
-        """The largest tempering that meets the target."""
         if self._epsilon is None:
             return 1.0
 
@@ -345,20 +321,20 @@ class OnePosteriorSample:
         if found is None:
             self._event(LEAST_TEMPERING, num_data)  # raises if the certificate is what stopped it
             raise ArgumentError(
-                f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after what is"
-                " held or reserved for later: use a larger epsilon, an empty accountant, or a"
+                f"epsilon = {self._epsilon:g} at delta = {self._delta:g} cannot be met after what"
+                " is held or reserved for later: use a larger epsilon, an empty accountant, or a"
                 " certificate with a smaller delta.",
                 code="budget-spent",
             )
         with suppress(TooFar):
-            self._event(min(1.0, found * (1 + 1e-8)), num_data)  # raises if a step stopped it
+            self._event(min(1.0, found * (1 + 1e-6)), num_data)  # raises if a step stopped it
         return found
 
 
 @contextmanager
 def _plain_arithmetic() -> Iterator[None]:
-    """Whatever the caller's context: sums over records are not rounded to half precision, and
-    samplers may differentiate.
+    """No half precision in sums over records, and autograd for samplers, whatever the caller's
+    context.
     """
     with (
         torch.inference_mode(False),

@@ -25,22 +25,19 @@ class Bounded(ExactDraw):
         \mid \theta), a, b)\big), \qquad R = b - a
 
     The log ratio of the densities on neighbouring data sets spans at most ε_B = 2ρR (replace one)
-    or ρR (add or remove one): the draw is the exponential mechanism, with its bounded-range profile
-    δ(g) = (1 − e^{−(ε_B−g)/2})²/(1 − e^{−ε_B}), which is below that of ε_B-differential privacy.
+    or ρR (add or remove one): the draw is the exponential mechanism, with the bounded-range profile
+    δ(g) = (1 − e^{−(ε_B−g)/2})²/(1 − e^{−ε_B}).
 
     Sources: Wang, Fienberg, Smola (2015), Theorem 1 (their 4Bρ is 2ρR with R = 2B); Dong, Durfee,
     Rogers (2020) for the profile.
 
     Args:
-        log_likelihood_range: (a, b), chosen without the data; one number R stands for (−R, 0),
-            which suits probabilities of discrete data. Every record's log likelihood is clipped
-            into it, and the clipped model is what is sampled. A density's log likelihood changes
-            with the units of the data.
+        log_likelihood_range: (a, b), chosen without the data; one number R stands for (−R, 0).
+            Every record's log likelihood is clipped into it, and the clipped model is sampled.
         temper: ``"likelihood"``, or ``"posterior"`` to raise the prior to the power ρ as well (Wang
             et al., Algorithm 1), at the same cost.
         warmup_steps: adaptive steps of the No-U-Turn sampler before the state that is released.
-        relative: clip the difference to the record's log likelihood at the start of the chain
-            instead; :meth:`from_lipschitz`.
+        relative: clip the difference to the log likelihood at the chain's start instead.
 
     Raises:
         ValueError: the range is not finite, or the prior is not proper.

@@ -194,7 +194,7 @@ class CloseDraw(Certificate):
 
 
 class Asserted(Certificate):
-    """A certificate whose constants L, λ, … are derived for a GLM, and asserted for other models."""
+    """A certificate whose constants are derived for a GLM, and asserted for other models."""
 
     max_grad_norm: float
     lipschitz: float | None

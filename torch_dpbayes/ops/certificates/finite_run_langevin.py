@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,38 +14,35 @@ from ...accounting.events import MuGaussianDpEvent, positive_count
 from ...errors import CertificateError
 from ...mcmc.checks import check_positive
 from ...noise import GaussianNoise
-from ..langevin import overdamped
+from ..langevin import mu_of_last_state, overdamped
 from ..models import Model
 from .certificate import ROUND_UP, Asserted, Setting, Statement, StepTooLarge
-
-_LEAST_GAP = 1e-290  # below it digits are lost, and the limit c = 1 is an upper bound
 
 
 @dataclass(frozen=True)
 class FiniteRunLangevin(Asserted):
-    r"""The last of finitely many steps of full-batch Langevin dynamics, converged or not.
+    r"""The last of t steps of full-batch Langevin dynamics, converged or not.
 
     .. math::
         \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \qquad
         U = r + \rho \sum_i \ell_i, \qquad c = \max(|1 - h\lambda|, |1 - hM|)
 
-    If U is λ-strongly convex and M-smooth for every data set, a step is a c-contraction, and old
-    steps are forgotten. With Δ = 2ρL (replace one) or ρL (add or remove one) the last state is μ-GDP,
+    If U is λ-strongly convex and M-smooth for every data set, a step is a c-contraction, and what a
+    record did long ago is forgotten: with Δ = 2ρL (replace one) or ρL (add or remove one)
 
     .. math::
-        \mu = \Delta \sqrt{\tfrac h2 \, \frac{1 - c^t}{1 + c^t}\,\frac{1 + c}{1 - c}} \ \text{or}\
-        \Delta \sqrt{\tfrac{ht}2} \text{ at } c = 1, \qquad
-        \mu^2 = \frac{\Delta^2 (\sum_i h_i C_i)^2}{2 \sum_i h_i C_i^2},
-        \ C_i = \prod_{j>i} c_j \text{ for varying steps.}
+        \mu^2 = \frac{\Delta^2}{2} \frac{(\sum_i h_i C_i)^2}{\sum_i h_i C_i^2}, \quad
+        C_i = \prod_{j>i} c_j; \qquad \mu^2 = \frac{\Delta^2 h}{2}
+        \frac{1 - c^t}{1 + c^t}\,\frac{1 + c}{1 - c} \text{ of equal steps.}
 
-    For a :class:`~torch_dpbayes.ops.GLM` all is derived and enforced by clipping, and nothing
-    assumed: M = 1/min prior_std² + ρN·(smoothness of a record's loss).
+    For a :class:`~torch_dpbayes.ops.GLM` or :class:`~torch_dpbayes.ops.Softmax` all constants are
+    derived and enforced, and nothing is assumed.
 
     Source: Bok, Su, Altschuler (2024), "Shifted interpolation for differential privacy".
 
     Args:
         steps: t. More steps sample better and cost more, up to μ ≈ Δ/√λ.
-        step_size: h, or one for each step, at most 2/M, fixed before the data are seen. None: 1/M.
+        step_size: h, or one for each step, fixed before the data are seen, at most 2/M. None: 1/M.
             The draw's variance exceeds the target's by a factor of up to 1/(1 − hM/2).
         max_grad_norm: clip norm of one record's gradient of a GLM, before tempering.
         lipschitz: L, asserted: the largest norm of a record's gradient, which is clipped to it.
@@ -57,8 +53,8 @@ class FiniteRunLangevin(Asserted):
     Raises:
         ValueError: a constant is out of range, or a step exceeds 2/M, where distances grow.
 
-    **Privacy.** Released is the last state; the event is ``MuGaussianDpEvent(μ)``. The chain starts
-    at a point that the data did not choose, with noise from the operating system's entropy.
+    **Privacy.** Released is the last state; the event is ``MuGaussianDpEvent(μ)``. The start does
+    not depend on data, and all noise comes from the operating system's entropy.
     """
 
     steps: int
@@ -103,19 +99,19 @@ class FiniteRunLangevin(Asserted):
                 " smoothness of U, where distances grow: leave out step_size for 1/M."
             )
         sensitivity = setting.records_changed * setting.tempering * lipschitz
-        mu = finite_run_mu(sensitivity, sizes, np.maximum(gaps, 0.0), self.steps)
-        return MuGaussianDpEvent(mu)
+        mu = mu_of_last_state(sensitivity, sizes, np.maximum(gaps, 0.0), self.steps)
+        return MuGaussianDpEvent(mu * ROUND_UP)
 
     def statement(self, model: Model, setting: Setting) -> Statement:
         lipschitz, strength, smoothness = self.constants(model, setting)
         numbers = (
-            f"one record's gradient has norm at most L = {lipschitz:g}; U is {strength:.4g}-strongly"
-            f" convex and {smoothness:.6g}-smooth for every data set"
+            f"one record's gradient has norm at most L = {lipschitz:g}; U is"
+            f" {strength:.4g}-strongly convex and {smoothness:.6g}-smooth for every data set"
         )
         run = (
-            f"{self.steps} steps of at most {self.sizes(smoothness).max():.4g} of full-batch Langevin"
-            " dynamics from a start that no record chose; only the last state leaves: shifted"
-            " interpolation bounds it, converged or not (Bok, Su, Altschuler 2024)"
+            f"{self.steps} steps, at most {self.sizes(smoothness).max():.4g} long, from a start that"
+            " no record chose; shifted interpolation bounds the last state, converged or not, and"
+            " nothing else leaves (Bok, Su, Altschuler 2024)"
         )
         if self.lipschitz is None:
             most = "" if setting.records_changed == 2 else "both data sets have at most "
@@ -150,20 +146,3 @@ class FiniteRunLangevin(Asserted):
         """h, or one for each step."""
         given = self.step_size
         return np.asarray(1 / smoothness if given is None else given, dtype=np.float64)
-
-
-def finite_run_mu(sensitivity: float, sizes: Array, gaps: Array, count: int) -> float:
-    """μ after ``count`` steps of ``sizes`` (one or one each), each a contraction by 1 − ``gaps``."""
-    if sizes.ndim == 0:
-        h, gap, forgotten = float(sizes), float(gaps), float(count)
-        if gap >= _LEAST_GAP:
-            # (1 − c^t)/(1 + c^t) = tanh(−t log(c)/2), which loses no digits where c is close to 1
-            grown = math.tanh(-count * math.log1p(-gap) / 2) if gap < 1 else 1.0
-            forgotten = grown * (2 - gap) / gap
-        return sensitivity * math.sqrt(h / 2 * forgotten) * ROUND_UP
-    with np.errstate(divide="ignore"):
-        logs = np.log1p(-gaps)
-    # C_i, the product of all later contractions
-    later = np.exp(np.concatenate([np.cumsum(logs[:0:-1])[::-1], [0.0]]))
-    mean, variance = np.sum(sizes * later), np.sum(sizes * later**2)
-    return sensitivity * float(mean / math.sqrt(2 * variance)) * ROUND_UP

@@ -10,6 +10,7 @@ import numpy as np
 from ...accounting.dominating_pairs import Pure, dominating_mu
 from ...accounting.events import BoundedRangeDpEvent, DpEvent, MuGaussianDpEvent, check_delta
 from ...errors import CertificateError
+from ...mcmc.checks import check_positive
 from ..langevin import Sampler
 from ..models import Model
 from .certificate import ROUND_UP, CloseDraw, ExactDraw, ExactEvent, Setting, TooFar, exact_epsilon
@@ -64,12 +65,10 @@ class RenyiClose(CloseDraw):
 
     def __post_init__(self) -> None:
         self._check_parts()
-        for name, least in (("divergence", 0.0), ("order", 1.0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-                raise CertificateError(f"{name} must be a number from {least:g}, got {value!r}.")
-        if self.divergence == math.inf or self.order == 1:
-            raise CertificateError("divergence must be finite, and order above 1.")
+        if self.divergence != 0:
+            check_positive("divergence", self.divergence)
+        if isinstance(self.order, bool) or not self.order > 1:
+            raise CertificateError(f"order must be above 1, or math.inf; got {self.order!r}.")
         if self.order == math.inf and self.delta is not None:
             raise CertificateError(
                 "at order infinity the guarantee has no delta of its own: leave out delta=."
