@@ -65,9 +65,7 @@ def worst_excess(glm, neighbours, certificate, setting, claimed=None, **options)
     δ where claimed δ is not tiny.
     """
     mu = certificate.event(claimed or glm, setting).mu
-    h = np.broadcast_to(
-        certificate.sizes(certificate.constants(claimed or glm, setting)[2]), certificate.steps
-    )
+    h = np.broadcast_to(certificate.resolved(claimed or glm, setting)[3], certificate.steps)
     for grid in grids(h):
         densities = [
             output_density(glm, records, certificate, setting, h, grid=grid, **options)
@@ -290,9 +288,7 @@ def test_draws_of_a_conjugate_model_follow_the_posterior():
     assert sample.size == 2000
     precision = 1 / 0.8**2 + 1 / 0.5**2
     mean = y.numpy() / 0.5**2 / precision
-    h = float(
-        sampler._certificate.sizes(sampler._certificate.constants(glm, sampler._setting())[2])
-    )
+    h = float(sampler._certificate.resolved(glm, sampler._setting())[3])
     standard = (sample - mean) * math.sqrt(precision * (1 - h * precision / 2))
     assert h * precision < 0.02  # the variance of the posterior itself is 1 % smaller at most
     assert stats.kstest(standard.ravel(), "norm").pvalue > SIGNIFICANCE

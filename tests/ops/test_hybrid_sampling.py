@@ -251,7 +251,7 @@ def test_a_run_that_does_not_fit_any_more_is_refused_before_its_start(share):
             super().__init__(*arguments, **options)
 
     late = PrivacyAccountant(neighboring="replace_one")
-    with pytest.raises((PrivacyBudgetExceeded, ValueError), match="Nothing was charged|cannot be"):
+    with pytest.raises((PrivacyBudgetExceeded, ValueError), match=r"Nothing was charged|cannot be"):
         run_hybrid(accountant=late, optimizer=partial(Late, lr=0.05), start_share=share)
     assert len(late) == 3
     small = PrivacyAccountant(1.0, 1e-5, neighboring="replace_one")

@@ -162,7 +162,7 @@ class DPSVI:
             event = self._release.event(self._noise_multiplier, "poisson", self._release.draws)
             if (left := self._accountant.remaining(event)) < num_steps:
                 raise PrivacyBudgetExceeded(
-                    f"{left} of {num_steps} steps fit the budget. No step was made: use fewer steps, a"
+                    f"{left} of {num_steps} steps fit the budget. No step was made: use fewer, a"
                     " larger noise_multiplier or a smaller expected_batch_size."
                 )
             for _ in range(num_steps):

@@ -129,8 +129,8 @@ class OnePosteriorSample:
 
         Args:
             module: ``module(inputs)`` has the records along dimension 0, and no record looks at
-                another. A copy is used, in eval mode. Frozen parameters and buffers count as public:
-                they must not come from the records.
+                another. A copy is used, in eval mode. Frozen parameters and buffers count as
+                public: they must not come from the records.
             certificate: :class:`Bounded` needs nothing but the range; others need asserted
                 constants, which no network with more than one layer has.
             loss: −log p(target | input) of each record, up to a constant: ``loss(module(inputs),

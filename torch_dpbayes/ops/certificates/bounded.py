@@ -54,16 +54,14 @@ class Bounded(ExactDraw):
     def __post_init__(self) -> None:
         given = self.log_likelihood_range
         low, high = (-float(given), 0.0) if isinstance(given, int | float) else map(float, given)
-        if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        if not -math.inf < low < high < math.inf:
             raise CertificateError(
                 "log_likelihood_range must be a finite interval (lowest, highest) of one record's"
                 f" log likelihood, got {given!r}."
             )
         object.__setattr__(self, "log_likelihood_range", (low, high))
         if self.temper not in ("likelihood", "posterior"):
-            raise CertificateError(
-                f'temper must be "likelihood" or "posterior", got {self.temper!r}.'
-            )
+            raise CertificateError(f'temper must be "likelihood" or "posterior": {self.temper!r}.')
         positive_count(self.warmup_steps, "warmup_steps")
 
     @classmethod
@@ -107,13 +105,9 @@ class Bounded(ExactDraw):
     def conditions(self, model: Model, setting: Setting) -> Statement:
         low, high = self._range
         start = ", less that at the start of the chain," if self.relative else ""
-        tempered = {
-            "posterior": "prior and likelihood are",
-            "likelihood": "the likelihood alone is",
-        }[self.temper]
+        tempered = f"the {self.temper} is tempered"
         clipped = (
             f"every record's log likelihood{start} is clipped into [{low:g}, {high:g}]; {tempered}"
-            " tempered"
         )
         theorem = (
             "an exact draw is then the exponential mechanism, whose privacy loss spans at most"

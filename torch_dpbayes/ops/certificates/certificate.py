@@ -219,6 +219,8 @@ class Asserted(Certificate):
             )
         if not missing:
             check_positive("lipschitz", self.lipschitz)
+            if (smoothness := others.get("smoothness")) is not None:
+                check_positive("smoothness", smoothness)
 
 
 def exact_delta(event: ExactEvent, epsilon: Array) -> Array:

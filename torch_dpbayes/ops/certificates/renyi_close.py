@@ -69,15 +69,12 @@ class RenyiClose(CloseDraw):
             check_positive("divergence", self.divergence)
         if isinstance(self.order, bool) or not self.order > 1:
             raise CertificateError(f"order must be above 1, or math.inf; got {self.order!r}.")
-        if self.order == math.inf and self.delta is not None:
+        if (self.order == math.inf) != (self.delta is None):
             raise CertificateError(
-                "at order infinity the guarantee has no delta of its own: leave out delta=."
+                "at a finite order the guarantee is a pair (epsilon, delta): state delta=1e-6. At"
+                " order infinity it is not: leave out delta=."
             )
-        if self.order < math.inf:
-            if self.delta is None:
-                raise CertificateError(
-                    "at a finite order the guarantee is a pair (epsilon, delta): state delta=1e-6."
-                )
+        if self.delta is not None:
             check_delta(self.delta)
 
     def event(self, model: Model, setting: Setting) -> DpEvent:
@@ -93,10 +90,8 @@ class RenyiClose(CloseDraw):
         return renyi_close(exact, self.divergence, self.order, self.delta), self.delta
 
     def closeness(self) -> str:
-        return (
-            f"Renyi divergence {self.divergence:g} of order {self.order:g} of an exact draw, in"
-            " both directions"
-        )
+        distance = f"Renyi divergence {self.divergence:g} of order {self.order:g}"
+        return f"{distance} of an exact draw, in both directions"
 
 
 def ratio_bounded(event: ExactEvent, divergence: float) -> ExactEvent:
@@ -117,10 +112,8 @@ def renyi_close(event: ExactEvent, divergence: float, order: float, delta: float
     Q(S) ≤ e^a P(S) + δ₁, P(S) ≤ e^ε P'(S) + δ₂ and P'(S) ≤ e^b Q'(S) + δ₃ make Q(S) ≤ e^{a+ε+b}
     Q'(S) + δ₁ + e^a δ₂ + e^{a+ε} δ₃, with δ₁ = e^{(β−1)(η−a)} (1−1/β)^β / (β−1) (Canonne, Kamath
     and Steinke 2020, Proposition 12), and δ₃ alike. The weak triangle inequality for Rényi
-    divergences (Mironov 2017, Proposition 11) gives up to 10 percent more.
-
-    Raises:
-        TooFar: no finite ε comes out.
+    divergences (Mironov 2017, Proposition 11) gives up to 10 percent more. Raises TooFar where no
+    finite ε comes out.
     """
     constant = order * math.log1p(-1 / order) - math.log(order - 1)
     exact, first = delta * _SHARES.T
