@@ -118,6 +118,7 @@ def test_epsilon_of_the_reference_case():
     ) == pytest.approx(4.34, abs=5e-3)
 
 
+@pytest.mark.first_cases(18)
 @pytest.mark.parametrize("neighboring", RELATIONS)
 @pytest.mark.parametrize("lam", [0.0, 0.3, 2.0])
 @pytest.mark.parametrize("schedule", ["constant", "decaying", "rising"])
@@ -145,6 +146,28 @@ def test_mu_equals_the_closed_form_where_every_gradient_is_at_its_clip(neighbori
     exact = mean / math.sqrt(variance)
     mu = certificate.event(glm, setting).mu
     assert exact <= mu <= exact * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.9, 0.98])
+def test_the_contraction_is_the_worse_of_both_ends(share):
+    """On both sides of h = 2/(λ + M); the formula as the paper has it."""
+    strength, smoothness, t = 0.8, 2.0, 7
+    h = share * 2 / smoothness
+    c = max(abs(1 - h * strength), abs(1 - h * smoothness))
+    expected = 2 * math.sqrt(h / 2 * (1 - c**t) / (1 + c**t) * (1 + c) / (1 - c))
+    setting = ops.certificates.Setting(1.0, None, "replace_one")
+
+    def mu(size):
+        constants = {"lipschitz": 1.0, "strength": strength, "smoothness": smoothness}
+        return ops.FiniteRunLangevin(t, size, **constants).event(None, setting).mu
+
+    assert mu(h) == pytest.approx(expected, rel=1e-8)
+    powers = c ** np.arange(t)
+    varying = 2 * h * powers.sum() / math.sqrt(2 * h * (powers**2).sum())
+    assert mu([h] * t) == pytest.approx(varying, rel=1e-8)
+    for size in (1.001 * 2 / smoothness, [h] * (t - 1) + [1.001 * 2 / smoothness]):
+        with pytest.raises(ValueError, match="above 2/M"):
+            mu(size)
 
 
 def test_the_closed_form_has_its_limits():

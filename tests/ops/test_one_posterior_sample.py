@@ -225,6 +225,7 @@ def test_a_guarantee_says_what_is_proved_and_what_is_assumed():
 # --- bad input ------------------------------------------------------------------------------------
 
 
+@pytest.mark.first_cases(99)
 @pytest.mark.parametrize(
     ("make", "message"),
     [

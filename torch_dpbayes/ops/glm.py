@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
@@ -131,9 +131,7 @@ class GLM:
 
     @property
     def strength(self) -> float:
-        """λ, the smallest eigenvalue of the prior's precision: U is λ-strongly convex for
-        every data set.
-        """
+        """λ, the smallest eigenvalue of the prior's precision."""
         return float(self._prior_std.max()) ** -2
 
     @property
@@ -182,12 +180,8 @@ class GLM:
         return clipped
 
     def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
-        """The expected target of each row, ``[n]``: a probability, a mean or a rate, with the
-        features clipped as in fitting.
-
-        Args:
-            draw: what ``OnePosteriorSample(...).sample`` returned.
-            features: ``[n, d]``.
+        """The expected target of each row of ``[n, d]`` given a released draw, ``[n]``: a
+        probability, a mean or a rate, with features clipped as in fitting.
         """
         x = self.features(features)
         u = x @ draw["weights"].to(x)
@@ -268,19 +262,16 @@ class Records:
     y: Tensor  # [n]
     bounds: Tensor | None  # [n], the largest |∂ℓ_i/∂u| that clipping leaves; None: any
     weight: float  # of the loss, 1 / noise_std²
-    _u: Tensor | None = None
+    size: int = field(init=False)  # of the weights
+    _u: Tensor = field(init=False)  # reused in each step
 
-    @property
-    def size(self) -> int:
-        """The number of weights."""
-        return self.x.shape[1]
+    def __post_init__(self) -> None:
+        self.size, self._u = self.x.shape[1], torch.empty_like(self.y)
 
     def gradient_sum(self, weights: Tensor) -> Tensor:
         """Σ_i of clipped gradients, ``[d]``. In float32 one record would change the rounding of
         the sum of millions of others, by a good part of its clip norm: it is in float64.
         """
-        if self._u is None:
-            self._u = torch.empty_like(self.y)
         u = torch.mv(self.x, weights.to(self.x.dtype), out=self._u).nan_to_num_(nan=0.0)
         if self.family == "bernoulli":
             u.sigmoid_()
@@ -381,22 +372,14 @@ class Records:
 
 
 class LinearRecords(Protocol):
-    """Bounded records of a model with linear predictors."""
+    """Bounded records of a model with linear predictors, as :class:`Records`."""
 
     x: Tensor
+    size: int
 
-    @property
-    def size(self) -> int:
-        """The number of weights."""
-
-    def gradient_sum(self, weights: Tensor) -> Tensor:
-        """∇ Σ ℓ_i."""
-
-    def losses(self, weights: Tensor) -> Tensor:
-        """ℓ_i, ``[n]``, with that gradient."""
-
-    def log_likelihoods(self, weights: Tensor) -> Tensor:
-        """log p(y_i | x_i, w), ``[n]``, not clipped."""
+    def gradient_sum(self, weights: Tensor) -> Tensor: ...
+    def losses(self, weights: Tensor) -> Tensor: ...
+    def log_likelihoods(self, weights: Tensor) -> Tensor: ...
 
 
 class LinearTarget:
@@ -415,8 +398,8 @@ class LinearTarget:
         return self._prior(theta) + self._tempering * self._records.losses(theta).sum()
 
     def clipped_potential(self, theta: Tensor, low: float, high: float, relative: bool) -> Tensor:
-        """The same with every log likelihood clipped into [low, high] instead of every gradient;
-        ``relative``: its difference to that at the start.
+        """The same with log likelihoods clipped into [low, high] instead of gradients;
+        ``relative``: their difference to those at the start.
         """
         values = self._records.log_likelihoods(theta)
         if relative:

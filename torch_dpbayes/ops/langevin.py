@@ -38,20 +38,12 @@ def overdamped(
 ) -> Tensor:
     r"""The unadjusted Langevin algorithm on the full data.
 
-    .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \qquad \xi \sim N(0,
-    I)
+    .. math:: \theta \leftarrow \theta - h \nabla U(\theta) + \sqrt{2h}\,\xi, \quad \xi \sim N(0, I)
 
-    On a Gaussian target with precision κ the stationary variance is 1/(κ(1 − hκ/2)).
+    ``step_sizes`` are fixed before the data are seen. On a Gaussian target with precision κ the
+    stationary variance is 1/(κ(1 − hκ/2)).
 
-    Args:
-        target: the density; the chain begins at ``target.start``.
-        step_sizes: h of each step, in units of θ²: fixed before the data are seen.
-        noise: where the Gaussians come from.
-
-    Returns:
-        The last state only, ``[d]``.
-
-    **Privacy.** The last state is the release, the earlier ones are not:
+    **Privacy.** The last state ``[d]`` is the release, the earlier ones are not:
     :class:`~torch_dpbayes.ops.FiniteRunLangevin` has the guarantee.
     """
     theta = target.start.clone()

@@ -20,16 +20,12 @@ class Softmax:
 
     .. math::
         \ell_i(W) = \log \sum_k e^{u_{ik}} - u_{i y_i}, \qquad
-        \nabla \ell_i = (p_i - e_{y_i}) x_i^\top
+        \nabla \ell_i = (p_i - e_{y_i}) x_i^\top, \qquad
+        \nabla^2 \ell_i = (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes x_i x_i^\top
 
-    .. math::
-        \nabla^2 \ell_i = (\mathrm{diag}(p_i) - p_i p_i^\top) \otimes x_i x_i^\top, \qquad
-        r(W) = \|W\|^2 / (2\,\text{prior\_std}^2)
-
-    Rows are scaled down to norm ``max_feature_norm`` (R_x), all columns together: an intercept is a
-    column of ones of the caller's. A row with a value that is not finite, or with a label that is
-    no class, contributes exactly nothing to any gradient. No record can make any of this raise:
-    check labels before.
+    Features are clipped as a :class:`~torch_dpbayes.ops.GLM` clips them. A row with a value that is
+    not finite, or with a label that is no class, contributes exactly nothing to any gradient. No
+    record can make any of this raise: check labels before.
 
     The losses are convex; ‖∇ℓ_i‖ ≤ √2·R_x, for ‖p − e_y‖² ≤ 2(1 − p_y)²; the gradient's Lipschitz
     constant is at most ½R_x²; and the Frobenius norm of the Hessian is at most ½R_x², for
@@ -103,11 +99,8 @@ class Softmax:
         return Constants(self.lipschitz, precision, precision, self.record_smoothness)
 
     def predict(self, draw: dict[str, Tensor], features: Tensor) -> Tensor:
-        """Class probabilities of each row, ``[n, K]``, with the features clipped as in fitting.
-
-        Args:
-            draw: what ``OnePosteriorSample(...).sample`` returned.
-            features: ``[n, d]``.
+        """Class probabilities ``[n, K]`` of rows ``[n, d]`` given a released draw, with features
+        clipped as in fitting.
         """
         x = self._features.features(features)
         return torch.softmax(x @ draw["weights"].to(x).T, -1)
