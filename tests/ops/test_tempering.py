@@ -40,7 +40,7 @@ def test_a_target_that_everything_or_nothing_meets():
 @pytest.mark.parametrize("neighboring", ["replace_one", "add_or_remove_one"])
 def test_the_tempering_of_a_gaussian_guarantee_is_that_of_the_closed_form(neighboring):
     """G/√λ = 2ρ/√λ or ρ/√λ, beside a Gaussian that the accountant holds."""
-    accountant = PrivacyAccountant(neighboring=neighboring).compose(MuGaussianDpEvent(0.1))
+    accountant = PrivacyAccountant(neighboring=neighboring).compose(MuGaussianDpEvent(0.05), 4)
     sampler = ops.OnePosteriorSample(
         ops.GLM(prior_std=2.0), ops.StronglyLogConcave(), 0.8, 1e-6, accountant
     )
