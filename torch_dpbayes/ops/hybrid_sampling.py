@@ -26,6 +26,7 @@ from ..errors import ArgumentError
 from ..optim.base import PrivateOptimizer
 from ..posterior import PosteriorSamples
 from .certificates import Certificate
+from .certificates.certificate import ROUND_UP
 from .glm import GLM
 from .models import Loss
 from .one_posterior_sample import OnePosteriorSample
@@ -165,7 +166,7 @@ def hybrid(
     if start_share is None:
         first = make(epsilon, delta, accountant, num_data=num_data, reserve=planned)
     total = epsilon_with(accountant, delta, (first.event, planned))
-    if total > epsilon * (1 + 1e-9) or not accountant.remaining(
+    if total > epsilon * ROUND_UP or not accountant.remaining(
         ComposedDpEvent([first.event, planned])
     ):
         raise PrivacyBudgetExceeded(

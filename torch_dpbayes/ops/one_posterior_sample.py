@@ -17,11 +17,11 @@ from ..accounting.events import DpEvent, check_delta, check_epsilon, positive_co
 from ..errors import ArgumentError, ArgumentTypeError
 from ..noise import GaussianNoise
 from .certificates import Certificate, FiniteRunLangevin, Setting
-from .certificates.certificate import StepTooLarge, TooFar
+from .certificates.certificate import ROUND_UP, StepTooLarge, TooFar
 from .glm import GLM
 from .models import Loss, Model
 from .softmax import Softmax
-from .tempering import LEAST_TEMPERING, epsilon_with, largest_tempering
+from .tempering import LEAST_TEMPERING, PRECISION, epsilon_with, largest_tempering
 
 DEFAULT_CERTIFICATE = FiniteRunLangevin(steps=10_000)
 _DELTA_IN_WORDS = 1e-5  # at which a guarantee is worded where nobody named a delta
@@ -245,7 +245,7 @@ class OnePosteriorSample:
 
     def _charge(self, event: DpEvent) -> None:
         def require_target(*more: DpEvent, say: str) -> None:
-            if self._epsilon is not None and self._cost(*more) > self._epsilon * (1 + 1e-9):
+            if self._epsilon is not None and self._cost(*more) > self._epsilon * ROUND_UP:
                 raise PrivacyBudgetExceeded(
                     f"{say} the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: make"
                     " a new OnePosteriorSample with a larger epsilon or another accountant."
@@ -327,7 +327,9 @@ class OnePosteriorSample:
                 code="budget-spent",
             )
         with suppress(TooFar):
-            self._event(min(1.0, found * (1 + 1e-6)), num_data)  # raises if a step stopped it
+            self._event(
+                min(1.0, found * (1 + 10 * PRECISION)), num_data
+            )  # raises if a step stopped it
         return found
 
 

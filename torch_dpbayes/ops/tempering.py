@@ -15,7 +15,7 @@ from ..accounting.events import DpEvent, Method, elementary
 from ..errors import ArgumentError
 
 LEAST_TEMPERING = 1e-9
-_PRECISION = 1e-7  # relative, of the tempering
+PRECISION = 1e-7  # relative, of the tempering
 _FAR = 40.0  # log of cost / ε, in whose place larger ones count as this
 _WIDEST = 3.0  # of a first step towards an interval around the solution, in logs
 
@@ -69,9 +69,9 @@ def largest_tempering(cost: Callable[[float], float], epsilon: float) -> float |
     while cost_at(low) > epsilon:
         if low == least:
             return None
-        width = min(factor * excess(low), _WIDEST) + _PRECISION
+        width = min(factor * excess(low), _WIDEST) + PRECISION
         low, high, factor = max(low - width, least), low, 2 * factor
-    root = float(optimize.brentq(excess, low, high, xtol=_PRECISION / 4, rtol=1e-15))
+    root = float(optimize.brentq(excess, low, high, xtol=PRECISION / 4, rtol=1e-15))
     while cost_at(root) > epsilon:  # the accountant's own number decides
-        root -= _PRECISION / 2
+        root -= PRECISION / 2
     return math.exp(root)
