@@ -18,8 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Tensor
 
 import torch_dpbayes as dpb
 from torch_dpbayes import errors
-from torch_dpbayes.ops.certificates.finite_run_langevin import StepTooLarge
-from torch_dpbayes.ops.sampling_error import TooFar
+from torch_dpbayes.ops.certificates.certificate import StepTooLarge, TooFar
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "torch_dpbayes").rglob("*.py"))

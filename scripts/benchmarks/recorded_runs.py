@@ -371,7 +371,7 @@ CERTIFICATES: dict[str, Callable[[], Any]] = {
         **_CLOSE,
     ),
     "total variation": lambda: ops.TotalVariationClose(
-        ops.Bounded(2.0), xi=1e-9, delta=1e-6, sampler=ops.NoseHoover(steps=60, step_size=0.02)
+        ops.Bounded(2.0), xi=1e-9, delta=1e-6, sampler=ops.Underdamped(steps=60, step_size=0.02)
     ),
 }
 

@@ -26,7 +26,6 @@ from torch_dpbayes.accounting.events import (
 from torch_dpbayes.noise_aware.mechanism import matrix_event
 from torch_dpbayes.noise_aware.planning import matrix_multiplier
 from torch_dpbayes.ops.certificates import Setting
-from torch_dpbayes.ops.hybrid_sampling import _Prepaid
 from torch_dpbayes.optim.fisher_sum import FisherSum
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 from torch_dpbayes.per_sample.hooks import HooksGradientSource
@@ -86,9 +85,6 @@ USES = {
     "a second moment beside the sum": lambda relation, _: FisherSum(
         1.0, 10.0, is_full=False, share=0.5
     ).equivalent_noise_multiplier(1.0, is_full=True, sampling=None, neighboring=relation),
-    "the second half of a hybrid run": (
-        lambda relation, _: _Prepaid(PrivacyAccountant(neighboring=relation)).neighboring
-    ),
 }
 
 
