@@ -1,7 +1,6 @@
 """What a GPU would choose, on the CPU: the same sums, norms never too small, few launches."""
 
 import copy
-import math
 from collections import Counter
 from contextlib import contextmanager
 from unittest import mock
@@ -18,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import torch_dpbayes as dpb
-from torch_dpbayes.per_sample import arithmetic, contributions, layers
+from torch_dpbayes.per_sample import arithmetic, contributions
 from torch_dpbayes.per_sample.arithmetic import Machine
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 
@@ -146,7 +145,8 @@ def test_gram_norms_of_float32_are_never_too_small(
     if has_bias:
         each = torch.cat([each, g.double().sum(1)], 1)
     truth, terms = each.norm(dim=1), found.size.double()
-    assert (norm >= truth * (1 - 2**-22)).all()  # the result is rounded to float32
+    # the result is rounded to float32, whose smallest number is 2⁻¹⁴⁹
+    assert (norm >= truth * (1 - 2**-22) - 2**-149).all()
     assert (norm.square() <= truth.square() * 1.001 + (5e-5 * terms.square()) + 1e-70).all()
 
 
@@ -261,8 +261,6 @@ def test_a_private_step_launches_few_operations_and_waits_seldom(make, most):
         for _ in range(2):
             plain(), ours()
         theirs, (mine, waits) = operations(plain), operations(ours)
-    print(theirs, mine, waits)
     assert mine <= most * theirs[0]
     # norms of parameters, one look at the records, and the noise's tails on a CPU (none on a GPU)
     assert waits <= 5
-    assert math.isfinite(mine) and layers.KINDS
