@@ -150,6 +150,26 @@ def test_gram_norms_of_float32_are_never_too_small(
     assert (norm.square() <= truth.square() * 1.001 + (5e-5 * terms.square()) + 1e-70).all()
 
 
+@pytest.mark.parametrize("name", ["alike convolutions, Gram", "alike linear layers, Gram"])
+def test_gram_matrices_are_never_made_in_tf32(name, monkeypatch):
+    """Their error is bounded by that of float32."""
+    net, x = model(name)
+    inside, seen = [], []
+
+    @contextmanager
+    def coarse(_device):
+        inside.append(1)
+        yield
+        inside.pop()
+
+    real = contributions.gram
+    monkeypatch.setattr(arithmetic, "tf32", coarse)
+    monkeypatch.setattr(contributions, "gram", lambda *a: seen.append(list(inside)) or real(*a))
+    with on(T4, tf32=True):
+        clipped(BookkeepingGradientSource(net), net, x, weights_of(net, x, 1.0), 1.0)
+    assert seen and not any(seen)
+
+
 def test_tied_weights_are_not_instantiated():
     net, x = model("language model")
     weights = weights_of(net, x, 1.0)
