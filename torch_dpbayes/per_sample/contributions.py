@@ -86,9 +86,7 @@ class PerRecord(Contribution):
 
 
 class Small(Contribution):
-    """Per-record gradients of parameters that have few numbers, side by side: one operation for all
-    where each takes longer to launch than to run.
-    """
+    """Per-record gradients of parameters with few numbers, side by side: one operation for all."""
 
     def __init__(self, gradients: Mapping[Tensor, Tensor]) -> None:
         self.parameters, self._sizes = tuple(gradients), [p.numel() for p in gradients]

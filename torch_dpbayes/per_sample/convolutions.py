@@ -164,7 +164,9 @@ class Convolution(Product):
             ):
                 layer.inputs, layer.backprops = mine, theirs
         a, g = a.to(wide(a)), g.to(wide(g))
-        with arithmetic.tf32(g.device) if self.is_reduced else nullcontext():
+        # Gram matrices have a bound that only float32 keeps
+        is_coarse = self.is_reduced and self.way != "gram"
+        with arithmetic.tf32(g.device) if is_coarse else nullcontext():
             norms, sizes = self.geometry.norms(a, g, self.way)
         if self.geometry.bias is not None:
             norms = norms.hypot(torch.linalg.vector_norm(g.flatten(2).sum(2), dim=1))
