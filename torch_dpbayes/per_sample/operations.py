@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import DPBayesError
@@ -33,6 +32,7 @@ from .followed import (
     unflatten,
 )
 from .nested import map_tensors
+from .plain_functions import LOSSES_OF_BATCHES
 from .record_map import (
     SAVED_TENSORS,
     CannotBeMapped,
@@ -163,7 +163,7 @@ class _Operation:
             return first.like(self._called([first._rows]))
         if self.kwargs.get("max_norm") is not None:
             raise batch.refuse("max_norm changes the weight that it is given in place")
-        if name in kinds.LOSSES and ("reduction" in self.kwargs or name in _REWRITTEN):
+        if name in kinds.LOSSES and ("reduction" in self.kwargs or name in LOSSES_OF_BATCHES):
             return self._loss()
         is_alone = len(self.args) == 1 and not self.kwargs
         if name in ("mean", "sum") and is_alone and first._rows.is_floating_point():
@@ -304,8 +304,8 @@ class _Operation:
         elif name == "ctc_loss":
             rows = self._ctc(*self.args, **kwargs)
         else:
-            is_ours = name in _REWRITTEN
-            found = _REWRITTEN[name](*self.args, **kwargs) if is_ours else self._mapped()
+            is_ours = name in LOSSES_OF_BATCHES
+            found = LOSSES_OF_BATCHES[name](*self.args, **kwargs) if is_ours else self._mapped()
             if how == "none":
                 return found
             rows = found._rows
@@ -610,39 +610,3 @@ class _Operation:
 _SPECIAL = kinds.NUMBERS | kinds.names(
     "requires_grad grad _is_all_true data backward grad_fn __repr__ __str__"
 )
-
-
-def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
-    """torch's own raises an error where a record's variance is negative."""
-    with torch._C._EnableTorchFunction():
-        if not isinstance(var, Tensor):
-            var = torch.full_like(input, var)
-        elif var.dim() == input.dim() - 1:
-            var = var.unsqueeze(-1)
-        var = var.clamp(min=eps).detach() + (var - var.detach())
-        loss = 0.5 * (var.log() + (input - target) ** 2 / var)
-        return loss + 0.5 * math.log(2 * math.pi) if full else loss
-
-
-def _triplet(
-    anchor: Any,
-    positive: Any,
-    negative: Any,
-    *,
-    distance_function: Any = None,
-    margin: float = 1.0,
-    swap: bool = False,
-) -> Any:
-    """Inside of torch's own, nothing would be seen of what ``distance_function`` does."""
-    distance = distance_function or F.pairwise_distance
-    with torch._C._EnableTorchFunction():
-        apart = distance(anchor, negative)
-        if swap:
-            apart = torch.minimum(apart, distance(positive, negative))
-        return F.relu(margin + distance(anchor, positive) - apart)
-
-
-_REWRITTEN: dict[str, Callable[..., Any]] = {
-    "gaussian_nll_loss": _gaussian_nll,
-    "triplet_margin_with_distance_loss": _triplet,
-}

@@ -209,6 +209,43 @@ LAYERS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
+def _gaussian_nll(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6) -> Any:
+    """torch's own raises an error where a record's variance is negative."""
+    with torch._C._EnableTorchFunction():  # noqa: SLF001
+        if not isinstance(var, Tensor):
+            var = torch.full_like(input, var)
+        elif var.dim() == input.dim() - 1:
+            var = var.unsqueeze(-1)
+        var = var.clamp(min=eps).detach() + (var - var.detach())
+        loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+        return loss + 0.5 * math.log(2 * math.pi) if full else loss
+
+
+def _triplet(
+    anchor: Any,
+    positive: Any,
+    negative: Any,
+    *,
+    distance_function: Any = None,
+    margin: float = 1.0,
+    swap: bool = False,
+) -> Any:
+    """Inside of torch's own, nothing would be seen of what ``distance_function`` does."""
+    distance = distance_function or F.pairwise_distance
+    with torch._C._EnableTorchFunction():  # noqa: SLF001
+        apart = distance(anchor, negative)
+        if swap:
+            apart = torch.minimum(apart, distance(positive, negative))
+        return F.relu(margin + distance(anchor, positive) - apart)
+
+
+# on followed tensors
+LOSSES_OF_BATCHES: dict[str, Callable[..., Any]] = {
+    "gaussian_nll_loss": _gaussian_nll,
+    "triplet_margin_with_distance_loss": _triplet,
+}
+
+
 @contextmanager
 def without_looks() -> Iterator[None]:
     """Let ``transformers`` build every attention mask, and ``checkpoint`` call its function.
