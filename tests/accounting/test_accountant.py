@@ -249,39 +249,14 @@ def test_adaptive_needs_a_budget_and_a_fresh_start():
 # --- saving, copying, processes -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_state_round_trip(adaptive, tmp_path):
-    accountant = PrivacyAccountant(4.0, DELTA, neighboring="replace_one", method="rdp")
-    for name in sorted(set(EXAMPLES) - {"NonPrivateDpEvent", "NoOpDpEvent", *OF_ADDED_RECORDS}):
-        accountant.compose(
-            SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(3.0)), 2),
-            adaptive=adaptive,
-        )
-        if name not in (
-            "PureDpEvent",
-            "BoundedRangeDpEvent",
-            "GaussianDpEvent",
-            "ShuffledEpochDpEvent",
-        ):
-            event = EXAMPLES[name]
-            if accountant.remaining(event) >= 1:
-                accountant.compose(event, label=name, adaptive=adaptive)
-    torch.save(accountant.state_dict(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
-    loaded = PrivacyAccountant(4.0, DELTA, neighboring="replace_one", method="rdp")
-    loaded.load_state_dict(state)
-    assert loaded.history == accountant.history
-    assert loaded.get_epsilon() == accountant.get_epsilon()
-    assert loaded.summary() == accountant.summary()
-
-
-def test_every_event_survives_saving():
+def test_every_event_survives_saving(tmp_path):
     accountant = PrivacyAccountant(neighboring="replace_one", method="rdp")
     for name in set(EXAMPLES) - OF_ADDED_RECORDS:
-        accountant.compose(EXAMPLES[name])
+        accountant.compose(EXAMPLES[name], label=name)
+    torch.save(accountant.state_dict(), tmp_path / "state.pt")
     loaded = PrivacyAccountant(neighboring="replace_one", method="rdp")
-    loaded.load_state_dict(accountant.state_dict())
-    assert loaded.history == accountant.history
+    loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert loaded.history == accountant.history and loaded.summary() == accountant.summary()
 
 
 @pytest.mark.thorough

@@ -180,6 +180,6 @@ def test_methods_are_two_strings(word):
 @pytest.mark.parametrize("flag", ["Adaptive", "", None, True, "adaptiv"])
 def test_a_saved_charge_says_whether_it_was_adaptive(flag):
     state = PrivacyAccountant(3.0, 1e-5).compose(STEP, adaptive=True).state_dict()
-    state["history"] = [[*line[:3], flag] for line in state["history"]]
+    state["history"] = [[*line[:3], flag, line[4]] for line in state["history"]]
     with pytest.raises(ValueError, match="a saved charge is one of"):
         PrivacyAccountant(8.0, 1e-5).load_state_dict(state)

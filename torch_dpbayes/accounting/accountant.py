@@ -204,7 +204,7 @@ class PrivacyAccountant:
         self._enter_run()
         self._begin_anew_if_needed()
         self._session.refresh()
-        return self._session.history
+        return self._history
 
     def _change(self, change: Callable[[], T]) -> T:
         """One change at a time: threads wait for each other, and what a signal handler starts in
@@ -263,33 +263,33 @@ class PrivacyAccountant:
     # --- reading ----------------------------------------------------------------------------------
 
     @property
-    def _settings(self) -> Settings:
-        return self._session.history.settings
+    def _history(self) -> History:
+        return self._session.history
 
     @property
     def epsilon(self) -> float | None:
         """The budget's epsilon, or ``None``."""
-        return self._settings.epsilon
+        return self._history.settings.epsilon
 
     @property
     def delta(self) -> float | None:
         """The budget's delta, or ``None``."""
-        return self._settings.delta
+        return self._history.settings.delta
 
     @property
     def method(self) -> Method:
         """``"pld"`` or ``"rdp"``."""
-        return self._settings.method
+        return self._history.settings.method
 
     @property
     def neighboring(self) -> Neighboring:
         """``"add_or_remove_one"`` or ``"replace_one"``."""
-        return self._settings.neighboring
+        return self._history.settings.neighboring
 
     @property
     def unit(self) -> Unit:
         """``"record"`` or ``"user"``: what epsilon is of."""
-        return self._settings.unit
+        return self._history.settings.unit
 
     @property
     def path(self) -> Path | None:
@@ -345,7 +345,7 @@ class PrivacyAccountant:
     def __repr__(self) -> str:
         place = "" if self.unit == "record" else f", unit={self.unit!r}"
         place += "" if self.path is None else f", path={str(self.path)!r}"
-        known = sum(self._session.history.charges.values())
+        known = sum(self._history.charges.values())
         return (
             f"PrivacyAccountant(epsilon={self.epsilon}, delta={self.delta},"
             f" method={self.method!r}, neighboring={self.neighboring!r}{place}):"
@@ -463,7 +463,9 @@ class PrivacyAccountant:
         delta = self._default_delta(delta)
         with LOCK:
             history = self._read()
-            return odometer.epsilon(history.counts, delta, history.first, self._settings.budget)
+            return odometer.epsilon(
+                history.counts, delta, history.first, self._history.settings.budget
+            )
 
     def remaining(self, event: DpEvent) -> int | float:
         """How many times ``event`` still fits the budget. ``math.inf`` without a budget, or if it
@@ -473,7 +475,7 @@ class PrivacyAccountant:
         back. A job that opened a file which held charges already gets the number that its filter
         lets through; before a first charge with ``adaptive=True`` it is not yet that.
         """
-        need = needed(self._session.history.decompose(event, 1))
+        need = needed(self._history.decompose(event, 1))
         with LOCK:
             left = self._read().remaining(need, self.is_later_job) if need else None
             return math.inf if left is None else left
@@ -513,7 +515,7 @@ class PrivacyAccountant:
             count = events.positive_count(count)
         if label is not None and (not isinstance(label, str) or not label):
             raise ArgumentError(f"label must be a non-empty string or None, got {label!r}.")
-        parts = self._session.history.decompose(event, count)
+        parts = self._history.decompose(event, count)
         if parts:
             self._change(lambda: self._charge(event, parts, label, bool(adaptive)))
         return self
@@ -600,7 +602,7 @@ class PrivacyAccountant:
             delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)
             found = self.risk(delta=delta, records_per_person=records_per_person)
-            history = self._session.history
+            history = self._history
             return report.summary(history, bounds, delta, self.path, self.notes, found)
 
     def state_dict(self) -> dict[str, Any]:
@@ -641,7 +643,7 @@ class PrivacyAccountant:
             ArgumentError: this accountant is not empty, has other settings, or is not the file that
                 the state belongs to.
         """
-        charges = read_saved(state_dict, self._settings)
+        charges = read_saved(state_dict, self._history.settings)
         self._change(lambda: self._session.take_over(state_dict, charges))
         for statement in state_dict["notes"]:
             self.note(statement)
@@ -657,7 +659,7 @@ class PrivacyAccountant:
         Raises:
             ArgumentError: this accountant does not hold what was saved.
         """
-        charges = read_saved(state_dict, self._settings)
+        charges = read_saved(state_dict, self._history.settings)
         if state_dict["ledger"] or not len(self):
             self.load_state_dict(state_dict)
             return
