@@ -122,7 +122,7 @@ class PrivacyAccountant:
         neighboring: ``"add_or_remove_one"`` record, or ``"replace_one"`` record by another; or that
             member of ``dp_accounting.NeighboringRelation``.
         unit: what neighbouring data sets differ by: one ``"record"``, or one ``"user"`` with all
-            of their records, for ``make_private(..., people=ids)`` and other releases that say so
+            of their records, for ``make_private(..., user_ids=ids)`` and other releases that say so
             (:class:`~torch_dpbayes.accounting.events.UserLevelDpEvent`); nothing else is taken.
         path: a SQLite file that keeps the history, made if there is none. Processes share it: the
             accountant may be forked, copied and sent to multiprocessing workers, and other programs
