@@ -181,6 +181,7 @@ ALONE = (
     "padded, time first",
     "counts records",
     "a number of tensors that changes",
+    "no tensors",
 )
 
 

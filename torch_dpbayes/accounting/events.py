@@ -444,7 +444,7 @@ def require_unit(event: DpEvent, unit: Unit) -> None:
     if unit == "user":
         raise ArgumentError(
             f"this accountant protects users, and {type(event).__name__} is about one record:"
-            " use make_private(..., people=ids), or UserLevelDpEvent(event) where it bounds all"
+            " use make_private(..., user_ids=ids), or UserLevelDpEvent(event) where it bounds all"
             " of a user's records."
         )
     raise ArgumentError(

@@ -296,7 +296,8 @@ class PoissonSampler(UniformWithReplacementSampler):
         if self._is_missed:
             raise StateError(
                 "a batch of this pass over the private loader got no step, or the one after it was"
-                " taken first: call backward() and step() on every batch, empty ones included.",
+                " taken first: call backward() and step() on every batch, empty ones included."
+                " Opacus' BatchMemoryManager accumulates gradients.",
                 code="loader-no-step",
             )
         return self._is_last

@@ -52,7 +52,8 @@ class PrivacyEngine:
     ) -> None:
         if not isinstance(accountant, PrivacyAccountant | None):
             raise ArgumentTypeError(
-                f"accountant={accountant!r}: leave it out, or pass PrivacyAccountant(), or"
+                f"accountant={accountant!r}: leave it out, or pass"
+                " torch_dpbayes.PrivacyAccountant(), or"
                 ' PrivacyAccountant(method="rdp") for Rényi divergences'
             )
         self._accountant = accountant
