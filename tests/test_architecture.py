@@ -25,7 +25,6 @@ MAY_IMPORT = {
     "infer": {"accounting", "batches", "mcmc", "per_sample", "noise_aware", "optim", "release"},
     "posterior": {"per_sample"},
     "frameworks": {"batches", "engine", "optim", "per_sample"},
-    "heads": {"accounting", "engine", "noise", "noise_aware", "ops", "optim", "posterior", "words"},
     "engine": {
         "accounting",
         "noise",

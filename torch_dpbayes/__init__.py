@@ -19,7 +19,6 @@ __version__ = "0.1.0"
 _HOME = {
     "audit": "",
     "errors": "",
-    "heads": "",
     "infer": "",
     "optim": "",
     "mcmc": "",
@@ -43,7 +42,6 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from . import audit as audit
     from . import errors as errors
-    from . import heads as heads
     from . import infer as infer
     from . import mcmc as mcmc
     from . import metrics as metrics

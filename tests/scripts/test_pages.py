@@ -226,7 +226,6 @@ NAMES = {
     "how_to/audit.md": lambda: {**classifier_names(), "new_net": lambda: nn.Linear(64, 100)},
     "how_to/choose_settings.md": classifier_names,
     "how_to/last_layer.md": classifier_names,
-    "how_to/private_heads.md": classifier_names,
     "how_to/raise_accuracy.md": classifier_names,
     "how_to/resume_a_run.md": trained,
     "how_to/share_a_budget.md": lambda: {"dpb": dpb},
