@@ -60,7 +60,7 @@ FEW_CALLS = {
 
 @pytest.mark.parametrize(("certificate", "most"), FEW_CALLS.values(), ids=FEW_CALLS)
 def test_a_draw_makes_few_calls_besides_its_sampler(certificate, most, monkeypatch):
-    """116,957 where each trial of the search built an accountant."""
+    """10,000 and more where each trial of the search built an accountant."""
     kind = type(certificate)
     monkeypatch.setattr(kind, "draw", lambda self, m, d, s, n: torch.zeros(3, dtype=torch.float64))
     data = problem(100)

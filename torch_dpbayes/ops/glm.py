@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
@@ -120,7 +120,7 @@ class GLM:
     @property
     def prior_std(self) -> Tensor:
         """One number or one for each column, in float64."""
-        return self._prior_std
+        return self._prior_std.clone()
 
     @property
     def prior_precision(self) -> Tensor:
@@ -286,33 +286,19 @@ class Records:
 
     def gram(self) -> Tensor:
         """Σ_i x_i x_iᵀ, ``[d, d]`` in float64; a row adds at most R_x² in Frobenius norm."""
-        return self.outer_sum(None)
+        return self.outer_sum(torch.ones_like(self.y))
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i x_i, ``[d]`` in float64."""
-        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
-        for rows, some in zip(self.x.split(_CHUNK), factors.split(_CHUNK), strict=True):
-            total += rows.to(torch.float64).T @ some.to(torch.float64)
-        return total
+        return chunked_sum(lambda x, f: x.T @ f, self.x, factors)
 
-    def outer_sum(self, factors: Tensor | None) -> Tensor:
-        """Σ_i factor_i x_i x_iᵀ, ``[d, d]`` in float64; factors of None are 1."""
-        total = torch.zeros(
-            self.x.shape[1], self.x.shape[1], dtype=torch.float64, device=self.x.device
-        )
-        for start in range(0, len(self.x), _CHUNK):
-            rows = self.x[start : start + _CHUNK].to(torch.float64)
-            total += rows.T @ (
-                rows if factors is None else factors[start : start + _CHUNK, None] * rows
-            )
-        return total
+    def outer_sum(self, factors: Tensor) -> Tensor:
+        """Σ_i factor_i x_i x_iᵀ, ``[d, d]`` in float64."""
+        return chunked_sum(lambda x, f: x.T @ (f[:, None] * x), self.x, factors)
 
     def square_sum(self, factors: Tensor) -> Tensor:
         """Σ_i factor_i x_i∘x_i, ``[d]`` in float64."""
-        total = torch.zeros(self.x.shape[1], dtype=torch.float64, device=self.x.device)
-        for rows, some in zip(self.x.split(_CHUNK), factors.split(_CHUNK), strict=True):
-            total += rows.to(torch.float64).square().T @ some.to(torch.float64)
-        return total
+        return chunked_sum(lambda x, f: x.square().T @ f, self.x, factors)
 
     def losses(self, weights: Tensor) -> Tensor:
         """ℓ_i up to a constant where its slope is within bounds, straight lines beyond, ``[n]``;
@@ -369,6 +355,16 @@ class Records:
         if self.family == "gaussian":
             return self.weight * (u - y)
         return (u.sigmoid() if self.family == "bernoulli" else u.exp()) - y
+
+
+def chunked_sum(term: Callable[[Tensor, Tensor], Tensor], x: Tensor, factors: Tensor) -> Tensor:
+    """Σ term(rows, factors) over chunks of rows in float64, without a float64 copy of all."""
+    pairs = zip(x.split(_CHUNK), factors.split(_CHUNK), strict=True)
+    rows, some = next(pairs)
+    total = term(rows.to(torch.float64), some.to(torch.float64))
+    for rows, some in pairs:
+        total += term(rows.to(torch.float64), some.to(torch.float64))
+    return total
 
 
 class LinearRecords(Protocol):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CertificateError
-from .glm import GLM, LinearTarget, require_representable
+from .glm import GLM, LinearTarget, chunked_sum, require_representable
 from .models import Constants
 
 _CHUNK = 8192  # rows
@@ -162,13 +162,8 @@ class SoftmaxRecords:
         """Σ (p − e_y) xᵀ, ``[K·d]`` in float64; a record adds at most √2·R_x."""
         slopes = torch.softmax(self.predictors(theta), -1)
         slopes[torch.arange(len(self.y), device=self.y.device), self.y] -= 1
-        total = torch.zeros(
-            self.num_classes, self.x.shape[1], dtype=torch.float64, device=self.x.device
-        )
         # in float32 one record would change the rounding of the sums of all others
-        for rows, some in zip(self.x.split(_CHUNK), slopes.split(_CHUNK), strict=True):
-            total += some.to(torch.float64).T @ rows.to(torch.float64)
-        return total.reshape(-1)
+        return chunked_sum(lambda x, s: s.T @ x, self.x, slopes).reshape(-1)
 
     def hessian_sum(self, theta: Tensor) -> Tensor:
         """Σ (diag(p) − ppᵀ) ⊗ xxᵀ, ``[K·d, K·d]`` in float64; a record adds a positive
