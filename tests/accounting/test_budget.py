@@ -15,11 +15,13 @@ from torch_dpbayes.accounting.budget import Budget, Composed, Filter
 from torch_dpbayes.accounting.dominating_pairs import (
     Failure,
     Gaussian,
+    Mixed,
     NonPrivate,
     Pure,
     Sampled,
     added,
 )
+from torch_dpbayes.accounting.fft_composition import compose, mean_transform
 from torch_dpbayes.accounting.gdp import gaussian_delta
 from torch_dpbayes.accounting.mixture_bounds import four_corners
 
@@ -69,6 +71,19 @@ def test_mixtures_that_join_are_bounds(kind):
     joint = Composed.of(first, more, 1.5, DELTA).followed_by(more)
     exact = Composed.of(added(first, more), {}, 1.5, DELTA)
     assert -1e-3 < joint.log_excess(DELTA) - exact.log_excess(DELTA) < 0.15
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_drawn_release_is_the_mixture_of_its_kinds(reverse):
+    """Spectra of far different releases, against their losses put on the grid together."""
+    pairs = Sampled("directed", 0.2, 0.6), Sampled("directed", 0.05, 3.0)
+    (grid,) = compose({pairs[0]: 3}, delta=DELTA, epsilon=3.0, reverse=reverse)
+    drawn = mean_transform([0.3, 0.7], [grid.step(pair) for pair in pairs])
+    known = grid.step(Mixed(((0.3, pairs[0]), (0.7, pairs[1]))))
+    assert drawn.log_moments == pytest.approx(known.log_moments, rel=1e-9, abs=1e-9)
+    for epsilon in (0.5, 1.0):
+        found = grid.of_others(drawn).upper_delta(epsilon)
+        assert found == pytest.approx(grid.of_others(known).upper_delta(epsilon), rel=1e-6)
 
 
 def test_an_added_record_whose_losses_are_bounded_beside_a_gaussian():

@@ -4,13 +4,11 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 from scipy import special, stats
 from support.ledgers import later_job
 
 from torch_dpbayes import PrivacyAccountant
-from torch_dpbayes.accounting import renyi as renyi_curves
 from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.events import (
     ComposedDpEvent,
@@ -19,7 +17,6 @@ from torch_dpbayes.accounting.events import (
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
-    ZCDpEvent,
 )
 
 STEP = PoissonSampledDpEvent(0.05, GaussianDpEvent(1.2))
@@ -45,23 +42,8 @@ def test_a_gaussian_release(neighboring, mu, size):
     assert near(risk.best_guess, guess)
     # an exact mu passes, and nothing below what delta hides of it
     assert risk.gdp_mu == pytest.approx(mu, rel=1e-3)
-    assert near(risk.zcdp_rho, mu**2 / 2, 1e-9) and risk.zcdp_order == math.inf
     alone = PrivacyAccountant(neighboring=neighboring).compose(GaussianDpEvent(2.0 / size), 4)
     assert near(risk.epsilon, alone.get_epsilon(1e-5) * (1 - 1e-8))
-
-
-def test_truncated_concentration_bounds_the_renyi_divergence():
-    accountant = PrivacyAccountant().compose(STEP, 200)
-    risk = accountant.risk()
-    assert 2 < risk.zcdp_order < math.inf
-    counts = accountant._history.counts
-    last = risk.zcdp_order
-    orders = np.array([1.0001, 1.05, 1.15, 1.55, 2.25, 0.7 + 0.3 * last, last])
-    found = renyi_curves.curve(counts, orders.tolist())
-    assert np.all(found <= risk.zcdp_rho * (1 + 1e-9) * orders)
-    assert np.max(found / orders) >= risk.zcdp_rho * 0.98
-    # what holds at all orders has no gain from sampling
-    assert risk.zcdp_rho < 200 / (2 * 1.2**2) / 10
 
 
 def test_each_guarantee_has_its_own_risk(tmp_path):
@@ -81,32 +63,27 @@ def test_each_guarantee_has_its_own_risk(tmp_path):
     assert advantage["renyi"] == pytest.approx(renyi.get_delta(0.0), rel=0.2)
     assert advantage["later"] == 1.0
     assert advantage["fixed"] < advantage["budget"]
-    risk = budget.risk()
-    assert risk.epsilon == 3.0 and risk.zcdp_rho == budget._history.filter.limit
-    gaussian = PrivacyAccountant(3.0, 1e-5).compose(GaussianDpEvent(9.0), adaptive=True).risk()
-    assert gaussian.gdp_mu == pytest.approx(math.sqrt(2 * gaussian.zcdp_rho), rel=1e-3)
+    assert budget.risk().epsilon == 3.0
+    gaussian = PrivacyAccountant(3.0, 1e-5).compose(GaussianDpEvent(9.0), adaptive=True)
+    limit = gaussian._history.filter.limit
+    assert gaussian.risk().gdp_mu == pytest.approx(math.sqrt(limit), rel=1e-3)
     nothing = PrivacyAccountant().risk(prior=0.3, false_positive_rate=0.02)
-    assert (nothing.advantage, nothing.epsilon, nothing.gdp_mu, nothing.zcdp_rho) == (0, 0, 0, 0)
+    assert (nothing.advantage, nothing.epsilon, nothing.gdp_mu) == (0, 0, 0)
     assert nothing.posterior == pytest.approx(0.3) and nothing.best_guess == pytest.approx(0.7)
 
 
 def test_what_fails_or_has_no_noise():
     risk = PrivacyAccountant().compose(NonPrivateDpEvent()).risk()
     assert (risk.advantage, risk.true_positive_rate, risk.best_guess) == (1.0, 1.0, 1.0)
-    assert math.inf == risk.epsilon == risk.gdp_mu == risk.zcdp_rho
+    assert math.inf == risk.epsilon == risk.gdp_mu
     assert json.loads(json.dumps(risk.as_dict()))["gdp_mu"] is None
     event = ComposedDpEvent([PureDpEvent(1.0), FailureDpEvent(1e-6)])
     risk = PrivacyAccountant().compose(event).risk(false_positive_rate=0.01)
     assert near(risk.true_positive_rate, 1e-6 + (1 - 1e-6) * math.e * 0.01)
-    assert risk.zcdp_rho == math.inf
     # (1, 1e-6) and once more
     two = PrivacyAccountant().compose(event).risk(false_positive_rate=0.01, records_per_person=2)
     step = risk.true_positive_rate
     assert near(two.true_positive_rate, 1e-6 + (1 - 1e-6) * math.e * step)
-    pure = PrivacyAccountant().compose(PureDpEvent(0.01)).risk()
-    assert pure.zcdp_order == math.inf and near(pure.zcdp_rho, 0.01**2 / 2, 1e-9)
-    concentrated = PrivacyAccountant(method="rdp").compose(ZCDpEvent(0.1, 0.05)).risk()
-    assert near(concentrated.zcdp_rho, 0.15, 1e-6)
 
 
 def test_the_page_shows_what_is_printed():

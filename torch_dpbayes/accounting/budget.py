@@ -176,7 +176,8 @@ class Divergences:
         spent = self._spent
         for pair, count in need.items():
             spent = spent + count * self._cost(pair)
-        if not (left := self._left - spent[-1]) > 0:  # beside releases that fail outright
+        left = self._left - spent[-1] * (1 + _ROUND_OFF)  # beside releases that fail outright
+        if not left > 0:
             return False
         rise = math.log(left / self._left) / (self._orders - 1)
         return bool((spent[:-1] <= self._limits + rise).any())

@@ -498,8 +498,8 @@ def compose(
     Args:
         levels: how often each pair occurs. Gaussians are cheapest as one pair.
         delta: the delta near which the result will be asked for epsilon.
-        epsilon: the epsilon near which it will be asked for delta; with ``delta``, whether that
-            is at most ``delta``.
+        epsilon: the epsilon near which it will be asked for delta. With both, more such releases
+            are to join, until they do not keep them.
         accuracy: relative excess of epsilon that the discretisation aims at.
         interval: the discretisation interval, instead.
         reverse: this direction only.
@@ -507,7 +507,7 @@ def compose(
         is_pilot: a very wide window gets a coarse grid, since a composition in parts may follow.
     """
     total = sum(levels.values())
-    is_for_both = delta is not None and epsilon is not None
+    grows = delta is not None and epsilon is not None
     compositions = []
     for direction in directions(levels) if reverse is None else (reverse,):
         wanted, tail = delta, tail_of(SMALLEST if delta is None else delta, total)
@@ -520,6 +520,7 @@ def compose(
                 log_delta=None if wanted is None else math.log(wanted),
                 accuracy=accuracy,
                 interval=interval,
+                grows=grows,
             )
             if wanted is None:
                 tail = tail_of(max(math.exp(window.log_delta), SMALLEST), total)
@@ -528,7 +529,7 @@ def compose(
             if is_pilot and (window.upper - window.lower) / window.interval > _WIDE_WINDOW:
                 window = window._replace(interval=(window.upper - window.lower) / _PILOT_SIZE)
             composition = Composition(window, levels, direction, tail, mixed)
-            if epsilon is None or is_for_both:
+            if epsilon is None or grows:
                 break
             # Where few releases decide, the guess of delta is far too high.
             found = max(composition.upper_delta(epsilon), SMALLEST)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache, singledispatch
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +32,12 @@ from .bounds import without_extremes
 from .dominating_pairs import (
     EXACT_LEVELS,
     Array,
-    Concentrated,
     Gaussian,
     GaussianMixture,
     NonPrivate,
     Pair,
-    Repeated,
     Sampled,
     directions,
-    dominating_mu,
-    largest_loss,
     merge,
 )
 from .events import GaussianDpEvent, Method, MuGaussianDpEvent, PoissonSampledDpEvent
@@ -68,8 +64,6 @@ _OF_ADVANTAGE = 2e-5  # of the advantage
 _REFINED = 3  # times at most, until that is met
 _MOST_LOSSES = 2**18  # on the grid, of one release, for the advantage
 _MOST_BEYOND = 2**15  # the same for larger losses, and for mixtures, whose inverse is by bisection
-_SMALL_ORDERS = (1.001, 1.01, 1.03, 1.06)  # before those of the Renyi curves
-_NO_DEARER = 1.02  # what holds at all orders is preferred up to this factor
 _LEAST_CHANCE = 1e-280
 
 # --- trade-off curves -----------------------------------------------------------------------------
@@ -388,9 +382,6 @@ class Risk:
         delta: what ``epsilon`` and ``gdp_mu`` are stated with.
         gdp_mu: mu-Gaussian differential privacy, up to ``delta`` (at least 1e-9): no true-positive
             rate is more than ``delta`` above that against a Gaussian of mean ``mu``.
-        zcdp_rho: the Renyi divergence of each order a < ``zcdp_order`` is at most ``zcdp_rho * a``
-            (Bun, Dwork, Rothblum, Steinke 2018; of infinite order Bun, Steinke 2016).
-        zcdp_order: see ``zcdp_rho``.
         records_per_person: how many records a person has at most.
         neighboring: the relation.
         curves: the trade-off curves of both attacks, for all false-positive rates.
@@ -406,8 +397,6 @@ class Risk:
     epsilon: float
     delta: float
     gdp_mu: float
-    zcdp_rho: float
-    zcdp_order: float
     records_per_person: int
     neighboring: str
     curves: tuple[TradeOff, ...]
@@ -429,7 +418,6 @@ class Risk:
         if self.records_per_person > 1:
             who += f" with at most {self.records_per_person} records"
         what = "gave one record or another" if self.neighboring == "replace_one" else "took part"
-        order = "" if math.isinf(self.zcdp_order) else f" up to order {self.zcdp_order:.4g}"
         return "\n".join(
             [
                 f"Whether {who} {what}: what an attacker who knows all else can tell, at most",
@@ -441,7 +429,7 @@ class Risk:
                 f"  best guess  right with probability {self.best_guess:.4g}; without any release"
                 f" {max(self.prior, 1 - self.prior):.4g}",
                 f"  the same as epsilon = {self.epsilon:.5g}, or mu = {self.gdp_mu:.4g} (Gaussian),"
-                f" at delta = {self.delta:g}; rho = {self.zcdp_rho:.4g} (zero-concentrated{order})",
+                f" at delta = {self.delta:g}",
             ]
         )
 
@@ -457,13 +445,9 @@ def assess(
 ) -> Risk:
     """The risk of a history; ``epsilon`` is that of one record at ``delta``."""
     curves = curves_of(history)
-    rho, order = _concentration(history, delta)
     if records_per_person > 1:
         curves = _curves_of_users(history, curves, records_per_person, delta)
         epsilon = max(curve.epsilon(delta) for curve in curves)
-        # Bun, Dwork, Rothblum, Steinke 2018
-        size = records_per_person
-        rho, order = (size**2 * rho, order / size) if order > size else (math.inf, math.inf)
     rate = float(highest(curves, np.array([false_positive_rate]))[0])
     accused = prior * rate + (1 - prior) * false_positive_rate
     return Risk(
@@ -477,8 +461,6 @@ def assess(
         epsilon=epsilon,
         delta=delta,
         gdp_mu=max(curve.mu(delta) for curve in curves),
-        zcdp_rho=rho,
-        zcdp_order=order,
         records_per_person=records_per_person,
         neighboring=history.settings.neighboring,
         curves=curves,
@@ -496,62 +478,6 @@ def curves_of(history: History) -> tuple[TradeOff, ...]:
         profile = of_function(limit.delta, limit.epsilon(SMALLEST))
         return trade_offs(profile, profile)
     return trade_offs(*profiles(frozenset(history.counts.items()), history.settings.method))
-
-
-@singledispatch
-def concentrated(pair: Pair) -> float:
-    """A rho for which ``pair`` is rho-zero-concentrated at all orders."""
-    return min(dominating_mu(pair), largest_loss(pair)) ** 2 / 2
-
-
-@concentrated.register
-def _(pair: Concentrated | Repeated) -> float:
-    return pair.rho + pair.xi if isinstance(pair, Concentrated) else math.inf  # xi <= xi * order
-
-
-def _concentration(history: History, delta: float) -> tuple[float, float]:
-    """``zcdp_rho`` and ``zcdp_order`` of :class:`Risk`. The order is infinite where that is at most
-    2 percent dearer; else it is the one that decides epsilon at ``delta``.
-    """
-    if not history.counts:
-        return 0.0, math.inf
-    if history.guarantee == "none":
-        return math.inf, math.inf
-    if history.guarantee == "filter" and history.filter is not None:
-        limit = history.filter
-        gaussian = limit.kind == "gaussian"
-        return (limit.limit / 2, math.inf) if gaussian else (limit.limit, limit.order)
-    failures, counts = apart(history.counts)
-    if failures:
-        return math.inf, math.inf
-    strict = math.fsum(count * concentrated(pair) for pair, count in counts.items()) * (1 + 1e-12)
-    curve = renyi.curve(counts)
-    last = renyi.best_order(curve, delta)
-    if not math.isfinite(curve[last]):
-        return strict, math.inf
-    orders = np.array([*_SMALL_ORDERS, *renyi.ORDERS[: last + 1]])
-    found = np.append(renyi.curve(counts, _SMALL_ORDERS), curve[: last + 1])
-    rho = max(float(found[0]), *_largest_ratio(orders, found).tolist())
-    if strict <= _NO_DEARER * rho:
-        return strict, math.inf
-    return rho * (1 + 1e-12), renyi.ORDERS[last]
-
-
-def _largest_ratio(orders: Array, divergences: Array) -> Array:
-    """The largest divergence / order between each order and the next, at most.
-
-    u * divergence is convex in u = order - 1, so there it lies below its chord b u - c, and (b u -
-    c) / (u (1 + u)) rises up to the u that is computed here, and falls from there on.
-    """
-    u = orders - 1
-    moments = u * divergences
-    slope = np.diff(moments) / np.diff(u)
-    below = np.maximum(slope * u[:-1] - moments[:-1], 0.0)
-    peak = (below + np.sqrt(below**2 + slope * below)) / np.maximum(slope, 1e-300)
-    peak = np.clip(peak, u[:-1], u[1:])
-    # the value at the peak, or at an end if round-off hides it
-    ends = np.maximum(divergences[:-1] / orders[:-1], divergences[1:] / orders[1:])
-    return np.maximum((slope * peak - below) / (peak * (1 + peak)), ends)
 
 
 def _curves_of_users(

@@ -166,9 +166,10 @@ def choose_window(
     accuracy: float = ACCURACY,
     interval: float | None = None,
     part: Part | None = None,
+    grows: bool = False,
 ) -> Window:
-    """The window for what is asked at ``epsilon``, or at ``log_delta``; with both, for as many more
-    such releases as keep them.
+    """The window for what is asked at ``epsilon``, or at ``log_delta``. ``grows``: for as many more
+    such releases as keep both.
     """
     asked, asked_log_delta = epsilon, log_delta
     total: float = sum(levels.values())
@@ -183,7 +184,7 @@ def choose_window(
             else:
                 losses.set_mixtures(mixed)
         cumulant, mean, variance = losses.cumulants(tilts)
-        if asked is not None and asked_log_delta is not None:
+        if grows and asked is not None and asked_log_delta is not None:
             losses.times *= _times(tilts, cumulant, variance, asked, asked_log_delta)
             cumulant, mean, variance = losses.cumulants(tilts)
             tilt, epsilon, _ = _tangent(tilts, cumulant, mean, asked, None)
