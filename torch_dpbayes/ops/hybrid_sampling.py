@@ -165,7 +165,7 @@ def hybrid(
     planned = SelfComposedDpEvent(chain.event(chain.effective_noise_multiplier), steps)
     if start_share is None:
         first = make(epsilon, delta, accountant, num_data=num_data, reserve=planned)
-    total = epsilon_with(accountant, delta, (first.event, planned))
+    total = epsilon_with(accountant, delta)((first.event, planned))
     if total > epsilon * ROUND_UP or not accountant.remaining(
         ComposedDpEvent([first.event, planned])
     ):

@@ -245,7 +245,7 @@ class OnePosteriorSample:
 
     def _charge(self, event: DpEvent) -> None:
         def require_target(*more: DpEvent, say: str) -> None:
-            if self._epsilon is not None and self._cost(*more) > self._epsilon * ROUND_UP:
+            if self._epsilon is not None and self._costs()(*more) > self._epsilon * ROUND_UP:
                 raise PrivacyBudgetExceeded(
                     f"{say} the target epsilon = {self._epsilon:g} at delta = {self._delta:g}: make"
                     " a new OnePosteriorSample with a larger epsilon or another accountant."
@@ -299,19 +299,21 @@ class OnePosteriorSample:
         setting = Setting(tempering, num_data, self._accountant.neighboring)
         return self._certificate.event(self._model, setting)
 
-    def _cost(self, *events: DpEvent) -> float:
-        """ε of what the accountant holds, ``events`` and what is reserved."""
+    def _costs(self) -> Callable[..., float]:
+        """ε of what the accountant holds now, of what is reserved, and of given events."""
         assert self._delta is not None
         reserve = () if self._reserve is None else (self._reserve,)
-        return epsilon_with(self._accountant, self._delta, (*events, *reserve))
+        epsilon = epsilon_with(self._accountant, self._delta)
+        return lambda *events: epsilon((*events, *reserve))
 
     def _largest_tempering(self, num_data: int | None) -> float:
         if self._epsilon is None:
             return 1.0
+        costs = self._costs()
 
         def cost(tempering: float) -> float:
             try:
-                return self._cost(self._event(tempering, num_data))
+                return costs(self._event(tempering, num_data))
             # M grows with the tempering, and with it what a given step size and a given distance to
             # the target allow
             except (StepTooLarge, TooFar):

@@ -14,14 +14,18 @@ from ..accounting.dominating_pairs import Pair, added, dominating_pair
 from ..accounting.events import DpEvent, Method, elementary
 from ..errors import ArgumentError
 
+Counts = dict[Pair, int]
+
 LEAST_TEMPERING = 1e-9
 PRECISION = 1e-7  # relative, of the tempering
 _FAR = 40.0  # log of cost / ε, in whose place larger ones count as this
 _WIDEST = 3.0  # of a first step towards an interval around the solution, in logs
 
 
-def epsilon_with(accountant: PrivacyAccountant, delta: float, events: Iterable[DpEvent]) -> float:
-    """ε at ``delta`` of what the accountant holds and of ``events``, as it computes it.
+def epsilon_with(
+    accountant: PrivacyAccountant, delta: float
+) -> Callable[[Iterable[DpEvent]], float]:
+    """ε at ``delta`` of what the accountant holds now and of given events, as it computes it.
 
     Raises:
         ArgumentError: the accountant promises its budget as a whole, and nothing below it.
@@ -32,12 +36,24 @@ def epsilon_with(accountant: PrivacyAccountant, delta: float, events: Iterable[D
             " as a whole: leave out epsilon= and choose a certificate that fits the budget.",
             code="budget-whole",
         )
-    counts: dict[Pair, int] = {}
-    held = [(charge.event, charge.count) for charge in accountant.history]
-    for event, count in [*held, *((event, 1) for event in events)]:
+    relation, method = accountant.neighboring, accountant.method
+
+    def pairs(counts: Counts, event: DpEvent, count: int) -> Counts:
         for part, times in elementary(event, count):
-            counts = added(counts, {dominating_pair(part, accountant.neighboring): times})
-    return _upper(frozenset(counts.items()), delta, accountant.method) if counts else 0.0
+            counts = added(counts, {dominating_pair(part, relation): times})
+        return counts
+
+    held: Counts = {}
+    for charge in accountant.history:
+        held = pairs(held, charge.event, charge.count)
+
+    def epsilon(events: Iterable[DpEvent]) -> float:
+        counts = held
+        for event in events:
+            counts = pairs(counts, event, 1)
+        return _upper(frozenset(counts.items()), delta, method) if counts else 0.0
+
+    return epsilon
 
 
 @lru_cache(maxsize=64)  # before and after a charge the same is asked again
