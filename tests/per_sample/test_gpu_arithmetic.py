@@ -2,14 +2,14 @@
 
 import copy
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import delivered
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.examples import examples
 from test_bookkeeping import MODELS, clipped, loss_of, randomised, weights_of
@@ -17,7 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import torch_dpbayes as dpb
-from torch_dpbayes.per_sample import arithmetic, contributions
+from torch_dpbayes.per_sample import arithmetic, clipped_sum, contributions
 from torch_dpbayes.per_sample.arithmetic import Machine
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
 
@@ -119,6 +119,7 @@ def test_bfloat16_adds_no_more_than_the_clip_norm(name, machine):
 
 
 @examples(60)
+@example((1, 1), 2, (-10, -30), 1.0, False, torch.float32, 0)  # norms below float32's normal ones
 @given(
     widths=st.tuples(st.sampled_from([1, 3, 70, 200]), st.sampled_from([1, 5, 130])),
     positions=st.integers(2, 9),
@@ -145,9 +146,86 @@ def test_gram_norms_of_float32_are_never_too_small(
     if has_bias:
         each = torch.cat([each, g.double().sum(1)], 1)
     truth, terms = each.norm(dim=1), found.size.double()
-    # the result is rounded to float32, whose smallest number is 2⁻¹⁴⁹
-    assert (norm >= truth * (1 - 2**-22) - 2**-149).all()
+    assert (norm >= truth * (1 - 2**-22)).all()
     assert (norm.square() <= truth.square() * 1.001 + (5e-5 * terms.square()) + 1e-70).all()
+
+
+@pytest.mark.parametrize("machine", [None, H200], ids=["CPU", "H200"])
+@examples(60)
+@given(
+    positions=st.sampled_from([0, 1, 2, 9]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    closeness=st.sampled_from([1.0, 1e-1, 1e-2, 1e-4, 0.0]),
+    powers=st.tuples(st.integers(-4, 1), st.integers(-4, 1)),
+    seed=st.integers(0, 2**20),
+)
+def test_norms_of_tied_tables_hold_for_the_sum(machine, positions, dtype, closeness, powers, seed):
+    """Also where what the embedding adds cancels what the linear layer does."""
+    generator = torch.Generator().manual_seed(seed)
+    n, width, words = 3, 5, 12
+    a, g, noise = (
+        torch.randn(n, size, w, generator=generator, dtype=torch.float64)
+        for size, w in ((max(1, positions), width), (max(1, positions), words), (words, width))
+    )
+    a, g = ((t * 10.0**p).to(dtype) for t, p in zip((a, g), powers, strict=True))
+    of_linear = torch.bmm(g.double().transpose(1, 2), a.double())
+    tokens = torch.stack([torch.randperm(words, generator=generator) for _ in range(n)])
+    rows = (closeness * noise * 10.0 ** sum(powers) - of_linear).gather(
+        1, tokens[:, :, None].expand(-1, -1, width)
+    )
+    rows = rows.to(dtype)
+    table = nn.Parameter(torch.zeros(words, width, dtype=dtype))
+    terms = (g.double().norm(dim=2) * a.double().norm(dim=2)).sum(1).tolist()
+    if positions == 0:  # as of a layer without positions
+        a, g = a[:, 0], g[:, 0]
+    truth = of_linear.scatter_add(1, tokens[:, :, None].expand_as(rows), rows.double())
+    with nullcontext() if machine is None else on(machine):
+        linear, of_tokens = (
+            contributions.Outer(table, None, a, g),
+            contributions.Tokens(table, tokens, rows, None),
+        )
+        tied = contributions.together([linear, of_tokens])
+        assert isinstance(tied, contributions.Tied)
+        norms, sizes = tied.norm().tolist(), tied.size.tolist()
+        # of a split number 2⁻¹⁸ may be lost, and 2⁻¹⁷ is added
+        is_split = machine is not None and dtype == torch.bfloat16
+        ulp = 2.0**-53 if dtype == torch.float64 else 2.0**-24
+        for i, (norm, size) in enumerate(zip(norms, sizes, strict=True)):
+            squared = float(truth[i].norm()) ** 2
+            off = 2.0**-48 * size**2  # squares and their sums, of a few roundings to float64
+            lost = 2.0**-18 * terms[i] * is_split
+            assert (norm - lost) ** 2 >= squared * (1 - 4 * ulp) - off
+            assert max(norm - 2 * lost, 0.0) ** 2 <= squared * (1 + 4 * ulp) + 2 * off + 1e-70
+            if size <= clipped_sum.LARGEST_CANCELLATION * norm:
+                out = torch.zeros(table.numel(), dtype=arithmetic.wide(table))
+                tied.add_sum(F.one_hot(torch.tensor(i), n).to(out.dtype), {table: out})
+                # off is 2⁻²⁸ of norm² at most; a sum of ten terms has four roundings of each
+                longest = norm * (1 + 2 * ulp + 2**-28) + 4 * ulp * size
+                assert float(out.double().norm()) <= longest
+
+
+def test_tied_tables_are_instantiated_for_records_that_cancel_alone():
+    tokens = torch.arange(12).repeat(4, 1)
+    a, g, rows = (torch.randn(4, *of, dtype=torch.float64) for of in ((3, 5), (3, 12), (12, 5)))
+    rows[2] = -g[2].T @ a[2]
+    table, clip, seen = nn.Parameter(torch.zeros(12, 5, dtype=rows.dtype)), 1e-3, []
+    whole = torch.bmm(g.transpose(1, 2), a).add_(rows).flatten(1)
+    whole[2] = 0.0
+    tied = contributions.together(
+        [contributions.Outer(table, None, a, g), contributions.Tokens(table, tokens, rows, None)]
+    )
+    out, real = {table: torch.zeros(60, dtype=rows.dtype)}, contributions.Tokens.per_record
+
+    def per_record(*of):
+        found = real(*of)
+        seen.append(len(found[table]))
+        return found
+
+    with mock.patch.object(contributions.Tokens, "per_record", per_record):
+        assert clipped_sum.add_clipped([tied], clip, out, None, None) == 4
+    assert seen == [1]
+    expected = (whole * (clip / whole.norm(dim=1, keepdim=True).clamp(min=clip))).sum(0)
+    torch.testing.assert_close(out[table], expected, rtol=0.0, atol=1e-10 * clip)
 
 
 @pytest.mark.parametrize("name", ["alike convolutions, Gram", "alike linear layers, Gram"])

@@ -110,6 +110,7 @@ class Small(Contribution):
 
 
 _SMALL = 2**12  # numbers of a parameter
+_ALL = slice(None)
 
 
 def merged(parts: Sequence[Contribution]) -> Sequence[Contribution]:
@@ -179,9 +180,8 @@ class Product(Contribution):
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
         index = which.nonzero().flatten()
-        apart = self._per_record(self.inputs[index], self.backprops[index])
+        apart, norm = self.per_record_of(index), self.norm()
         self.keep_only(~which)
-        norm = self.norm()
         self._norm = norm.index_copy(0, index, apart.norm().to(norm.dtype))
         self._apart, self.size = (index, apart), None
 
@@ -192,7 +192,7 @@ class Product(Contribution):
             apart.add_sum(factor[index], out)
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        gradients = self._per_record(self.inputs, self.backprops).gradients
+        gradients = self.per_record_of(_ALL).gradients
         if self._apart is None:
             return gradients
         index, apart = self._apart
@@ -204,10 +204,11 @@ class Product(Contribution):
             index, apart = self._apart
             apart.keep_only(keep[index])
 
-    def _per_record(self, inputs: Tensor, backprops: Tensor) -> PerRecord:
-        """In the type of sums, so that nothing is rounded of which the norm knows nothing."""
-        dtype = wide(backprops)
-        return PerRecord(self._instantiated(inputs.to(dtype), backprops.to(dtype)))
+    def per_record_of(self, which: Tensor | slice) -> PerRecord:
+        """Of these, in the type of sums, so that nothing is rounded that the norm does not see."""
+        dtype = wide(self.backprops)
+        a, g = self.inputs[which].to(dtype), self.backprops[which].to(dtype)
+        return PerRecord(self._instantiated(a, g))
 
     @abstractmethod
     def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]: ...
@@ -362,7 +363,8 @@ def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     rounding more, so that Σ_st G_st·A_st, added up in float64, lies off by at most
     (e_G + e_A + e_G·e_A + 2⁻²⁴)·size². Records are divided by their largest number first (2⁻²⁴
     each), so that nothing overflows; squares that underflow then are below 2⁻¹²⁶ each. Both are
-    added to the squared norm: clipping is never too weak.
+    added to the squared norm: clipping is never too weak. To norms 2⁻¹²⁶ is added: of float32, they
+    are normal numbers, whose rounding is relative; that of smaller ones would be absolute.
     """
     machine, dtype = arithmetic.machine_of(g.device), g.dtype
     is_double = machine.has_double or dtype == torch.float64
@@ -377,7 +379,8 @@ def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
             one, unit = of_a.float().square().reciprocal().view(-1, 1, 1), unit * of_a
     products, error = gram(g, machine)
     size = products.diagonal(dim1=1, dim2=2).double()
-    lost: Tensor | float = 0.0  # where squares underflow and the other factor is huge
+    # where squares of float64 underflow and the other factor is huge; or see above
+    lost: Tensor | float = 0.0 if dtype == torch.float64 else _TINY
     if like.weight is not None:
         others, other_error = gram(a, machine)
         if like.bias is not None:
@@ -397,7 +400,7 @@ def _gram_norms(like: Outer, g: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
     squared += 1.05 * (error + 6 * _ULP) * size.square()
     widths = 4.0 * (g.shape[2] + 1) * (a.shape[2] + 1)  # of numbers up to 1: no product is more
     norm = squared.sqrt_().add_(g.shape[1] * math.sqrt(widths * _TINY))
-    return norm * unit, size * unit
+    return norm * unit + _TINY, size * unit
 
 
 class Tokens(Contribution):
@@ -442,10 +445,11 @@ class Tokens(Contribution):
         if self.weight in out:
             out[self.weight].view(self.weight.shape).index_add_(0, self.tokens, rows)
 
-    def per_record(self) -> dict[Tensor, Tensor]:
-        rows = self.rows.new_zeros(self._number * len(self.weight), self.rows.shape[1])
-        rows.index_add_(0, self._records * len(self.weight) + self.tokens, self.rows)
-        return {self.weight: rows.view(self._number, -1)}
+    def per_record(self, which: Tensor | slice = _ALL) -> dict[Tensor, Tensor]:
+        g = self.rows.view(self._number, -1, self.rows.shape[1])[which]
+        places = self.tokens.view(self._number, -1, 1)[which].expand_as(g)
+        rows = g.new_zeros(len(g), *self.weight.shape).scatter_add_(1, places, g)
+        return {self.weight: rows.flatten(1)}
 
     def keep_only(self, keep: Tensor) -> None:
         self.rows = _kept(self.rows, keep[self._records])
@@ -455,7 +459,8 @@ class Tied(Product):
     """An embedding whose table is a linear layer's weight as well, as in language models.
 
     With A of the linear layer and E of the embedding, ‖A + E‖² = ‖A‖² + ‖E‖² + 2⟨A, E⟩, where E has
-    a row e_r for each token r and ⟨A, E⟩ = Σ_r Σ_t g_t[r]·⟨a_t, e_r⟩.
+    a row e_r for each token r and ⟨A, E⟩ = Σ_r Σ_t g_t[r]·⟨a_t, e_r⟩. All three are found in
+    float64, of what the sum is made of: where A and E cancel, their rounding would not.
     """
 
     def __init__(self, linear: Outer, tokens: Tokens) -> None:
@@ -468,33 +473,29 @@ class Tied(Product):
         return (id(self),)
 
     def set_norms(self, alike: Sequence[Any]) -> None:
-        n, norm, other = len(self.inputs), self.linear.norm(), self.tokens.norm()
-        a, g = self.inputs.view(n, -1, self.inputs.shape[-1]), self.backprops
-        rows = self.tokens.rows.view(n, -1, a.shape[2]).double()
-        places = self.tokens.tokens.view(n, 1, -1)
-        g = g.view(n, -1, g.shape[-1])
-        picked = g.gather(2, places.expand(n, g.shape[1], -1)).double()
-        both = (picked * torch.bmm(a.double(), rows.transpose(1, 2))).sum((1, 2))
-        apart = norm.double().square() + other.double().square()
-        # norms of float32 are good to 2⁻¹⁷, and what they lack must not hide where both cancel
-        lacking = 2.0**-44 if norm.dtype == other.dtype == torch.float64 else 2.0**-16
-        squared = (apart + 2 * both).clamp_(min=0.0) + lacking * apart
-        size = norm if self.linear.size is None else self.linear.size
-        self.note_norms([self], squared.sqrt_(), size + other)
+        n, rows, places = len(self.inputs), self.tokens.rows, self.tokens.tokens
+        a, g, e = (t.view(n, -1, t.shape[-1]) for t in (self.inputs, self.backprops, rows))
+        places, positions = places.view(n, 1, -1), g.shape[1]
+        widths = 2 * positions + a.shape[2] + g.shape[2] + 2 * e.shape[1]
+        found = []
+        for part in chunks(n, 2 * (positions * widths + e[0].numel()), g.device):
+            norm, size = _gram_norms(self.linear, g[part], a[part])
+            of_tokens = e[part].double()
+            other = torch.linalg.vector_norm(of_tokens, dim=(1, 2))
+            if rows.dtype == torch.float64:  # the inner product loses less than both norms
+                other += math.sqrt(e.shape[1]) * _lost_in_squares(e)
+            picked = g[part].gather(2, places[part].expand(-1, positions, -1)).double()
+            inner = torch.bmm(a[part].double(), of_tokens.transpose(1, 2)).mul_(picked).sum((1, 2))
+            norm = (norm.square() + other.square() + 2 * inner).clamp_(min=0.0).sqrt_()
+            if is_split(g):  # the linear layer's product
+                norm += LOST_IN_SPLIT * size
+            found.append((norm, size + other))
+        norms, sizes = (beside(f) for f in zip(*found, strict=True))
+        self.note_norms([self], norms, sizes)
 
-    def set_apart(self, which: Tensor) -> None:
-        index, norm = which.nonzero().flatten(), self.norm()
-        apart = PerRecord({p: g[index] for p, g in self.per_record().items()})
-        self.keep_only(~which)
-        self._norm = norm.index_copy(0, index, apart.norm().to(norm.dtype))
-        self._apart, self.size = (index, apart), None
-
-    def per_record(self) -> dict[Tensor, Tensor]:
-        found = _added([self.linear.per_record(), self.tokens.per_record()])
-        if self._apart is not None:
-            index, apart = self._apart
-            found = {p: g.index_copy(0, index, apart.gradients[p]) for p, g in found.items()}
-        return found
+    def per_record_of(self, which: Tensor | slice) -> PerRecord:
+        linear = self.linear.per_record_of(which).gradients
+        return PerRecord(_added([linear, self.tokens.per_record(which)]))
 
     def keep_only(self, keep: Tensor) -> None:
         super().keep_only(keep)
