@@ -140,6 +140,7 @@ def classifier_names():
         "partial": partial,
         "F": F,
         "DataLoader": DataLoader,
+        "TensorDataset": TensorDataset,
         "nn": nn,
         "pictures": TensorDataset(torch.rand(64, 3, 32, 32), y[:64]),
         "sentences": TensorDataset(torch.randint(0, 100, (64, 12)), y[:64] % 2),
