@@ -162,13 +162,13 @@ class Product(Contribution):
         return self._norm is not None
 
     @property
+    @abstractmethod
     def key(self) -> tuple[Any, ...]:
         """Of layers whose norms can be taken together it is equal."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_norms(self, alike: Sequence[Any]) -> None:
         """Norms, and sizes, of layers with the key of this one."""
-        raise NotImplementedError
 
     def note_norms(self, alike: Sequence[Product], norms: Tensor, sizes: Tensor) -> None:
         """Of all records of the first layer, then of the second and so on."""
@@ -180,7 +180,7 @@ class Product(Contribution):
     def set_apart(self, which: Tensor) -> None:
         """Sum these records by themselves from now on, their norms included."""
         index = which.nonzero().flatten()
-        apart, norm = self.per_record_of(index), self.norm()
+        apart, norm = PerRecord(self.per_record_of(index)), self.norm()
         self.keep_only(~which)
         self._norm = norm.index_copy(0, index, apart.norm().to(norm.dtype))
         self._apart, self.size = (index, apart), None
@@ -192,7 +192,7 @@ class Product(Contribution):
             apart.add_sum(factor[index], out)
 
     def per_record(self) -> dict[Tensor, Tensor]:
-        gradients = self.per_record_of(_ALL).gradients
+        gradients = self.per_record_of(_ALL)
         if self._apart is None:
             return gradients
         index, apart = self._apart
@@ -204,14 +204,14 @@ class Product(Contribution):
             index, apart = self._apart
             apart.keep_only(keep[index])
 
-    def per_record_of(self, which: Tensor | slice) -> PerRecord:
-        """Of these, in the type of sums, so that nothing is rounded that the norm does not see."""
+    def wide_of(self, which: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """Inputs and output gradients of these records, in the type of sums."""
         dtype = wide(self.backprops)
-        a, g = self.inputs[which].to(dtype), self.backprops[which].to(dtype)
-        return PerRecord(self._instantiated(a, g))
+        return self.inputs[which].to(dtype), self.backprops[which].to(dtype)
 
     @abstractmethod
-    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]: ...
+    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
+        """As matrices, in the type of sums: nothing is rounded that the norm does not see."""
 
     @abstractmethod
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None: ...
@@ -333,8 +333,10 @@ class Outer(Product):
         if self.bias is not None and self.bias in out:
             out[self.bias].add_(g.sum(0))
 
-    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
-        return outer(self.weight, self.bias, inputs, backprops, is_transposed=self.is_transposed)
+    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
+        a, g = self.wide_of(which)
+        found = outer(self.weight, self.bias, a, g, is_transposed=self.is_transposed)
+        return PerRecord(found).gradients
 
 
 def set_norms(parts: Sequence[Contribution]) -> None:
@@ -493,9 +495,8 @@ class Tied(Product):
         norms, sizes = (beside(f) for f in zip(*found, strict=True))
         self.note_norms([self], norms, sizes)
 
-    def per_record_of(self, which: Tensor | slice) -> PerRecord:
-        linear = self.linear.per_record_of(which).gradients
-        return PerRecord(_added([linear, self.tokens.per_record(which)]))
+    def per_record_of(self, which: Tensor | slice) -> dict[Tensor, Tensor]:
+        return _added([self.linear.per_record_of(which), self.tokens.per_record(which)])
 
     def keep_only(self, keep: Tensor) -> None:
         super().keep_only(keep)
@@ -505,9 +506,6 @@ class Tied(Product):
     def _add_product(self, factor: Tensor, out: Mapping[Tensor, Tensor]) -> None:
         self.linear.add_sum(factor, out)
         self.tokens.add_sum(factor, out)
-
-    def _instantiated(self, inputs: Tensor, backprops: Tensor) -> dict[Tensor, Tensor]:
-        raise NotImplementedError
 
 
 def together(parts: Sequence[Contribution]) -> Contribution:
