@@ -2,13 +2,16 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import clipped_rows, delivered, gradients_of_records, mlp, private, sum_of
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import torch_dpbayes as dpb
 from torch_dpbayes.errors import DPBayesError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from torch_dpbayes.per_sample.fixed_tensors import FixedTensors
@@ -322,3 +325,89 @@ def test_statistics_that_the_loop_keeps_are_refused_and_not_charged(mode):
             net.mean.copy_(x.detach().mean(0).as_subclass(torch.Tensor))
             optimizer.step()
     assert error.value.code == "model-written" and len(optimizer.accountant) == 0
+
+
+def kept_by_the_data_set(data, optimizer, x):
+    data.mean = x.mean(0)
+
+
+def written_into_the_data_set(data, optimizer, x):
+    data.x.sub_(x.mean(0))
+
+
+def learning_rate(data, optimizer, x):
+    optimizer.param_groups[0]["lr"] = x.abs().max()
+
+
+def momentum(data, optimizer, x):
+    for state in optimizer.state.values():
+        state["velocity"].fill_(x.max())
+
+
+class Adjusted(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x, self.y, self.mean = torch.randn(20, 6), torch.randint(3, (20,)), torch.zeros(6)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return self.x[index] - self.mean, self.y[index]
+
+
+@pytest.mark.parametrize(
+    ("keep", "code"),
+    [
+        (kept_by_the_data_set, "loss-mixes"),
+        (written_into_the_data_set, "loss-mixes"),
+        (learning_rate, "model-written"),
+        (momentum, "model-written"),
+    ],
+)
+def test_values_of_a_batch_that_data_or_optimizer_keep_are_refused(keep, code):
+    data = Adjusted()
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=mlp(),
+        optimizer=partial(dpb.optim.DPSGHMC, lr=0.1, momentum=0.9, temperature=0.0),
+        data_loader=DataLoader(data, batch_size=10),
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+    )
+    with pytest.raises(DPBayesError) as error:
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(net(x), y).backward()
+                optimizer.step()
+                keep(data, optimizer, x)
+    assert error.value.code == code and len(optimizer.accountant) == 1
+
+
+def test_a_log_prior_of_a_batch_is_refused():
+    target = torch.zeros(())
+    net, optimizer, loader = dpb.PrivacyEngine().make_private(
+        module=mlp(),
+        optimizer=partial(
+            dpb.optim.DPSGLD,
+            lr=0.1,
+            log_prior=lambda named: -sum(((p - target) ** 2).sum() for p in named.values()),
+        ),
+        data_loader=DataLoader(TensorDataset(torch.randn(20, 6), torch.randint(3, (20,))), 10),
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+    )
+    with pytest.raises(DPBayesError) as error:
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            target.copy_(x.mean())
+    assert error.value.code == "model-written" and len(optimizer.accountant) == 1
+
+
+def test_sparse_tensors_of_a_batch_are_refused_in_words():
+    net, optimizer, loader = private(mlp(), torch.randn(20, 6), torch.randint(3, (20,)))
+    x, y = next(iter(loader))
+    F.cross_entropy(net(x), y).backward()
+    with pytest.raises(DPBayesError, match="layout"):
+        torch.sparse_coo_tensor(torch.stack([y, y]), torch.ones(len(y)), (3, 3))

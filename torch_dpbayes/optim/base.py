@@ -32,6 +32,7 @@ from ..accounting import events
 from ..errors import ArgumentTypeError, CheckpointError, StateError
 from ..release import saved_state
 from ..release.layout import GroupGradient, Layout
+from ..release.release import require_public
 from . import finite_steps, priors
 from .declared import DeclaredOptimizer
 
@@ -136,6 +137,10 @@ class PrivateOptimizer(DeclaredOptimizer):
                 " record's overflow decides: use torch.autocast with bfloat16 and no scaler.",
                 code="grad-scaler",
             )
+        for group in self.param_groups:
+            require_public("a parameter group", group.values())
+        for state in self.state.values():
+            require_public("the optimizer's state", state.values())
         layout = self._current_layout()
         largest = finite_steps.require_finite(layout)
         for part in layout.groups:

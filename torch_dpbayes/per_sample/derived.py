@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass, _DisableTorchDispatch, _storage_Use_Count
+from torch._tensor import _convert
+from torch.overrides import get_default_nowrap_functions
 
-from ..errors import StepError
+from ..errors import LossError, StepError
 
 WRITTEN = (
     "a parameter or buffer of the private model is written to with values of a batch, which are"
@@ -27,6 +29,7 @@ WRITTEN = (
 # marks of a storage
 _MARK, _PRIVATE = "_dpbayes_holds_records", "_dpbayes_private"
 _ORDINARY = {Tensor, nn.Parameter}
+_DENSE = (torch.strided, torch.jagged)
 # torch has these for its own tensors only
 _FROM_MEMORY = frozenset((Tensor.numpy, Tensor.tolist, Tensor.__array__))
 
@@ -42,8 +45,10 @@ class Derived(Tensor):
                 return t.__torch_function__(func, types, args, kwargs)  # as of followed tensors
         if func in _FROM_MEMORY:
             return func(as_plain(args[0]), *args[1:], **(kwargs or {}))
-        run: Any = Tensor.__torch_function__
-        return run.__func__(Derived, func, (Derived,), args, kwargs)
+        with DisableTorchFunctionSubclass():
+            found = func(*args, **(kwargs or {}))
+            _require_dense(found)
+            return found if func in get_default_nowrap_functions() else _convert(found, Derived)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -115,9 +120,19 @@ def holds_records(t: Tensor) -> bool:
 
 def _derived(found: Any) -> Any:
     if isinstance(found, Tensor):
+        _require_dense(found)
         is_known = isinstance(found, Derived) or isinstance(found, nn.Parameter)
         return found if is_known else derived(found)
     return type(found)(map(_derived, found)) if isinstance(found, (tuple, list)) else found
+
+
+def _require_dense(found: Any) -> None:
+    if isinstance(found, Tensor) and found.layout not in _DENSE:
+        raise LossError(
+            f"values of a batch become a tensor of layout {found.layout}, whose parts lose the mark"
+            " of records: take dense tensors, or NumPy arrays, which you keep out of later steps",
+            code="loss-mixes",
+        )
 
 
 @lru_cache(2048)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DPBayesError
+from ..errors import DPBayesError, LossError
 from . import function_kinds as kinds
 from .derived import as_plain, derived, holds_records
 from .followed import (
@@ -70,6 +70,13 @@ class Delivery:
         def followed(t: Tensor) -> Tensor:
             if t.dim() == 0 or len(t) != records:
                 return derived(t)  # made of several records by collate_fn
+            if holds_records(t):
+                raise LossError(
+                    "the loader delivers values of an earlier batch, which the data set or"
+                    " collate_fn kept: other records would count in this step. Deliver each record"
+                    " as it is stored",
+                    code="loss-mixes",
+                )
             if records == 0:
                 t = t.new_full((1, *t.shape[1:]), 1 if t.is_floating_point() else 0)
             return Followed(t.unsqueeze(1), batch)

@@ -27,6 +27,7 @@ from ..batches.sampler import PoissonSampler
 from ..distributed import STEP, Ranks, digest, require_single_process
 from ..errors import StateError, StepError
 from ..noise import GaussianNoise
+from ..per_sample.derived import holds_records
 from ..per_sample.fixed_tensors import FixedTensors
 from ..per_sample.gradient_source import GradientSource
 from ..per_sample.hooks import HooksGradientSource
@@ -350,3 +351,13 @@ def _hidden(layout: Layout, settings: Callable[[], Mapping[str, Any]]) -> Iterat
 def _bits_of(value: Tensor | str) -> int:
     """64 bits of a hash."""
     return int.from_bytes(digest([value], size=8), "little", signed=True)
+
+
+def require_public(what: str, values: Iterable[Any]) -> None:
+    """Refuse values of a batch among those that a step uses beside the noisy gradient."""
+    if any(isinstance(value, torch.Tensor) and holds_records(value) for value in values):
+        raise StepError(
+            f"{what} holds values that were computed from records: they would enter the step"
+            " without clipping and noise. Use public values, or what opt.step() released",
+            code="model-written",
+        )
