@@ -318,7 +318,7 @@ def test_what_was_known_to_fit_is_forgotten_when_something_else_was_charged(
 
 @WHERE
 def test_a_refused_charge_changes_nothing_and_names_the_release(where, path):
-    """As a person writes it, not the pair of distributions that stands for it."""
+    """As a user writes it, not the pair of distributions that stands for it."""
     accountant = made(where, path, 1.0, DELTA).compose(STEP, 10, label="kept")
     before = accountant.state_dict()
     two = ComposedDpEvent([STEP, GaussianDpEvent(0.5)])

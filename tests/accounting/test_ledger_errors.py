@@ -194,7 +194,7 @@ def test_a_file_that_was_emptied_is_not_made_anew(path, monkeypatch):
 
 @pytest.mark.thorough
 def test_clocks_that_jump_change_nothing(path, monkeypatch):
-    """Rows are ordered by their numbers; times are for people."""
+    """Rows are ordered by their numbers; times are for reading."""
     times = iter(
         [f"20{year}-01-01T00:00:00.000+00:00" for year in (26, 27, 19, 38, 20) for _ in range(60)]
     )

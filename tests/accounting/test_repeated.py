@@ -104,8 +104,8 @@ def test_where_it_is_supported():
     assert not DpAccountingAdapter().supports(event)
     with pytest.raises(ValueError, match=r"method='rdp'.*selection_event"):
         PrivacyAccountant().compose(event)
-    person = PrivacyAccountant(method="rdp", unit="user").compose(UserLevelDpEvent(event))
-    assert person.get_epsilon(1e-6) == accountant(event).get_epsilon(1e-6)
+    user = PrivacyAccountant(method="rdp", unit="user").compose(UserLevelDpEvent(event))
+    assert user.get_epsilon(1e-6) == accountant(event).get_epsilon(1e-6)
 
 
 @pytest.mark.parametrize(

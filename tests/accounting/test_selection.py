@@ -154,15 +154,15 @@ def test_what_is_charged():
 
 
 def test_a_selection_of_people_is_about_people():
-    """A person's guarantee is none for one of their records under add_or_remove_one."""
+    """A user's guarantee is none for one of their records under add_or_remove_one."""
     run, repetitions = GaussianDpEvent(4.0), Repetitions(3.0)
     event = selection_event([(UserLevelDpEvent(run), 2)], repetitions, 1e-6, RELATION)
     with pytest.raises(ValueError, match="protects records"):
         PrivacyAccountant().compose(event)
-    people = PrivacyAccountant(unit="user").compose(event)
+    users = PrivacyAccountant(unit="user").compose(event)
     event = selection_event([(run, 2)], repetitions, 1e-6, RELATION)
     records = PrivacyAccountant().compose(event)
-    assert people.get_epsilon(1e-6) == records.get_epsilon(1e-6)
+    assert users.get_epsilon(1e-6) == records.get_epsilon(1e-6)
     with pytest.raises(ValueError, match="of users or of records"):
         selection_event([(UserLevelDpEvent(run), 1), (run, 1)], repetitions, 1e-6, RELATION)
 
