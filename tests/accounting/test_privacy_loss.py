@@ -289,15 +289,6 @@ def test_losses_beyond_floating_point_are_infinite_and_not_forgotten():
         assert together >= alone * (1 - 1e-3) > 700
 
 
-@given(range_=st.floats(0.05, 8.0), share=st.floats(0.02, 0.98))
-@examples(30)
-def test_bounded_range_profile(range_, share):
-    epsilon = share * range_
-    truth = math.expm1(-(range_ - epsilon) / 2) ** 2 / -math.expm1(-range_)
-    bound = bounds.upper_delta({BoundedRange(range_): 1}, epsilon)
-    assert truth * (1 - 1e-9) <= bound <= truth * 1.01 + 1e-9
-
-
 @given(epsilon=st.floats(0.05, 8.0), delta=st.floats(1e-8, 1e-2))
 @examples(30)
 def test_pure_profile(epsilon, delta):
