@@ -78,6 +78,7 @@ def test_one_release_in_closed_form(kind, rate, noise, delta):
     truth = float(exact_delta(pair, found))
     assert truth <= delta <= truth * (1 + 1e-8)
     assert bounds.upper_epsilon({pair: 1}, delta) == found
+    assert 0 <= bounds.lower_epsilon({pair: 1}, delta) <= found
     for epsilon in (1e-6, 0.3, 2.0, 12.0):
         exact = float(exact_delta(pair, epsilon))
         assert exact <= sampled_delta(pair, epsilon) <= exact * (1 + 1e-7) + 1e-25 * rate
