@@ -221,7 +221,7 @@ def test_calibration_leaves_delta_to_failures():
         get_noise_multiplier(**goal, steps=100, history=[(FailureDpEvent(6e-6), 2)])
 
 
-# --- saying ----------------------------------------------------------------------------------------
+# --- saying ---------------------------------------------------------------------------------------
 
 
 def test_summaries_with_nothing_but_failures_or_beside_others():
