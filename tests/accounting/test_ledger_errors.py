@@ -124,22 +124,6 @@ def test_a_corrupt_file_is_an_error_and_no_release(path, damage):
     assert path.read_bytes() == damaged
 
 
-@pytest.mark.parametrize(
-    "statement", ["UPDATE rows SET count = 1 WHERE seq = 2", "DELETE FROM rows WHERE seq = 2"]
-)
-def test_rows_that_were_changed_are_noticed(path, statement):
-    accountant = PrivacyAccountant(3.0, DELTA, path=path)
-    for k in range(5):
-        accountant.compose(sampled(1 + k / 10), 30)
-    accountant.close()
-    connection = sqlite3.connect(path)
-    connection.execute(statement)
-    connection.commit()
-    connection.close()
-    with pytest.raises(LedgerError, match="damaged"):
-        PrivacyAccountant(path=path)
-
-
 def test_a_file_that_went_back_in_time_or_away_is_noticed(path, tmp_path):
     accountant = PrivacyAccountant(3.0, DELTA, path=path).compose(STEP)
     accountant.close()
@@ -194,7 +178,7 @@ def test_a_file_that_was_emptied_is_not_made_anew(path, monkeypatch):
 
 @pytest.mark.thorough
 def test_clocks_that_jump_change_nothing(path, monkeypatch):
-    """Rows are ordered by their numbers; times are for people."""
+    """Rows are ordered by their numbers; times are for reading."""
     times = iter(
         [f"20{year}-01-01T00:00:00.000+00:00" for year in (26, 27, 19, 38, 20) for _ in range(60)]
     )

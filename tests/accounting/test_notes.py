@@ -2,15 +2,12 @@
 
 import json
 import multiprocessing
-import sqlite3
-from contextlib import closing
 
 import pytest
 
 from torch_dpbayes.accounting import PrivacyAccountant
 from torch_dpbayes.accounting.__main__ import main
 from torch_dpbayes.accounting.events import GaussianDpEvent, RecordwiseBatchGaussianDpEvent
-from torch_dpbayes.accounting.ledger.schema import LedgerError
 
 EVENT = GaussianDpEvent(10.0)
 FIRST = "DPSGLD: records are independent: by construction"
@@ -100,26 +97,6 @@ def test_processes_note_at_once(path):
         worker.join()
         assert worker.exitcode == 0
     assert len(accountant.notes) == len(set(accountant.notes)) == 10 + 3 * 10
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE rows SET label = 'nothing' WHERE kind = 'note'",
-        "UPDATE rows SET label = x'ff00' WHERE kind = 'note' AND seq = 3",
-        "DELETE FROM rows WHERE kind = 'note' AND seq = 2",
-        "DELETE FROM rows WHERE kind = 'note' AND seq = 3",
-    ],
-)
-def test_a_damaged_note_is_an_error(path, damage):
-    accountant = PrivacyAccountant(1.0, 1e-5, path=path).compose(EVENT)
-    accountant.note(FIRST)
-    accountant.note(SECOND)
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute(damage)
-        connection.commit()
-    with pytest.raises(LedgerError, match="damaged"):
-        PrivacyAccountant(path=path)
 
 
 # --- what an event states -------------------------------------------------------------------------

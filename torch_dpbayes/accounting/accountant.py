@@ -404,23 +404,15 @@ class PrivacyAccountant:
         false_positive_rate: float = 1e-3,
         *,
         delta: float | None = None,
-        records_per_person: int = 1,
     ) -> risk.Risk:
-        """What an attacker can tell of one person, at most; ``print`` it.
+        """What an attacker can tell of one user, at most; ``print`` it.
 
         Args:
-            prior: the attacker's probability, before anything was released, that the person took
+            prior: the attacker's probability, before anything was released, that the user took
                 part.
             false_positive_rate: how often the attack may accuse somebody wrongly.
             delta: of ``epsilon`` and ``gdp_mu``. Defaults to the budget's, else 1e-5.
-            records_per_person: how many records a person has at most; 1 where the accountant's unit
-                is the person.
         """
-        if self.unit == "user" and records_per_person != 1:
-            raise ArgumentError(
-                "this accountant's numbers are of people already, however many records they have:"
-                " leave out records_per_person=."
-            )
         delta = report.delta_of(self) if delta is None else check_delta(delta)
         with LOCK:
             history = self._read()
@@ -429,7 +421,6 @@ class PrivacyAccountant:
                 prior=check_probability(prior, "prior"),
                 false_positive_rate=check_probability(false_positive_rate, "false_positive_rate"),
                 delta=delta,
-                records_per_person=events.positive_count(records_per_person, "records_per_person"),
                 epsilon=history.epsilon(delta),
             )
 
@@ -591,17 +582,14 @@ class PrivacyAccountant:
             [SelfComposedDpEvent(charge.event, charge.count) for charge in self.history]
         )
 
-    def summary(self, records_per_person: int = 1) -> str:
+    def summary(self) -> str:
         """Relation, method, budget, epsilon with bounds, the guarantee and what it rests on, what
-        an attacker can tell of a person, and the shares of each label.
-
-        Args:
-            records_per_person: how many records a person has at most: the risk is that of a person.
+        an attacker can tell of a user, and the shares of each label.
         """
         with LOCK:
             delta = report.delta_of(self)
             bounds = self.get_epsilon(delta, return_bounds=True)
-            found = self.risk(delta=delta, records_per_person=records_per_person)
+            found = self.risk(delta=delta)
             history = self._history
             return report.summary(history, bounds, delta, self.path, self.notes, found)
 

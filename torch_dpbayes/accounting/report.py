@@ -42,7 +42,7 @@ def summary(
     budget = "none"
     if settings.budget is not None:
         budget = f"epsilon = {settings.epsilon:g} at delta = {settings.delta:g}"
-    whose = "" if settings.unit == "record" else " person with all their records"
+    whose = "" if settings.unit == "record" else " user with all their records"
     lines = [
         f"Privacy accountant: neighbouring data sets differ by {settings.neighboring}{whose},"
         f" method {settings.method}",
@@ -53,11 +53,6 @@ def summary(
     if math.isinf(upper) and (why := without_delta(history.counts, delta)):
         lines.append(f"              {why}")
     lines.append(f"  guarantee   {guarantee_in_words(history, delta)}")
-    if risk.records_per_person > 1:
-        lines.append(
-            f"  people      of at most {risk.records_per_person} records each: epsilon <="
-            f" {risk.epsilon:.5g} at delta = {delta:g}"
-        )
     lines.append(
         f"  risk        an attack that accuses {risk.false_positive_rate:.1%} wrongly finds at most"
         f" {risk.true_positive_rate:.4g} of those there; advantage <= {risk.advantage:.4g}"
@@ -177,8 +172,7 @@ def draw(risk: Risk, axes: Any = None) -> Any:
     axes.set(xscale="log", yscale="log", xlim=(lowest, 1.0), ylim=(lowest, 1.2))
     axes.set_xlabel("false-positive rate: accused, though not there")
     axes.set_ylabel("true-positive rate: there, and accused")
-    people = "" if risk.records_per_person == 1 else f", {risk.records_per_person} records a person"
-    axes.set_title(f"advantage ≤ {risk.advantage:.3g}{people}", fontsize=10)
+    axes.set_title(f"advantage ≤ {risk.advantage:.3g}", fontsize=10)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     return axes

@@ -113,7 +113,7 @@ def _hashed(text: str) -> str:
 
 
 def now() -> str:
-    """The moment, for people: nothing is ordered by it."""
+    """The moment, for reading: nothing is ordered by it."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
