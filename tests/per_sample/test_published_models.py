@@ -46,6 +46,7 @@ MODELS = {
         lambda: of_text("GPT2ForSequenceClassification", "GPT2Config", n_head=2, n_embd=16),
         tokens,
     ),
+    "bloom": (lambda: of_text("BloomForSequenceClassification", "BloomConfig"), tokens),
     "vit": (
         lambda: Logits(
             transformers.ViTForImageClassification(

@@ -6,6 +6,7 @@ import types
 from dataclasses import dataclass
 
 import pytest
+import scipy.stats
 import torch
 import torch.nn.functional as F
 from helpers import clipped_rows, delivered, gradients_of_records, private, sum_of
@@ -155,6 +156,12 @@ MODELS = {
         lambda: nn.Sequential(nn.utils.prune.l1_unstructured(nn.Linear(6, 6), "weight", 9), head()),
         FLAT,
     ),
+    "rrelu": (
+        lambda: nn.Sequential(
+            *(nn.Linear(6, 6), nn.RReLU(0.3, 0.3), nn.Linear(6, 6), nn.RReLU().eval(), head())
+        ),
+        FLAT,
+    ),
     "a layer's derivative": (
         lambda: Of(
             lambda net, x: net.head(torch.func.grad(lambda x: net.first(x).tanh().sum())(x)),
@@ -202,6 +209,24 @@ def test_dropout_differs_between_records(make):
     out = net(x)
     out.mean().backward()
     assert 100 < int((out[0] != out[1]).sum()) < 300  # 200 ± 10
+    source.remove()
+
+
+@SOURCES
+def test_rrelu_draws_a_slope_for_each_negative_number(make):
+    net = nn.Sequential(nn.Linear(6, 400), nn.RReLU(0.2, 0.6))
+    with torch.no_grad():
+        net[0].weight.zero_()
+        net[0].bias.copy_(torch.tensor([-1.0, 1.0]).repeat(200))
+    source = make(net)
+    (x,) = delivered(torch.randn(5, 6))
+    out = net(x)
+    out.mean().backward()
+    assert bool((out[:, 1::2] == 1).all())
+    slopes = -out[:, ::2].flatten().detach().numpy()
+    # right slopes fail once in a million runs
+    assert scipy.stats.kstest(slopes, "uniform", args=(0.2, 0.4)).pvalue > 1e-6
+    assert len(set(slopes.tolist())) > 900
     source.remove()
 
 

@@ -11,6 +11,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,6 +151,16 @@ def rms_norm(
     return (found if weight is None else found * weight).to(input.dtype)
 
 
+def rrelu(
+    input: Tensor, lower: float, upper: float, training: bool = False, inplace: bool = False
+) -> Tensor | None:
+    """As ``F.rrelu``, which has no rule; None where it is in place."""
+    if inplace:
+        return None
+    slope = torch.rand_like(input) if training else torch.full_like(input, 0.5)
+    return torch.where(input <= 0, lower + (upper - lower) * slope, 1) * input
+
+
 def one_hot(labels: Tensor, num_classes: int = -1) -> Tensor | None:
     """As ``F.one_hot``, which reads the labels; of a label that is no class, zeros."""
     if num_classes < 1:
@@ -196,6 +208,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _smoothed,
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
+    F.rrelu: rrelu,
     torch.lstm_cell: lstm_cell,
     torch.gru_cell: gru_cell,
     torch.rnn_tanh_cell: rnn_tanh_cell,
@@ -252,7 +265,7 @@ def without_looks() -> Iterator[None]:
 
     The former looks at values of tokens to save work, and does not while it is traced; in a map it
     cannot, where each record may have another answer. The latter would run a part of the model
-    again in the backward pass, where the map is over.
+    again in the backward pass, where the map is over. Bloom's GELU has no rule.
     """
     before = [
         (home, name, getattr(home, name), instead)
@@ -287,6 +300,11 @@ def _no_checkpoint(*_: Any, **__: Any) -> Iterator[None]:
 _REPLACED = (
     ("transformers.masking_utils", "is_tracing", _always),
     ("transformers.modeling_utils", "is_tracing", _always),
+    (
+        "transformers.models.bloom.modeling_bloom",
+        "GeLUFunction",
+        SimpleNamespace(apply=partial(F.gelu, approximate="tanh")),
+    ),
     ("torch.utils.checkpoint", "CheckpointFunction", _PlainCheckpoint),
     ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator", _no_checkpoint),
     ("torch.utils.checkpoint", "_checkpoint_without_reentrant_generator_impl", _no_checkpoint),
