@@ -1,9 +1,6 @@
 """Usual losses run unchanged in the plain loop, with the gradients of one record at a time."""
 
-import copy
-
 import pytest
-import scipy.stats
 import torch
 import torch.nn.functional as F
 from helpers import (
@@ -17,7 +14,6 @@ from helpers import (
 )
 from losses import USUAL, K, classes, inputs, net_of
 from torch import nn
-from torch.distributions import Normal, Uniform
 
 from torch_dpbayes.errors import LossError
 from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
@@ -233,45 +229,6 @@ def test_rows_that_the_loop_draws_are_refused_and_the_advice_works(name):
     source.discard(())
     advised(net, *delivered(inputs(), classes())).backward()
     assert sum_of(source, net, 0.5).isfinite().all()
-
-
-DISTRIBUTIONS = {
-    "norm": Normal,
-    "uniform": lambda low, width: Uniform(low, low + width),
-}
-
-
-def place_and_width(out):
-    return out[:, 0], out[:, 1].exp()
-
-
-@pytest.mark.parametrize("sample_shape", [(), (3,), (5,)])
-@pytest.mark.parametrize("law", DISTRIBUTIONS)
-def test_rsample_in_the_loop_draws_for_each_record(law, sample_shape, monkeypatch):
-    monkeypatch.setattr(  # what torch draws for the shown records is not used
-        "torch.distributions.normal._standard_normal",
-        lambda shape, dtype, device: torch.full(shape, torch.nan, dtype=dtype, device=device),
-    )
-    net, x, t = nn.Linear(6, 2).double(), torch.randn(400, 6).double(), torch.randn(400).double()
-    alone = copy.deepcopy(net)
-    source = BookkeepingGradientSource(net)
-    a, b = delivered(x, t, shown=5)
-    drawn = DISTRIBUTIONS[law](*place_and_width(net(a))).rsample(sample_shape)
-    (drawn - b).square().mean().backward()
-    with torch.no_grad():
-        place, width = place_and_width(alone(x))
-        noise = (torch.as_tensor(drawn.detach().numpy()) - place) / width
-    # right noise fails once in a million runs
-    assert scipy.stats.kstest(noise.flatten(), law).pvalue > 1e-6
-    assert len(noise.unique()) == noise.numel()
-
-    def loss(net, x, t, e):
-        place, width = place_and_width(net(x))
-        return (place + width * e.movedim(0, -1) - t).square().mean()
-
-    gradients = gradients_of_records(alone, loss, (x, t, noise.movedim(-1, 0)))
-    clip = middle_norm(gradients)
-    torch.testing.assert_close(sum_of(source, net, clip), clipped_rows(gradients, clip))
 
 
 # -- loss=, inside the map -------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Normal, Uniform
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..errors import LossError
@@ -240,29 +239,6 @@ def is_constant(value: Any, batch: Batch) -> bool:
         and len(value) % batch.shown == 0
         and bool((value == value[:1]).all())
     )
-
-
-# The code in which torch multiplies numbers that it drew by a scale, and what draws such numbers.
-_DRAWS: dict[Any, Any] = {
-    Normal.rsample.__code__: torch.randn,
-    Uniform.rsample.__code__: torch.rand,
-}
-
-
-def draw_for_records(factors: list[Any], code: Any) -> list[Any]:
-    """In ``rsample``, numbers that torch drew in the shape that the batch shows make way for others
-    of each record's own. Their values are not used.
-    """
-    noise, scale = factors
-    draw = _DRAWS.get(code)
-    if draw is None or type(noise) is not Tensor or scale._dim is None:
-        return factors
-    added = noise.dim() - scale.dim()  # dimensions of sample_shape
-    if added < 0 or noise.shape[added:] != scale.shape:
-        return factors
-    records, *own = scale._rows.shape
-    rows = draw(records, *noise.shape[:added], *own, dtype=noise.dtype, device=noise.device)
-    return [Followed(rows, scale._batch, added + scale._dim), scale]
 
 
 def shape_of(t: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from .followed import (
     PRIME,
     Batch,
     Followed,
-    draw_for_records,
     flatten,
     is_constant,
     unflatten,
@@ -160,10 +159,6 @@ class _Operation:
         if is_metric:
             self._free_earlier()
             return self._sealed()
-        if name == "mul" and len(self.leaves) == 2:  # its caller is that of __torch_function__
-            self.leaves = draw_for_records(self.leaves, sys._getframe(3).f_code)
-            self.args = tuple(self.leaves)
-            self.followed = [v for v in self.leaves if isinstance(v, Followed)]
         self._check_constants()
         if any(f._how for f in self.followed):
             return self._on_reduced()
