@@ -125,6 +125,8 @@ def test_a_budget_stops_it():
         ({"noise_multiplier": 0.0}, ArgumentError),
         ({"noise_multiplier": math.nan}, ArgumentError),
         ({"max_feature_norm": True}, ArgumentError),
+        ({"max_feature_norm": 1e200}, ArgumentError),
+        ({"max_feature_norm": 1e-200}, ArgumentError),
         ({"accountant": "mine"}, ArgumentTypeError),
     ],
 )

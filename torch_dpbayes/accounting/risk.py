@@ -355,6 +355,7 @@ class Risk:
     delta: float
     gdp_mu: float
     neighboring: str
+    unit: str
     curves: tuple[TradeOff, ...]
 
     def true_positive_rates(self, false_positive_rates: Any) -> Array:
@@ -370,14 +371,15 @@ class Risk:
         }
 
     def __str__(self) -> str:
-        what = "gave one record or another" if self.neighboring == "replace_one" else "took part"
+        is_swap = self.neighboring == "replace_one"
+        which = f"Which of two {self.unit}s" if is_swap else f"Whether a {self.unit}"
         return "\n".join(
             [
-                f"Whether a user {what}: what an attacker who knows all else can tell, at most",
+                f"{which} is in the data: what an attacker who knows all else can tell, at most",
                 f"  advantage   {self.advantage:.4g} (0 is guessing, 1 is certainty)",
-                f"  detection   {self.true_positive_rate:.4g} of those who did, at a"
+                f"  detection   {self.true_positive_rate:.4g} of those that are, at a"
                 f" false-positive rate of {self.false_positive_rate:g}",
-                f"  posterior   {self.posterior:.4g} for an accused user, from a prior of"
+                f"  posterior   {self.posterior:.4g} for an accused {self.unit}, from a prior of"
                 f" {self.prior:g} (odds {self.posterior_odds:.4g})",
                 f"  best guess  right with probability {self.best_guess:.4g}; without any release"
                 f" {max(self.prior, 1 - self.prior):.4g}",
@@ -411,6 +413,7 @@ def assess(
         delta=delta,
         gdp_mu=max(curve.mu(delta) for curve in curves),
         neighboring=history.settings.neighboring,
+        unit=history.settings.unit,
         curves=curves,
     )
 

@@ -29,7 +29,8 @@ class PrivacyEngine:
 
     Args:
         accountant: where everything is charged. None: one is made by the first ``make_private``;
-            ``make_private_with_epsilon`` gives it the target as a budget that cannot be overrun.
+            ``make_private_with_epsilon`` gives it the target as its budget. A built optimizer's own
+            accountant is taken as it is: give it a budget, or pass a factory.
         process_group: the ranks that train one model together, as ``torch.distributed.group.WORLD``
             (which is None, one process, where no process group was initialised). Every rank makes
             the same calls with the same data set, all of whose records each of them may read; batch

@@ -19,6 +19,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerFactory = Callable[..., PrivateOptimizer]
 Examples = tuple[Any, ...] | Mapping[str, Any]
 
+_REQUIRED = ("module", "optimizer", "data_loader")
 SCHEMES = ("poisson", "random_allocation", "fixed_size")
 _OPACUS_MODES = {
     "ghost": '"bookkeeping", the default',
@@ -82,6 +83,15 @@ class Settings(Generic[ModuleT]):
             raise ArgumentError(
                 f'grad_sample_mode must be "bookkeeping", "vmap" or "hooks", got {mode!r}'
                 + (f", which is {ours} here" if ours else "")
+            )
+        if not isinstance(self.assume_independent_records, bool):
+            raise ArgumentTypeError(
+                "assume_independent_records must be True or False, got"
+                f" {self.assume_independent_records!r}"
+            )
+        if self.loss is not None and not callable(self.loss):
+            raise ArgumentTypeError(
+                f"loss must be a function of output and targets, got {self.loss!r}"
             )
         if self.loss is not None and self.assume_independent_records:
             raise ArgumentError(
@@ -194,8 +204,8 @@ def settings_of(options: Mapping[str, Any], **more: Any) -> Settings[Any]:
         raise ArgumentTypeError(
             f"{min(unknown)}= is not an argument: this call takes those of make_private"
         )
-    if missing := Options.__required_keys__ - options.keys():
-        raise ArgumentTypeError(f"{min(missing)}= is missing")
+    if missing := [name for name in _REQUIRED if options.get(name) is None]:
+        raise ArgumentTypeError(f"{missing[0]}= is missing")
     return Settings(**options, **more)
 
 

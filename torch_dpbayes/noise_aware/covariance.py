@@ -36,7 +36,7 @@ class NoisyCovariance(NamedTuple):
             I\big)^{-1/2}
 
         :math:`\sigma\sqrt{2d}` is the operator norm of the noise. W is symmetric; its largest
-        eigenvalue is 1. Multiply rows by it: ``x @ W``.
+        eigenvalue is 1. Multiply rows of float32 by it: ``x @ W``.
 
         Args:
             floor: φ, a share of the mean eigenvalue. It bounds how far features are scaled up that
@@ -112,6 +112,12 @@ def covariance(
     ):
         if not _is_number(value) or value <= 0:
             raise ArgumentError(f"{name} must be positive and finite, got {value!r}.")
+    unit = max_feature_norm * max_feature_norm
+    if not math.isfinite(unit * noise_multiplier) or unit * noise_multiplier < 1e-290:
+        raise ArgumentError(
+            f"max_feature_norm = {max_feature_norm:g} is out of range: its square overflows, or is"
+            " next to 0"
+        )
     event = matrix_event(noise_multiplier, accountant.neighboring)
     accountant.compose(event, label="noise_aware.covariance")
     size = x.shape[-1]
@@ -120,7 +126,6 @@ def covariance(
     )
     total = _second_moments(x.detach(), max_feature_norm).cpu()
     released = noisy_matrix(total, noise_multiplier, draws.reshape(size, size))
-    unit = max_feature_norm**2
     return NoisyCovariance(unit * released, unit * noise_multiplier)
 
 

@@ -78,6 +78,11 @@ class DeclaredOptimizer(Optimizer):
         )
         if log_prior is not None and not math.isinf(prior_std) and prior_std != 1.0:
             raise ArgumentError("log_prior replaces the Gaussian prior: leave out prior_std")
+        if not isinstance(assume_independent_records, bool):
+            raise ArgumentTypeError(
+                "assume_independent_records must be True or False, got"
+                f" {assume_independent_records!r}"
+            )
         self._constants, self._log_prior = settings, log_prior
         self.release = Release(  # what stands between batches and the noisy gradient
             self._make_query(settings.max_grad_norm, settings.expected_batch_size),
