@@ -212,6 +212,7 @@ def test_shared_divergences_are_bounds(noise, rate, kind):
     found = shared._of_mixture(weights, corners)
     assert sum(weights) == pytest.approx(1, abs=1e-9)
     assert (found >= exact * (1 - 3e-9) - 1e-15).all()
-    if noise > 1:
-        small = exact < 0.1
-        assert (found[small] <= exact[small] * 1.1 + 1e-12).all()
+    # close at the least order; the others, where a rare large loss decides, only send the decision
+    # on to a composition
+    if noise > 1 and exact[0] < 0.1:
+        assert found[0] <= exact[0] * 1.1 + 1e-12

@@ -684,3 +684,56 @@ def test_a_state_from_memory_moves_into_an_empty_file(path):
     file.load_state_dict(filtered.state_dict())
     assert file.summary().splitlines()[3] == filtered.summary().splitlines()[3]
     assert PrivacyAccountant(path=file.path).remaining(STEP) == filtered.remaining(STEP)
+
+
+def test_a_descendant_with_its_ancestors_pid_is_another_process(path, monkeypatch):
+    """A pid comes again; a session, and the block that it reserved, must not."""
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    accountant.compose(STEP, 5)
+    reader, writer = os.pipe()
+    parent = os.getpid()
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(os, "getpid", lambda: parent)
+        accountant.compose(STEP, 7)
+        accountant.close()
+        os.write(writer, str(len(accountant)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    accountant.close()
+    assert int(os.read(reader, 10)) == 12
+    assert len(PrivacyAccountant(path=path)) == 12
+
+
+def test_an_accountant_in_memory_is_not_its_descendants(monkeypatch):
+    accountant = PrivacyAccountant(3.0, DELTA)
+    accountant.compose(STEP, 5)
+    parent, (reader, writer) = os.getpid(), os.pipe()
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(os, "getpid", lambda: parent)
+        try:
+            accountant.compose(STEP)
+        except RuntimeError:
+            os.write(writer, b"refused")
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    assert os.read(reader, 10) == b"refused"
+
+
+def test_an_interrupted_charge_is_read_from_the_file(path, monkeypatch):
+    """A signal between the file and the history: what the file holds is not forgotten."""
+    accountant = PrivacyAccountant(3.0, DELTA, path=path)
+    accountant.compose(STEP, 5)
+    session = type(accountant._session)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "taken", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            accountant.compose(GaussianDpEvent(30.0), 3)
+    accountant.compose(STEP, 1)
+    accountant.close()
+    reader = PrivacyAccountant(path=path)
+    assert accountant.get_epsilon() == pytest.approx(reader.get_epsilon())

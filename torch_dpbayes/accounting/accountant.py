@@ -43,6 +43,7 @@ from .history import (
     Settings,
     needed,
     read_saved,
+    this_process,
 )
 from .ledger.file import LOCK, Ledger
 from .ledger.schema import Row
@@ -194,7 +195,7 @@ class PrivacyAccountant:
 
     def _settle_at_exit(self) -> None:
         """Also in children of multiprocessing; but nothing of another process."""
-        if self.path is not None and self._session.process == os.getpid():
+        if self.path is not None and self._session.process == this_process():
             util.Finalize(self, _settle_quietly, (self._session,), exitpriority=100)
 
     def _read(self) -> History:
@@ -226,7 +227,7 @@ class PrivacyAccountant:
     def _begin_anew_if_needed(self) -> None:
         """Begins anew from the file in a forked child, and after an interruption."""
         session = self._session
-        if isinstance(session, Session) and (session.stale or session.process != os.getpid()):
+        if isinstance(session, Session) and (session.stale or session.process != this_process()):
             self._session, self._run = session.begun_anew(), None
             self._settle_at_exit()
 
@@ -251,7 +252,7 @@ class PrivacyAccountant:
         if adaptive is not run.adaptive or not (event is run.event or event == run.event):
             return False
         with LOCK:
-            session, block, process = self._session, run.block, os.getpid()
+            session, block, process = self._session, run.block, this_process()
             # No call from here on, so no signal handler: what is checked holds when it is used.
             is_sound = session.process == process and not (session.stale or _is_busy)
             if run is self._run and block.left > 0 and block.open and is_sound:
@@ -513,7 +514,7 @@ class PrivacyAccountant:
 
     def _charge(self, event: DpEvent, parts: list[Part], label: str | None, adaptive: bool) -> None:
         session = self._session
-        if session.process != os.getpid():
+        if session.process != this_process():
             raise StateError(
                 "this accountant was forked into another process, where a charge would be lost to"
                 " its parent: make it with PrivacyAccountant(..., path='budget.db'), or give every"
@@ -667,7 +668,7 @@ class PrivacyAccountant:
             )
         starting_worker = get_spawning_popen() is not None  # which alone will read this
         job = session.job, session.later
-        maker = starting_worker, _PROGRAM, os.getpid()
+        maker = starting_worker, _PROGRAM, _name_of(os.getpid())
         return _open_again, (str(session.path), session.ledger.id, *job, *maker)
 
     # --- what Opacus asks of an accountant --------------------------------------------------------
@@ -705,17 +706,27 @@ def _settle_quietly(session: Session) -> None:
 
 
 def _open_again(
-    path: str, identity: str, job: str, later: bool, starting_worker: bool, program: str, maker: int
+    path: str, identity: str, job: str, later: bool, starting_worker: bool, program: str, maker: str
 ) -> PrivacyAccountant:
     """The accountant of the same job, in the program that sent it or in a worker of that;
     anywhere else, as if kept until tomorrow, of a later job.
     """
     parent = parent_process()
-    same = starting_worker or program == _PROGRAM or (parent is not None and maker == parent.pid)
+    is_worker = parent is not None and maker == _name_of(parent.pid) != ""
+    same = starting_worker or program == _PROGRAM or is_worker
     ledger = Ledger(path, {"id": identity})
     with LOCK:
         session = Session(ledger, job, later) if same else Session.opened(ledger)
         return PrivacyAccountant.at(session)
+
+
+def _name_of(pid: int | None) -> str:
+    """A process by its number and the moment of its start; empty where that is not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{pid} {fields[19]}"  # starttime, in ticks since the machine was started
+    except (OSError, IndexError):
+        return ""
 
 
 def look_at(path: str | os.PathLike[str]) -> tuple[PrivacyAccountant, list[Row]]:

@@ -53,6 +53,25 @@ _NAMED = 2  # different events of one charge, in an error
 _SLACK = {"pld": 1e-3, "rdp": 1e-9}
 
 
+_forks = 0  # between the first process of this program and this one
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+def this_process() -> tuple[int, int]:
+    """Which process this is among those that share its memory's past: a pid can come again in a
+    descendant, a number of forks cannot.
+    """
+    return os.getpid(), _forks
+
+
 class PrivacyBudgetExceeded(DPBayesError, RuntimeError):
     """A charge would have passed the budget. Nothing was recorded, and nothing may be released."""
 
@@ -462,7 +481,7 @@ class Memory:
 
     def __init__(self, settings: Settings, job: str = "") -> None:
         self.history, self.job = History(settings), job or uuid.uuid4().hex
-        self.process, self.later, self.stale = os.getpid(), False, False
+        self.process, self.later, self.stale = this_process(), False, False
         self._notes: dict[str, None] = {}
         self._is_resumed = False
 

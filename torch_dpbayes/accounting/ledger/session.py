@@ -27,7 +27,7 @@ from .. import events
 from ..budget import Budget, Filter
 from ..dominating_pairs import Pair, covers
 from ..events import DpEvent
-from ..history import RESUMED, Block, Flag, Key, Memory, Part, needed
+from ..history import RESUMED, Block, Flag, Key, Memory, Part, needed, this_process
 from .file import Ledger
 from .schema import LedgerError, Row
 
@@ -86,9 +86,11 @@ class Session(Memory):
         flag = self.flag(adaptive)
         while (found := self._cover(parts)) is None:
             self._reserve(parts, label, flag)
+        self.stale = True  # until the history has what the blocks gave
         for block, part in found:
             block.left -= part.times
             self.taken(block, part, label, flag)
+        self.stale = False
 
     def taken(self, block: Block | None, part: Part, label: str | None, flag: Flag) -> None:
         """These releases were taken out of a block."""
@@ -276,7 +278,7 @@ class Session(Memory):
 
     def settle(self) -> None:
         """Returns what the open blocks did not use."""
-        if os.getpid() != self.process:
+        if this_process() != self.process:
             return  # the blocks are the parent's
         was_stale, self.stale = self.stale, True
         if was_stale:  # a commit may have been interrupted: there may be blocks that nobody used
