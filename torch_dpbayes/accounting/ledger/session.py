@@ -57,7 +57,7 @@ class Session(Memory):
         super().__init__(ledger.settings, job)
         self.ledger, self.path, self.later = ledger, ledger.path, later
         self.blocks: list[Block] = []
-        self._writer = f"{uuid.uuid4().hex} pid {self.process} on {platform.node()}"
+        self._writer = f"{uuid.uuid4().hex} pid {self.process[0]} on {platform.node()}"
         self._made: Counter[type] = Counter()  # releases, by type of pair
         self._cost_was_told = False
         self.refresh()
