@@ -59,6 +59,8 @@ def reference(counts, epsilon, pessimistic):
 def test_what_joins_a_composition_is_bounded(mu, epsilon, more, times):
     """Of Gaussians, whose composition has a closed form."""
     joint = Composed.of({Gaussian(mu): 1}, {}, epsilon, DELTA).followed_by({Gaussian(more): times})
+    if joint is None:  # too wide for the grid: the composition that is reported decides
+        return
     true = gaussian_delta(math.sqrt(mu**2 + times * more**2), epsilon)
     assert joint.log_excess(DELTA) >= math.log(max(true, 1e-300) / DELTA)
 
