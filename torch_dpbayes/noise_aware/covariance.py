@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +114,7 @@ def covariance(
         if not _is_number(value) or value <= 0:
             raise ArgumentError(f"{name} must be positive and finite, got {value!r}.")
     unit = max_feature_norm * max_feature_norm
-    if not math.isfinite(unit * noise_multiplier) or unit * noise_multiplier < 1e-290:
+    if not sys.float_info.min <= unit * noise_multiplier < math.inf:
         raise ArgumentError(
             f"max_feature_norm = {max_feature_norm:g} is out of range: its square overflows, or is"
             " next to 0"
