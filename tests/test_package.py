@@ -5,7 +5,6 @@ contributors that works.
 import ast
 import math
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from opacus.grad_sample import GradSampleHooks
+from support import public_api
 
 import torch_dpbayes as dpb
 
@@ -54,38 +54,30 @@ def test_type_checkers_see_the_same_names():
 
 
 @pytest.mark.thorough
-def test_wheel_holds_the_package_its_types_and_its_licence(tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(
-        ROOT / "torch_dpbayes",
-        source / "torch_dpbayes",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    shutil.copytree(ROOT / "tests", source / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-    ]
-    subprocess.run([*pip, "--wheel-dir", tmp_path, source], check=True)
-    (wheel,) = tmp_path.glob("torch_dpbayes-*.whl")
-    assert wheel.name.startswith(f"torch_dpbayes-{dpb.__version__}-")
-    built = set(zipfile.ZipFile(wheel).namelist())
-    modules = {
-        path.relative_to(source).as_posix() for path in (source / "torch_dpbayes").rglob("*.py")
-    }
-    assert modules | {"torch_dpbayes/py.typed"} == {
-        name for name in built if ".dist-info/" not in name
-    }
-    assert any(name.endswith("LICENSE") for name in built)
+def test_the_archives_hold_the_package_its_pages_and_no_tests(tmp_path):
+    """``scripts/release.py`` looks into them; a release also installs them and tries them."""
+    command = [sys.executable, ROOT / "scripts/release.py", "--to", tmp_path]
+    url = "https://example.org/project"
+    subprocess.run([*command, "--url", url], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    built = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in built.namelist() if name.endswith("/METADATA"))
+    text = built.read(metadata).decode()
+    assert f"Project-URL: Source, {url}\n" in text
+    links = re.findall(r"\]\((?!#)([^)\s]+)\)", text)
+    assert len(links) > 3 and not [link for link in links if not link.startswith("http")]
+    assert any(name.endswith("LICENSE") for name in built.namelist())
+
+
+def test_public_names_and_arguments_are_those_of_the_snapshot():
+    """CONTRIBUTING.md says how to write it anew."""
+    assert list(public_api.lines()) == (ROOT / "tests/public_api.txt").read_text().splitlines()
+
+
+def test_the_citation_is_of_this_version():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {dpb.__version__}\n" in text
+    assert f"## [{dpb.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_skeleton_for_contributors_is_a_working_sampler():

@@ -1,0 +1,82 @@
+"""The public names and their arguments, a line each: ``PYTHONPATH=.:tests python -m
+support.public_api > tests/public_api.txt`` writes the snapshot that tests/test_package.py compares.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch_dpbayes as dpb
+
+MODULES = [
+    name for name in dpb.__all__ if name != "__version__" and inspect.ismodule(getattr(dpb, name))
+]
+MODULES += ["accounting", "accounting.events"]
+
+
+def arguments(value: Any) -> str:
+    """Those of a callable with their defaults, without annotations."""
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return ""
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    text = str(signature.replace(parameters=bare, return_annotation=signature.empty))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def is_ours(value: Any) -> bool:
+    return str(getattr(value, "__module__", "")).startswith("torch_dpbayes")
+
+
+def described(name: str, value: Any) -> Iterator[str]:
+    """A line for a value, and one for each public member of a class that this library defines."""
+    if not inspect.isclass(value):
+        yield name + (arguments(value) if callable(value) else "")
+        return
+    bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
+    yield f"class {name}{arguments(value)}" + (f" of {bases}" if bases else "")
+    members: dict[str, Any] = {}
+    for kind in reversed(value.__mro__):
+        if is_ours(kind):
+            members |= {key: member for key, member in vars(kind).items() if key[0] != "_"}
+    for key in sorted(members):
+        member = inspect.getattr_static(value, key)
+        if isinstance(member, classmethod | staticmethod):
+            member = getattr(value, key)
+        yield f"    .{key}" + (arguments(member) if callable(member) else "")
+
+
+def lines() -> Iterator[str]:
+    """Of the package and of its public modules."""
+    names: dict[int, str] = {}
+    for name in sorted(set(dpb.__all__) - {"__version__"}):
+        value = getattr(dpb, name)
+        if not inspect.ismodule(value):
+            names[id(value)] = name
+            yield from described(name, value)
+    modules = sorted(MODULES)
+    for name in modules:
+        module = import_module(f"torch_dpbayes.{name}")
+        found = getattr(module, "__all__", None)
+        if found is None:
+            found = [
+                key
+                for key, value in vars(module).items()
+                if getattr(value, "__module__", "") == module.__name__ and inspect.isclass(value)
+            ]
+        for key in sorted(found):
+            value = getattr(module, key)
+            if inspect.ismodule(value):
+                modules.append(f"{name}.{key}")
+            elif id(value) in names:
+                yield f"{name}.{key} = {names[id(value)]}"
+            else:
+                names[id(value)] = f"{name}.{key}"
+                yield from described(f"{name}.{key}", value)
+
+
+if __name__ == "__main__":
+    print(*lines(), sep="\n")
