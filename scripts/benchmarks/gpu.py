@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import torch_dpbayes as dpb
-from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource
+from torch_dpbayes.per_sample.bookkeeping import BookkeepingGradientSource, VmapGradientSource
 from torch_dpbayes.per_sample.operations import Delivery
-from torch_dpbayes.per_sample.vmap import VmapGradientSource
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LR, CLIP, RECORDS = 0.01, 1.0, 50_000

@@ -95,10 +95,3 @@ def test_adult_is_read_where_it_lies(example, capsys, tmp_path):
     example.main(["--data-root", str(tmp_path), "--iterations", "6", "--steps", "1"])
     out = capsys.readouterr().out
     assert "without privacy" not in out and spent(out) <= 3
-
-
-@pytest.mark.slow
-def test_the_benchmark_prints_a_ratio_for_each_model(capsys):
-    load(ROOT / "scripts" / "benchmarks" / "bench_mcmc.py").main(["--seconds", "0.1"])
-    out = capsys.readouterr().out
-    assert len(re.findall(r" ms +[\d.]+ ms +[\d.]+ ", out)) == 8 and out.count("set-up") == 4

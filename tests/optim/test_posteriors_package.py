@@ -1,30 +1,18 @@
-"""The samplers against those of ``posteriors`` where no privacy is asked for, and the parts
-of scripts/benchmarks/compare_samplers.py against closed forms.
-"""
+"""The samplers against those of ``posteriors``, where no privacy is asked for."""
 
-import csv
 import functools
-import importlib.util
 import math
-import sys
 import warnings
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from scipy.integrate import dblquad
 from scipy.optimize import brentq
-from scipy.stats import kstest
-from support.kernel_distance import squared_mmd_from_the_laws
 from torch import nn
 
 from torch_dpbayes.optim import DPSGHMC, DPSGLD, DPSGNHT
 
 # of a comparison, not of the library
 pytestmark = pytest.mark.thorough
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @functools.cache
@@ -35,7 +23,7 @@ def published():
         return pytest.importorskip("posteriors")
 
 
-SIGMAS = 5.0  # two-sided 6e-7, for about forty comparisons in this file
+SIGMAS = 5.0  # two-sided 6e-7
 
 # -- ours and posteriors' on a Gaussian ------------------------------------------------------------
 
@@ -187,150 +175,3 @@ def test_the_known_differences_to_posteriors():
         alpha = thermostat(their_dynamics)
         position, velocity = their_dynamics(k, alpha)
         assert position * k * N == pytest.approx(velocity * N / LR * (1 - (alpha - LR * k) / 2))
-
-
-# -- the script ------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location(
-        "compare_samplers", ROOT / "scripts" / "benchmarks" / "compare_samplers.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_samplers"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("name", ["gaussian", "logistic", "banana"])
-def test_per_record_gradients_are_those_of_the_log_likelihood(script, name):
-    target = getattr(script, name)(1000)
-    for theta in target.truth[:5]:
-        theta = theta.clone().requires_grad_()
-        target.log_likelihood(theta).backward()
-        torch.testing.assert_close(target.gradients(theta.detach()).sum(0), -theta.grad)
-
-
-def test_long_run_reference_samples_a_gaussian(script):
-    precision = torch.diag(torch.linspace(1, 30, script.DIMENSIONS, dtype=torch.float64)) + 0.5
-    samples = script.hamiltonian_monte_carlo(
-        lambda x: -0.5 * ((x - 1) @ precision * (x - 1)).sum(-1),
-        lambda x: -(x - 1) @ precision,
-        lambda x: precision,
-        5000,
-    )
-    last = samples[-100:]  # one of each chain: independent
-    white = (last - 1) @ torch.linalg.cholesky(precision)
-    assert kstest(white.flatten().numpy(), "norm").pvalue > 1e-6
-
-
-def test_long_run_reference_is_not_the_laplace_approximation(script):
-    """A quartic in each coordinate, whose variance is known and is far from that of the
-    Gaussian at its mode.
-    """
-    samples = script.hamiltonian_monte_carlo(
-        lambda x: -(x.square() / 2 + x**4).sum(-1),
-        lambda x: -(x + 4 * x**3),
-        lambda x: torch.diag(1 + 12 * x.square()),
-        20_000,
-    )
-    grid = torch.linspace(-4, 4, 8001, dtype=torch.float64)
-    density = torch.exp(-grid.square() / 2 - grid**4)
-    cumulative = (density.cumsum(0) - density / 2) / density.sum()
-    uniform = torch.from_numpy(
-        np.interp(samples[-100:].flatten().numpy(), grid.numpy(), cumulative.numpy())
-    )
-    assert kstest(uniform.numpy(), "uniform").pvalue > 1e-6
-
-
-def test_exact_samples_of_the_banana(script):
-    target = script.banana(20_000)
-
-    def density(second, first):
-        theta = torch.tensor([first, second], dtype=torch.float64)
-        return math.exp(
-            target.log_likelihood(theta).item()
-            - theta.square().sum().item() / (2 * target.prior_std**2)
-            - top
-        )
-
-    top = target.log_likelihood(target.truth.mean(0)).item()
-    bend = script.BEND
-    first = target.truth[:, 0]
-    straight = target.truth[:, 1] + bend * first.square()
-    # all of the mass: the mean of the data may lie far from where they were drawn around
-    reach, width = 8 * first.std().item(), 8 * straight.std().item()
-    middle, height = first.mean().item(), straight.mean().item()
-
-    def moment(function):
-        return dblquad(
-            lambda s, f: function(f, s) * density(s, f),
-            middle - reach,
-            middle + reach,
-            lambda f: height - bend * f**2 - width,
-            lambda f: height - bend * f**2 + width,
-            epsabs=1e-4,
-            epsrel=1e-4,
-        )[0]
-
-    total = moment(lambda f, s: 1.0)
-    mean = moment(lambda f, s: s) / total
-    variance = moment(lambda f, s: (s - mean) ** 2) / total
-    second = target.truth[:, 1]
-    assert abs(second.mean().item() - mean) < SIGMAS * math.sqrt(variance / len(second))
-    spread = (second - mean).square()
-    assert abs(spread.mean().item() - variance) < SIGMAS * spread.std().item() / math.sqrt(
-        len(second)
-    )
-
-
-def test_mmd_of_two_gaussians(script):
-    a, b = (
-        torch.randn(1000, 3, dtype=torch.float64),
-        torch.randn(1000, 3, dtype=torch.float64) + 1.0,
-    )
-    expected = squared_mmd_from_the_laws(a, b, torch.pdist(b).median().item())
-    assert script.mmd(a, b) ** 2 == pytest.approx(expected, abs=0.015)
-    assert script.mmd(a, a + 0) < 0.05
-
-
-def test_a_chain_of_exact_samples_is_measured_as_exact(script):
-    truth = torch.randn(20_000, 4, dtype=torch.float64)
-    found = script.measured(torch.randn(15_000, 4, dtype=torch.float64) * math.sqrt(2), truth)
-    assert found["ESS"] == pytest.approx(1000, rel=0.3)
-    assert abs(found["variance ratio"] - 2) < SIGMAS * found["standard error"] * 1.5
-    assert found["standard error"] == pytest.approx(2 * math.sqrt(2 / 12_000) / 2, rel=0.2)
-    assert found["mean bias"] < 0.1
-    assert math.isnan(script.measured(torch.full((100, 2), math.nan), truth[:, :2])["MMD"])
-
-
-@pytest.mark.slow
-def test_quick_run_writes_table_and_picture(script, tmp_path, capsys):
-    rows = script.main(
-        [
-            "--quick",
-            "--csv",
-            str(tmp_path / "table.csv"),
-            "--picture",
-            str(tmp_path / "picture.png"),
-        ]
-    )
-    assert len(rows) == 3 * (1 + 9 + 3)
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(rows)
-    with (tmp_path / "table.csv").open() as file:
-        assert len(list(csv.DictReader(file))) == len(rows)
-    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
-    epsilon = {
-        (r["target"], r["sampler"], r["noise"]): r["epsilon"] for r in rows if "epsilon" in r
-    }
-    for (target, sampler, noise), spent in epsilon.items():
-        if noise == 3.0 and (target, sampler, 1.0) in epsilon:
-            assert spent < epsilon[target, sampler, 1.0]
-    ratio = {
-        (r["target"], r["sampler"], r["noise"]): r.get("variance ratio", math.nan) for r in rows
-    }
-    for target in ("Gaussian, d = 10", "logistic, d = 10"):  # nine times the temperature, or one
-        assert ratio[target, "DPSGHMC", 3.0] > 3 * ratio[target, "DPSGHMC", 1.0]
-        assert ratio[target, "DPSGNHT", 3.0] < 3

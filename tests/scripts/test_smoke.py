@@ -1,0 +1,100 @@
+"""Every script runs, with the smallest arguments that it has, and prints what it is for."""
+
+import json
+import re
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+from support import pictures
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+# script: arguments in a folder {0}, what is made smaller, what it prints
+SCRIPTS = {
+    "bench_clipping": ("--times logistic --seconds 0.01", {}, '"ours"'),
+    "speed": ("optimizers loader kernels --seconds 0.01", {}, r"network 3-50-1, N = 2,000, terms"),
+    "gpu": ("--seconds 0 --no-checks", {}, "time is up"),
+    "recorded_runs": ("{0}/runs.pt --only history:1", {}, ""),
+    "compare_samplers": (
+        "--quick --csv {0}/a.csv --picture {0}/a.png",
+        {},
+        r"\| banana \| posteriors SGNHT",
+    ),
+    "compare_posteriors": (
+        "--data-root {0} --folder {0} --repeats 1 --methods non-private objective"
+        " --data breast_cancer",
+        {"EPSILONS": (3.0,), "PRIOR_STDS": (3.0,)},
+        "breast cancer, prior sd 3",
+    ),
+    "na_dpvi": (
+        "linear --repeats 1 --results {0}/runs.jsonl",
+        {"EPSILONS": (0.1,)},
+        r"\| linear \| ",
+    ),
+    "reproduce_dp_hmc": (
+        "--quick --repeats 1 --epsilons 2 --figures 1 --algorithms DP-HMC --results {0}/r.jsonl"
+        " --pictures {0}",
+        {},
+        r"\| banana \|",
+    ),
+    "reproduce_renyi_langevin": (
+        "--quick --results {0}/runs.jsonl --picture {0}/a.png",
+        {},
+        "Divergence that FiniteRunLangevin states",
+    ),
+    "reproduce_privacy_for_free": (
+        "--quick --repeats 1 --folder {0}",
+        {},
+        "Two Gaussians",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs(name, tmp_path, monkeypatch, capsys):
+    arguments, smaller, printed = SCRIPTS[name]
+    script = import_module(name)
+    for constant, value in smaller.items():
+        monkeypatch.setattr(script, constant, value)
+    given = arguments.format(tmp_path).split()
+    given = [part.replace("breast_", "breast ") for part in given]
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
+    script.main()
+    assert re.search(printed, capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("what", ["affordable", "error", "acceptance", "tuning", "chain", "owners"])
+def test_a_run_of_the_penalty_reproduction(what):
+    script = import_module("reproduce_penalty")
+    job = next((job for job in script.jobs(False) if job["what"] == what), None)
+    if job is None:
+        pytest.skip("no such run")
+    assert script.run(**job)
+
+
+def test_a_trick_spends_the_budget(tmp_path, monkeypatch):
+    pytest.importorskip("torchvision")
+    script = import_module("tricks_alone")
+    for part, count in (("train", 300), ("t10k", 50)):
+        pictures.write(tmp_path / "FashionMNIST", part, count)
+    settings = {**script.BASE, **script.TRICKS["adaptive clip norm, from 10"], "epochs": 6}
+    monkeypatch.setattr(script, "RECORDS", 300)
+    (row,) = script.run(str(tmp_path), "four views", 0, **{**settings, "batch_size": 60})["rows"]
+    assert 2.99 < row["epsilon"] <= script.EPSILON
+
+
+def test_runs_are_made_once(tmp_path):
+    reproduction, made = import_module("reproduction"), []
+
+    def work(x):
+        made.append(x)
+        return {"value": torch.tensor(x).square().item()}
+
+    for _ in range(2):
+        runs = reproduction.run_jobs(work, [{"x": 1}, {"x": 2}], tmp_path / "runs.jsonl")
+        assert [run.result["value"] for run in runs] == [1, 4]
+    assert made == [1, 2]
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    assert [json.loads(line)["job"] for line in lines] == [{"x": 1}, {"x": 2}]
