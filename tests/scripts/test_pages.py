@@ -73,7 +73,7 @@ def test_pages_are_short_and_their_names_exist(page):
 FIGURE = re.compile(r"^(?:[<≤≈+−-]|\*\*)*\d[\d,]*(?:\.\d+)?(?: ?%| ±|\b)")
 COMMAND = re.compile(r"`[^`]*(?:scripts/\w+|\w+\.(?:py|csv)|\.ipynb)[^`]*`", re.DOTALL)
 DATE = re.compile(r"\b20\d\d-\d\d-\d\d\b")
-COMMIT = re.compile(r"(?:commits?|noted\s+in|up to|and|from|\d\d,)\s+[0-9a-f]{7}\b")
+COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7,8}\b")
 
 
 def sections(page):
@@ -89,15 +89,27 @@ def has_figures(section):
     return "examples/pictures/" in section or sum(any(row) for row in cells) >= 3
 
 
+# pages that are being rewritten; then this set goes
+WITH_COMMITS = {
+    "README.md",
+    "docs/noise_aware.md",
+    "docs/pyro_kernels.md",
+    "docs/how_to/choose_settings.md",
+    "docs/benchmarks/noise_aware_calibration.md",
+    "docs/benchmarks/noise_aware_real_data.md",
+}
+
+
 @pytest.mark.first_cases(200)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_figures_carry_command_commit_and_date(page):
+def test_figures_carry_their_command_and_date_and_no_commit(page):
     for section, read in sections(page):
         if has_figures(section):
             title = section.strip().splitlines()[0]
             assert COMMAND.search(read), f"{title}: by which command was it measured?"
             assert DATE.search(read), f"{title}: when was it measured?"
-            assert COMMIT.search(read), f"{title}: at which commit was it measured?"
+    if page.relative_to(ROOT).as_posix() not in WITH_COMMITS:
+        assert not COMMIT.search(page.read_text()), "a page is of a version, not of a commit"
 
 
 def test_all_examples_and_notebooks_are_in_the_index():
@@ -223,13 +235,12 @@ def test_getting_started_from_top_to_bottom():
 
 NAMES = {
     "choosing_a_method.md": partial(records_names, 30_000),
-    "coming_from/pyro.md": records_names,
+    "coming_from.md": records_names,
     "how_to/audit.md": lambda: {**classifier_names(), "new_net": lambda: nn.Linear(64, 100)},
     "how_to/choose_settings.md": classifier_names,
     "how_to/last_layer.md": classifier_names,
     "how_to/raise_accuracy.md": classifier_names,
-    "how_to/resume_a_run.md": trained,
-    "how_to/share_a_budget.md": lambda: {"dpb": dpb},
+    "how_to/share_a_budget.md": trained,
     "how_to/what_epsilon_means.md": lambda: {"dpb": dpb},
     "how_to/tune_privately.md": classifier_names,
     "how_to/show_uncertainty.md": trained,
@@ -252,7 +263,11 @@ def test_code_of_the_pages_runs(page):
 
 
 def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch):
-    (code,) = blocks(ROOT / "docs/how_to/own_layers.md", "python")
+    (code,) = (
+        code
+        for code in blocks(ROOT / "docs/how_to/usual_networks.md", "python")
+        if "KINDS" in code
+    )
     (tmp_path / "scale_layer.py").write_text(f"import torch\nfrom torch import nn\n{code}")
     monkeypatch.syspath_prepend(tmp_path)
     import scale_layer
@@ -289,7 +304,6 @@ def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch)
 def test_all_code_is_run_or_marked_as_a_part_of_something():
     """``python`` is run above; ``py`` needs a process group, a large data set or a long time."""
     run = {README, ROOT / "CONTRIBUTING.md", ROOT / "docs/getting_started.md"}
-    run |= {ROOT / "docs/how_to/own_layers.md"}
     run |= {ROOT / "docs" / page for page in NAMES}
     assert {page for page in PAGES if blocks(page, "python")} == run
 

@@ -113,7 +113,7 @@ def test_an_lstm_that_classifies():
 
 
 def test_a_run_is_resumed():
-    """how_to/resume_a_run.md: a run of make_private_with_epsilon"""
+    """how_to/share_a_budget.md: a run of make_private_with_epsilon"""
     records, samples = table(), dpb.PosteriorSamples()
     engine = dpb.PrivacyEngine()
     net, opt, loader = linear(engine, records, epochs=4)
@@ -160,7 +160,7 @@ with dpb.PrivacyAccountant(path="budget.db") as accountant:
 
 
 def test_logistic_regression_in_pyro_with_honest_intervals():
-    """coming_from/pyro.md and choosing_a_method.md"""
+    """coming_from.md and choosing_a_method.md"""
     truth = torch.tensor([1.0, -1.0])
     x = F.normalize(torch.randn(3000, 2)) * torch.rand(3000, 1).sqrt()  # no row longer than 1
     y = torch.bernoulli(torch.sigmoid(x @ truth))
@@ -318,7 +318,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_epsilon_of_a_finished_job_is_read_off():
-    """how_to/resume_a_run.md: of a ledger, and of a checkpoint"""
+    """how_to/share_a_budget.md: of a ledger, and of a checkpoint"""
     accountant = dpb.PrivacyAccountant(epsilon=3, delta=1e-5, path="budget.db")
     engine = dpb.PrivacyEngine(accountant=accountant)
     net, opt, loader = linear(engine, table(), 2)
@@ -339,7 +339,7 @@ def test_epsilon_of_a_finished_job_is_read_off():
 
 
 def test_a_kernel_for_a_layer(tmp_path, monkeypatch):
-    """how_to/own_layers.md, for a layer that the page does not have: a weight and a bias"""
+    """how_to/usual_networks.md, for a layer that the page does not have: a weight and a bias"""
     (tmp_path / "scale_and_shift.py").write_text("""
 import torch
 from torch import nn
