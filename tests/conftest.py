@@ -26,13 +26,25 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("torch_dpbayes")
 
+LOOKS = 2  # at a statistical test that does not say how many
+LARGEST_CHANCE = 1e-4  # that a run of all tests fails when all is right
 FIRST_CASES = 3  # of a test that the default run takes, where the test does not say how many
 
 seed_key = pytest.StashKey[int]()
 
 
+def chance_of(item: pytest.Item) -> float:
+    """That this test fails when all is right; 0 if it states none."""
+    marker = item.get_closest_marker("chance")
+    return marker.args[0] ** marker.kwargs.get("looks", LOOKS) if marker is not None else 0.0
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if (total := sum(map(chance_of, items))) > LARGEST_CHANCE:
+        raise pytest.UsageError(
+            f"tests fail by chance once in {1 / total:.0f} runs: scripts/chance.py names them"
+        )
     cases: Counter[str] = Counter()
     for item in items:
         marker = item.get_closest_marker("first_cases")
@@ -48,6 +60,27 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     # a fresh process always starts torch's generator from the same built-in number: without this,
     # that is a chosen seed
     item.stash[seed_key] = torch.seed()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test with ``@pytest.mark.chance(p)`` fails by chance with probability p or less. It is run
+    again with fresh seeds where an assertion failed, and fails if ``looks`` runs (2) failed.
+    """
+    marker = pyfuncitem.get_closest_marker("chance")
+    if marker is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    for _ in range(marker.kwargs.get("looks", LOOKS) - 1):
+        try:
+            pyfuncitem.obj(**arguments)
+            return True
+        except AssertionError as error:
+            print(f"failed once, looked again: {str(error)[:300]}")
+            pyfuncitem.stash[seed_key] = torch.seed()
+            if "monkeypatch" in pyfuncitem.funcargs:
+                pyfuncitem.funcargs["monkeypatch"].undo()
+    return None  # pytest runs it for the last time
 
 
 @pytest.hookimpl(wrapper=True)

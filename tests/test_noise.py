@@ -15,6 +15,7 @@ from torch_dpbayes.noise import GaussianNoise, add_gaussian, fresh_generator
 END = math.sqrt(2 * 24 * math.log(2))  # of single precision normals that are made of 24 bits
 
 
+@pytest.mark.chance(1e-6)
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [7, 100_000])  # torch has two ways to draw them
@@ -34,6 +35,7 @@ def test_noise_is_gaussian_of_the_stated_size(dtype, size):
     assert draws.dtype == dtype and kstest(draws.double().numpy(), "norm").pvalue > 1e-6 / 8
 
 
+@pytest.mark.chance(1e-6)
 @pytest.mark.parametrize("std", [1.0, 1e-3])
 def test_what_lies_beyond_the_tail_is_drawn_again_from_the_law_there(monkeypatch, std):
     """With a tail that begins at 1 most numbers are: they have the law of the normal, and the
@@ -62,6 +64,7 @@ def test_the_tail_is_that_of_the_normal():
     assert len(noise._normal_(torch.empty(0), 1.0, fresh_generator())) == 0
 
 
+@pytest.mark.chance(2e-6)
 @pytest.mark.slow
 def test_single_precision_noise_goes_beyond_24_bits():
     """Torch's own ends there, by its construction: 8·10⁻⁹ of all draws lie beyond."""
@@ -90,6 +93,7 @@ def test_a_copy_draws_its_own_noise(copied, seeded):
     assert not torch.equal(draw(copied(original)), draw(original))
 
 
+@pytest.mark.chance(1e-3, looks=3)
 def test_tails_without_a_look_at_how_many_there_are():
     """As on a GPU: what lies beyond 5 is drawn anew there, with its sign, and nothing else is."""
     generator = torch.Generator().manual_seed(3)

@@ -149,6 +149,7 @@ def test_the_recursion_is_the_linear_program(epsilon, delta):
         assert not refuted(inverse, guesses, 1 - best * 0.99).any()
 
 
+@pytest.mark.chance(2e-7)
 @pytest.mark.parametrize("mu", [0.0, 0.5, 1.666])
 def test_gaussian_bounds_are_valid(mu):
     rng, epsilon = fresh(), gaussian_epsilon(mu, DELTA) if mu else 0.0
@@ -158,6 +159,7 @@ def test_gaussian_bounds_are_valid(mu):
     assert stats.binom.sf(ALLOWED, 1000, 0.05) < 1e-6
 
 
+@pytest.mark.chance(1e-8)
 @pytest.mark.parametrize(
     "canaries, epsilon, of_basic, of_gaussian",
     [(1000, 2.0, 0.5, 0.9), (1000, 8.0, 2.6, 4.3), (10_000, 8.0, 3.6, 5.0)],
@@ -183,6 +185,7 @@ def mixed_responses(rng, runs, canaries, probability, epsilon):
     return rng.random((runs, canaries)) < accuracy
 
 
+@pytest.mark.chance(2e-7)
 def test_one_run_may_tell_of_all_canaries_or_of_none():
     """Gaussian differential privacy allows what no product of Gaussians does: with probability 0.16
     an answer about every canary. The bound for dependent guesses is right about it. The one for
@@ -202,6 +205,7 @@ def test_one_run_may_tell_of_all_canaries_or_of_none():
     assert stats.binom.cdf(96, 1000, 0.16) < 1e-7
 
 
+@pytest.mark.chance(2e-7)
 @pytest.mark.parametrize("mu", [0.5, 1.666])
 def test_independent_guesses_are_bounded_validly_and_sharply(mu):
     """Half the guesses say "in", so which are right depends on how many canaries are in; and yet no

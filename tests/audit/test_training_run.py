@@ -86,6 +86,7 @@ def fits(sample, law):
     return stats.kstest(np.ravel(sample), law).pvalue > ALPHA
 
 
+@pytest.mark.chance(2 * ALPHA)
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,6 +115,7 @@ def test_a_full_batch_shows_each_canary_as_a_gaussian(options):
     assert scores == pytest.approx(ratio, abs=1e-3)
 
 
+@pytest.mark.chance(4 * ALPHA)
 def test_poisson_batches_draw_canaries_as_records():
     """With probability q a canary adds C, else nothing."""
     seen, included, scores = seen_by(partial(train, rate=0.3, z=0.1, steps=12))
@@ -159,6 +161,7 @@ def after_failures(dataset, engine):
                 assert fails
 
 
+@pytest.mark.chance(2 * ALPHA)
 @pytest.mark.parametrize("training", [in_parts, after_failures])
 def test_a_release_of_several_parts_and_after_a_failure_is_one_release(training):
     seen, included, _ = seen_by(training)
@@ -208,6 +211,7 @@ def test_a_seed_repeats_inclusion_and_directions():
     assert len(set(first[0][1])) == 100 and first[0][1] != first[1][1]
 
 
+@pytest.mark.chance(1e-6)
 def test_the_bound_of_a_run():
     """Above 0 beyond doubt, and below the stated ε, which it passes in less than one run of 10¹⁰:
     the bound of a typical run is half of it. An earlier charge of the account counts.

@@ -38,6 +38,7 @@ def response(rng, epsilon, is_in):
     return (2.0 * is_in - 1.0) * (1 if rng.random() < special.expit(epsilon) else -1)
 
 
+@pytest.mark.chance(1e-6)
 def test_repeats_come_near_the_truth():
     """More than six standard deviations of what 20,000 repeats show below and above it."""
     rng, options = fresh(), {"repeats": 20_000, "confidence": 1 - 1e-7}
@@ -49,6 +50,7 @@ def test_repeats_come_near_the_truth():
     assert 0.8 < result.epsilon_lower_bound <= 1.0
 
 
+@pytest.mark.chance(1e-6)
 @pytest.mark.parametrize("bound, share", [("gaussian", 0.2), ("independent", 0.6)])
 def test_log_likelihood_ratios_of_several_releases_add_up(bound, share):
     """Three Gaussians together show more than one, and what all of them reveal is not exceeded.
@@ -72,6 +74,7 @@ def test_log_likelihood_ratios_of_several_releases_add_up(bound, share):
         assert from_scores(sum(ratios), included, accountant=of_one, **options).is_refuted
 
 
+@pytest.mark.chance(1e-6)
 def test_randomised_response_is_not_refuted_for_being_no_gaussian():
     """Its ε at δ is a far smaller Gaussian's; the accountant's whole curve knows. With half of the
     charge left out, the curve is refuted.

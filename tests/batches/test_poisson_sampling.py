@@ -80,6 +80,7 @@ def batches(who, number, stream):
 # -- every record independently with probability q -------------------------------------------------
 
 
+@pytest.mark.chance(FALSE_ALARM)
 @pytest.mark.first_cases(2)
 @pytest.mark.parametrize(
     "num_data, rate",
@@ -95,6 +96,7 @@ def test_every_set_of_records_has_its_probability_in_draws_in_a_row(kind, num_da
     requires_law(pairs, {(a, b): sizes[a] * sizes[b] for a in sizes for b in sizes}, tests=2)
 
 
+@pytest.mark.chance(FALSE_ALARM)
 @pytest.mark.first_cases(3)
 @pytest.mark.parametrize("bits", [1, 2, 3])
 @pytest.mark.parametrize("rate", [0.45, 0.1])
@@ -105,6 +107,7 @@ def test_what_the_first_word_leaves_open_is_decided_exactly(bits, rate, monkeypa
     requires_law(Counter(drawn), bernoulli_sets(num_data, rate))
 
 
+@pytest.mark.chance(FALSE_ALARM)
 def test_as_direct_bernoulli_draws_of_many_records():
     """Sizes of batches, and who is in them, against draws of a number for every record."""
     num_data, rate, number = 3000, 0.02, 1500
@@ -128,6 +131,7 @@ def test_as_direct_bernoulli_draws_of_many_records():
         assert stats.chi2_contingency(table).pvalue > FALSE_ALARM / 2
 
 
+@pytest.mark.chance(FALSE_ALARM)
 def test_the_number_of_runs_is_that_of_independent_records():
     """Of members and others in turn, over the ends of batches too."""
     num_data, rate, number = 500, 0.1, 400
@@ -144,6 +148,7 @@ def test_the_number_of_runs_is_that_of_independent_records():
     assert stats.norm.sf(abs(changes - n * p) / math.sqrt(variance)) > FALSE_ALARM / 2
 
 
+@pytest.mark.chance(FALSE_ALARM)
 @pytest.mark.parametrize("num_data, rate", [(1000, 0.003), (10**7, 5e-5), (40, 0.002)])
 def test_the_first_and_the_last_records_join_as_often_as_any(num_data, rate):
     """With at least 10⁵ members: a rate 3 % above or below would be seen."""
@@ -157,6 +162,7 @@ def test_the_first_and_the_last_records_join_as_often_as_any(num_data, rate):
     assert stats.binomtest(members, number * num_data, rate).pvalue > FALSE_ALARM / 3
 
 
+@pytest.mark.chance(FALSE_ALARM)
 def test_records_of_the_largest_data_set():
     num_data = 2**53
     drawn = batches(SparseSubset(num_data, 100 / num_data), 400, generator())
@@ -169,6 +175,7 @@ def test_records_of_the_largest_data_set():
     requires_law(Counter(i % 16 for i in members), dict.fromkeys(range(16), 1 / 16), tests=4)
 
 
+@pytest.mark.chance(FALSE_ALARM)
 def test_fewer_than_one_record_to_a_batch():
     drawn = batches(SparseSubset(10**6, 1e-7), 4000, generator())
     requires_law(Counter(map(len, drawn)), {n: stats.binom.pmf(n, 10**6, 1e-7) for n in range(10)})
@@ -232,6 +239,7 @@ def test_a_uniform_number_at_a_boundary_takes_another_word(monkeypatch):
 # -- places and sets -------------------------------------------------------------------------------
 
 
+@pytest.mark.chance(FALSE_ALARM)
 @pytest.mark.parametrize("bits, values", [(1, 2), (2, 3), (3, 5), (3, 8), (4, 9)])
 def test_places_are_uniform_also_where_words_are_drawn_again(bits, values, monkeypatch):
     with_words_of(bits, monkeypatch)
@@ -239,6 +247,7 @@ def test_places_are_uniform_also_where_words_are_drawn_again(bits, values, monke
     requires_law(Counter(found), dict.fromkeys(range(values), 1 / values))
 
 
+@pytest.mark.chance(FALSE_ALARM)
 @pytest.mark.parametrize("number, most", [(5, 2), (4, 4), (6, 1), (5, 0)])
 def test_some_of_them_are_every_set_alike(number, most):
     stream = generator()

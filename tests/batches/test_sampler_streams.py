@@ -63,6 +63,7 @@ def members(num_data, batches):
     return table
 
 
+@pytest.mark.chance(FALSE_ALARM)
 @pytest.mark.first_cases(4)
 @pytest.mark.parametrize("used", [1, 300, 4, 13, 777])  # numbers of 32 bits; a key takes 8
 @pytest.mark.parametrize("rate", [0.01, 0.1])  # darts, a number for every record

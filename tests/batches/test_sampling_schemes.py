@@ -97,6 +97,7 @@ def requires_law(counts, probabilities):
 # -- the joint laws --------------------------------------------------------------------------------
 
 
+@pytest.mark.chance(2 * FALSE_ALARM)
 def test_a_pass_gives_every_record_one_batch_each_independently():
     """Joint law of the batches of three records, and of one record in two passes."""
     passes, steps = 4000, 3
@@ -116,6 +117,7 @@ def test_a_pass_gives_every_record_one_batch_each_independently():
     requires_law(in_a_row, {cell: 1 / 9 for cell in itertools.product(range(steps), repeat=2)})
 
 
+@pytest.mark.chance(2 * FALSE_ALARM)
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("rate, most", [(0.5, 2), (0.06, 1)])
 def test_cut_draws_have_the_law_that_is_charged(rate, most):
@@ -134,6 +136,7 @@ def test_cut_draws_have_the_law_that_is_charged(rate, most):
     requires_law(pairs, {(a, b): law[a] * law[b] for a in law for b in law})
 
 
+@pytest.mark.chance(2 * FALSE_ALARM)
 def test_batches_of_fixed_size_are_every_set_alike():
     sampler = FixedSizeSampler(5, 3 / 5, None, 0)
     draws = draws_of(sampler, 4000)
@@ -143,6 +146,7 @@ def test_batches_of_fixed_size_are_every_set_alike():
     requires_law(pairs, {cell: 1 / 100 for cell in itertools.product(sets, repeat=2)})
 
 
+@pytest.mark.chance(FALSE_ALARM)
 def test_small_batches_of_fixed_size_are_every_pair_alike():
     pairs = list(itertools.combinations(range(33), 2))
     draws = draws_of(FixedSizeSampler(33, 2 / 33, None, 0), 30 * len(pairs))

@@ -82,6 +82,7 @@ def one(net, optimizer, batch):
 # -- the law of the draws --------------------------------------------------------------------------
 
 
+@pytest.mark.chance(2 * FALSE_ALARM)
 @pytest.mark.first_cases(1)
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_people_join_independently_with_at_most_so_many_records(most):
@@ -113,6 +114,7 @@ def test_people_join_independently_with_at_most_so_many_records(most):
     assert stats.chi2.sf(statistic, 3) > FALSE_ALARM
 
 
+@pytest.mark.chance(FALSE_ALARM)
 def test_others_are_drawn_alike_with_and_without_a_person():
     """The law of what the others bring, where a person of many records is there or not."""
     rate, number = 0.3, 5000

@@ -135,6 +135,7 @@ def laws(name):
     )
 
 
+@pytest.mark.chance(12 * 6e-7)
 @pytest.mark.parametrize(
     ("name", "kind", "options", "steps"),
     [

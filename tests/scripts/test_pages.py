@@ -264,9 +264,7 @@ def test_code_of_the_pages_runs(page):
 
 def test_the_kernel_of_ones_own_layer_is_used_and_checked(tmp_path, monkeypatch):
     (code,) = (
-        code
-        for code in blocks(ROOT / "docs/how_to/usual_networks.md", "python")
-        if "KINDS" in code
+        code for code in blocks(ROOT / "docs/how_to/usual_networks.md", "python") if "KINDS" in code
     )
     (tmp_path / "scale_layer.py").write_text(f"import torch\nfrom torch import nn\n{code}")
     monkeypatch.syspath_prepend(tmp_path)
