@@ -1,4 +1,4 @@
-"""Ten tasks of a reader who has the README and the pages of docs/ and nothing else. Each test puts
+"""Tasks of a reader who has the README and the pages of docs/ and nothing else. Each test puts
 together what the page named in it says, and goes on to what the reader wanted.
 """
 
@@ -8,8 +8,6 @@ import subprocess
 import sys
 from functools import partial
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 import torch.nn.functional as F
@@ -53,63 +51,6 @@ def train(net, opt, loader, epochs, samples=None):
             opt.step()
         if samples is not None:
             samples.collect(net)
-
-
-@pytest.mark.slow
-def test_a_private_resnet():
-    """how_to/usual_networks.md"""
-    from opacus.validators import ModuleValidator
-    from torchvision.models import resnet18
-
-    pictures = TensorDataset(torch.rand(32, 3, 32, 32), torch.randint(0, 10, (32,)))
-    engine = dpb.PrivacyEngine()
-    net, opt, loader = engine.make_private_with_epsilon(
-        module=ModuleValidator.fix(resnet18(num_classes=10)),
-        optimizer=partial(dpb.optim.DPSGLD, lr=0.1, temperature=0.01),
-        data_loader=DataLoader(pictures, batch_size=16),
-        max_grad_norm=1.0,
-        target_epsilon=8,
-        target_delta=1e-5,
-        epochs=1,
-    )
-    samples = dpb.PosteriorSamples()
-    train(net, opt, loader, 1, samples)
-    assert 0 < engine.accountant.get_epsilon() <= 8
-    assert samples.predictive_entropy(net, torch.rand(3, 3, 32, 32)).shape == (3,)
-
-
-def test_an_lstm_that_classifies():
-    """how_to/usual_networks.md, with torch's own layer and with Opacus'"""
-    from opacus.layers import DPLSTM
-
-    class Classifier(nn.Module):
-        def __init__(self, lstm):
-            super().__init__()
-            self.embedding = nn.Embedding(50, 8, padding_idx=0)
-            self.lstm = lstm(8, 8, batch_first=True)
-            self.last = nn.Linear(8, 2)
-
-        def forward(self, words):
-            hidden, _ = self.lstm(self.embedding(words))
-            return self.last(hidden.mean(1))
-
-    words = torch.randint(1, 50, (100, 6))
-    sentences = TensorDataset(words, (words[:, 0] > 25).long())
-
-    def private(lstm):
-        return dpb.PrivacyEngine().make_private(
-            module=Classifier(lstm),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-            data_loader=DataLoader(sentences, batch_size=20),
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-        )
-
-    for lstm in (nn.LSTM, DPLSTM):
-        net, opt, loader = private(lstm)
-        samples = dpb.PosteriorSamples()
-        train(net, opt, loader, 1, samples)
-        assert samples.predict(net, words[:3]).shape == (3, 2)
 
 
 def test_a_run_is_resumed():
@@ -157,26 +98,6 @@ with dpb.PrivacyAccountant(path="budget.db") as accountant:
     later = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert later.returncode == 0, later.stderr
     assert "filter" in later.stdout
-
-
-def test_logistic_regression_in_pyro_with_honest_intervals():
-    """coming_from.md and choosing_a_method.md"""
-    truth = torch.tensor([1.0, -1.0])
-    x = F.normalize(torch.randn(3000, 2)) * torch.rand(3000, 1).sqrt()  # no row longer than 1
-    y = torch.bernoulli(torch.sigmoid(x @ truth))
-
-    def model(x, y):
-        w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
-        with pyro.plate("data", len(x)):
-            pyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-    posterior = dpb.noise_aware.laplace(model, x, y, epsilon=1.0, delta=1e-5, max_grad_norm=1.0)
-    assert "epsilon = " in str(posterior.guarantee())
-    draws = posterior.sample(1000)["w"]
-    low, high = draws.quantile(torch.tensor([0.05, 0.95]), 0)
-    assert (low < high).all() and draws.shape == (1000, 2)
-    standing = (posterior.mean["w"] - truth) / posterior.stddev["w"]
-    assert standing.abs().max() < 8  # wrong by more than that less than once in 10⁵ runs
 
 
 def test_samples_are_exported_to_arviz():
@@ -336,53 +257,3 @@ def test_epsilon_of_a_finished_job_is_read_off():
     assert spent == pytest.approx(json.loads(asked("budget.db", "--json").stdout)["epsilon"])
     wrong = asked("checkpoint.pt")
     assert wrong.returncode and "Traceback" not in wrong.stderr
-
-
-def test_a_kernel_for_a_layer(tmp_path, monkeypatch):
-    """how_to/usual_networks.md, for a layer that the page does not have: a weight and a bias"""
-    (tmp_path / "scale_and_shift.py").write_text("""
-import torch
-from torch import nn
-from torch_dpbayes.per_sample.contributions import PerRecord
-from torch_dpbayes.per_sample.layers import KINDS, Kind
-
-class ScaleAndShift(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x):
-        return x * self.weight + self.bias
-
-seen = []
-
-def kernel(module, calls):
-    def over_positions(t):
-        return t.flatten(1, -2).sum(1) if t.dim() > 2 else t
-
-    seen.append(len(calls))
-    weight = sum(over_positions(g * x) for (x,), g in calls)
-    bias = sum(over_positions(g) for _, g in calls)
-    return PerRecord({module.weight: weight, module.bias: bias})
-
-KINDS[ScaleAndShift] = Kind(kernel=kernel, row_dimensions=1, functions=(), has_positions=True)
-""")
-    monkeypatch.syspath_prepend(tmp_path)
-    import scale_and_shift
-
-    try:
-        x = torch.randn(100, 6, 5)
-        net, opt, loader = dpb.PrivacyEngine().make_private(
-            module=nn.Sequential(
-                nn.Linear(5, 5), scale_and_shift.ScaleAndShift(5), nn.Flatten(), nn.Linear(30, 2)
-            ),
-            optimizer=partial(dpb.optim.DPSGLD, lr=0.1),
-            data_loader=DataLoader(TensorDataset(x, (x[:, 0, 0] > 0).long()), batch_size=20),
-            max_grad_norm=1.0,
-            noise_multiplier=1.0,
-        )
-        train(net, opt, loader, 1)
-        assert scale_and_shift.seen
-    finally:
-        del scale_and_shift.KINDS[scale_and_shift.ScaleAndShift], sys.modules["scale_and_shift"]
