@@ -23,6 +23,7 @@ html_copy_source = False
 html_show_copyright = False
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
+html_js_files = ["copy.js"]
 html_math_renderer = "mathml"
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
