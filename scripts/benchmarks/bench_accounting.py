@@ -1,14 +1,12 @@
 #!/usr/bin/env python3
 """Epsilon, seconds and memory of this library's accountant beside other people's.
 
-    python bench_accounting.py [--plot cost.png] [--others] [--charging] [--scattered]
-                               [--limit SECONDS]
+    python bench_accounting.py [--plot cost.png] [--others] [--scattered] [--limit SECONDS]
 
-Everything runs on one core. ``--charging`` measures only what a charge against a budget costs in a
-loop, ``--scattered`` only schedules in which noise and rate scatter, against the integral over
-their cumulant (``random_compositions.py``). ``--others`` also runs dp_accounting (PLD and RDP),
-Opacus (RDP and PRV) and, if it is installed, prv-accountant; some of these take minutes.
-``--limit`` stops any one of them after so many seconds.
+Everything runs on one core. ``--scattered`` measures only schedules in which noise and rate
+scatter, against the integral over their cumulant (``random_compositions.py``). ``--others`` also
+runs dp_accounting (PLD and RDP), Opacus (RDP and PRV) and, if it is installed, prv-accountant; some
+of these take minutes. ``--limit`` stops any one of them after so many seconds.
 """
 
 import argparse
@@ -225,84 +223,6 @@ def calibration(others: bool, limit: float) -> None:
                 )
 
 
-def charging() -> None:
-    """Microseconds of one charge against a budget, everything included: wall clock, and CPU
-    time in brackets.
-    """
-    import tempfile
-
-    from torch_dpbayes.accounting import PrivacyAccountant, PrivacyBudgetExceeded
-    from torch_dpbayes.accounting.events import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
-
-    def sampled(noise: float) -> DpEvent:
-        return PoissonSampledDpEvent(0.01, GaussianDpEvent(noise))
-
-    # event of step t, steps, a budget that they stay far below, one that they run out of
-    # (add_or_remove_one)
-    loops: dict[str, tuple[Callable[[int], DpEvent], int, float, float]] = {
-        "z = 1": (lambda t: sampled(1.0), 100_000, 60.0, 20.0),
-        "z = 1, short": (lambda t: sampled(1.0), 10_000, 12.0, 6.0),
-        "z rising, all different": (lambda t: sampled(math.sqrt(1 + t / 1000)), 10_000, 4.0, 2.0),
-        "z falling, all different": (lambda t: sampled(math.sqrt(11 - t / 1000)), 10_000, 4.0, 2.0),
-        "z cyclical": (lambda t: sampled(1 + 3 * (t % 500) / 500), 10_000, 4.0, 2.0),
-        "z rising, 100,000": (lambda t: sampled(2 * math.sqrt(1 + t / 10_000)), 100_000, 4.0, 1.8),
-        "two events in turn": (
-            lambda t: GaussianDpEvent(300.0) if t % 2 else sampled(1.0),
-            20_000,
-            12.0,
-            6.0,
-        ),
-    }
-
-    def loop(
-        event: Callable[[int], DpEvent],
-        steps: int,
-        epsilon: float,
-        neighboring: str,
-        filed: bool,
-        adaptive: bool,
-    ) -> tuple[int, float, float]:
-        with tempfile.TemporaryDirectory() as folder:
-            accountant = PrivacyAccountant(
-                epsilon,
-                DELTA,
-                neighboring=neighboring,  # type: ignore[arg-type]
-                path=f"{folder}/ledger.db" if filed else None,
-            )
-            done, wall, busy = 0, time.perf_counter(), time.process_time()
-            try:
-                for t in range(steps):
-                    accountant.compose(event(t), label="step", adaptive=adaptive)
-                    done += 1
-            except PrivacyBudgetExceeded:
-                pass
-            accountant.close()
-            return (
-                done,
-                (time.perf_counter() - wall) / done * 1e6,
-                (time.process_time() - busy) / done * 1e6,
-            )
-
-    kinds = [("budget far", 0, False), ("runs out", 1, False), ("filter", 1, True)]
-    print(
-        "\none charge, microseconds   "
-        + "".join(
-            f"{f'{kind}, {place}':>28}" for kind, _, _ in kinds for place in ("memory", "file")
-        )
-    )
-    for neighboring in ("add_or_remove_one", "replace_one"):
-        for name, (event, steps, *budgets) in loops.items():
-            cells = []
-            for _, which, adaptive in kinds:
-                epsilon = budgets[which] * (2 if neighboring == "replace_one" else 1)
-                for filed in (False, True):
-                    done, wall, busy = loop(event, steps, epsilon, neighboring, filed, adaptive)
-                    cells.append(f"{wall:9.1f} ({busy:.1f}) x {done}")
-            print(
-                f"{name:24}{neighboring[:3]}" + "".join(f"{cell:>28}" for cell in cells), flush=True
-            )
-
-
 def scattered_truth(noise: Any, rate: Any, replace: bool, epsilon: float) -> float:
     """By how much ``epsilon`` at DELTA is above the true one, relative.
 
@@ -407,9 +327,6 @@ def main() -> None:
     )
     parser.add_argument("--others", action="store_true", help="run the other accountants too")
     parser.add_argument(
-        "--charging", action="store_true", help="only the cost of charging in a loop"
-    )
-    parser.add_argument(
         "--scattered", action="store_true", help="only schedules of scattered noise and rate"
     )
     parser.add_argument(
@@ -419,9 +336,6 @@ def main() -> None:
         "--plot", metavar="PATH", help="draw cost against the number of different multipliers"
     )
     arguments = parser.parse_args()
-    if arguments.charging:
-        charging()
-        return
     if arguments.scattered:
         for number in (2_000, 10_000, 100_000):
             for replace in (False, True):
@@ -438,7 +352,6 @@ def main() -> None:
         arguments.limit,
     )
     calibration(arguments.others, arguments.limit)
-    charging()
     if arguments.plot:
         plot(arguments.plot, arguments.limit)
 
