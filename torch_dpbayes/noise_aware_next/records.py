@@ -1,0 +1,362 @@
+"""The records of a model: the user's, which only :class:`PrivateRecords` reads, and simulated ones.
+
+Which arguments of a model are observed is read from its sites, on synthetic rows. All others with a
+row for each record are covariates.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from pyro import poutine
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..mcmc.density import Model, RecordDensity, UnfitModel, without_value_checks
+from ..mcmc.density.pyro_runs import FLAVOURS, public_randomness, sample_sites
+from ..mcmc.density.refusals import WithoutParameters
+
+Role = Literal["observed", "public", "numbers", "category"]
+
+_ROWS = 50_000  # of private records whose scores are in memory at a time
+_SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
+_MOST_CATEGORIES = 1000
+_ROUNDING = 1e-6  # clipped sums are shortened by this share, which covers rounding
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch that repeat; those outside are not moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def shorten(norms_squared: Tensor, bound: float) -> Tensor:
+    """The factors that bring vectors to norm ``bound`` at most."""
+    return (bound * norms_squared.clamp_min(1e-300).rsqrt()).clamp(max=1.0)
+
+
+class ModelRecords:
+    """A Pyro model as a source of records: the roles of its arguments, and simulation.
+
+    Args:
+        model: with one data plate.
+        args: its arguments, the data included.
+        data_plate: the name of the plate.
+        count_is_public: whether errors may depend on the number of records.
+        public: names or positions of arguments that hold public covariates.
+        chunk: how many records are computed at a time.
+
+    Attributes:
+        density: of the records; ``density.rows()`` are private.
+        roles: of each data argument, in the order of ``density.rows()``.
+        read: numbers of the coordinates of θ that records depend on, ``[d]``.
+
+    Raises:
+        ValueError: no records can be simulated from the model. Found on synthetic rows.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        args: Sequence[Any],
+        *,
+        data_plate: str,
+        count_is_public: bool,
+        public: Sequence[str | int],
+        chunk: int,
+    ) -> None:
+        self._model = WithoutParameters(model)
+        density = RecordDensity(
+            model,
+            args,
+            data_plate=data_plate,
+            expected_batch_size=(math.sqrt(chunk + 1) - 1) ** 2 * (1 - 1e-9),  # makes it chunk
+            count_is_public=count_is_public,
+        )
+        for name in density.made_up.weighted_sites():
+            raise UnfitModel(
+                f"poutine.scale weights the records' site {name!r}, and a weighted record cannot be"
+                " simulated: repeat a record as often as it counts, or use poutine.mask."
+            )
+        self.density = density
+        self.read = torch.arange(density.prior.dimension)[density.read]
+        if not len(self.read):
+            raise UnfitModel(
+                "no record depends on a latent of the model: read one in the data plate."
+            )
+        self._dims = list(density.row_dims.values())
+        names = _argument_names(model, args)
+        observed = self._observed()
+        given = {names.get(k, str(k)) for k in density.row_dims}
+        wanted = {names.get(p, str(p)) if isinstance(p, int) else p for p in public}
+        if unknown := sorted(wanted - given):
+            raise ValueError(
+                f"public= names {unknown[0]!r}, which is no argument with a row for each record:"
+                f" these are {sorted(given)}."
+            )
+        self.roles: list[Role] = []
+        self.names: list[str] = []
+        for number, (k, row) in enumerate(zip(density.row_dims, density.rows(), strict=True)):
+            name = names.get(k, str(k))
+            if number in observed:
+                if name in wanted:
+                    raise ValueError(f"argument {name!r} is observed: leave it out of public=.")
+                role: Role = "observed"
+            elif name in wanted:
+                role = "public"
+            else:
+                role = "numbers" if row.is_floating_point() else "category"
+            self.roles.append(role)
+            self.names.append(name)
+        self._observed_sites = observed
+        self.theta = density.made_up.theta.to(torch.float64)
+        self._require_simulation()
+
+    @property
+    def dimension(self) -> int:
+        """d, the number of coordinates that records depend on."""
+        return len(self.read)
+
+    def with_read(self, base: Tensor, values: Tensor) -> Tensor:
+        """θ with other values of the coordinates that records depend on."""
+        theta = base.clone()
+        theta[self.read] = values
+        return theta
+
+    def of_role(self, *roles: Role) -> list[int]:
+        """Numbers of the data arguments that have one of these roles."""
+        return [number for number, role in enumerate(self.roles) if role in roles]
+
+    def rows_first(self, number: int, row: Tensor) -> Tensor:
+        """The argument with its records along the first dimension."""
+        return row.movedim(self._dims[number], 0)
+
+    def rows_back(self, number: int, row: Tensor) -> Tensor:
+        """The inverse of :meth:`rows_first`."""
+        return row.movedim(0, self._dims[number])
+
+    def num_categories(self, number: int) -> int:
+        """How many values a category has: the smallest whole number with which the model fails.
+
+        Raises:
+            ValueError: it has not failed up to a thousand, or at other values than whole numbers.
+        """
+        row = self.density.rows()[number]
+        if row.dtype == torch.bool:
+            return 2
+        own = [synthetic.clone() for synthetic in self.density.made_up.few()]
+        for value in range(1, _MOST_CATEGORIES + 1):
+            own[number].fill_(value)
+            try:
+                with torch.no_grad(), without_value_checks():
+                    self.density.made_up.terms(self.theta.to(self.density.prior.dtype), own)
+            except Exception:
+                return value
+        raise UnfitModel(
+            f"the values of argument {self.names[number]!r} cannot be read from the model: state"
+            " public=, give covariates= a public sample, or pass it as a float."
+        )
+
+    # -- simulation --------------------------------------------------------------------------------
+
+    def simulate(
+        self, theta: Tensor, covariates: Mapping[int, Tensor], count: int, seed: int
+    ) -> RecordDensity:
+        """``count`` records drawn from the model at θ, as a density of their own.
+
+        Args:
+            theta: ``[D]``.
+            covariates: by number of the argument, as many rows each.
+            count: how many.
+            seed: the same one gives the same random numbers.
+        """
+        rows = self.density.made_up.rows(count)
+        for number, row in covariates.items():
+            rows[number] = row
+        for _ in self._observed_sites:  # one site may read the argument of another
+            drawn = self._draw(theta, rows, seed)
+            is_same = all(torch.equal(drawn[k], rows[k]) for k in self._observed_sites)
+            rows = drawn
+            if is_same:
+                break
+        return self.density.with_rows(rows)
+
+    def _draw(self, theta: Tensor, rows: list[Tensor], seed: int) -> list[Tensor]:
+        values = self.density.prior.constrain(theta.to(self.density.prior.dtype))
+        trace = self._trace(values, rows, seed)
+        result = list(rows)
+        for number, site in self._observed_sites.items():
+            drawn = trace.nodes[site]["value"]
+            result[number] = drawn.reshape(rows[number].shape).to(rows[number].dtype)
+        return result
+
+    def _trace(self, values: Any, rows: Sequence[Tensor], seed: int | None) -> Any:
+        args, kwargs = self.density.call(rows)
+        model = poutine.condition(_Simulated(self._model, self.density.observed), values)
+        with torch.no_grad(), without_value_checks(), poutine.block():
+            if seed is None:
+                with public_randomness():
+                    return poutine.trace(model).get_trace(*args, **kwargs)
+            with seeded(seed):
+                return poutine.trace(model).get_trace(*args, **kwargs)
+
+    def _require_simulation(self) -> None:
+        values = self.density.prior.constrain(self.density.made_up.theta)
+        try:
+            self._trace(values, self.density.made_up.few(), None)
+        except Exception as error:
+            raise UnfitModel(
+                "records cannot be simulated from the model"
+                f" ({type(error).__name__}): observe distributions that can be sampled, not"
+                " factors."
+            ) from error
+
+    def _observed(self) -> dict[int, str]:
+        """By number of the argument the site that observes it."""
+        density, error = self.density, None
+        values = density.prior.constrain(density.made_up.theta)
+        for flavour in FLAVOURS:
+            try:
+                with public_randomness(), torch.no_grad(), without_value_checks(), poutine.block():
+                    rows = density.made_up_rows(_SYNTHETIC_ROWS, flavour)
+                    args, kwargs = density.call(rows)
+                    model = poutine.condition(self._model, values)
+                    sites = sample_sites(poutine.trace(model).get_trace(*args, **kwargs))
+                    break
+            except Exception as caught:
+                error = error or caught
+        else:
+            raise UnfitModel("the model does not run on synthetic rows.") from error
+        found: dict[int, str] = {}
+        for name in density.observed:
+            if type(sites[name]["fn"]).__name__ == "Unit":
+                raise UnfitModel(
+                    f"records cannot be simulated from the factor {name!r}: write"
+                    " pyro.sample(name, distribution, obs=...) instead."
+                )
+            value = sites[name]["value"]
+            numbers = [
+                k for k, row in enumerate(rows) if k not in found and _is_same_data(value, row)
+            ]
+            if not numbers:
+                raise UnfitModel(
+                    f"what site {name!r} observes is no argument of the model: pass it as an"
+                    " argument of its own, so that it can be simulated."
+                )
+            exact = [k for k in numbers if value is rows[k]]
+            found[(exact or numbers)[0]] = name
+        return found
+
+
+class PrivateRecords:
+    r"""Clipped sums of whitened scores over the user's records: the only reader of private rows.
+
+    Args:
+        records: the model.
+        rows: of every data argument, as they count (shortened).
+
+    **Privacy.** :math:`\sum_i \mathrm{clip}_1(A\,u(x_i; \theta)/C)` moves by at most 1 when a
+    record is added or removed, and by 2 when one is replaced. A record whose density or score is
+    not finite counts as 0. Nothing is released here.
+    """
+
+    def __init__(self, records: ModelRecords, rows: Sequence[Tensor]) -> None:
+        self._records, self._rows = records, list(rows)
+        self.count = records.density.num_records
+
+    def clipped_sum(self, theta: Tensor, whitening: Tensor) -> Tensor:
+        """The sum for A/C = ``whitening``, ``[d]`` in float64."""
+        total = torch.zeros(len(whitening), dtype=torch.float64)
+        for density in self._chunks():
+            total += clipped(scores(self._records, density, theta), whitening).sum(0)
+        return total
+
+    def clipped_count(self, theta: Tensor, whitening: Tensor) -> int:
+        """How many records are clipped; moves by at most 1."""
+        return sum(
+            int(((scores(self._records, d, theta) @ whitening.T).norm(dim=1) > 1).sum())
+            for d in self._chunks()
+        )
+
+    def _chunks(self) -> Iterator[RecordDensity]:
+        records = self._records
+        for start in range(0, self.count, _ROWS):
+            size = min(_ROWS, self.count - start)
+            yield records.density.with_rows(
+                [
+                    row.narrow(dim, start, size)
+                    for row, dim in zip(self._rows, records.density.row_dims.values(), strict=True)
+                ]
+            )
+
+
+def scores(records: ModelRecords, density: RecordDensity, theta: Tensor) -> Tensor:
+    """u(x; θ) of every record, ``[n, d]`` in float64; 0 where it or the density is not finite."""
+    point = theta.to(density.prior.device, density.prior.dtype)
+    found = density.gradients(point)
+    if len(records.read) < found.shape[1]:
+        found = found[:, records.read]
+    sound = density.log_likelihoods(point).isfinite()
+    if not bool(sound.all()):
+        found = torch.where(sound[:, None], found, 0.0)
+    return found.cpu()
+
+
+def log_likelihoods(density: RecordDensity, theta: Tensor) -> Tensor:
+    """log p(x; θ) of every record, ``[n]`` in float64."""
+    found = density.log_likelihoods(theta.to(density.prior.device, density.prior.dtype))
+    return found.to("cpu", torch.float64)
+
+
+def clipped(found: Tensor, whitening: Tensor) -> Tensor:
+    """clip₁ of every row times ``whitening``, shortened by what rounding may add."""
+    white = found @ whitening.T
+    factors = shorten(white.square().sum(1), 1 - _ROUNDING)
+    return white.mul_(factors[:, None]).nan_to_num_(0.0, 0.0, 0.0)
+
+
+class _Simulated(Messenger):
+    """A model whose observed sites in the data plate are drawn instead."""
+
+    def __init__(self, model: Callable[..., Any], observed: Sequence[str]) -> None:
+        super().__init__()
+        self._run, self._observed = model, frozenset(observed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return self._run(*args, **kwargs)
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self._observed and msg["is_observed"]:
+            msg["is_observed"], msg["value"], msg["done"] = False, None, False
+
+
+def _is_same_data(value: Tensor, row: Tensor) -> bool:
+    """Whether a site observes an argument, but for its dtype and dimensions of size 1."""
+    if value is row:
+        return True
+    if value.numel() != row.numel():
+        return False
+    return torch.equal(value.reshape(row.shape).to(row.dtype), row)
+
+
+def _argument_names(model: Model, args: Sequence[Any]) -> dict[int, str]:
+    """Names of the leaves that are arguments by themselves, by number of the leaf."""
+    try:
+        names = list(inspect.signature(model).parameters)
+    except (TypeError, ValueError):
+        names = []
+    found, leaf = {}, 0
+    for position, arg in enumerate(args):
+        if isinstance(arg, Tensor) and position < len(names):
+            found[leaf] = names[position]
+        leaf += len(tree_leaves(arg))
+    return found

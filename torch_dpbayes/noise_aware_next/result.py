@@ -1,0 +1,166 @@
+"""The posterior that a private run gives: draws, moments, density, and what it rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from .drawing import Draws
+from .latents import Latents
+from .likelihood import SyntheticLikelihood
+
+Constrain = Callable[[Tensor], dict[str, Tensor]]
+
+
+class NoiseAwarePosterior:
+    """p(θ | releases), the noise of the releases included.
+
+    ``noise_aware.posterior`` and its siblings make it. It holds weighted draws; nothing in it
+    depends on records but by what was released and charged.
+
+    Attributes:
+        pareto_k: k̂ of the importance weights, the largest of any law of the covariates; above .7
+            they are not to be relied on.
+        transcript: everything that was released.
+    """
+
+    def __init__(
+        self,
+        latents: Latents,
+        draws: Sequence[Draws],
+        likelihoods: Sequence[SyntheticLikelihood],
+        statement: Sequence[str],
+        transcript: Any,
+        method: str,
+    ) -> None:
+        self._latents, self._likelihoods = latents, list(likelihoods)
+        self._theta = torch.cat([d.theta for d in draws])
+        weights = [d.log_weights.exp() / len(draws) for d in draws]
+        self._weights = torch.cat(weights)
+        self.pareto_k = max(d.pareto_k for d in draws)
+        self.effective_sample_size = len(draws) ** 2 / sum(1 / d.effective for d in draws)
+        self.transcript, self.method = transcript, method
+        self._statement = [*statement, *self._drawn()]
+        self._values: dict[str, Tensor] | None = None
+
+    def __repr__(self) -> str:
+        sites = ", ".join(f"{k} {list(v.shape[1:])}" for k, v in self._all_values().items())
+        return f"NoiseAwarePosterior({sites}; pareto_k={self.pareto_k:.2g})"
+
+    def sample(self, num_samples: int = 1000) -> dict[str, Tensor]:
+        """Draws by site, ``[num_samples, ...]``, in the supports of the model's distributions: what
+        ``pyro.infer.Predictive`` takes.
+        """
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
+            raise ValueError(f"num_samples must be a positive whole number, got {num_samples!r}.")
+        chosen = torch.multinomial(self._weights, num_samples, replacement=True)
+        return {name: value[chosen] for name, value in self._all_values().items()}
+
+    @property
+    def mean(self) -> dict[str, Tensor]:
+        """Posterior means by site."""
+        return {
+            name: torch.einsum("m,m...->...", self._weights.to(v.dtype), v)
+            for name, v in self._all_values().items()
+        }
+
+    @property
+    def stddev(self) -> dict[str, Tensor]:
+        """Posterior standard deviations by site."""
+        mean = self.mean
+        return {
+            name: torch.einsum(
+                "m,m...->...", self._weights.to(v.dtype), (v - mean[name]).square()
+            ).sqrt()
+            for name, v in self._all_values().items()
+        }
+
+    @property
+    def unconstrained_stddev(self) -> Tensor:
+        """Standard deviations in unconstrained space ``[D]``, sites sorted by name: what
+        ``mcmc.plan(...).expected_sample_size`` takes.
+        """
+        mean = self._weights @ self._theta
+        return (self._weights @ (self._theta - mean).square()).sqrt()
+
+    def log_density(self, values: Mapping[str, Any]) -> float:
+        """log p(values | releases) up to a constant, as a density of the sites' own values.
+
+        Args:
+            values: one value of every site, in the shapes that ``mean`` has.
+
+        Raises:
+            ValueError: a site is missing, or its value has another shape.
+        """
+        expected = {name: v.shape[1:] for name, v in self._all_values().items()}
+        found = {name: torch.as_tensor(v).shape for name, v in values.items()}
+        if found != expected:
+            raise ValueError(
+                f"log_density takes one value of every site, of shapes"
+                f" {({k: list(v) for k, v in expected.items()})}; got"
+                f" {({k: list(v) for k, v in found.items()})}."
+            )
+        theta, log_jacobian = self._latents.unconstrain(dict(values))
+        terms = torch.stack([each.with_new_centres(theta[None])[0][0] for each in self._likelihoods])
+        prior = float(self._latents.log_density(theta[None])[0])
+        likelihood = float(terms.logsumexp(0)) - math.log(len(terms))
+        return likelihood + prior + log_jacobian
+
+    def guarantee(self) -> str:
+        """What was charged, and what the width of this posterior rests on, in words."""
+        return "\n".join(self._statement)
+
+    def to_arviz(self, num_samples: int = 1000) -> Any:
+        """Draws as ArviZ's data structure, one chain.
+
+        Returns:
+            ``arviz.InferenceData``, from ArviZ 1 on ``xarray.DataTree``.
+
+        Raises:
+            ModuleNotFoundError: ArviZ is not installed.
+        """
+        try:
+            import arviz
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "to_arviz needs ArviZ, which is not installed: pip install arviz", name="arviz"
+            ) from error
+        posterior = {
+            name: values[None].numpy() for name, values in self.sample(num_samples).items()
+        }
+        if int(arviz.__version__.split(".")[0]) < 1:
+            return arviz.from_dict(posterior=posterior)
+        return arviz.from_dict({"posterior": posterior})
+
+    def _drawn(self) -> list[str]:
+        error = 1 / math.sqrt(max(self.effective_sample_size, 1.0))
+        lines = [
+            (
+                f"  drawn       by {self.method}: worth {self.effective_sample_size:.0f}"
+                f" independent draws, Pareto k = {self.pareto_k:.2f}; Monte Carlo error of a mean"
+                f" {error:.1%} of its standard deviation"
+            )
+        ]
+        if self._likelihoods:
+            simulation = max(each.simulation_error for each in self._likelihoods)
+            count = max(each.num_simulated for each in self._likelihoods)
+            lines.append(
+                f"  simulated   {count} records; their error is {simulation:.1%} of a posterior"
+                " standard deviation at most, and counted"
+            )
+        return lines
+
+    def _all_values(self) -> dict[str, Tensor]:
+        if self._values is None:
+            theta = self._theta.to(self._latents.prior.device, self._latents.prior.dtype)
+            # a draw without weight may be so far away that its value is infinite
+            theta = torch.where(self._weights.to(theta)[:, None] > 0, theta, theta[:1])
+            with torch.no_grad():
+                found = vmap(self._latents.prior.constrain)(theta)
+            self._values = {name: value.detach().cpu() for name, value in found.items()}
+        return self._values
