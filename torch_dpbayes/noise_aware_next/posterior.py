@@ -86,7 +86,7 @@ def posterior(
         data_plate,
     )
     if max_grad_norm is not None:
-        max_grad_norm = check_clip_bound("max_grad_norm", max_grad_norm, "of whitened scores")
+        max_grad_norm = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
     with using_pyro, torch.no_grad():
         return setup.infer(epsilon, delta, num_releases, max_grad_norm)
 

@@ -45,6 +45,7 @@ class NoiseAwarePosterior:
         self.pareto_k = max(d.pareto_k for d in draws)
         self.effective_sample_size = len(draws) ** 2 / sum(1 / d.effective for d in draws)
         self.transcript, self.method = transcript, method
+        self.checks: dict[str, float] = {}
         self._statement = [*statement, *self._drawn()]
         self._values: dict[str, Tensor] | None = None
 

@@ -129,7 +129,7 @@ def choose_scale(
         latents: for P.
         theta: where scores are taken.
         multiplier: z of all releases of scores together.
-        max_grad_norm: a clip bound of ‖Au‖ that overrides the choice.
+        max_grad_norm: a clip bound of ‖u‖ itself, A = I, that overrides the choice.
     """
     simulated = simulator.at(theta)
     own, n = simulated.scores, simulator.num_data
@@ -140,6 +140,8 @@ def choose_scale(
         information + (n + multiplier**2 * size) / n**2 * prior_precision
     )
     root = (vectors * values.clamp_min(1e-300).rsqrt()) @ vectors.T
+    if max_grad_norm is not None:
+        root = torch.eye(size, dtype=torch.float64)
     norms = (own @ root.T).norm(dim=1)
     positive = norms[norms > 0]
     if max_grad_norm is not None:
@@ -184,7 +186,7 @@ def run(
         simulator: of records.
         latents: their prior.
         plan: the noise.
-        max_grad_norm: a clip bound of whitened scores, or None.
+        max_grad_norm: a clip bound of scores that are not whitened, or None.
     """
     theta, releases, bounds = latents.start, list[Release](), list[float]()
     together = sum(z**-2 for z in plan.scores) ** -0.5
