@@ -32,6 +32,7 @@ from .records import ModelRecords, clipped, log_likelihoods, scores
 _LONGEST_STEP = 0.5  # standard deviation of a record's log ratio from one centre to the next
 _CONVERGED = 0.05  # posterior standard deviations
 _HALVINGS = 20
+_LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
 _MOST_CENTRES = 60  # at which records are simulated anew
@@ -158,7 +159,8 @@ class Fit(NamedTuple):
         prior_precision: P of them.
         moments: at the centre.
         covariance: nS + V + n²S_res/M of all releases, ``[K·d, K·d]``.
-        last_step: in posterior standard deviations.
+        step: to the mode, as far as the moments here tell.
+        last_step: its length in posterior standard deviations.
         simulated: the records.
         statistics: of them.
     """
@@ -168,6 +170,7 @@ class Fit(NamedTuple):
     prior_precision: Tensor
     moments: Moments
     covariance: Tensor
+    step: Tensor
     last_step: float
     simulated: Simulated
     statistics: Tensor
@@ -196,11 +199,11 @@ def find_mode(
     start: Tensor,
     most_steps: int,
 ) -> Fit:
-    """Gauss-Newton steps, records drawn anew at each centre.
+    r"""Gauss-Newton steps, records drawn anew at each centre.
 
     .. math::
-        \\Lambda = P + n^2 J^\\top \\Sigma^{-1} J, \\qquad
-        \\mathrm{step} = \\Lambda^{-1}\\big(n J^\\top \\Sigma^{-1}(T - n m) + \\nabla\\log p\\big)
+        \Lambda = P + n^2 J^\top \Sigma^{-1} J, \qquad
+        \mathrm{step} = \Lambda^{-1}\big(n J^\top \Sigma^{-1}(T - n m) + \nabla\log p\big)
     """
     records, n = simulator.records, simulator.num_data
     value = torch.cat([r.value for r in releases])
@@ -231,6 +234,7 @@ def find_mode(
         prior_precision,
         found,
         covariance,
+        step,
         length,
         simulated,
         found_statistics,
@@ -296,10 +300,19 @@ class SyntheticLikelihood:
         jacobian = self._projection @ found.jacobian
         covariance = self._projection @ found.covariance @ self._projection.T
         read = simulator.records.read
+        self.centre, self.precision = fit.centre, fit.precision
+        shortened = min(1.0, _LONGEST_MOVE / max(fit.last_step, 1e-300))
+        self.mode = fit.centre[read] + shortened * fit.step
+        self._linear = mean, jacobian
+        self._root = torch.linalg.cholesky(n * covariance + self._noise)
+        # of posteriors of about the same evidence under each law of the covariates
+        self._level = float(root.diagonal().log().sum())
         self._near = _Around(
             simulator, self._statistics, fit.simulated, few, read, mean, jacobian, covariance
         )
         self._others: list[_Around] = []
+        at_centre = self._of_many(self._near, self.centre[None])[0]
+        self._offset = float(self.gaussian(self.centre[None])) - float(at_centre)
 
     def _statistics(self, simulated: Simulated) -> Tensor:
         return self._simulator.statistics(simulated, self._releases) @ self._projection.T
@@ -322,9 +335,20 @@ class SyntheticLikelihood:
             mean, count = (count * mean + size * left.mean(0)) / (count + size), count + size
         return mean, residual, count
 
+    def gaussian(self, theta: Tensor) -> Tensor:
+        """With m linear and S constant, of every row, ``[m]`` for ``[m, D]``; differentiable."""
+        read = self._simulator.records.read
+        mean, jacobian = self._linear
+        expected = mean + (theta[:, read] - self.centre[read]) @ jacobian.T
+        apart = (self._released - self._simulator.num_data * expected).T
+        white = torch.linalg.solve_triangular(self._root, apart, upper=False)
+        return self._level - 0.5 * white.square().sum(0)
+
     def __call__(self, theta: Tensor) -> Tensor:
-        """Of every row, ``[m]`` for ``[m, D]``. Differentiable, where it is around the mode."""
-        return torch.stack([self._of_one(self._near, each)[0] for each in theta])
+        """Of every row, ``[m]`` for ``[m, D]``, from the records at the mode; differentiable. At
+        the mode it is what :meth:`gaussian` is there.
+        """
+        return self._of_many(self._near, theta)[0] + self._offset
 
     def with_new_centres(self, theta: Tensor) -> tuple[Tensor, int]:
         """The same, and of how many rows no simulated records are near enough. Records are
@@ -342,12 +366,11 @@ class SyntheticLikelihood:
                 apart = (theta[left] - self._near.centre).square().sum(1)
                 around = self._new(theta[left[int(apart.argsort()[len(apart) // 2])]])
                 self._others.append(around)
-            for row in left.tolist():
-                value, own = self._of_one(around, theta[row])
-                if own > float(worth[row]):
-                    values[row], worth[row] = value, own
+            found, own = self._of_many(around, theta[left])
+            better = own > worth[left]
+            values[left[better]], worth[left[better]] = found[better], own[better]
             left = left[worth[left] < _LEAST_WORTH]
-        return values, len(left)
+        return values + self._offset, len(left)
 
     def _new(self, theta: Tensor) -> _Around:
         found = self._simulator.at(theta, self._few)
@@ -364,19 +387,15 @@ class SyntheticLikelihood:
             own.covariance,
         )
 
-    def _of_one(self, around: _Around, theta: Tensor) -> tuple[Tensor, float]:
-        found = around(theta)
-        if found is None:
-            return theta.new_full((), -math.inf), 1.0
-        mean, covariance, worth = found
+    def _of_many(self, around: _Around, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Log likelihoods ``[m]``, and what part of the records the weights are worth."""
+        means, covariances, worth = around(theta)
         n = self._simulator.num_data
-        factor, failed = torch.linalg.cholesky_ex(n * covariance + self._noise)
-        if int(failed):
-            return theta.new_full((), -math.inf), worth
-        apart = torch.linalg.solve_triangular(
-            factor, (self._released - n * mean)[:, None], upper=False
-        )
-        return -0.5 * apart.square().sum() - factor.diagonal().log().sum(), worth
+        factors, failed = torch.linalg.cholesky_ex(n * covariances + self._noise)
+        apart = (self._released - n * means)[:, :, None]
+        white = torch.linalg.solve_triangular(factors, apart, upper=False)[..., 0]
+        values = -0.5 * white.square().sum(1) - factors.diagonal(dim1=1, dim2=2).log().sum(1)
+        return torch.where((failed == 0) & values.isfinite(), values, -math.inf), worth
 
 
 class _Around:
@@ -410,28 +429,29 @@ class _Around:
         of_root = torch.linalg.cholesky(_ridged(of_some.covariance))
         self._stretch = torch.linalg.solve_triangular(of_root, root, upper=False, left=False)
         size = self._own.shape[1]
-        upper = torch.triu_indices(size, size)
-        self._upper = upper
-        self._products = self._own[:, upper[0]] * self._own[:, upper[1]]
+        self._upper = torch.triu_indices(size, size)
+        self._products = self._own[:, self._upper[0]] * self._own[:, self._upper[1]]
 
-    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor, float] | None:
-        """m(θ), S(θ), and what part of the records the weights are worth; None where the model
-        cannot be evaluated.
+    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """m ``[m, d]`` and S ``[m, d, d]`` at θ ``[m, D]``, and what part of the records the
+        weights are worth, ``[m]``. Not a number where the model cannot be evaluated.
         """
-        terms = _terms(theta, self._density, self._records)
-        if bool(terms.isnan().all()):
-            return None
+        terms = torch.stack([_terms(each, self._density, self._records) for each in theta])
         ratios = (terms - self._base).nan_to_num(0.0, 0.0, 0.0)
-        weights = torch.softmax(ratios, 0)
-        worth = float(1 / weights.detach().square().sum()) / len(weights)
-        mean = weights @ self._own
-        delta = theta[self._read] - self.centre[self._read]
+        invalid = terms.detach().isnan().all(1)
+        weights = torch.softmax(ratios, 1)
+        worth = 1 / weights.detach().square().sum(1) / weights.shape[1]
+        means = weights @ self._own
         flat = weights @ self._products
-        second = flat.new_zeros(self._own.shape[1], self._own.shape[1])
-        second = second.index_put((self._upper[0], self._upper[1]), flat)
-        second = second + torch.triu(second, 1).T
-        covariance = self._stretch @ (second - torch.outer(mean, mean)) @ self._stretch.T
-        return mean + self._mean + self._slope @ delta, covariance, worth
+        size = self._own.shape[1]
+        second = flat.new_zeros(len(theta), size, size)
+        second[:, self._upper[0], self._upper[1]] = flat
+        second = second + torch.triu(second, 1).mT
+        covariances = second - means[:, :, None] * means[:, None, :]
+        covariances = self._stretch @ covariances @ self._stretch.T
+        delta = theta[:, self._read] - self.centre[self._read]
+        means = means + self._mean + delta @ self._slope.T
+        return torch.where(invalid[:, None], math.nan, means), covariances, worth
 
 
 def _ridged(matrix: Tensor) -> Tensor:

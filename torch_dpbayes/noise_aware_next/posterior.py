@@ -33,19 +33,12 @@ from .covariates import (
     constants_of,
     feature_shape,
 )
-from .drawing import (
-    LARGEST_PARETO_K,
-    Draws,
-    importance_draws,
-    moments_of,
-    no_u_turn_draws,
-    smoothed,
-)
+from .drawing import draw_posterior
 from .latents import Latents
-from .likelihood import Covariates, Fit, Simulator, SyntheticLikelihood, find_mode
+from .likelihood import Covariates, Simulator, SyntheticLikelihood, find_mode
 from .records import ModelRecords
 from .result import NoiseAwarePosterior
-from .run import Mechanism, Transcript, run, settle
+from .run import Mechanism, Transcript, run
 
 _LABEL = "noise_aware.posterior"
 _SIMULATED, _SIMULATED_IN_RUN = 40_000, 8_000  # multiples of the next line
@@ -54,7 +47,7 @@ _FEW_PER_DIMENSION = 40
 _MOST_BATCHES = 50  # of simulated records for the mean at the centre
 _LAWS = 4  # of the covariates, drawn from what was released of them
 _DRAWS = 2000
-_CHAIN, _WARMUP = 1000, 300  # of No-U-Turn, over all laws of the covariates
+_LAST_STEPS = 12  # of Gauss-Newton, under each law
 
 
 def posterior(
@@ -238,27 +231,25 @@ class Setup:
         self, transcript: Transcript, laws: Sequence[Covariates], theta: Tensor
     ) -> NoiseAwarePosterior:
         """The posterior given the releases."""
-        simulators = [self.simulator(law, self.count) for law in laws[-_LAWS:]]
-        draws, likelihoods, method = [], [], "importance sampling"
-        for simulator in simulators:
-            fit = find_mode(simulator, transcript.scores, self.latents, theta, 12)
-            few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
-            likelihood = SyntheticLikelihood(
-                simulator, transcript.scores, fit, few=few, most_batches=_MOST_BATCHES
+        few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
+        likelihoods = []
+        for law in laws[-_LAWS:]:
+            # the mode by few records, the moments there by all of them
+            rough = self.simulator(law, min(self.count, _SIMULATED_IN_RUN))
+            theta = find_mode(rough, transcript.scores, self.latents, theta, _LAST_STEPS).centre
+            simulator = self.simulator(law, self.count)
+            fit = find_mode(simulator, transcript.scores, self.latents, theta, 0)
+            likelihoods.append(
+                SyntheticLikelihood(
+                    simulator, transcript.scores, fit, few=few, most_batches=_MOST_BATCHES
+                )
             )
-            count = math.ceil(_DRAWS / len(simulators))
-            found, way = self._drawn(likelihood, fit, count)
-            if way != "importance sampling":
-                method = way
-            draws.append(found)
-            likelihoods.append(likelihood)
+        found = draw_posterior(self.latents, likelihoods, _DRAWS)
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
             *statement_of_charge(self.accountant, self._released(transcript)),
         ]
-        return NoiseAwarePosterior(
-            self.latents, draws, likelihoods, statement, transcript, method
-        )
+        return NoiseAwarePosterior(self.latents, found, likelihoods, statement, transcript)
 
     def _released(self, transcript: Transcript) -> list[str]:
         lines = [
@@ -274,63 +265,6 @@ class Setup:
         if self.num_categories:
             lines.append("a histogram of each category")
         return lines
-
-    def _drawn(self, likelihood: SyntheticLikelihood, fit: Fit, count: int) -> tuple[Draws, str]:
-        latents, records = self.latents, self.records
-        if latents.is_hierarchical:
-            return self._chain(likelihood, fit, count), "No-U-Turn"
-        base = fit.centre
-
-        def log_density(values: Tensor) -> Tensor:
-            theta = base.repeat(len(values), 1)
-            theta[:, records.read] = values
-            terms, _ = likelihood.with_new_centres(theta)
-            return terms + latents.log_density(theta)
-
-        found = importance_draws(log_density, base[records.read], fit.precision, count)
-        if found.pareto_k > LARGEST_PARETO_K:
-            mean, covariance = moments_of(found)
-            ridge = 1e-9 * covariance.diagonal().mean() * torch.eye(len(mean), dtype=torch.float64)
-            precision = torch.linalg.inv(covariance + ridge)
-            found = importance_draws(log_density, mean, precision, count)
-        if found.pareto_k > LARGEST_PARETO_K:
-            return self._chain(likelihood, fit, count), "No-U-Turn"
-        theta = base.repeat(count, 1)
-        if len(records.read) < len(base):  # independent of the others: no record reads them
-            theta = latents.sample(count)
-        theta[:, records.read] = found.theta
-        return found._replace(theta=theta), "importance sampling"
-
-    def _chain(self, likelihood: SyntheticLikelihood, fit: Fit, count: int) -> Draws:
-        latents, read = self.latents, self.records.read
-        if latents.is_hierarchical:
-            start = latents.inner(fit.centre[None])[0]
-
-            def outer(xi: Tensor) -> tuple[Tensor, Tensor]:
-                theta, log_jacobian = latents.outer(xi[None])
-                return theta, log_jacobian[0]
-        else:
-            root = torch.linalg.inv(torch.linalg.cholesky(fit.precision)).T
-            scale = torch.diag(latents.stddev)
-            scale[read[:, None], read] = root
-            start = torch.zeros_like(fit.centre)
-
-            def outer(xi: Tensor) -> tuple[Tensor, Tensor]:
-                return (fit.centre + scale @ xi)[None], xi.new_zeros(())
-
-        def log_density(xi: Tensor) -> Tensor:
-            theta, log_jacobian = outer(xi)
-            return likelihood(theta)[0] + latents.log_density(theta)[0] + log_jacobian
-
-        found, effective = no_u_turn_draws(log_density, start, count, _WARMUP)
-        theta = torch.cat([outer(xi)[0] for xi in found])
-        ratios = likelihood.with_new_centres(theta)[0] - likelihood(theta)
-        log_weights, k = smoothed(ratios)
-        if not bool((ratios - ratios.mean()).abs().max() > 1e-6):
-            k = -math.inf
-        worth = float(1 / (2 * log_weights).exp().sum()) / count
-        return Draws(theta, log_weights, max(k, 0.0), worth * min(effective, count))
-
 
 # -- models by name --------------------------------------------------------------------------------
 

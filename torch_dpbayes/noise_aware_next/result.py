@@ -32,19 +32,16 @@ class NoiseAwarePosterior:
     def __init__(
         self,
         latents: Latents,
-        draws: Sequence[Draws],
+        draws: Draws,
         likelihoods: Sequence[SyntheticLikelihood],
         statement: Sequence[str],
         transcript: Any,
-        method: str,
     ) -> None:
         self._latents, self._likelihoods = latents, list(likelihoods)
-        self._theta = torch.cat([d.theta for d in draws])
-        weights = [d.log_weights.exp() / len(draws) for d in draws]
-        self._weights = torch.cat(weights)
-        self.pareto_k = max(d.pareto_k for d in draws)
-        self.effective_sample_size = len(draws) ** 2 / sum(1 / d.effective for d in draws)
-        self.transcript, self.method = transcript, method
+        self._theta, self._weights = draws.theta, draws.weights
+        self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
+        self.method, self._far = draws.method, draws.far
+        self.transcript = transcript
         self.checks: dict[str, float] = {}
         self._statement = [*statement, *self._drawn()]
         self._values: dict[str, Tensor] | None = None
@@ -109,7 +106,7 @@ class NoiseAwarePosterior:
         theta, log_jacobian = self._latents.unconstrain(dict(values))
         terms = torch.stack([each.with_new_centres(theta[None])[0][0] for each in self._likelihoods])
         prior = float(self._latents.log_density(theta[None])[0])
-        likelihood = float(terms.logsumexp(0)) - math.log(len(terms))
+        likelihood = float(terms.logsumexp(0))
         return likelihood + prior + log_jacobian
 
     def guarantee(self) -> str:

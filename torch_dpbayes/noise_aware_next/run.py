@@ -8,7 +8,6 @@ function of earlier releases. Besides the releases nothing here depends on recor
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from .covariates import (
     shortened_rows,
 )
 from .latents import Latents
-from .likelihood import Fit, Release, Simulator, find_mode, moments, posterior_precision
+from .likelihood import Release, Simulator, find_mode, moments, posterior_precision
 from .records import ModelRecords, PrivateRecords, clipped
 
 _QUANTILES = (0.5, 0.8, 0.95, 1.0)  # of simulated norms, at which scores may be clipped
@@ -208,16 +207,3 @@ def run(
         theta,
     )
 
-
-def settle(
-    simulators: Sequence[Simulator],
-    releases: Sequence[Release],
-    latents: Latents,
-    theta: Tensor,
-) -> list[Fit]:
-    """The mode under each law of the covariates."""
-    fits = []
-    for simulator in simulators:
-        fits.append(find_mode(simulator, releases, latents, theta, _MORE_STEPS))
-        theta = fits[0].centre
-    return fits
