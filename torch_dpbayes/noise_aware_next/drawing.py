@@ -29,7 +29,13 @@ from .likelihood import SyntheticLikelihood
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
 _PRIOR_POINTS = 30  # of Zhang and Stephens' grid, which has √n more
 _PRIOR_PULL = 10  # draws that a weak prior of k around 1/2 counts as
-_CHAIN, _WARMUP = 1000, 500  # steps of No-U-Turn
+# squared coefficient of variation of weights: k̂ is of a tail that has no weight then
+_HARMLESS_SPREAD = 0.05
+_CHAIN, _WARMUP = 1000, 300  # steps of No-U-Turn
+_NEWTON_STEPS, _RISE = 30, 1e-3  # and the least rise of a log density for which one more is done
+_TRIALS = 500  # draws that tell which coordinates suit
+_DIFFERENCE = 1e-4  # of a coordinate's scale, by which gradients are differenced
+_LEAST_CURVATURE = 0.1  # in units of the scales: of directions with heavy tails
 _MOST_DOUBLINGS = 8  # of a trajectory
 _RIDGE = 1e-9  # relative
 _LEAST_TAIL = 5  # draws that a Pareto distribution is fitted to
@@ -62,7 +68,7 @@ def draw_posterior(
     if not latents.is_hierarchical:
         each = math.ceil(count / len(likelihoods))
         found = [_by_importance(latents, likelihood, each) for likelihood in likelihoods]
-        if all(draws.pareto_k <= LARGEST_PARETO_K for draws in found):
+        if all(_is_reliable(draws) for draws in found):
             return Draws(
                 torch.cat([draws.theta for draws in found]),
                 torch.cat([draws.weights for draws in found]) / len(found),
@@ -72,9 +78,15 @@ def draw_posterior(
                 sum(draws.far for draws in found),
             )
     found = _by_chain(latents, likelihoods, exactly=False)
-    if found.pareto_k > LARGEST_PARETO_K:
+    if not _is_reliable(found):
         found = _by_chain(latents, likelihoods, exactly=True)
     return found
+
+
+def _is_reliable(draws: Draws) -> bool:
+    """Whether weights may be relied on: k̂ is at most .7, or they are nearly all the same."""
+    spread = len(draws.weights) * float(draws.weights.square().sum()) - 1
+    return draws.pareto_k <= LARGEST_PARETO_K or spread < _HARMLESS_SPREAD
 
 
 def _by_importance(latents: Latents, likelihood: SyntheticLikelihood, count: int) -> Draws:
@@ -92,7 +104,7 @@ def _by_importance(latents: Latents, likelihood: SyntheticLikelihood, count: int
 
     theta, found = ratios(likelihood.mode, likelihood.precision)
     log_weights, k = smoothed(found)
-    if k > LARGEST_PARETO_K:  # once more, from the mean and the covariance of these
+    if not k <= LARGEST_PARETO_K:  # once more, from the mean and the covariance of these
         weights = log_weights.exp()
         mean = weights @ theta[:, read]
         apart = theta[:, read] - mean
@@ -113,35 +125,32 @@ def _by_chain(
     latents: Latents, likelihoods: Sequence[SyntheticLikelihood], exactly: bool
 ) -> Draws:
     centre = likelihoods[0].centre
-    if latents.is_hierarchical:
-        start = latents.inner(centre[None])[0]
-
-        def outer(xi: Tensor) -> tuple[Tensor, Tensor]:
-            return latents.outer(xi)
-    else:
-        root = torch.linalg.inv(torch.linalg.cholesky(likelihoods[0].precision)).T
-        scale = torch.diag(latents.stddev)
-        scale[latents.read[:, None], latents.read] = root
-        start = torch.zeros_like(centre)
-
-        def outer(xi: Tensor) -> tuple[Tensor, Tensor]:
-            return centre + xi @ scale.T, xi.new_zeros(len(xi))
 
     def pooled(theta: Tensor) -> Tensor:
         terms = [each(theta) if exactly else each.gaussian(theta) for each in likelihoods]
         return torch.stack(terms).logsumexp(0)
 
-    def log_density(xi: Tensor) -> Tensor:
-        theta, log_jacobian = outer(xi[None])
-        return (pooled(theta) + latents.log_density(theta) + log_jacobian)[0]
+    # centred coordinates suit where records tell much, non-centred ones where they tell little; in
+    # each those in which a Gaussian at the mode is standard normal
+    best, chosen = -math.inf, None
+    for is_centred in (False, True) if latents.is_hierarchical else (True,):
+        frame = _Frame(latents, pooled, centre, is_centred)
+        worth = frame.worth()
+        if worth > best:
+            best, chosen = worth, frame
+    assert chosen is not None
+    frame = chosen
 
-    xi, worth = no_u_turn_draws(log_density, start, _CHAIN, _WARMUP)
-    theta = outer(xi)[0]
+    def log_density(eta: Tensor) -> Tensor:
+        return frame.log_densities(frame.place(eta[None]))[0]
+
+    eta, worth = no_u_turn_draws(log_density, torch.zeros_like(centre), _CHAIN, _WARMUP)
+    theta = frame.outer(frame.place(eta))[0].detach()
     found = [each.with_new_centres(theta) for each in likelihoods]
     ratios = torch.stack([terms for terms, _ in found]).logsumexp(0) - pooled(theta)
     log_weights, k = smoothed(ratios)
     weights = log_weights.exp()
-    effective = worth / float(len(xi) * weights.square().sum())
+    effective = worth / float(len(eta) * weights.square().sum())
     method = "the No-U-Turn sampler"
     return Draws(theta, weights, k, effective, method, max(far for _, far in found))
 
@@ -162,6 +171,7 @@ def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
     if len(chosen) >= _LEAST_TAIL:
         excess = values[chosen].exp() - math.exp(cutoff)
         k, sigma = generalized_pareto(excess)
+        k = k if math.isfinite(k) else math.inf
         if math.isfinite(k):
             shares = (torch.arange(len(chosen), dtype=values.dtype) + 0.5) / len(chosen)
             quantiles = sigma * torch.special.expm1(-k * torch.log1p(-shares)) / k
@@ -186,6 +196,82 @@ def generalized_pareto(excess: Tensor) -> tuple[float, float]:
     sigma = -found / b_mean
     pulled = (count * found + _PRIOR_PULL * 0.5) / (count + _PRIOR_PULL)
     return pulled, sigma
+
+
+class _Frame:
+    """Coordinates ξ of a chain."""
+
+    def __init__(
+        self,
+        latents: Latents,
+        likelihood: Callable[[Tensor], Tensor],
+        centre: Tensor,
+        is_centred: bool,
+    ) -> None:
+        self._latents, self._likelihood, self._is_centred = latents, likelihood, is_centred
+        start, scales = centre, latents.stddev
+        if not is_centred:
+            start, scales = latents.inner(centre[None])[0], torch.ones_like(scales)
+        self._mode, self._root = gaussian_at_mode(self.log_densities, start, scales)
+
+    def outer(self, xi: Tensor) -> tuple[Tensor, Tensor]:
+        """θ and log |∂θ/∂ξ| of every row."""
+        return (xi, xi.new_zeros(len(xi))) if self._is_centred else self._latents.outer(xi)
+
+    def place(self, eta: Tensor) -> Tensor:
+        """ξ of rows that are standard normal if the density is Gaussian."""
+        return self._mode + eta @ self._root.T
+
+    def log_densities(self, xi: Tensor) -> Tensor:
+        """Of rows of ξ."""
+        theta, log_jacobian = self.outer(xi)
+        return self._likelihood(theta) + self._latents.log_density(theta) + log_jacobian
+
+    def worth(self) -> float:
+        """What part of draws from the Gaussian counts."""
+        eta = torch.randn(_TRIALS, len(self._mode), dtype=torch.float64)
+        ratios = self.log_densities(self.place(eta)) + 0.5 * eta.square().sum(1)
+        weights = torch.softmax(ratios.nan_to_num(-math.inf, -math.inf, -math.inf), 0)
+        return float((1 / weights.square().sum()).nan_to_num(0.0))
+
+
+def gaussian_at_mode(
+    log_densities: Callable[[Tensor], Tensor], start: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mode by Newton's method, and R of the covariance RRᵀ of the Gaussian there.
+
+    Args:
+        log_densities: of rows ``[m, D]``, differentiable.
+        start: ``[D]``.
+        scales: of the coordinates, ``[D]``.
+    """
+
+    def slopes(rows: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = rows.detach().requires_grad_()
+            (found,) = torch.autograd.grad(log_densities(point).sum(), point)
+        return found.nan_to_num(0.0, 0.0, 0.0)
+
+    steps = torch.diag(_DIFFERENCE * scales)
+    point, value, shorter = start, float(log_densities(start[None])), 1.0
+    for _ in range(_NEWTON_STEPS):
+        around = slopes(torch.cat([point + steps, point - steps, point[None]]))
+        up, down, slope = around.split([len(point), len(point), 1])
+        curvature = scales[:, None] * (down - up).T / (2 * _DIFFERENCE)
+        values, vectors = torch.linalg.eigh((curvature + curvature.T) / 2)
+        values = values.abs().clamp_min(_LEAST_CURVATURE)
+        root = scales[:, None] * vectors * values.rsqrt()
+        step = root @ (root.T @ slope[0])
+        shorter = min(1.0, 2 * shorter)
+        while shorter > 1e-3:
+            moved = float(log_densities((point + shorter * step)[None]))
+            if moved > value:
+                break
+            shorter /= 2
+        if not moved > value + _RISE:
+            break
+        point, value = point + shorter * step, moved
+    return point, root
 
 
 def no_u_turn_draws(

@@ -25,6 +25,7 @@ from .budget import (
     statement_of_charge,
     total_multiplier,
 )
+from .checks import note, prior_p_value, release_p_values
 from .covariates import (
     FeatureShape,
     Nothing,
@@ -232,7 +233,7 @@ class Setup:
     ) -> NoiseAwarePosterior:
         """The posterior given the releases."""
         few = max(_FEW, _FEW_PER_DIMENSION * self.records.dimension)
-        likelihoods = []
+        likelihoods: list[SyntheticLikelihood] = []
         for law in laws[-_LAWS:]:
             # the mode by few records, the moments there by all of them
             rough = self.simulator(law, min(self.count, _SIMULATED_IN_RUN))
@@ -244,12 +245,18 @@ class Setup:
                     simulator, transcript.scores, fit, few=few, most_batches=_MOST_BATCHES
                 )
             )
+            if len(likelihoods) == 1:
+                known = fit, transcript.scores, self.latents, self.num_data
+                checks = release_p_values(*known), prior_p_value(*known)
         found = draw_posterior(self.latents, likelihoods, _DRAWS)
         statement = [
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
             *statement_of_charge(self.accountant, self._released(transcript)),
+            *note(*checks),
         ]
-        return NoiseAwarePosterior(self.latents, found, likelihoods, statement, transcript)
+        return NoiseAwarePosterior(
+            self.latents, found, likelihoods, statement, transcript, checks
+        )
 
     def _released(self, transcript: Transcript) -> list[str]:
         lines = [

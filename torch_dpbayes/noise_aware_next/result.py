@@ -27,6 +27,7 @@ class NoiseAwarePosterior:
         pareto_k: k̂ of the importance weights, the largest of any law of the covariates; above .7
             they are not to be relied on.
         transcript: everything that was released.
+        checks: p values of each release given the others, and of the prior; None without.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class NoiseAwarePosterior:
         likelihoods: Sequence[SyntheticLikelihood],
         statement: Sequence[str],
         transcript: Any,
+        checks: tuple[list[float], float] | None = None,
     ) -> None:
         self._latents, self._likelihoods = latents, list(likelihoods)
         self._theta, self._weights = draws.theta, draws.weights
         self.pareto_k, self.effective_sample_size = draws.pareto_k, draws.effective
         self.method, self._far = draws.method, draws.far
         self.transcript = transcript
-        self.checks: dict[str, float] = {}
+        self.checks = checks
         self._statement = [*statement, *self._drawn()]
         self._values: dict[str, Tensor] | None = None
 
