@@ -1,0 +1,239 @@
+"""Models whose records enter through sums of a few statistics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
+from torch import Tensor
+from torch.func import grad, jacrev
+
+from ..mcmc.checks import check_clip_bound, check_positive
+from ..mcmc.density import UnfitModel
+
+Values = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ExponentialFamily:
+    r"""p(x | θ) = h(x)·exp(η(θ)·s(x) − A(η(θ))).
+
+    Args:
+        prior: Pyro model of θ alone, without arguments and observations.
+        statistics: from one record, its row of every argument, to the vector s(x), mapped over the
+            records by ``torch.func.vmap``. Statistics that are centred at a public value need a
+            smaller bound, and so less noise.
+        natural_parameters: from θ, a dict of the prior's values by site, to the vector η.
+        log_normalizer: A as a function of η, twice differentiable: its derivatives are the mean and
+            the covariance of s(x).
+        max_statistic_norm: C, to which ‖s(x)‖ is clipped; public. Moments are those of statistics
+            that are not clipped: take a bound that few exceed.
+    """
+
+    prior: Callable[[], Any]
+    statistics: Callable[..., Tensor]
+    natural_parameters: Callable[[Values], Tensor]
+    log_normalizer: Callable[[Tensor], Tensor]
+    max_statistic_norm: float
+
+    def __post_init__(self) -> None:
+        check_clip_bound(
+            "max_statistic_norm",
+            self.max_statistic_norm,
+            "the clip bound of a record's sufficient statistics",
+        )
+
+    def moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of s(x) for natural parameters η."""
+        mean = grad(self.log_normalizer)
+        return mean(eta), jacrev(mean)(eta)
+
+
+@dataclass(frozen=True)
+class _ClampedPoisson(ExponentialFamily):
+    """Counts that are clamped, with the moments of clamped counts."""
+
+    max_count: float = math.inf
+
+    def moments(self, eta: Tensor) -> tuple[Tensor, Tensor]:
+        """Of min(x, c) − c/2, from the probabilities of all counts up to c."""
+        counts = torch.arange(math.floor(self.max_count) + 1, dtype=torch.float64)
+        log_p = counts * eta - eta.exp() - torch.lgamma(counts + 1)
+        below = log_p.exp()
+        rest = (1 - below.sum()).clamp_min(0.0)
+        values = counts - self.max_count / 2
+        mean = below @ values + rest * self.max_count / 2
+        square = below @ values.square() + rest * (self.max_count / 2) ** 2
+        return mean[None], (square - mean.square()).clamp_min(0.0)[None, None]
+
+
+def beta_bernoulli(alpha: float = 1.0, beta: float = 1.0) -> ExponentialFamily:
+    """x ∈ {0, 1} with probability ``"probability"`` ~ Beta(alpha, beta). The statistic x − ½
+    has the bound ½; other x are clamped.
+    """
+    check_positive("alpha", alpha, "of the Beta prior")
+    check_positive("beta", beta, "of the Beta prior")
+    one = torch.ones((), dtype=torch.float64)
+    return ExponentialFamily(
+        _OneSite("probability", dist.Beta, (alpha * one, beta * one)),
+        _centred_outcome,
+        _logit_of_probability,
+        _bernoulli_normalizer,
+        0.5,
+    )
+
+
+def gamma_poisson(shape: float, rate: float, max_count: float) -> ExponentialFamily:
+    """Counts with mean ``"rate"`` ~ Gamma(shape, rate). Counts are clamped to [0, max_count], which
+    the posterior knows, and centred at its half, so that the bound is max_count/2.
+    """
+    for name, value in (("shape", shape), ("rate", rate), ("max_count", max_count)):
+        check_positive(name, value, "a public number")
+    if max_count != math.floor(max_count):
+        raise ValueError(f"max_count must be a whole number, got {max_count!r}.")
+    one = torch.ones((), dtype=torch.float64)
+    return _ClampedPoisson(
+        _OneSite("rate", dist.Gamma, (shape * one, rate * one)),
+        partial(_centred_count, float(max_count)),
+        _log_of_rate,
+        _poisson_normalizer,
+        max_count / 2,
+        float(max_count),
+    )
+
+
+def dirichlet_categorical(concentration: Sequence[float] | Tensor) -> ExponentialFamily:
+    """Labels 0 to K−1 with ``"probabilities"`` ~ Dirichlet(concentration). The indicators are
+    centred at 1/K; other labels count as nothing.
+    """
+    parameters = torch.as_tensor(concentration, dtype=torch.float64).detach().clone()
+    if parameters.dim() != 1 or len(parameters) < 2 or not bool((parameters > 0).all()):
+        raise ValueError(
+            f"concentration must be at least two positive numbers, got {concentration!r}."
+        )
+    size = len(parameters)
+    return ExponentialFamily(
+        _OneSite("probabilities", dist.Dirichlet, (parameters,)),
+        partial(_centred_indicators, size),
+        _log_of_probabilities,
+        _categorical_normalizer,
+        math.sqrt(1 - 1 / size),
+    )
+
+
+@dataclass(frozen=True)
+class LinearRegression:
+    r"""y ~ N(x·w, σ²), w ~ N(0, ``prior_std``²·I), σ unknown: sites ``"weights"`` and
+    ``"noise_std"``.
+
+    Args:
+        noise_std_prior: a Pyro distribution of σ, of one positive number in float64.
+        prior_std: of every weight.
+        max_feature_norm: R; longer rows are scaled down to it, and the weights are those of scaled
+            rows.
+
+    Raises:
+        ValueError: a bound or ``prior_std`` is no positive number, or ``noise_std_prior`` is no
+            distribution of one.
+    """
+
+    noise_std_prior: Any
+    prior_std: float = 1.0
+    max_feature_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("prior_std", "max_feature_norm"):
+            check_clip_bound(name, getattr(self, name), "a public number")
+        if not _is_of_a_positive_number(self.noise_std_prior):
+            raise ValueError(
+                "noise_std_prior must be a Pyro distribution of one positive number, as"
+                " dist.LogNormal(loc, scale) or dist.HalfNormal(scale); got"
+                f" {self.noise_std_prior!r}."
+            )
+
+    def __call__(self, features: Tensor, targets: Tensor) -> None:
+        """The Pyro model."""
+        zeros = torch.zeros(features.shape[1], dtype=torch.float64, device=features.device)
+        weights = pyro.sample("weights", dist.Normal(zeros, self.prior_std).to_event(1))
+        noise_std = pyro.sample("noise_std", self.noise_std_prior)
+        with pyro.plate("data", len(targets)):
+            mean = features.to(weights.dtype) @ weights
+            pyro.sample("targets", dist.Normal(mean, noise_std), obs=targets)
+
+
+# --- their parts, which posteriors keep and which can be pickled ----------------------------------
+
+
+@dataclass(frozen=True)
+class _OneSite:
+    """The Pyro model of one latent."""
+
+    name: str
+    distribution: Callable[..., Any]
+    parameters: tuple[Tensor, ...]
+
+    def __call__(self) -> None:
+        pyro.sample(self.name, self.distribution(*self.parameters))
+
+
+def _centred_outcome(x: Tensor) -> Tensor:
+    return _one_number(x, "outcomes 0 and 1").double().clamp(0.0, 1.0) - 0.5
+
+
+def _centred_count(max_count: float, x: Tensor) -> Tensor:
+    return _one_number(x, "counts").double().clamp(0.0, max_count) - max_count / 2
+
+
+def _centred_indicators(size: int, label: Tensor) -> Tensor:
+    label = _one_number(label, "labels (of one-hot rows: rows.argmax(1))")
+    found = (label == torch.arange(size, device=label.device)).double()
+    return found - found.sum() / size
+
+
+def _one_number(row: Tensor, what: str) -> Tensor:
+    """A record that is a single number, whatever its dimensions are."""
+    if row.numel() != 1:
+        shape = ", ".join(map(str, ("n", *row.shape)))
+        raise UnfitModel(
+            f"each record of this family is one number: pass {what} as a tensor [n], not [{shape}]."
+        )
+    return row.reshape(())
+
+
+def _logit_of_probability(values: Values) -> Tensor:
+    return torch.logit(values["probability"])[None]
+
+
+def _log_of_rate(values: Values) -> Tensor:
+    return values["rate"].log()[None]
+
+
+def _log_of_probabilities(values: Values) -> Tensor:
+    return values["probabilities"].log()
+
+
+def _bernoulli_normalizer(eta: Tensor) -> Tensor:
+    return (torch.nn.functional.softplus(eta) - eta / 2).sum()
+
+
+def _poisson_normalizer(eta: Tensor) -> Tensor:
+    return eta.exp().sum()
+
+
+def _categorical_normalizer(eta: Tensor) -> Tensor:
+    return eta.logsumexp(0) - eta.mean()
+
+
+def _is_of_a_positive_number(distribution: Any) -> bool:
+    if not isinstance(distribution, TorchDistributionMixin) or distribution.shape() != ():
+        return False
+    support = distribution.support
+    low = torch.as_tensor(getattr(support, "lower_bound", -math.inf))
+    return not support.is_discrete and bool((low >= 0).all())

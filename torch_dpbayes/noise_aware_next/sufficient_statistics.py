@@ -1,0 +1,264 @@
+r"""The posterior from one release of sufficient statistics: the same likelihood, T | θ ~ N(n m(θ),
+n S(θ) + V), whose moments are closed forms. And a noisy second-moment matrix, for whitening.
+
+Source: Bernstein and Sheldon (2018), "Differentially private Bayesian inference for exponential
+families", with Gaussian noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import jacrev, vmap
+
+from ..accounting.accountant import PrivacyAccountant
+from ..accounting.events import GaussianDpEvent
+from ..mcmc.checks import check_clip_bound
+from ..mcmc.density import Prior, RecordStatistics, UnfitModel
+from ..noise import GaussianNoise
+from ..ops.models import using_pyro
+from .budget import budget_of, public_num_data, statement_of_charge, total_multiplier
+from .covariates import FeatureShape, constants_of, moment_multipliers, noisy_moments
+from .drawing import draw_posterior
+from .families import ExponentialFamily, LinearRegression
+from .latents import Latents
+from .posterior import posterior
+from .result import NoiseAwarePosterior
+
+_LABEL = "noise_aware.sufficient_statistics"
+_DRAWS = 2000
+_NEWTON_STEPS, _LEAST_STEP = 50, 1e-6  # and posterior deviations
+
+
+def sufficient_statistics(
+    model: ExponentialFamily | LinearRegression,
+    *data: Tensor,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    num_data: int | None = None,
+) -> NoiseAwarePosterior:
+    r"""The posterior given noisy sufficient statistics, which are released once.
+
+    .. math::
+        \tilde s = \sum_i s(x_i) + N(0, z^2 C^2 I), \qquad \tilde s \mid \theta \sim
+        N(n\,\mu(\theta),\ n\,\Sigma(\theta) + z^2 C^2 I)
+
+    with the mean μ and the covariance Σ of one record's statistics. That a sum of n of them is
+    Gaussian is the only approximation. A linear regression has products of its features among its
+    statistics, which it spends most of a budget on: it is run by
+    :func:`~torch_dpbayes.noise_aware.posterior`.
+
+    Args:
+        model: :func:`beta_bernoulli`, :func:`gamma_poisson`, :func:`dirichlet_categorical`, an
+            :class:`ExponentialFamily` of your own, or :class:`LinearRegression`.
+        data: tensors of one length, one row a record; features ``[n, d]`` and targets ``[n]`` for
+            linear regression.
+        epsilon: of everything on the accountant after the release. None: the accountant's budget.
+        delta: likewise.
+        accountant: where it is charged. None: one of its own, for neighbours that replace one
+            record.
+        num_data: n, a public constant. None: taken from the data under replace-one, where it is
+            public.
+
+    Raises:
+        ValueError, TypeError: the model or the data do not fit. Nothing is charged.
+        PrivacyBudgetExceeded: the release would pass the accountant's budget.
+
+    **Privacy.** One Gaussian release, ``GaussianDpEvent(z)``, of a sum that moves by at most C when
+    a record is added or removed, and by 2C when one is replaced. A record whose statistics are not
+    finite counts as 0. Of a linear regression as for :func:`~torch_dpbayes.noise_aware.posterior`.
+    """
+    accountant = budget_of(accountant, epsilon, delta)
+    if isinstance(model, LinearRegression):
+        return posterior(
+            model,
+            *data,
+            epsilon=epsilon,
+            delta=delta,
+            accountant=accountant,
+            num_data=num_data,
+            max_feature_norm=model.max_feature_norm,
+        )
+    if not isinstance(model, ExponentialFamily):
+        raise TypeError(
+            "model must be an ExponentialFamily or a LinearRegression, as"
+            f" noise_aware.beta_bernoulli(); got {model!r}."
+        )
+    if (
+        not data
+        or not all(isinstance(arg, Tensor) and arg.dim() for arg in data)
+        or len({len(arg) for arg in data}) > 1
+    ):
+        raise UnfitModel("the data are tensors of one length, one row a record.")
+    count = public_num_data(num_data, len(data[0]), accountant)
+    multiplier = total_multiplier(accountant, epsilon, delta)
+    with using_pyro, torch.no_grad():
+        prior = Prior(model.prior)
+        latents = Latents(prior, torch.arange(prior.dimension))
+        statistics = RecordStatistics(model.statistics, data)
+        likelihood = _ClosedForm(model, latents, count, multiplier, statistics.size)
+        accountant.compose(GaussianDpEvent(multiplier), label=_LABEL)
+        noise = _normal(statistics.size)
+        exact = statistics.clipped_sum(model.max_statistic_norm).cpu() / model.max_statistic_norm
+        likelihood.settle(exact + multiplier * noise)
+        found = draw_posterior(latents, [likelihood], _DRAWS)
+    released = [
+        f"a sum of {statistics.size} statistics; a record moves it by at most"
+        f" {model.max_statistic_norm:g}"
+    ]
+    statement = [
+        "Noise-aware posterior from sufficient statistics",
+        *statement_of_charge(accountant, released),
+    ]
+    return NoiseAwarePosterior(latents, found, [likelihood], statement, likelihood.released)
+
+
+class _ClosedForm:
+    """log p(s̃ | θ) in units of the bound, in the form of a synthetic likelihood."""
+
+    simulation_error, num_simulated = 0.0, 0
+
+    def __init__(
+        self, model: ExponentialFamily, latents: Latents, num_data: int, noise: float, size: int
+    ) -> None:
+        self._model, self._latents = model, latents
+        self._num_data, self._noise, self._size = num_data, noise, size
+        self.released = torch.zeros(size, dtype=torch.float64)
+        self.centre = latents.start
+        self._require_parameters()
+
+    def _require_parameters(self) -> None:
+        try:
+            eta = self._model.natural_parameters(self._latents.constrain(self.centre))
+        except KeyError as error:
+            raise UnfitModel(
+                f"natural_parameters reads a site {error} that the prior does not have: its sites"
+                f" are {sorted(self._latents.prior.transforms)}."
+            ) from error
+        if not isinstance(eta, Tensor) or eta.shape != (self._size,):
+            found = f"shape {list(eta.shape)}" if isinstance(eta, Tensor) else type(eta).__name__
+            raise UnfitModel(
+                f"natural_parameters must return a vector [{self._size}], one number for each"
+                f" statistic, and returned {found}: write value[None] for a single number."
+            )
+
+    def _moments(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Of one record's statistics over C."""
+        values = self._latents.constrain(theta)
+        mean, covariance = self._model.moments(self._model.natural_parameters(values).double())
+        bound = self._model.max_statistic_norm
+        return mean / bound, covariance / bound**2
+
+    def settle(self, released: Tensor) -> None:
+        """Finds the mode given what was released."""
+        self.released, n = released, self._num_data
+        eye = torch.eye(self._size, dtype=torch.float64)
+        for _ in range(_NEWTON_STEPS):
+            mean, covariance = self._moments(self.centre)
+            jacobian = n * jacrev(lambda at: self._moments(at)[0])(self.centre)
+            total = n * covariance + self._noise**2 * eye
+            pulled = torch.linalg.solve(total, jacobian)
+            slope, prior_precision = self._latents.slope_and_precision(self.centre)
+            precision = prior_precision + (jacobian.T @ pulled + pulled.T @ jacobian) / 2
+            step = torch.linalg.solve(precision, pulled.T @ (released - n * mean) + slope)
+            length = math.sqrt(max(float(step @ precision @ step), 0.0))
+            self.precision, self._linear = precision, (mean, jacobian / n, total)
+            # from far away a step of a Gaussian fit may overshoot
+            if length < _LEAST_STEP:
+                break
+            own = float((step / self._latents.stddev).abs().max())
+            self.centre = self.centre + step * min(1.0, 0.5 / own)
+        self.mode = self.centre
+
+    def gaussian(self, theta: Tensor) -> Tensor:
+        """With the mean linear and the covariance constant, ``[m]``."""
+        mean, jacobian, total = self._linear
+        apart = self.released - self._num_data * (mean + (theta - self.centre) @ jacobian.T)
+        white = torch.linalg.solve_triangular(torch.linalg.cholesky(total), apart.T, upper=False)
+        return -0.5 * white.square().sum(0)
+
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Of every row, ``[m]``; differentiable."""
+        means, covariances = vmap(self._moments)(theta)
+        eye = torch.eye(self._size, dtype=torch.float64)
+        factors, failed = torch.linalg.cholesky_ex(
+            self._num_data * covariances + self._noise**2 * eye
+        )
+        apart = (self.released - self._num_data * means)[..., None]
+        white = torch.linalg.solve_triangular(factors, apart, upper=False)[..., 0]
+        values = -0.5 * white.square().sum(1) - factors.diagonal(dim1=1, dim2=2).log().sum(1)
+        return torch.where((failed == 0) & values.isfinite(), values, -math.inf)
+
+    def with_new_centres(self, theta: Tensor) -> tuple[Tensor, int]:
+        """The same: nothing is simulated."""
+        return self(theta), 0
+
+
+class NoisyCovariance(NamedTuple):
+    """What :func:`covariance` releases, of rows that are shortened to norm R.
+
+    Attributes:
+        mean: ``[d]``.
+        matrix: covariance, positive definite, ``[d, d]``; shrunk towards its mean eigenvalue.
+        noise_std: of an entry on the diagonal before it was shrunk.
+    """
+
+    mean: Tensor
+    matrix: Tensor
+    noise_std: float
+
+
+def covariance(
+    x: Tensor,
+    *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    accountant: PrivacyAccountant | None = None,
+    num_data: int | None = None,
+    max_feature_norm: float = 1.0,
+    constant_columns: Any = (),
+) -> NoisyCovariance:
+    """Mean and covariance of rows with noise, for whitening features before a private run.
+
+    Args:
+        x: rows ``[n, d]``; those longer than ``max_feature_norm`` are shortened to it, and those
+            with numbers that are not finite count as 0.
+        epsilon, delta, accountant, num_data: as for :func:`~torch_dpbayes.noise_aware.posterior`.
+        max_feature_norm: R, public.
+        constant_columns: columns that are left out of the norm and of the release.
+
+    Raises:
+        ValueError, TypeError: a number or the shape does not fit. Nothing is charged.
+        PrivacyBudgetExceeded: the release would pass the budget. Nothing is released.
+
+    **Privacy.** Two Gaussian releases, charged before: Σx, which moves by R when a record is added
+    or removed and by 2R when one is replaced, and Σxxᵀ, by R² and √2·R² in Frobenius norm.
+    """
+    accountant = budget_of(accountant, epsilon, delta)
+    if not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+        raise ValueError("x must be a tensor of floats [n, d], one row a record.")
+    bound = check_clip_bound("max_feature_norm", max_feature_norm, "of a row")
+    shape = FeatureShape(bound, constants_of(constant_columns), (x.shape[1],))
+    if not shape.free or any(k >= x.shape[1] for k in shape.constants):
+        raise ValueError("constant_columns must be some of the columns of x, and not all.")
+    count = public_num_data(num_data, len(x), accountant)
+    multiplier = total_multiplier(accountant, epsilon, delta)
+    multipliers, events = moment_multipliers(multiplier, 1.0, accountant.neighboring)
+    for event in events:
+        accountant.compose(event, label="noise_aware.covariance")
+    released = noisy_moments(shape.shortened(x.detach()), shape, multipliers, _normal)
+    mean, matrix = released.estimate(count, None)
+    std = bound**2 * released.products_std / count
+    return NoisyCovariance(bound * mean, bound**2 * matrix, std)
+
+
+def _normal(size: int) -> Tensor:
+    return GaussianNoise().standard_normal(size, dtype=torch.float64, device=torch.device("cpu"))
+
+
+__all__: Sequence[str] = ("NoisyCovariance", "covariance", "sufficient_statistics")
