@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -79,6 +79,17 @@ def constants_of(given: Any) -> dict[int, float]:
             f" of a column to its public value; got {given!r}."
         )
     return found
+
+
+class Covariates(Protocol):
+    """What covariates are drawn from."""
+
+    is_paired: bool
+    """Whether rows stand for the real ones and come in pairs of equal ones: moments are then
+    conditional on them."""
+
+    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
+        """``count`` rows of each argument, always the same ones of a batch."""
 
 
 # -- sources of covariates -------------------------------------------------------------------------

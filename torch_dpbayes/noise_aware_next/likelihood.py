@@ -19,13 +19,14 @@ control variate leaves, S_res, adds n²S_res/M to the covariance.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..mcmc.density import InvalidPoint, RecordDensity
+from .covariates import Covariates
 from .latents import Latents
 from .records import ModelRecords, clipped, log_likelihoods, scores
 
@@ -36,6 +37,7 @@ _LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
 _MOST_CENTRES = 60  # at which records are simulated anew
+_LEAST_TOLD = 1e-6  # of a posterior's precision; less is nothing
 _RIDGE = 1e-10  # relative, of matrices that may be singular
 
 
@@ -53,17 +55,6 @@ class Release(NamedTuple):
     whitening: Tensor
     value: Tensor
     noise_std: float
-
-
-class Covariates(Protocol):
-    """What covariates are drawn from."""
-
-    is_paired: bool
-    """Whether rows stand for the real ones and come in pairs of equal ones: moments are then
-    conditional on them."""
-
-    def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
-        """About ``count`` rows of each argument, always the same ones of a batch."""
 
 
 class Simulated(NamedTuple):
@@ -255,8 +246,8 @@ def _valid(records: ModelRecords, theta: Tensor, step: Tensor) -> Tensor:
 class SyntheticLikelihood:
     r"""log p(T | θ), up to a constant, near and far from the mode.
 
-    Near the mode all that T says of θ is in the d numbers :math:`JᵀΣ^{-1}T`: m is linear there and Σ
-    constant, and T | θ is Gaussian. These are what the likelihood is of. Its mean and covariance
+    Near the mode all that T says of θ is in the d numbers :math:`J^\top\Sigma^{-1}T`: m is linear
+    there and Σ constant, and T | θ is Gaussian. These are what the likelihood is of. Its mean and covariance
     away from the centre come from ``few`` of the records,
 
     .. math::
@@ -287,15 +278,21 @@ class SyntheticLikelihood:
         value = torch.cat([r.value for r in releases])
         variances = noise_variances(releases)
         _, pulled = posterior_precision(found, fit.covariance, fit.prior_precision, n)
-        # rows of W are scaled so that Λ⁻¹ of the statistic is about the identity
+        # in units of the posterior, without directions that the releases say nothing of, so that
+        # the statistic's covariance is the identity at the centre
         root = torch.linalg.cholesky(fit.precision)
-        self._projection = torch.linalg.solve_triangular(root, pulled.T, upper=False)
+        white = torch.linalg.solve_triangular(root, pulled.T, upper=False)
+        told, vectors = torch.linalg.eigh(white @ fit.covariance @ white.T)
+        kept = told > max(_LEAST_TOLD, float(told[-1]) * _LEAST_TOLD)
+        if not bool(kept.any()):
+            kept[-1] = True
+        self._projection = (vectors[:, kept] * told[kept].clamp_min(1e-300).rsqrt()).T @ white
         mean, residual, count = self._refined(fit, root, most_batches)
         self._noise = self._projection @ (variances[:, None] * self._projection.T)
         self._noise = self._noise + n**2 / count * residual
         self._released = self._projection @ value
         self.num_simulated = count
-        error = n**2 / count * residual
+        error = n**2 / count * residual * told[kept].outer(told[kept]).sqrt()
         self.simulation_error = math.sqrt(max(float(torch.linalg.eigvalsh(error)[-1]), 0.0))
         jacobian = self._projection @ found.jacobian
         covariance = self._projection @ found.covariance @ self._projection.T
@@ -325,7 +322,7 @@ class SyntheticLikelihood:
         mean = self._projection @ found.mean
         residual = self._projection @ found.residual @ self._projection.T
         count = size = len(fit.simulated.scores)
-        wanted = float(torch.linalg.eigvalsh(residual)[-1]) * n**2 / LARGEST_ERROR**2
+        wanted = float(torch.linalg.eigvalsh(residual)[-1]) * n**2 / LARGEST_ERROR**2  # at most
         control = self._projection @ found.control
         for batch in range(1, most):
             if count >= wanted:

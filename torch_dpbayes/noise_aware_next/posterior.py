@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import pyro
-import pyro.distributions as dist
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..accounting.accountant import PrivacyAccountant
 from ..mcmc.checks import check_clip_bound
@@ -27,6 +24,7 @@ from .budget import (
 )
 from .checks import note, prior_p_value, release_p_values
 from .covariates import (
+    Covariates,
     FeatureShape,
     Nothing,
     PublicRows,
@@ -36,7 +34,8 @@ from .covariates import (
 )
 from .drawing import draw_posterior
 from .latents import Latents
-from .likelihood import Covariates, Simulator, SyntheticLikelihood, find_mode
+from .likelihood import Simulator, SyntheticLikelihood, find_mode
+from .models import LastLayer, Likelihood, model_of, targets_of
 from .records import ModelRecords
 from .result import NoiseAwarePosterior
 from .run import Mechanism, Transcript, run
@@ -67,6 +66,59 @@ def posterior(
     num_simulated: int | None = None,
     data_plate: str = "data",
 ) -> NoiseAwarePosterior:
+    r"""The posterior of a model's parameters given noisy clipped scores, the noise included.
+
+    A run releases Σ clip(A u(x; θ)/C) with noise at the mode of what is known, seven times; u is
+    the gradient of a record's log density. What these say about θ is simulated: records are drawn
+    from the model, whitened, clipped and summed alike
+    (:mod:`~torch_dpbayes.noise_aware.likelihood`). At a small ε the posterior is close to the
+    prior, at a large one close to the posterior of the records.
+
+    Args:
+        model: a Pyro model with one data plate that takes its data as arguments and whose records
+            can be simulated; a :class:`~torch_dpbayes.ops.GLM` or a
+            :class:`~torch_dpbayes.ops.Softmax`.
+        data: the model's arguments; features ``[n, d]`` and targets ``[n]`` of a GLM or Softmax.
+            Arguments that the model observes are simulated; all others with a row for each record
+            are covariates.
+        epsilon: of everything on the accountant after the run. None: the accountant's budget.
+        delta: likewise.
+        accountant: where the run is charged. None: one of its own, for neighbours that replace one
+            record.
+        num_data: the number of records, a public constant. None: taken from the data under
+            replace-one, where it is public.
+        public: names or positions of covariates that are public: all of them or none. The
+            posterior is then conditional on their rows.
+        covariates: a public sample of rows in place of the private ones, a tensor for each
+            covariate. None: private covariates are released once, with noise: mean and products of
+            rows of floats, a histogram of each category.
+        max_grad_norm: a clip bound of a record's score, which is then not whitened. None: chosen by
+            simulation before each release.
+        max_feature_norm: R; private rows of floats, all of them together and without their
+            constant columns, are shortened to it everywhere. Ignored for a GLM, which has its own.
+        constant_columns: numbers of columns of ones, or a dict from the number of a column to its
+            value. They are set to it, so that a record cannot differ.
+        num_releases: of scores.
+        num_simulated: how many records are simulated for moments at the mode. None: 40,000, and
+            more where their error would count.
+        data_plate: the name of the model's plate of records.
+
+    Raises:
+        ValueError, TypeError: the model, the shapes or a number do not fit. Nothing is charged.
+        PrivacyBudgetExceeded: the run would pass the accountant's budget. Nothing is released.
+
+    **Privacy.** Everything is charged before the first release, one event for each:
+
+    * each of the clipped sums, of vectors no longer than 1 in units of C: ``GaussianDpEvent(z)``,
+      sensitivity 1 when a record is added or removed, 2 when one is replaced;
+    * mean and products of rows of floats, in units of R: 1 and 1 (2 and √2);
+    * all histograms of m categories together: √m (√(2m));
+    * the number of clipped records at the end: 1 (1).
+
+    Points, whitening matrices and clip bounds are functions of what was released before. A record
+    whose density or score is not finite counts as 0. Nothing else depends on records: errors before
+    the charge follow from the model, shapes, types and public rows.
+    """
     setup = Setup(
         model,
         data,
@@ -83,6 +135,37 @@ def posterior(
         max_grad_norm = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
     with using_pyro, torch.no_grad():
         return setup.infer(epsilon, delta, num_releases, max_grad_norm)
+
+
+def posterior_for_module(
+    module: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    likelihood: Likelihood,
+    prior_std: float,
+    **options: Any,
+) -> NoiseAwarePosterior:
+    """The same for the last layer of a network, whose other parameters are frozen and public; draws
+    are by parameter name.
+
+    Args:
+        module: its trainable parameters are those of one ``torch.nn.Linear``, which comes last.
+        inputs: floats with the records along dimension 0.
+        targets: ``[n]``; labels for ``"categorical"``, 0 and 1 for ``"bernoulli"``.
+        likelihood: ``"categorical"`` (an output for each class), ``"bernoulli"`` (one logit) or
+            ``"normal"`` (a mean, of variance 1; or a mean and a log variance).
+        prior_std: standard deviation of the N(0, prior_std²) prior of every weight and bias.
+        options: those of :func:`posterior`. Features, what the layer reads, are the covariates.
+
+    Raises: as for :func:`posterior`.
+
+    **Privacy.** As for :func:`posterior`. Each row of features is a function of its own record.
+    """
+    with torch.no_grad():
+        layer = LastLayer(module, likelihood, prior_std)
+        features = layer.features(inputs)
+    return posterior(layer, features, targets, **options)
 
 
 class Setup:
@@ -103,8 +186,8 @@ class Setup:
     ) -> None:
         if isinstance(model, GLM | Softmax):
             max_feature_norm = model.max_feature_norm
-            data = model.prepare(tuple(data))
-            model = model_of(model, data[0])
+            data = targets_of(model, *model.prepare(tuple(data)))
+            model = model_of(model, data[0].shape[1])
         self.accountant = accountant
         self.count = num_simulated or _SIMULATED
         with using_pyro, torch.no_grad():
@@ -118,7 +201,8 @@ class Setup:
             )
             self.latents = Latents(self.records.density.prior, self.records.read)
         self.num_data = public_num_data(num_data, self.records.density.num_records, accountant)
-        self.seed = int(torch.randint(2**31, ()))
+        # of independent streams: covariates, their laws, and what is simulated given them
+        self.seed, self.seed_of_laws, self.seed_of_records = torch.randint(2**40, (3,)).tolist()
         self._given = covariates
         self._public_rows = self._rows_given() if covariates is not None else self._rows_public()
         self.shape: FeatureShape | None = None
@@ -185,11 +269,15 @@ class Setup:
                 noise_seed,
             )
 
-        return [law(None), *(law(self.seed + 1 + k) for k in range(_LAWS))]
+        return [law(None), *(law(self.seed_of_laws + k) for k in range(_LAWS))]
+
+    def in_run(self, law: Covariates) -> Simulator:
+        """Of fewer records, for steps."""
+        return self.simulator(law, min(self.count, _SIMULATED_IN_RUN))
 
     def simulator(self, law: Covariates, count: int) -> Simulator:
         """Of records with covariates from ``law``."""
-        return Simulator(self.records, law, self.num_data, count, self.seed)
+        return Simulator(self.records, law, self.num_data, count, self.seed_of_records)
 
     def plan(self, total: float, num_releases: int) -> Plan:
         """The split of the budget."""
@@ -222,9 +310,8 @@ class Setup:
         mechanism = Mechanism(self.records, self.shape)
         transcript = mechanism.covariates(plan)
         laws = self.laws(transcript)
-        in_run = self.simulator(laws[0], min(self.count, _SIMULATED_IN_RUN))
         transcript, theta = run(
-            mechanism, transcript, in_run, self.latents, plan, max_grad_norm
+            mechanism, transcript, self.in_run(laws[0]), self.latents, plan, max_grad_norm
         )
         return self.draw(transcript, laws, theta)
 
@@ -236,7 +323,7 @@ class Setup:
         likelihoods: list[SyntheticLikelihood] = []
         for law in laws[-_LAWS:]:
             # the mode by few records, the moments there by all of them
-            rough = self.simulator(law, min(self.count, _SIMULATED_IN_RUN))
+            rough = self.in_run(law)
             theta = find_mode(rough, transcript.scores, self.latents, theta, _LAST_STEPS).centre
             simulator = self.simulator(law, self.count)
             fit = find_mode(simulator, transcript.scores, self.latents, theta, 0)
@@ -272,48 +359,3 @@ class Setup:
         if self.num_categories:
             lines.append("a histogram of each category")
         return lines
-
-# -- models by name --------------------------------------------------------------------------------
-
-
-def model_of(model: GLM | Softmax, features: Tensor) -> Callable[..., None]:
-    """The Pyro model of a generalised linear model, or of a multinomial logistic regression."""
-    if isinstance(model, Softmax):
-        return _SoftmaxModel(model.num_classes, model.prior_std, features.shape[1])
-    precision = model.prior_precision.expand(features.shape[1])
-    if not bool((precision > 0).all()):
-        raise ValueError(
-            "the prior is improper (prior_std is infinite): where noise hides the data the"
-            " posterior is the prior. State prior_std."
-        )
-    noise_std = model.noise_std if model.family == "gaussian" else None
-    return _LinearModel(model.family, precision.rsqrt().clone(), noise_std)
-
-
-class _LinearModel:
-    def __init__(self, family: str, prior_std: Tensor, noise_std: float | None) -> None:
-        self._family, self._prior_std, self._noise_std = family, prior_std, noise_std
-
-    def __call__(self, features: Tensor, targets: Tensor) -> None:
-        scale = self._prior_std.to(features)
-        weights = pyro.sample("weights", dist.Normal(torch.zeros_like(scale), scale).to_event(1))
-        with pyro.plate("data", len(targets)):
-            predictor = features @ weights
-            if self._family == "bernoulli":
-                law: Any = dist.Bernoulli(logits=predictor)
-            elif self._family == "poisson":
-                law = dist.Poisson(predictor.clamp(max=50.0).exp())
-            else:
-                law = dist.Normal(predictor, self._noise_std)
-            pyro.sample("targets", law, obs=targets)
-
-
-class _SoftmaxModel:
-    def __init__(self, num_classes: int, prior_std: float, num_columns: int) -> None:
-        self._shape, self._prior_std = (num_classes, num_columns), prior_std
-
-    def __call__(self, features: Tensor, targets: Tensor) -> None:
-        zeros = torch.zeros(self._shape, dtype=features.dtype, device=features.device)
-        weights = pyro.sample("weights", dist.Normal(zeros, self._prior_std).to_event(2))
-        with pyro.plate("data", len(targets)):
-            pyro.sample("targets", dist.Categorical(logits=features @ weights.T), obs=targets)
