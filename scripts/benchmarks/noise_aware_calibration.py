@@ -54,7 +54,9 @@ class Cell(NamedTuple):
     epsilon: float
 
 
-def oracle(features: Tensor, slopes: Tensor, prior_std: float, epsilon: float, norm: float) -> float:
+def oracle(
+    features: Tensor, slopes: Tensor, prior_std: float, epsilon: float, norm: float
+) -> float:
     """Mean sd of Λ = P + F(F+V)⁻¹F for gradients of at most ``norm``."""
     mu = gaussian_mu(epsilon, DELTA)
     curvature = (features * slopes[:, None]).T @ features
@@ -97,9 +99,7 @@ def logistic(size: int, prior_std: float, n: int, decades: float = 0.0) -> Calla
     return make
 
 
-def with_constant(
-    kind: str, size: int, prior_std: float, n: int
-) -> Callable[[float], Case]:
+def with_constant(kind: str, size: int, prior_std: float, n: int) -> Callable[[float], Case]:
     """A constant column and features that are half binary, or t(3)."""
 
     def make(epsilon: float) -> Case:
@@ -290,7 +290,9 @@ def table(path: Path) -> str:
         row = json.loads(line)
         for site in row["ranks"]:
             rows[row["cell"], site].append(row)
-    lines = ["| cell | site | sets | covers 50 % | 90 % | rms z | max z | mean sd | oracle | s | k |"]
+    lines = [
+        "| cell | site | sets | covers 50 % | 90 % | rms z | max z | mean sd | oracle | s | k |"
+    ]
     lines.append("|---" * 11 + "|")
     for (cell, site), found in rows.items():
         by_set = [[covers(row["ranks"][site], level) for row in found] for level in (0.5, 0.9)]

@@ -52,9 +52,7 @@ def release_p_values(
     return result
 
 
-def prior_p_value(
-    fit: Fit, releases: Sequence[Release], latents: Latents, num_data: int
-) -> float:
+def prior_p_value(fit: Fit, releases: Sequence[Release], latents: Latents, num_data: int) -> float:
     """Of a likelihood that lies as far from the prior as this one; 1 where nothing is told."""
     n, found = num_data, fit.moments
     value = torch.cat([r.value for r in releases])

@@ -157,8 +157,7 @@ class Released:
             mean, covariance = moments.estimate(num_data, noise_seed)
             self._place, self._root = _fitted(mean, covariance, seed)
         self._shares = {
-            number: _shares(counts, std, noise_seed)
-            for number, (counts, std) in histograms.items()
+            number: _shares(counts, std, noise_seed) for number, (counts, std) in histograms.items()
         }
 
     def rows(self, count: int, batch: int) -> Mapping[int, Tensor]:
@@ -244,7 +243,8 @@ class NoisyMoments(NamedTuple):
                 draws = torch.randn(size, size, dtype=torch.float64)
                 error = torch.randn(size, dtype=torch.float64)
             moved = noise * (draws + draws.T) / 2
-            level = (level + moved.trace() / size).clamp(min=level / 10, max=1.0 / size)
+            level = (level + moved.trace() / size).clamp(max=1.0 / size)
+            level = torch.maximum(level, covariance.trace().abs() / (10 * size))
             moved = moved - moved.trace() / size * eye
             shape = shape + moved / math.sqrt(kept)
             mean = mean + self.total_std / n * error

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..ops.models import using_pyro
 from .latents import Latents
-from .likelihood import SyntheticLikelihood
+from .likelihood import Likelihood
 
 LARGEST_PARETO_K = 0.7  # beyond which importance draws are not to be relied on (Vehtari et al.)
 _PRIOR_POINTS = 30  # of Zhang and Stephens' grid, which has √n more
@@ -61,21 +61,19 @@ class Draws(NamedTuple):
     far: int
 
 
-def draw_posterior(
-    latents: Latents, likelihoods: Sequence[SyntheticLikelihood], count: int
-) -> Draws:
+def draw_posterior(latents: Latents, likelihoods: Sequence[Likelihood], count: int) -> Draws:
     """Draws from the posterior, pooled over the laws of the covariates."""
     if not latents.is_hierarchical:
         each = math.ceil(count / len(likelihoods))
-        found = [_by_importance(latents, likelihood, each) for likelihood in likelihoods]
-        if all(_is_reliable(draws) for draws in found):
+        of_laws = [_by_importance(latents, likelihood, each) for likelihood in likelihoods]
+        if all(_is_reliable(draws) for draws in of_laws):
             return Draws(
-                torch.cat([draws.theta for draws in found]),
-                torch.cat([draws.weights for draws in found]) / len(found),
-                max(draws.pareto_k for draws in found),
-                len(found) ** 2 / sum(1 / draws.effective for draws in found),
-                found[0].method,
-                sum(draws.far for draws in found),
+                torch.cat([draws.theta for draws in of_laws]),
+                torch.cat([draws.weights for draws in of_laws]) / len(of_laws),
+                max(draws.pareto_k for draws in of_laws),
+                len(of_laws) ** 2 / sum(1 / draws.effective for draws in of_laws),
+                of_laws[0].method,
+                sum(draws.far for draws in of_laws),
             )
     found = _by_chain(latents, likelihoods, exactly=False)
     if not _is_reliable(found):
@@ -89,7 +87,7 @@ def _is_reliable(draws: Draws) -> bool:
     return draws.pareto_k <= LARGEST_PARETO_K or spread < _HARMLESS_SPREAD
 
 
-def _by_importance(latents: Latents, likelihood: SyntheticLikelihood, count: int) -> Draws:
+def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
     base, read, far = likelihood.centre, latents.read, 0
 
     def ratios(centre: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,9 +119,7 @@ def _by_importance(latents: Latents, likelihood: SyntheticLikelihood, count: int
     return Draws(theta, weights, k, effective, "importance sampling", far)
 
 
-def _by_chain(
-    latents: Latents, likelihoods: Sequence[SyntheticLikelihood], exactly: bool
-) -> Draws:
+def _by_chain(latents: Latents, likelihoods: Sequence[Likelihood], exactly: bool) -> Draws:
     centre = likelihoods[0].centre
 
     def pooled(theta: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class Latents:
         place = torch.arange(len(chosen))
         moved[place, chosen] += _STEP * width
         moved[len(chosen) + place, chosen] -= _STEP * width
-        _, gradients = self._values_and_gradients(moved)
+        _, gradients = self.values_and_gradients(moved)
         gradients = gradients[:, chosen] * width
         up, down, slope = gradients.split([len(chosen), len(chosen), 1])
         curvature = (down - up) / (2 * _STEP)
@@ -98,7 +98,8 @@ class Latents:
             return result
         return self.prior.log_densities(self._own(theta)).to("cpu", torch.float64)
 
-    def _values_and_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+    def values_and_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """log p(θ) of every row and its gradients, ``[m]`` and ``[m, D]``."""
         values, gradients = self.prior.log_densities_and_gradients(self._own(theta))
         return values.to("cpu", torch.float64), gradients.to("cpu", torch.float64)
 
@@ -139,7 +140,7 @@ class Latents:
 class _LogDensities(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, theta: Tensor, latents: Latents) -> Tensor:
-        values, gradients = latents._values_and_gradients(theta)
+        values, gradients = latents.values_and_gradients(theta)
         ctx.save_for_backward(gradients.to(theta))
         return values.to(theta)
 

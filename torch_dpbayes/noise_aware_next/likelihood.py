@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -120,7 +120,9 @@ class Moments(NamedTuple):
     control: Tensor
 
 
-def moments(statistics: Tensor, found: Tensor, is_paired: bool, use_control: bool = True) -> Moments:
+def moments(
+    statistics: Tensor, found: Tensor, is_paired: bool, use_control: bool = True
+) -> Moments:
     """Moments of ``statistics`` ``[M, q]`` whose records have the scores ``found`` ``[M, d]``."""
     if is_paired:
         apart = (statistics[0::2] - statistics[1::2]) / math.sqrt(2)
@@ -243,12 +245,35 @@ def _valid(records: ModelRecords, theta: Tensor, step: Tensor) -> Tensor:
     return theta
 
 
-class SyntheticLikelihood:
+class Likelihood(Protocol):
+    """Of what was released, up to a constant, for rows of θ ``[m, D]``."""
+
+    centre: Tensor
+    """Near the mode, ``[D]``."""
+    mode: Tensor
+    """Of the posterior, ``[d]``, about."""
+    precision: Tensor
+    """Of the posterior there, ``[d, d]``."""
+    num_simulated: int
+    simulation_error: float
+    """In posterior standard deviations, at most."""
+
+    def gaussian(self, theta: Tensor) -> Tensor:
+        """With its mean linear and its covariance constant, ``[m]``; differentiable."""
+
+    def __call__(self, theta: Tensor) -> Tensor:
+        """``[m]``; differentiable."""
+
+    def with_new_centres(self, theta: Tensor) -> tuple[Tensor, int]:
+        """The same far away, too, and for how many rows it is unsure."""
+
+
+class SyntheticLikelihood(Likelihood):
     r"""log p(T | θ), up to a constant, near and far from the mode.
 
     Near the mode all that T says of θ is in the d numbers :math:`J^\top\Sigma^{-1}T`: m is linear
-    there and Σ constant, and T | θ is Gaussian. These are what the likelihood is of. Its mean and covariance
-    away from the centre come from ``few`` of the records,
+    there and Σ constant, and T | θ is Gaussian. These are what the likelihood is of. Its mean and
+    covariance away from the centre come from ``few`` of the records,
 
     .. math::
         m(\theta) = m + J(\theta - \theta_c) + \big[m_s(\theta) - m_s - J_s(\theta - \theta_c)\big]

@@ -41,12 +41,12 @@ def model_of(model: GLM | Softmax, num_columns: int) -> Callable[..., None]:
             "the prior is improper (prior_std is infinite): where noise hides the data the"
             " posterior is the prior. State prior_std."
         )
-    return _LinearModel(model.family, precision.rsqrt().clone(), _noise_std(model))
+    # of a Gaussian target: a second derivative is 1/s² times the squared length of the features
+    noise_std = (model.max_feature_norm**2 / model.record_smoothness(1.0)) ** 0.5
+    return _LinearModel(model.family, precision.rsqrt().clone(), noise_std)
 
 
-def targets_of(
-    model: GLM | Softmax, features: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor]:
+def targets_of(model: GLM | Softmax, features: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Features as floats, and targets as the Pyro model takes them: clamped as the GLM says."""
     features = features if features.is_floating_point() else features.float()
     if isinstance(model, Softmax):
@@ -55,12 +55,6 @@ def targets_of(
     if model.family != "gaussian":
         targets = targets.clamp(0.0, 1.0 if model.max_count is None else model.max_count)
     return features, targets
-
-
-def _noise_std(model: GLM) -> float | None:
-    if model.family != "gaussian":
-        return None
-    return (model.max_feature_norm**2 / model.record_smoothness()) ** 0.5
 
 
 class _LinearModel:
@@ -72,7 +66,7 @@ class _LinearModel:
         noise_std: of a Gaussian target.
     """
 
-    def __init__(self, family: str, prior_std: Tensor, noise_std: float | None) -> None:
+    def __init__(self, family: str, prior_std: Tensor, noise_std: float) -> None:
         self._family, self._prior_std, self._noise_std = family, prior_std, noise_std
 
     def __call__(self, features: Tensor, targets: Tensor) -> None:
@@ -145,7 +139,9 @@ class LastLayer:
         self._layer = copy.deepcopy(layer).requires_grad_(False).eval()
         self._likelihood = likelihood
         outputs, self.num_features = layer.weight.shape
-        if likelihood == "categorical" and outputs < 2 or likelihood == "bernoulli" and outputs > 1:
+        if (likelihood == "categorical" and outputs < 2) or (
+            likelihood == "bernoulli" and outputs > 1
+        ):
             raise UnfitModel(
                 f"likelihood={likelihood!r} does not suit {outputs} outputs: categorical takes one"
                 " for each class, bernoulli one logit, normal a mean, or a mean and a log variance."
@@ -176,7 +172,9 @@ class LastLayer:
             synthetic = torch.randn(_SYNTHETIC_ROWS, *inputs.shape[1:]).to(inputs)
             found = self._map(synthetic)
             if found.dim() != 2 or found.shape[1] != self.num_features:
-                raise UnfitModel("the features of a record must be a vector, which the layer reads.")
+                raise UnfitModel(
+                    "the features of a record must be a vector, which the layer reads."
+                )
             expected = self._module(synthetic)
             if not torch.allclose(self._layer(found), expected, rtol=1e-3, atol=1e-4):
                 raise UnfitModel(

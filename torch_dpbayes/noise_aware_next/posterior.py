@@ -132,7 +132,9 @@ def posterior(
         data_plate,
     )
     if max_grad_norm is not None:
-        max_grad_norm = check_clip_bound("max_grad_norm", max_grad_norm, "the clip bound of a record's gradient")
+        max_grad_norm = check_clip_bound(
+            "max_grad_norm", max_grad_norm, "the clip bound of a record's gradient"
+        )
     with using_pyro, torch.no_grad():
         return setup.infer(epsilon, delta, num_releases, max_grad_norm)
 
@@ -341,9 +343,7 @@ class Setup:
             *statement_of_charge(self.accountant, self._released(transcript)),
             *note(*checks),
         ]
-        return NoiseAwarePosterior(
-            self.latents, found, likelihoods, statement, transcript, checks
-        )
+        return NoiseAwarePosterior(self.latents, found, likelihoods, statement, transcript, checks)
 
     def _released(self, transcript: Transcript) -> list[str]:
         lines = [

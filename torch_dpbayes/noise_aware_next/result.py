@@ -12,7 +12,7 @@ from torch.func import vmap
 
 from .drawing import Draws
 from .latents import Latents
-from .likelihood import SyntheticLikelihood
+from .likelihood import Likelihood
 
 Constrain = Callable[[Tensor], dict[str, Tensor]]
 
@@ -34,7 +34,7 @@ class NoiseAwarePosterior:
         self,
         latents: Latents,
         draws: Draws,
-        likelihoods: Sequence[SyntheticLikelihood],
+        likelihoods: Sequence[Likelihood],
         statement: Sequence[str],
         transcript: Any,
         checks: tuple[list[float], float] | None = None,
@@ -102,11 +102,11 @@ class NoiseAwarePosterior:
         if found != expected:
             raise ValueError(
                 f"log_density takes one value of every site, of shapes"
-                f" {({k: list(v) for k, v in expected.items()})}; got"
-                f" {({k: list(v) for k, v in found.items()})}."
+                f" { ({k: list(v) for k, v in expected.items()}) }; got"
+                f" { ({k: list(v) for k, v in found.items()}) }."
             )
         theta, log_jacobian = self._latents.unconstrain(dict(values))
-        terms = torch.stack([each.with_new_centres(theta[None])[0][0] for each in self._likelihoods])
+        terms = torch.cat([each.with_new_centres(theta[None])[0] for each in self._likelihoods])
         prior = float(self._latents.log_density(theta[None])[0])
         likelihood = float(terms.logsumexp(0))
         return likelihood + prior + log_jacobian

@@ -150,7 +150,9 @@ def choose_scale(
         candidates = sorted({float(c) for c in found})
     else:
         candidates = [1.0]
-    expected = [_expected(simulator, own, root / c, prior_precision, multiplier) for c in candidates]
+    expected = [
+        _expected(simulator, own, root / c, prior_precision, multiplier) for c in candidates
+    ]
     levels = [float(variances.log().mean()) for variances in expected]
     best = min(levels) + math.log1p(_SPARED)
     chosen = max(k for k, level in enumerate(levels) if level <= best)
@@ -206,4 +208,3 @@ def run(
         ),
         theta,
     )
-

@@ -8,7 +8,6 @@ families", with Gaussian noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from .covariates import FeatureShape, constants_of, moment_multipliers, noisy_mo
 from .drawing import draw_posterior
 from .families import ExponentialFamily, LinearRegression
 from .latents import Latents
+from .likelihood import Likelihood
 from .posterior import posterior
 from .result import NoiseAwarePosterior
 
@@ -118,7 +118,7 @@ def sufficient_statistics(
     return NoiseAwarePosterior(latents, found, [likelihood], statement, likelihood.released)
 
 
-class _ClosedForm:
+class _ClosedForm(Likelihood):
     """log p(s̃ | θ) in units of the bound, in the form of a synthetic likelihood."""
 
     simulation_error, num_simulated = 0.0, 0
@@ -259,6 +259,3 @@ def covariance(
 
 def _normal(size: int) -> Tensor:
     return GaussianNoise().standard_normal(size, dtype=torch.float64, device=torch.device("cpu"))
-
-
-__all__: Sequence[str] = ("NoisyCovariance", "covariance", "sufficient_statistics")
