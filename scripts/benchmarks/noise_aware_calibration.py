@@ -13,8 +13,9 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pyro
@@ -43,7 +44,7 @@ class Case(NamedTuple):
     model: Callable[..., Any]
     data: tuple[Tensor, ...]
     truth: dict[str, Tensor]
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     oracle: float | None = None
 
 

@@ -139,15 +139,12 @@ class LastLayer:
         self._layer = copy.deepcopy(layer).requires_grad_(False).eval()
         self._likelihood = likelihood
         outputs, self.num_features = layer.weight.shape
-        if (likelihood == "categorical" and outputs < 2) or (
-            likelihood == "bernoulli" and outputs > 1
-        ):
+        fits = {"categorical": outputs > 1, "bernoulli": outputs == 1, "normal": outputs < 3}
+        if not fits[likelihood]:
             raise UnfitModel(
                 f"likelihood={likelihood!r} does not suit {outputs} outputs: categorical takes one"
                 " for each class, bernoulli one logit, normal a mean, or a mean and a log variance."
             )
-        if likelihood == "normal" and outputs > 2:
-            raise UnfitModel("likelihood='normal' takes one output, or two with a log variance.")
         self._module = copy.deepcopy(module).requires_grad_(False).eval()
         self._body = copy.deepcopy(self._module)
         if name:

@@ -315,6 +315,7 @@ class Setup:
         transcript, theta = run(
             mechanism, transcript, self.in_run(laws[0]), self.latents, plan, max_grad_norm
         )
+        self.records.forget()
         return self.draw(transcript, laws, theta)
 
     def draw(

@@ -24,6 +24,7 @@ from ..mcmc.density.refusals import WithoutParameters
 
 Role = Literal["observed", "public", "numbers", "category"]
 
+LARGEST_DIMENSION = 500  # beyond, moments of seven releases take more than 2 GB
 _ROWS = 50_000  # of private records whose scores are in memory at a time
 _SYNTHETIC_ROWS = 40  # two random columns of 0 and 1 are equal with probability 2⁻⁴⁰
 _MOST_CATEGORIES = 1000
@@ -92,6 +93,11 @@ class ModelRecords:
             raise UnfitModel(
                 "no record depends on a latent of the model: read one in the data plate."
             )
+        if len(self.read) > LARGEST_DIMENSION:
+            raise ValueError(
+                f"records read {len(self.read)} numbers, and at most {LARGEST_DIMENSION} can be"
+                " simulated: use a sampler of torch_dpbayes.optim."
+            )
         self._dims = list(density.row_dims.values())
         names = _argument_names(model, args)
         observed = self._observed()
@@ -143,13 +149,22 @@ class ModelRecords:
         """The inverse of :meth:`rows_first`."""
         return row.movedim(0, self._dims[number])
 
+    def forget(self) -> None:
+        """Holds synthetic records from now on, in place of private ones."""
+        self.density = self.density.with_rows(self.density.made_up.few())
+
     def num_categories(self, number: int) -> int:
         """How many values a category has: the smallest whole number with which the model fails.
 
         Raises:
-            ValueError: it has not failed up to a thousand, or at other values than whole numbers.
+            ValueError: it has not failed up to a thousand, or a record has several numbers.
         """
-        row = self.density.rows()[number]
+        row = self.density.made_up.few()[number]
+        if row.dim() > 1 or row.is_complex():
+            raise UnfitModel(
+                f"argument {self.names[number]!r} is no category, one whole number a record: pass"
+                " each column by itself, or floats, or give covariates= a public sample."
+            )
         if row.dtype == torch.bool:
             return 2
         own = [synthetic.clone() for synthetic in self.density.made_up.few()]
