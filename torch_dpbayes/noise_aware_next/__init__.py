@@ -7,7 +7,7 @@ Each file needs only those above it:
 * ``likelihood``: moments of simulated scores, and the likelihood of what was released;
 * ``budget``: how the budget is split; ``run``: the releases;
 * ``drawing``: draws from the posterior; ``checks``: p values; ``result``: the posterior;
-* ``models``: by name; ``posterior``: the front doors; ``planning``: before anything is spent;
+* ``models``: by name; ``inference``: the front doors; ``planning``: before anything is spent;
 * ``families``, ``sufficient_statistics``: closed forms in place of simulation.
 
 Private rows are read by ``run.Mechanism`` and ``records.PrivateRecords``, of conjugate families by
@@ -23,7 +23,7 @@ from .families import (
     gamma_poisson,
 )
 from .planning import plan
-from .posterior import posterior, posterior_for_module
+from .inference import posterior, posterior_for_module
 from .result import NoiseAwarePosterior
 from .sufficient_statistics import covariance, sufficient_statistics
 

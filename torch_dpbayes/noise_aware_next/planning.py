@@ -16,7 +16,7 @@ from ..accounting.accountant import PrivacyAccountant
 from ..ops.models import using_pyro
 from .budget import NUM_RELEASES, budget_of, total_multiplier
 from .covariates import Covariates, NoisyMoments
-from .posterior import Setup
+from .inference import Setup
 from .run import Transcript, choose_scale
 
 _DRAWS = 5  # of the prior

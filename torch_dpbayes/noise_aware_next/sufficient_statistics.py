@@ -26,7 +26,7 @@ from .drawing import draw_posterior
 from .families import ExponentialFamily, LinearRegression
 from .latents import Latents
 from .likelihood import Likelihood
-from .posterior import posterior
+from .inference import posterior
 from .result import NoiseAwarePosterior
 
 _LABEL = "noise_aware.sufficient_statistics"

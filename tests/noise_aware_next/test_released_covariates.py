@@ -1,0 +1,159 @@
+"""Laws of covariates: what shortened rows have, the release's own noise, and sensitivities."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+import torch_dpbayes as dpb
+from torch_dpbayes.noise_aware_next import covariance, posterior
+from torch_dpbayes.noise_aware_next.covariates import (
+    FeatureShape,
+    NoisyMoments,
+    Released,
+    feature_shape,
+    noisy_moments,
+)
+from torch_dpbayes.noise_aware_next.records import ModelRecords
+
+
+def linear(x, y):
+    w = pyro.sample("w", dist.Normal(torch.zeros(x.shape[1], dtype=x.dtype), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        pyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def records_of(x):
+    return ModelRecords(
+        linear,
+        (x, torch.zeros(len(x), dtype=torch.float64)),
+        data_plate="data",
+        count_is_public=True,
+        public=(),
+        chunk=1000,
+    )
+
+
+def law_of(mean, covariance, seed=1, bound=2.0, constants=None):
+    size = len(mean) + len(constants or {})
+    records = records_of(torch.zeros(50, size, dtype=torch.float64))
+    n = 10**6
+    products = n * (covariance + torch.outer(mean, mean))
+    found = NoisyMoments(n * mean, 1e-6, products, 1e-6)
+    shape = feature_shape(records, records.density.rows(), bound, constants or {})
+    return Released(records, shape, found, {}, n, seed)
+
+
+def test_shortened_rows_have_the_released_moments():
+    """Without the fit half of the rows would be longer than R before, and too short after."""
+    mean = torch.tensor([0.3, 0.0, -0.2], dtype=torch.float64)
+    wanted = torch.diag(torch.tensor([0.30, 0.15, 0.05], dtype=torch.float64))
+    bound = 2.0
+    (rows,) = law_of(mean, wanted, bound=bound).rows(60_000, 0).values()
+    assert float(rows.norm(dim=1).max()) <= bound * (1 + 1e-9)
+    assert float((rows.norm(dim=1) > bound * 0.999).double().mean()) > 0.05  # many are shortened
+    # 10,000 rows fit the law, 60,000 check it: 5 standard errors
+    assert torch.allclose(rows.mean(0) / bound, mean, atol=0.03)
+    assert torch.allclose(torch.cov(rows.T) / bound**2, wanted, atol=0.02)
+
+
+def test_constant_columns_are_set_and_do_not_count():
+    constants = {1: 5.0}
+    mean, wanted = torch.zeros(2, dtype=torch.float64), 0.1 * torch.eye(2, dtype=torch.float64)
+    (rows,) = law_of(mean, wanted, constants=constants).rows(1000, 0).values()
+    assert bool((rows[:, 1] == 5.0).all())
+    shape = FeatureShape(1.0, constants, (3,))
+    raw = torch.randn(100, 3, dtype=torch.float64)
+    short = shape.shortened(raw)
+    assert bool((short[:, 1] == 5.0).all()) and float(short[:, [0, 2]].norm(dim=1).max()) <= 1
+    raw[0, 0] = math.nan
+    assert bool((shape.shortened(raw)[0] == torch.tensor([0.0, 5.0, 0.0])).all())
+
+
+def test_draws_of_the_law_vary_as_the_noise_leaves():
+    """Given the release, entries are normal with the variance κσ²: means over 300 draws."""
+    torch.manual_seed(0)
+    n, size, std = 1000, 4, 20.0
+    exact = torch.diag(torch.tensor([0.30, 0.10, 0.05, 0.01], dtype=torch.float64))
+    draws = torch.randn(size, size, dtype=torch.float64)
+    found = NoisyMoments(
+        torch.zeros(size, dtype=torch.float64), 3.0, n * exact + std * (draws + draws.T) / 2, std
+    )
+    many = [found.estimate(n, seed) for seed in range(300)]
+    means = torch.stack([mean for mean, _ in many])
+    assert float(means.std()) == pytest.approx(3.0 / n, rel=0.1)
+    off = torch.stack([matrix[0, 1] for _, matrix in many]).std()
+    covariance = found.products / n
+    shape = covariance - covariance.trace() / size * torch.eye(size)
+    variance = float(shape.square().sum()) / 10 - (std / n) ** 2
+    kept = variance / (variance + (std / n) ** 2)
+    assert float(off) == pytest.approx(math.sqrt(kept / 2) * std / n, rel=0.15)
+    assert not torch.equal(many[0][1], found.estimate(n, None)[1])
+
+
+def test_noise_of_covariates_widens_a_posterior():
+    """Four laws that differ: pooled draws are wider than those of one law."""
+    torch.manual_seed(1)
+    x = torch.randn(1000, 6, dtype=torch.float64) / math.sqrt(6)
+    y = x @ torch.randn(6, dtype=torch.float64) + torch.randn(1000, dtype=torch.float64)
+    found = posterior(
+        linear,
+        x,
+        y,
+        accountant=dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5),
+        num_data=1000,
+        num_simulated=8000,
+    )
+    assert len(found._likelihoods) == 4
+    centres = torch.stack([each.mode for each in found._likelihoods])
+    assert float(centres.std(0).mean()) > 0.02 * float(found.stddev["w"].mean())
+
+
+@pytest.mark.parametrize("neighboring", ["add_or_remove_one", "replace_one"])
+def test_moments_move_by_their_sensitivity(neighboring):
+    shape = FeatureShape(1.0, {}, (3,))
+    rows = shape.shortened(torch.randn(30, 3, dtype=torch.float64))
+    silent = lambda size: torch.zeros(size, dtype=torch.float64)  # noqa: E731
+    before = noisy_moments(rows, shape, (1.0, 1.0), silent)
+    other = rows.clone()
+    if neighboring == "replace_one":
+        other[0] = torch.tensor([0.0, 0.0, 1.0])
+        limits = 2.0, math.sqrt(2)
+    else:
+        other, limits = rows[1:], (1.0, 1.0)
+    after = noisy_moments(other, shape, (1.0, 1.0), silent)
+    assert float((before.total - after.total).norm()) <= limits[0]
+    assert float((before.products - after.products).norm()) <= limits[1]
+
+
+def test_covariance_is_charged_and_near():
+    x = torch.randn(20_000, 3, dtype=torch.float64) * torch.tensor([0.1, 0.2, 0.3])
+    accountant = dpb.PrivacyAccountant(epsilon=2.0, delta=1e-5)
+    found = covariance(x, accountant=accountant, num_data=20_000)
+    assert 1.9 < accountant.get_epsilon() <= 2.0
+    assert torch.allclose(found.matrix.diagonal(), torch.cov(x.T).diagonal(), rtol=0.15)
+    assert bool((torch.linalg.eigvalsh(found.matrix) > 0).all())
+
+
+def test_covariates_of_unknown_kind_are_refused():
+    def model(x, g, y):
+        w = pyro.sample("w", dist.Normal(torch.zeros((), dtype=x.dtype), 1.0))
+        with pyro.plate("data", len(y)):
+            pyro.sample("y", dist.Normal(w * x * g.sum(1), 1.0), obs=y)
+
+    x, y = torch.randn(2, 100, dtype=torch.float64)
+    g = torch.randint(3, (100, 2))
+    accountant = dpb.PrivacyAccountant(epsilon=1.0, delta=1e-5, neighboring="replace_one")
+    with pytest.raises(ValueError, match="no category, one whole number"):
+        posterior(model, x, g, y, accountant=accountant)
+    with pytest.raises(ValueError, match="name all of them"):
+        posterior(model, x, g, y, accountant=accountant, public=("x",))
+    with pytest.raises(ValueError, match="takes one tensor for each"):
+        posterior(model, x, g, y, accountant=accountant, covariates=x)
+    assert not len(accountant)
+    found = posterior(
+        model, x, g, y, accountant=accountant, covariates=(x[:20], g[:20]), num_simulated=8000
+    )
+    assert len(found._likelihoods) == 1
