@@ -31,6 +31,7 @@ _PRIOR_POINTS = 30  # of Zhang and Stephens' grid, which has √n more
 _PRIOR_PULL = 10  # draws that a weak prior of k around 1/2 counts as
 # squared coefficient of variation of weights: k̂ is of a tail that has no weight then
 _HARMLESS_SPREAD = 0.05
+_DEGREES = 5.0  # of freedom of a second proposal
 _CHAIN, _WARMUP = 1000, 300  # steps of No-U-Turn
 _NEWTON_STEPS, _RISE = 30, 1e-3  # and the least rise of a log density for which one more is done
 _TRIALS = 500  # draws that tell which coordinates suit
@@ -38,6 +39,7 @@ _DIFFERENCE = 1e-4  # of a coordinate's scale, by which gradients are difference
 _LEAST_CURVATURE = 0.1  # in units of the scales: of directions with heavy tails
 _MOST_DOUBLINGS = 8  # of a trajectory
 _RIDGE = 1e-9  # relative
+_ROUNDING = 1e-9  # of log weights
 _LEAST_TAIL = 5  # draws that a Pareto distribution is fitted to
 
 
@@ -90,25 +92,34 @@ def _is_reliable(draws: Draws) -> bool:
 def _by_importance(latents: Latents, likelihood: Likelihood, count: int) -> Draws:
     base, read, far = likelihood.centre, latents.read, 0
 
-    def ratios(centre: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+    def ratios(centre: Tensor, precision: Tensor, degrees: float) -> tuple[Tensor, Tensor]:
         nonlocal far
-        factor = torch.linalg.cholesky(precision)
-        normal = torch.randn(count, len(centre), dtype=torch.float64)
-        moved = torch.linalg.solve_triangular(factor.T, normal.T, upper=True).T
+        size, factor = len(centre), torch.linalg.cholesky(precision)
+        normal = torch.randn(count, size, dtype=torch.float64)
+        scale = torch.ones(count, dtype=torch.float64)
+        if degrees < math.inf:
+            chi2 = torch.distributions.Chi2(torch.tensor(degrees, dtype=torch.float64))
+            scale = (degrees / chi2.sample((count,))).sqrt()
+        white = scale[:, None] * normal
         theta = base.repeat(count, 1)
-        theta[:, read] = centre + moved
+        theta[:, read] = centre + torch.linalg.solve_triangular(factor.T, white.T, upper=True).T
         terms, far = likelihood.with_new_centres(theta)
-        return theta, terms + latents.log_density(theta) + 0.5 * normal.square().sum(1)
+        squares = white.square().sum(1)
+        if degrees < math.inf:
+            own = (degrees + size) / 2 * torch.log1p(squares / degrees)
+        else:
+            own = squares / 2
+        return theta, terms + latents.log_density(theta) + own
 
-    theta, found = ratios(likelihood.mode, likelihood.precision)
+    theta, found = ratios(likelihood.mode, likelihood.precision, math.inf)
     log_weights, k = smoothed(found)
-    if not k <= LARGEST_PARETO_K:  # once more, from the mean and the covariance of these
+    if not k <= LARGEST_PARETO_K:  # once more, with heavier tails around the mean of these
         weights = log_weights.exp()
         mean = weights @ theta[:, read]
         apart = theta[:, read] - mean
         covariance = (weights[:, None] * apart).T @ apart
         ridge = _RIDGE * covariance.diagonal().mean() * torch.eye(len(mean), dtype=torch.float64)
-        theta, found = ratios(mean, torch.linalg.inv(covariance + ridge))
+        theta, found = ratios(mean, torch.linalg.inv(covariance + ridge), _DEGREES)
         log_weights, k = smoothed(found)
     if len(read) < len(base):  # what no record reads is independent of the rest
         own = latents.sample(count)
@@ -158,6 +169,8 @@ def smoothed(log_ratios: Tensor) -> tuple[Tensor, float]:
         return torch.full_like(values, -math.log(len(values))), math.inf
     values = values - values.max()
     count = len(values)
+    if float(values.min()) > -_ROUNDING:  # all the same: no tail
+        return values - values.logsumexp(0), 0.0
     tail = math.ceil(min(0.2 * count, 3 * math.sqrt(count)))
     order = values.argsort()
     cutoff = float(values[order[-tail - 1]]) if tail < count else -math.inf

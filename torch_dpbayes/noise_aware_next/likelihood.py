@@ -36,6 +36,7 @@ _HALVINGS = 20
 _LONGEST_MOVE = 2.0  # posterior standard deviations, from a centre to a mode
 LARGEST_ERROR = 0.1  # of the simulation, in posterior standard deviations
 _LEAST_WORTH = 0.1  # of the simulated records, which their weights may leave
+_USUAL_SHARE = 0.1  # of records that carry the information; of normal scores it is d/(d + 2)
 _MOST_CENTRES = 60  # at which records are simulated anew
 _LEAST_TOLD = 1e-6  # of a posterior's precision; less is nothing
 _RIDGE = 1e-10  # relative, of matrices that may be singular
@@ -298,7 +299,8 @@ class SyntheticLikelihood(Likelihood):
         few: int,
         most_batches: int,
     ) -> None:
-        self._simulator, self._releases, self._few = simulator, list(releases), few
+        self._simulator, self._releases = simulator, list(releases)
+        self._few = few = _enough(fit.simulated.scores, few)
         n, found = simulator.num_data, fit.moments
         value = torch.cat([r.value for r in releases])
         variances = noise_variances(releases)
@@ -418,6 +420,16 @@ class SyntheticLikelihood(Likelihood):
         white = torch.linalg.solve_triangular(factors, apart, upper=False)[..., 0]
         values = -0.5 * white.square().sum(1) - factors.diagonal(dim1=1, dim2=2).log().sum(1)
         return torch.where((failed == 0) & values.isfinite(), values, -math.inf), worth
+
+
+def _enough(found: Tensor, few: int) -> int:
+    """How many records tell moments as well as ``few`` do of usual scores: more where few of them
+    carry most of the information, as rare events do.
+    """
+    root = torch.linalg.cholesky(_ridged(found.T @ found / len(found)))
+    sizes = torch.linalg.solve_triangular(root, found.T, upper=False).square().sum(0)
+    share = float(sizes.sum().square() / sizes.square().sum()) / len(found)
+    return min(len(found), math.ceil(few * max(1.0, _USUAL_SHARE / max(share, 1e-12))))
 
 
 class _Around:
