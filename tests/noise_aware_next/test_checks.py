@@ -45,7 +45,9 @@ def linear_case(theta, wrong=0.0):
     zeros = torch.zeros(3 * SIZE, dtype=torch.float64)
     covariance = jacobian @ jacobian.T
     found = Moments(zeros, jacobian, covariance, 0 * covariance, eye, jacobian)
-    total = N * covariance + torch.diag(torch.tensor(noise).double().square().repeat_interleave(SIZE))
+    total = N * covariance + torch.diag(
+        torch.tensor(noise).double().square().repeat_interleave(SIZE)
+    )
     prior = eye / 4.0
     precision, _ = posterior_precision(found, total, prior, N)
     centre = torch.zeros(SIZE, dtype=torch.float64)

@@ -17,10 +17,10 @@ from torch_dpbayes.noise_aware_next import (
     LinearRegression,
     beta_bernoulli,
     dirichlet_categorical,
+    drawing,
     gamma_poisson,
     sufficient_statistics,
 )
-from torch_dpbayes.noise_aware_next import drawing
 from torch_dpbayes.noise_aware_next.latents import Latents
 
 ONE = torch.ones((), dtype=torch.float64)

@@ -51,8 +51,16 @@ def test_noise_that_is_drawn_is_what_is_charged(neighboring, monkeypatch):
     noisy, std = found.histograms[1]
     assert torch.allclose(noisy - counts, torch.full((3,), std, dtype=torch.float64))
     short = x / x.norm(dim=1, keepdim=True).clamp_min(1.0)
-    assert torch.allclose(found.moments.total - short.sum(0), torch.full((2,), found.moments.total_std).double(), atol=1e-2)
-    assert torch.allclose((found.moments.products - short.T @ short).diagonal(), torch.full((2,), found.moments.products_std).double(), atol=1e-2)
+    assert torch.allclose(
+        found.moments.total - short.sum(0),
+        torch.full((2,), found.moments.total_std).double(),
+        atol=1e-2,
+    )
+    assert torch.allclose(
+        (found.moments.products - short.T @ short).diagonal(),
+        torch.full((2,), found.moments.products_std).double(),
+        atol=1e-2,
+    )
     squares = [(two / r.noise_std) ** 2 for r in found.scores]
     squares.append((two / found.moments.total_std) ** 2)
     squares.append((root / found.moments.products_std) ** 2)
@@ -137,9 +145,7 @@ def test_points_are_functions_of_earlier_releases(monkeypatch):
         x = torch.zeros(500, 2, dtype=torch.float64)
         g = torch.arange(500) % 3
         torch.manual_seed(7)
-        posterior(
-            grouped, x, g, y, epsilon=1.0, delta=1e-5, num_simulated=8000, covariates=(x, g)
-        )
+        posterior(grouped, x, g, y, epsilon=1.0, delta=1e-5, num_simulated=8000, covariates=(x, g))
         paths.append(torch.stack(sums))
     assert torch.equal(paths[0], paths[1]) and len(paths[0]) == 7
 

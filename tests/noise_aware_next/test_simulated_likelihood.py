@@ -12,6 +12,7 @@ from scipy import integrate, stats
 
 import torch_dpbayes as dpb
 from torch_dpbayes.noise_aware_next import posterior
+from torch_dpbayes.noise_aware_next.covariates import Nothing
 from torch_dpbayes.noise_aware_next.latents import Latents
 from torch_dpbayes.noise_aware_next.likelihood import (
     Release,
@@ -20,7 +21,6 @@ from torch_dpbayes.noise_aware_next.likelihood import (
     find_mode,
     moments,
 )
-from torch_dpbayes.noise_aware_next.covariates import Nothing
 from torch_dpbayes.noise_aware_next.records import ModelRecords
 
 PRIOR_STD, NOISE_STD, N = 2.0, 1.5, 4000
@@ -146,8 +146,10 @@ def test_away_from_the_centre_moments_are_reweighted():
     def exact(theta):
         def expected(power):
             return integrate.quad(
-                lambda x: max(-1.0, min(1.0, x / NOISE_STD**2 / 0.5)) ** power
-                * stats.norm.pdf(x, theta, NOISE_STD),
+                lambda x: (
+                    max(-1.0, min(1.0, x / NOISE_STD**2 / 0.5)) ** power
+                    * stats.norm.pdf(x, theta, NOISE_STD)
+                ),
                 theta - 12,
                 theta + 12,
                 limit=400,
@@ -179,9 +181,14 @@ def test_a_far_point_gets_records_of_its_own():
     point = torch.tensor([[6.0]], dtype=torch.float64)  # 4 deviations of a record
     near = float(likelihood(point))
     found, far = likelihood.with_new_centres(point)
-    mean = N * integrate.quad(
-        lambda x: max(-1.0, min(1.0, x / NOISE_STD**2)) * stats.norm.pdf(x, 6.0, NOISE_STD), -6, 18
-    )[0]
+    mean = (
+        N
+        * integrate.quad(
+            lambda x: max(-1.0, min(1.0, x / NOISE_STD**2)) * stats.norm.pdf(x, 6.0, NOISE_STD),
+            -6,
+            18,
+        )[0]
+    )
     at_zero = float(likelihood.with_new_centres(fit.centre[None])[0])
     wanted = -(mean**2) / 2000.0**2 / 2
     assert far == 0

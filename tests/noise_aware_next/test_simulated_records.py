@@ -122,7 +122,10 @@ def test_a_record_moves_a_sum_by_at_most_one(bad):
 
 
 def test_clipped_is_never_longer_than_one():
-    rows = torch.randn(1000, 4, dtype=torch.float64) * torch.logspace(-200, 200, 1000).double()[:, None]
+    rows = (
+        torch.randn(1000, 4, dtype=torch.float64)
+        * torch.logspace(-200, 200, 1000).double()[:, None]
+    )
     found = clipped(rows, torch.randn(4, 4, dtype=torch.float64))
     assert bool(found.isfinite().all()) and float(found.norm(dim=1).max()) <= 1.0
 

@@ -22,8 +22,8 @@ from .families import (
     dirichlet_categorical,
     gamma_poisson,
 )
-from .planning import plan
 from .inference import posterior, posterior_for_module
+from .planning import plan
 from .result import NoiseAwarePosterior
 from .sufficient_statistics import covariance, sufficient_statistics
 

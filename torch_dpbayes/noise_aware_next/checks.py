@@ -18,11 +18,12 @@ from collections.abc import Sequence
 
 import torch
 from scipy.stats import chi2
-from torch import Tensor
 
+from .drawing import Draws, is_reliable
 from .latents import Latents
 from .likelihood import Fit, Release
 
+_LITTLE_TOLD = 0.95  # of the prior's deviation: a tenth more precise at most
 FALSE_ALARMS = 0.01  # of each check, over all of its tests
 _PRIOR_DRAWS = 2000
 
@@ -114,7 +115,37 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=depth)
 
 
-def told_by_prior(stddev: Tensor, latents: Latents) -> int:
-    """In how many coordinates that records read the posterior is nearly as wide as the prior."""
-    ratios = stddev[latents.read] / latents.stddev[latents.read]
-    return int((ratios > 0.9).sum())
+def note_clipped(clipped: tuple[float, float], num_data: int) -> list[str]:
+    """The share of records that were clipped at the last point, if noise does not hide it."""
+    count, noise = clipped
+    if noise > num_data / 2:
+        return ["  clipped     noise hides how many records are"]
+    share = min(max(count / num_data, 0.0), 1.0)
+    return [
+        f"  clipped     {share:.1%} of the records at the last point, ± {noise / num_data:.1%}: the"
+        " posterior knows of it, but where the model is not right clipped scores are zero elsewhere"
+    ]
+
+
+def note_draws(draws: Draws, latents: Latents) -> list[str]:
+    """Where the prior decides, and where draws are not to be relied on, with a warning."""
+    lines, read = [], latents.read
+    mean = draws.weights @ draws.theta[:, read]
+    spread = (draws.weights @ (draws.theta[:, read] - mean).square()).sqrt()
+    as_wide = int((spread > _LITTLE_TOLD * latents.stddev[read]).sum())
+    if as_wide:
+        lines.append(
+            f"  prior       of {len(read)} coordinates that records read the posterior is nearly as"
+            f" wide as the prior in {as_wide}"
+        )
+        if as_wide == len(read):
+            warn("the budget is too small for these records to move the prior: it comes back.")
+    if not is_reliable(draws):
+        lines.append("  NOT SURE    importance weights are not to be relied on")
+        warn(
+            f"the draws are not to be relied on (Pareto k = {draws.pareto_k:.2f}): use a prior with"
+            " fewer modes or lighter tails, or more simulated records (num_simulated=)."
+        )
+    if draws.far:
+        lines.append(f"  NOT SURE    {draws.far} draws are far from all simulated records")
+    return lines

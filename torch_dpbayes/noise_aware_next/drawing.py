@@ -68,7 +68,7 @@ def draw_posterior(latents: Latents, likelihoods: Sequence[Likelihood], count: i
     if not latents.is_hierarchical:
         each = math.ceil(count / len(likelihoods))
         of_laws = [_by_importance(latents, likelihood, each) for likelihood in likelihoods]
-        if all(_is_reliable(draws) for draws in of_laws):
+        if all(is_reliable(draws) for draws in of_laws):
             return Draws(
                 torch.cat([draws.theta for draws in of_laws]),
                 torch.cat([draws.weights for draws in of_laws]) / len(of_laws),
@@ -78,12 +78,12 @@ def draw_posterior(latents: Latents, likelihoods: Sequence[Likelihood], count: i
                 sum(draws.far for draws in of_laws),
             )
     found = _by_chain(latents, likelihoods, exactly=False)
-    if not _is_reliable(found):
+    if not is_reliable(found):
         found = _by_chain(latents, likelihoods, exactly=True)
     return found
 
 
-def _is_reliable(draws: Draws) -> bool:
+def is_reliable(draws: Draws) -> bool:
     """Whether weights may be relied on: k̂ is at most .7, or they are nearly all the same."""
     spread = len(draws.weights) * float(draws.weights.square().sum()) - 1
     return draws.pareto_k <= LARGEST_PARETO_K or spread < _HARMLESS_SPREAD

@@ -22,7 +22,7 @@ from .budget import (
     statement_of_charge,
     total_multiplier,
 )
-from .checks import note, prior_p_value, release_p_values
+from .checks import note, note_clipped, note_draws, prior_p_value, release_p_values
 from .covariates import (
     Covariates,
     FeatureShape,
@@ -343,6 +343,8 @@ class Setup:
             f"Noise-aware posterior from {len(transcript.scores)} releases of clipped scores",
             *statement_of_charge(self.accountant, self._released(transcript)),
             *note(*checks),
+            *note_clipped(transcript.clipped, self.num_data),
+            *note_draws(found, self.latents),
         ]
         return NoiseAwarePosterior(self.latents, found, likelihoods, statement, transcript, checks)
 

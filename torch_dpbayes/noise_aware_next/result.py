@@ -12,7 +12,7 @@ from torch.func import vmap
 
 from .drawing import Draws
 from .latents import Latents
-from .likelihood import Likelihood
+from .likelihood import LARGEST_ERROR, Likelihood
 
 Constrain = Callable[[Tensor], dict[str, Tensor]]
 
@@ -152,6 +152,7 @@ class NoiseAwarePosterior:
             lines.append(
                 f"  simulated   {count} records; their error is {simulation:.1%} of a posterior"
                 " standard deviation at most, and counted"
+                + ("" if simulation <= LARGEST_ERROR else ": num_simulated= is too small")
             )
         return lines
 

@@ -24,9 +24,9 @@ from .budget import budget_of, public_num_data, statement_of_charge, total_multi
 from .covariates import FeatureShape, constants_of, moment_multipliers, noisy_moments
 from .drawing import draw_posterior
 from .families import ExponentialFamily, LinearRegression
+from .inference import posterior
 from .latents import Latents
 from .likelihood import Likelihood
-from .inference import posterior
 from .result import NoiseAwarePosterior
 
 _LABEL = "noise_aware.sufficient_statistics"
