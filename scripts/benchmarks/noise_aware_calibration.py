@@ -197,7 +197,10 @@ def observed(
         x, w = shortened(torch.randn(n, size) / math.sqrt(size)), torch.randn(size)
         more = (0.5 * torch.randn(())).exp() if extra else None
         y = law(x @ w, more).sample()
-        return Case(model, (x, y), {"w": w} | ({extra: more} if extra else {}))
+        truth = {"w": w}
+        if extra is not None and more is not None:
+            truth[extra] = more
+        return Case(model, (x, y), truth)
 
     return make
 
@@ -311,7 +314,7 @@ def table(path: Path) -> str:
         lines.append(
             f"| {cell} | {site} | {len(found)} | {means[0]:.2f} ± {errors[0]:.2f} |"
             f" {means[1]:.3f} ± {errors[1]:.3f} | {math.sqrt(sum(v * v for v in z) / len(z)):.2f} |"
-            f" {max(map(abs, z)):.1f} | {mean_of(lambda r, s=site: r['stddev'][s]):.3f} | {best} |"
+            f" {max(map(abs, z)):.1f} | {sum(r['stddev'][site] for r in found) / len(found):.3f} | {best} |"
             f" {mean_of(lambda r: r['seconds']):.1f} | {mean_of(lambda r: r['pareto_k']):.2f} |"
         )
     return "\n".join(lines)

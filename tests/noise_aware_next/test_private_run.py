@@ -1,5 +1,6 @@
 """What a run charges and releases: noise that was charged, points from earlier releases alone."""
 
+import itertools
 import math
 
 import pyro
@@ -103,7 +104,7 @@ def test_shares_add_up_and_grow():
         num_categories=2,
     )
     squares = [z**-2 for z in split.scores]
-    assert all(b / a == pytest.approx(1.8) for a, b in zip(squares, squares[1:], strict=False))
+    assert all(b / a == pytest.approx(1.8) for a, b in itertools.pairwise(squares))
     share = 2 / math.sqrt(1000 / 40)
     assert sum(z**-2 for z in split.moments) * 16 == pytest.approx(min(share, 0.30))
     assert split.event is not None

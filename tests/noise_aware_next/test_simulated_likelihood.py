@@ -1,5 +1,5 @@
-"""The synthetic likelihood against closed forms: a Gaussian mean, whose posterior given all releases
-is known exactly, and moments by quadrature.
+"""The synthetic likelihood against closed forms: a Gaussian mean, whose posterior given all
+releases is known exactly, and moments by quadrature.
 """
 
 import math
