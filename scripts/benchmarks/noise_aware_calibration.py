@@ -314,7 +314,8 @@ def table(path: Path) -> str:
         lines.append(
             f"| {cell} | {site} | {len(found)} | {means[0]:.2f} ± {errors[0]:.2f} |"
             f" {means[1]:.3f} ± {errors[1]:.3f} | {math.sqrt(sum(v * v for v in z) / len(z)):.2f} |"
-            f" {max(map(abs, z)):.1f} | {sum(r['stddev'][site] for r in found) / len(found):.3f} | {best} |"
+            f" {max(map(abs, z)):.1f} | {sum(r['stddev'][site] for r in found) / len(found):.3f} |"
+            f" {best} |"
             f" {mean_of(lambda r: r['seconds']):.1f} | {mean_of(lambda r: r['pareto_k']):.2f} |"
         )
     return "\n".join(lines)

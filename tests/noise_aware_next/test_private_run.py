@@ -12,6 +12,7 @@ import torch_dpbayes as dpb
 from torch_dpbayes.noise import GaussianNoise
 from torch_dpbayes.noise_aware_next import plan, posterior
 from torch_dpbayes.noise_aware_next.budget import plan_run, total_multiplier
+from torch_dpbayes.noise_aware_next.records import ModelRecords, PrivateRecords
 
 ONE = torch.ones((), dtype=torch.float64)
 
@@ -62,6 +63,16 @@ def test_noise_that_is_drawn_is_what_is_charged(neighboring, monkeypatch):
         torch.full((2,), found.moments.products_std).double(),
         atol=1e-2,
     )
+    records = ModelRecords(
+        grouped, (x, g, y), data_plate="data", count_is_public=True, public=(), chunk=500
+    )
+    own = PrivateRecords(records, [short, g, y])
+    for release in found.scores:
+        apart = release.value - own.clipped_sum(release.theta, release.whitening)
+        assert apart.tolist() == pytest.approx([release.noise_std] * 5, abs=1e-2)
+    last = found.scores[-1]
+    count = own.clipped_count(last.theta, last.whitening)
+    assert found.clipped[0] - found.clipped[1] == pytest.approx(count, abs=1.01)
     squares = [(two / r.noise_std) ** 2 for r in found.scores]
     squares.append((two / found.moments.total_std) ** 2)
     squares.append((root / found.moments.products_std) ** 2)
