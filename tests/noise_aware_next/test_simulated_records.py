@@ -152,3 +152,21 @@ def test_a_last_layer_is_found_and_others_refused():
     with pytest.raises(ValueError, match="output is not that"):
         posterior_for_module(torch.nn.Sequential(net, torch.nn.Softmax(1)), x, y, **options)
     assert all(p.grad is None for p in net.parameters())
+
+
+def test_no_record_raises_in_a_frozen_body():
+    class Fails(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = torch.nn.Linear(2, 1)
+
+        def forward(self, x):
+            matrix = torch.diag_embed(x + 10)
+            return self.last(torch.linalg.cholesky(matrix).diagonal(dim1=-2, dim2=-1))
+
+    from torch_dpbayes.noise_aware_next.models import LastLayer
+
+    x = torch.rand(50, 2)
+    x[7] = -20.0  # no square root
+    found = LastLayer(Fails(), "bernoulli", 1.0).features(x)
+    assert bool((found[7] == 0).all()) and bool((found[:7] > 3).all())

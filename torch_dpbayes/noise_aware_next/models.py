@@ -178,7 +178,18 @@ class LastLayer:
                     "the module's output is not that of its trainable layer, or mixes records: let"
                     " the layer come last, without a softmax, and each record count alone."
                 )
-            return torch.cat([self._map(part) for part in inputs.detach().split(_ROWS)])
+            return torch.cat([self._of_private(part) for part in inputs.detach().split(_ROWS)])
+
+    def _of_private(self, inputs: Tensor) -> Tensor:
+        """Zeros where the computation fails, which no record may make known."""
+        try:
+            return self._map(inputs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:
+            if len(inputs) == 1:
+                return inputs.new_zeros(1, self.num_features)
+            return torch.cat([self._of_private(half) for half in inputs.tensor_split(2)])
 
     def _map(self, inputs: Tensor) -> Tensor:
         result: Tensor = vmap(lambda row: self._body(row[None])[0])(inputs)
