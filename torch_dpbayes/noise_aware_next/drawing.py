@@ -32,7 +32,7 @@ _PRIOR_PULL = 10  # draws that a weak prior of k around 1/2 counts as
 # squared coefficient of variation of weights: k̂ is of a tail that has no weight then
 _HARMLESS_SPREAD = 0.05
 _DEGREES = 5.0  # of freedom of a second proposal
-_CHAIN, _WARMUP = 1000, 300  # steps of No-U-Turn
+_CHAIN, _EXACT_CHAIN = (1000, 300), (300, 100)  # steps of No-U-Turn, and before them of warm-up
 _NEWTON_STEPS, _RISE = 30, 1e-3  # and the least rise of a log density for which one more is done
 _TRIALS = 500  # draws that tell which coordinates suit
 _DIFFERENCE = 1e-4  # of a coordinate's scale, by which gradients are differenced
@@ -151,7 +151,8 @@ def _by_chain(latents: Latents, likelihoods: Sequence[Likelihood], exactly: bool
     def log_density(eta: Tensor) -> Tensor:
         return frame.log_densities(frame.place(eta[None]))[0]
 
-    eta, worth = no_u_turn_draws(log_density, torch.zeros_like(centre), _CHAIN, _WARMUP)
+    count, warmup = _EXACT_CHAIN if exactly else _CHAIN
+    eta, worth = no_u_turn_draws(log_density, torch.zeros_like(centre), count, warmup)
     theta = frame.outer(frame.place(eta))[0].detach()
     found = [each.with_new_centres(theta) for each in likelihoods]
     ratios = torch.stack([terms for terms, _ in found]).logsumexp(0) - pooled(theta)
